@@ -1,0 +1,69 @@
+"""Optimal sharded data parallelism for Hugging Face models on PyTorch FSDP2.
+
+Public names are loaded when first used, so that `import hf_osdp` stays quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "DescriptionError": "errors",
+    "HardwareError": "errors",
+    "InfeasibleError": "errors",
+    "OSDPError": "errors",
+    "PlanError": "errors",
+    "PlanMismatchError": "errors",
+    "Hardware": "planner.hardware",
+    "ModelDescription": "planner.description",
+    "Plan": "planner.plan",
+    "TrainingJob": "planner.job",
+    "preset": "planner.presets",
+    "search": "planner.search",
+    "describe": "profiling.describe",
+    "measure_hardware": "profiling.machine",
+    "OptimalShardedDataParallel": "runtime.parallel",
+    "OSDPAccelerator": "integration.accelerator",
+    "OSDPConfig": "integration.config",
+    "OSDPPlugin": "integration.plugin",
+    "Trainer": "integration.trainer",
+}
+
+__all__ = [*sorted(_PUBLIC), "__version__"]
+
+
+def __getattr__(name: str):
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+if TYPE_CHECKING:
+    from .errors import (
+        DescriptionError,
+        HardwareError,
+        InfeasibleError,
+        OSDPError,
+        PlanError,
+        PlanMismatchError,
+    )
+    from .integration.accelerator import OSDPAccelerator
+    from .integration.config import OSDPConfig
+    from .integration.plugin import OSDPPlugin
+    from .integration.trainer import Trainer
+    from .planner.description import ModelDescription
+    from .planner.hardware import Hardware
+    from .planner.job import TrainingJob
+    from .planner.plan import Plan
+    from .planner.presets import preset
+    from .planner.search import search
+    from .profiling.describe import describe
+    from .profiling.machine import measure_hardware
+    from .runtime.parallel import OptimalShardedDataParallel

@@ -1,0 +1,39 @@
+"""Errors of the domain. What a user passed wrongly is a `ValueError`; these say what the package found out."""
+
+from __future__ import annotations
+
+
+class OSDPError(Exception):
+    """Base of every error that hf_osdp raises about planning and running."""
+
+
+class DescriptionError(OSDPError):
+    """A model could not be described: no block matches, or its forward pass could not be traced."""
+
+
+class HardwareError(OSDPError):
+    """A device, link or topology is unknown or cannot be measured."""
+
+
+class InfeasibleError(OSDPError):
+    """No plan meets the memory limit.
+
+    Attributes:
+        memory_limit_bytes: the limit that was asked for, in bytes.
+        least_peak_bytes: the tightest limit that some plan would meet, in bytes.
+        remedies: changes that would make it fit, the cheapest first, one line each.
+    """
+
+    def __init__(self, message: str, *, memory_limit_bytes: int, least_peak_bytes: int, remedies: tuple[str, ...] = ()):
+        super().__init__(message)
+        self.memory_limit_bytes = memory_limit_bytes
+        self.least_peak_bytes = least_peak_bytes
+        self.remedies = remedies
+
+
+class PlanError(OSDPError):
+    """A plan cannot be read, or does not belong to this model, world size or version."""
+
+
+class PlanMismatchError(PlanError):
+    """Ranks hold different plans, or what runs is not what the plan says."""

@@ -1,0 +1,1 @@
+"""Accelerate, the Trainer and notebooks."""

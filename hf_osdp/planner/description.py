@@ -1,0 +1,193 @@
+"""What is planned: a model as an ordered list of units, and the segments of one micro-batch through them.
+
+Pure values: nothing here needs torch, a model or a process group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+
+class DType(str, Enum):
+    """Element types that parameters, gradients and activations have."""
+
+    FLOAT64 = "float64"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    INT64 = "int64"
+    INT32 = "int32"
+    INT16 = "int16"
+    INT8 = "int8"
+    UINT8 = "uint8"
+    BOOL = "bool"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return _ITEMSIZE[self]
+
+
+_ITEMSIZE = {
+    DType.FLOAT64: 8, DType.INT64: 8, DType.FLOAT32: 4, DType.INT32: 4, DType.BFLOAT16: 2, DType.FLOAT16: 2,
+    DType.INT16: 2, DType.INT8: 1, DType.UINT8: 1, DType.BOOL: 1,
+}  # fmt: skip
+
+
+class GatherSpan(str, Enum):
+    """For how long FSDP2 holds a unit's gathered parameters."""
+
+    USE = "use"
+    """While the unit runs: a transformer block, an embedding, a head."""
+    STEP = "step"
+    """From the first use in forward to the end of backward: the root, and weights that embedding and head share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpec:
+    """One parameter; a tied one is listed once, under its first name."""
+
+    name: str
+    """Fully qualified name in the whole model."""
+    shape: tuple[int, ...]
+    dtype: DType
+    requires_grad: bool = True
+
+    def __post_init__(self) -> None:
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"Parameter {self.name} has a negative size: {self.shape}.")
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def sharded_numel(self, shard_size: int) -> int:
+        """Elements on rank 0 when dimension 0 is cut into `shard_size` chunks: ceil(d0 / g) rows, padding included."""
+        if not self.shape:
+            return 1
+        return -(-self.shape[0] // shard_size) * math.prod(self.shape[1:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitDescription:
+    """What FSDP2 gathers at once."""
+
+    fqn: str
+    """Name of the unit: the module's, `""` for the root, names joined by `+` where weights are shared."""
+    module_names: tuple[str, ...]
+    """Modules given to `fully_shard` together."""
+    class_name: str
+    span: GatherSpan
+    parameters: tuple[ParameterSpec, ...]
+    shared: tuple[tuple[str, ...], ...] = ()
+    """Every name of each tied parameter, for example `(("transformer.wte.weight", "lm_head.weight"),)`."""
+
+    @property
+    def label(self) -> str:
+        """The name as a person reads it."""
+        return self.fqn or "(root)"
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel for p in self.parameters)
+
+    @property
+    def trainable_numel(self) -> int:
+        return sum(p.numel for p in self.parameters if p.requires_grad)
+
+    @property
+    def dtypes(self) -> tuple[DType, ...]:
+        return tuple(sorted({p.dtype for p in self.parameters}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Affine:
+    """A cost of one micro-batch of b samples: `constant + per_sample * b`."""
+
+    constant: float = 0.0
+    per_sample: float = 0.0
+
+    def __call__(self, samples: int) -> float:
+        return self.constant + self.per_sample * samples
+
+    def bytes(self, samples: int) -> int:
+        """The value as whole bytes, rounded up and never negative."""
+        return max(0, math.ceil(self(samples) - 1e-6))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseCost:
+    """Forward or backward of one segment on one device, without communication."""
+
+    peak_bytes: Affine = Affine()
+    """Highest live bytes above those at the phase's start, gathered parameters left out.
+
+    In forward this includes the saved activations, in backward the unsharded gradients of the segment's parameters.
+    """
+    matmul_flops: Affine = Affine()
+    """Floating-point operations in matrix products and attention."""
+    traffic_bytes: Affine = Affine()
+    """Bytes read and written by all other operations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A stretch of the forward pass that belongs to one unit, in execution order."""
+
+    unit: int
+    """Index into `ModelDescription.units`."""
+    saved_bytes: Affine = Affine()
+    """Live bytes that forward adds and backward removes: saved activations with the segment's output."""
+    forward: PhaseCost = PhaseCost()
+    backward: PhaseCost = PhaseCost()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDescription:
+    """A model as the planner sees it, at one sequence length and compute dtype."""
+
+    model_name: str
+    model_class: str
+    block_classes: tuple[str, ...]
+    sequence_length: int
+    compute_dtype: DType
+    """Dtype of gathered parameters and activations in the trace."""
+    units: tuple[UnitDescription, ...]
+    """In the order of first execution; the root's rest first."""
+    segments: tuple[Segment, ...]
+    """Forward order; backward runs them in reverse."""
+    buffer_bytes: int = 0
+    """Buffers of the module (never sharded), in bytes."""
+    input_bytes: Affine = Affine()
+    """The batch itself, on the device."""
+    trace: str = "none"
+    """How activations were found: `fake tensors, device cpu, attention sdpa` or the formula that stood in."""
+
+    def __post_init__(self) -> None:
+        if self.sequence_length < 1:
+            raise ValueError(f"sequence_length={self.sequence_length} must be at least 1.")
+        seen: set[str] = set()
+        for unit in self.units:
+            if unit.fqn in seen:
+                raise ValueError(f"Unit {unit.label!r} is listed twice.")
+            seen.add(unit.fqn)
+        for segment in self.segments:
+            if not 0 <= segment.unit < len(self.units):
+                raise ValueError(f"A segment names unit {segment.unit}, but there are {len(self.units)} units.")
+
+    @property
+    def numel(self) -> int:
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the units and their parameters (names, shapes, dtypes): two models that it joins can share a plan."""
+        content = [
+            [u.fqn, list(u.module_names), u.span.value, [[p.name, list(p.shape), p.dtype.value, p.requires_grad] for p in u.parameters]]
+            for u in self.units
+        ]
+        return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()[:16]

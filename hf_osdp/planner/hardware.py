@@ -1,0 +1,140 @@
+"""The devices and links that a plan is made for: sourced presets, or figures measured on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from types import MappingProxyType
+
+from ..errors import HardwareError
+from .description import DType
+
+GB = 10**9
+GIB = 2**30
+
+
+class Backend(str, Enum):
+    """Who moves the bytes between ranks."""
+
+    NCCL = "nccl"
+    GLOO = "gloo"
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether FSDP2's collectives run beside compute. Under gloo each one blocks the rank."""
+        return self is Backend.NCCL
+
+    @property
+    def reduce_scatter_sends_all_reduce(self) -> bool:
+        """gloo has no reduce-scatter of its own: it sends an all-reduce and drops the rest."""
+        return self is Backend.GLOO
+
+
+class Collective(str, Enum):
+    """The collectives that FSDP2 issues."""
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One direction of the connection between neighbours in a ring."""
+
+    latency_s: float
+    """α: seconds for one hop of an empty message."""
+    bytes_per_s: float
+    """1/β: bytes each second in one direction."""
+    source: str
+
+    def __post_init__(self) -> None:
+        if self.latency_s < 0 or self.bytes_per_s <= 0:
+            raise ValueError(f"A link needs latency_s >= 0 and bytes_per_s > 0, not {self.latency_s} and {self.bytes_per_s}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """One accelerator, or one rank's share of a CPU."""
+
+    name: str
+    memory_bytes: int
+    flops_per_s: Mapping[DType, float]
+    """Dense matrix-product rate by dtype."""
+    memory_bytes_per_s: float
+    source: str
+    reserved_bytes: int = 0
+    """Device memory that no tensor can have: CUDA context, NCCL buffers."""
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes <= 0 or self.memory_bytes_per_s <= 0 or any(rate <= 0 for rate in self.flops_per_s.values()):
+            raise ValueError(f"Device {self.name!r}: memory, memory bandwidth and FLOP/s must be positive.")
+        object.__setattr__(self, "flops_per_s", MappingProxyType(dict(self.flops_per_s)))
+
+    def rate(self, dtype: DType) -> float:
+        """Matrix-product rate in FLOP/s.
+
+        Raises:
+            HardwareError: the device's rate in `dtype` is not known.
+        """
+        if dtype not in self.flops_per_s:
+            known = ", ".join(d.value for d in self.flops_per_s)
+            raise HardwareError(f"The {dtype.value} rate of {self.name} is not known (known: {known}); use one of those or measure it.")
+        return self.flops_per_s[dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveTiming:
+    """A measured collective: `seconds = latency_s + bytes * seconds_per_byte`, bytes of the whole (unsharded) tensor."""
+
+    collective: Collective
+    group_size: int
+    latency_s: float
+    seconds_per_byte: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Nodes of equal devices; ranks are numbered node by node."""
+
+    device: DeviceSpec
+    nodes: int = 1
+    devices_per_node: int = 1
+    intra_node: Link
+    """Between devices of a node, for each device."""
+    inter_node: Link
+    """Between nodes, for a whole node (its devices share it)."""
+    backend: Backend
+    timings: tuple[CollectiveTiming, ...] = field(default=())
+    """Measured collectives; they go before what the links would give."""
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.devices_per_node < 1:
+            raise ValueError(f"nodes={self.nodes} and devices_per_node={self.devices_per_node} must be at least 1.")
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    @property
+    def summary(self) -> str:
+        """`2 nodes x 8 A100-40 (nccl)`."""
+        nodes = f"{self.nodes} nodes x " if self.nodes > 1 else ""
+        return f"{nodes}{self.devices_per_node} x {self.device.name} ({self.backend.value})"
+
+    def scaled(self, *, nodes: int | None = None, devices_per_node: int | None = None) -> Hardware:
+        """The same machine with another number of nodes or devices. Measured timings, which hold for this size, are dropped."""
+        return replace(
+            self,
+            nodes=self.nodes if nodes is None else nodes,
+            devices_per_node=self.devices_per_node if devices_per_node is None else devices_per_node,
+            timings=(),
+        )
+
+    def timing(self, collective: Collective, group_size: int) -> CollectiveTiming | None:
+        """The measured timing of a collective in groups of `group_size`, or None."""
+        for timing in self.timings:
+            if timing.collective is collective and timing.group_size == group_size:
+                return timing
+        return None

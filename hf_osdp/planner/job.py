@@ -1,0 +1,110 @@
+"""What the training asks of every unit: precision, optimizer, batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from .description import DType, ParameterSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """FSDP2's mixed precision: what gathered parameters and reduced gradients are held in."""
+
+    compute: DType | None = None
+    """Dtype of gathered parameters and activations; None keeps each parameter's own."""
+    reduce: DType | None = None
+    """Dtype of the gradient reduction; None takes the compute dtype."""
+
+    def gathered_dtype(self, parameter: ParameterSpec) -> DType:
+        """Dtype of the unsharded parameter and of its unreduced gradient."""
+        return self.compute or parameter.dtype
+
+    def reduced_dtype(self, parameter: ParameterSpec) -> DType:
+        """Dtype in which the gradient crosses the links."""
+        return self.reduce or self.gathered_dtype(parameter)
+
+    @classmethod
+    def named(cls, name: str) -> Precision:
+        """`no` (own dtype), `bf16` or `fp16` (compute in it, reduce in float32), as Accelerate names them.
+
+        Raises:
+            ValueError: another name.
+        """
+        match name:
+            case "no" | "fp32":
+                return cls()
+            case "bf16":
+                return cls(compute=DType.BFLOAT16, reduce=DType.FLOAT32)
+            case "fp16":
+                return cls(compute=DType.FLOAT16, reduce=DType.FLOAT32)
+        raise ValueError(f"mixed_precision={name!r} is not known; use no, bf16 or fp16.")
+
+
+class OptimizerStep(str, Enum):
+    """How torch runs an optimizer step; it decides the step's scratch memory."""
+
+    FOREACH = "foreach"
+    FOR_LOOP = "for_loop"
+    FUSED = "fused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSpec:
+    """An element-wise optimizer."""
+
+    name: str = "adamw"
+    states: int = 2
+    """Tensors kept for each parameter, in its dtype: 2 for Adam, 1 for SGD with momentum, 0 for plain SGD."""
+    step: OptimizerStep = OptimizerStep.FUSED
+
+    def __post_init__(self) -> None:
+        if self.states < 0:
+            raise ValueError(f"OptimizerSpec.states={self.states} must not be negative.")
+
+    @property
+    def traffic_per_element(self) -> int:
+        """Tensors read and written for one element: parameter and states both ways, the gradient read."""
+        return 2 * (1 + self.states) + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingJob:
+    """All of a training that bears on memory and time, model and devices aside."""
+
+    global_batch_size: int
+    """Samples of one optimizer step over all ranks; fixed by the user, never changed by the planner."""
+    precision: Precision = Precision()
+    optimizer: OptimizerSpec = OptimizerSpec()
+    micro_batch_size: int | None = None
+    """Fixed micro-batch size, or None to let the planner choose it."""
+    reduce_every_micro_step: bool | None = None
+    """Fixed choice of when gradients are reduced, or None to let the planner choose it."""
+
+    def __post_init__(self) -> None:
+        if self.global_batch_size < 1:
+            raise ValueError(f"global_batch_size={self.global_batch_size} must be at least 1.")
+        if self.micro_batch_size is not None and self.micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size={self.micro_batch_size} must be at least 1.")
+
+    def micro_batch_sizes(self, world_size: int) -> tuple[int, ...]:
+        """Sizes that fill the global batch in whole micro-steps on `world_size` ranks, the largest first.
+
+        Raises:
+            ValueError: the global batch cannot be cut so.
+        """
+        per_rank, rest = divmod(self.global_batch_size, world_size)
+        if rest:
+            raise ValueError(
+                f"global_batch_size={self.global_batch_size} does not divide by {world_size} processes;"
+                f" use {max(1, per_rank) * world_size} or {(per_rank + 1) * world_size}."
+            )
+        if self.micro_batch_size is None:
+            return tuple(size for size in range(per_rank, 0, -1) if per_rank % size == 0)
+        if per_rank % self.micro_batch_size:
+            raise ValueError(
+                f"micro_batch_size={self.micro_batch_size} does not divide the {per_rank} samples of each rank"
+                f" (global_batch_size={self.global_batch_size} over {world_size} processes)."
+            )
+        return (self.micro_batch_size,)

@@ -1,0 +1,231 @@
+"""The plan: what each unit does, and the batch it does it with. An immutable value with a JSON form."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+from ..errors import PlanError
+from .description import ModelDescription
+
+PLAN_VERSION = 1
+_MAX_PLAN_BYTES = 64 * 2**20
+
+
+class ShardMode(str, Enum):
+    """How a unit's parameters lie on the devices (the paper's DP, ZDP and group sharding)."""
+
+    REPLICATE = "replicate"
+    GROUP_SHARD = "group_shard"
+    SHARD = "shard"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitDecision:
+    """Layout of one unit: sharded over `shard_size` ranks, replicated over the rest of the world."""
+
+    fqn: str
+    shard_size: int
+    """Ranks that share one copy: 1 replicates, the world size shards over all, between is HSDP."""
+    reshard_after_forward: bool
+    """Free the gathered parameters after forward and gather them again in backward (ZeRO-3), or keep them (ZeRO-2)."""
+
+    def __post_init__(self) -> None:
+        if self.shard_size < 1:
+            raise ValueError(f"Unit {self.fqn or '(root)'!r}: shard_size={self.shard_size} must be at least 1.")
+
+    def mode(self, world_size: int) -> ShardMode:
+        """The layout's name in a world of `world_size` ranks."""
+        if self.shard_size == 1:
+            return ShardMode.REPLICATE
+        return ShardMode.SHARD if self.shard_size == world_size else ShardMode.GROUP_SHARD
+
+    def describe(self, world_size: int) -> str:
+        """Short text for tables: `replicate`, `shard 8`, `shard 2 x replicate 4, keep`."""
+        match self.mode(world_size):
+            case ShardMode.REPLICATE:
+                text = "replicate"
+            case ShardMode.SHARD:
+                text = f"shard {world_size}"
+            case ShardMode.GROUP_SHARD:
+                text = f"shard {self.shard_size} x replicate {world_size // self.shard_size}"
+        return text if self.reshard_after_forward else f"{text}, keep"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How one model is trained on one set of devices.
+
+    Every rank runs the same plan; `fingerprint` tells whether it does.
+    """
+
+    world_size: int
+    strategy: str
+    """`osdp` where it was searched for, else the single strategy that was asked for."""
+    units: tuple[UnitDecision, ...]
+    """One decision a unit, in the order of the description."""
+    micro_batch_size: int
+    """Samples that one rank runs at once."""
+    accumulation_steps: int
+    """Micro-batches a rank runs before each optimizer step."""
+    reduce_every_micro_step: bool
+    """Reduce gradients in each micro-step (holding shards), or hold whole gradients and reduce in the last."""
+    model_fingerprint: str
+    model_name: str = ""
+    sequence_length: int = 1
+    memory_limit_bytes: int | None = None
+    peak_bytes: int | None = None
+    """Estimated peak on the fullest rank, in bytes."""
+    step_s: float | None = None
+    """Estimated time of one optimizer step, in seconds."""
+    proven_optimal: bool = False
+    """The search proved that no plan of its space is faster under the limit."""
+    hardware: str = ""
+    version: int = PLAN_VERSION
+
+    def __post_init__(self) -> None:
+        if self.version != PLAN_VERSION:
+            raise PlanError(f"The plan has version {self.version}; this hf_osdp reads version {PLAN_VERSION}. Plan again.")
+        for name in ("world_size", "micro_batch_size", "accumulation_steps", "sequence_length"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"The plan has {name}={getattr(self, name)}; it must be at least 1.")
+        seen: set[str] = set()
+        for unit in self.units:
+            if self.world_size % unit.shard_size:
+                raise PlanError(
+                    f"Unit {unit.fqn or '(root)'!r} is sharded over {unit.shard_size} ranks, which does not divide the"
+                    f" world size {self.world_size}."
+                )
+            if unit.fqn in seen:
+                raise PlanError(f"Unit {unit.fqn or '(root)'!r} is listed twice in the plan.")
+            seen.add(unit.fqn)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one optimizer step, over all ranks."""
+        return self.world_size * self.micro_batch_size * self.accumulation_steps
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Estimated throughput over all ranks."""
+        return self.global_batch_size / self.step_s if self.step_s else None
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all that decides how the plan runs; estimates and names are left out."""
+        run = asdict(replace(self, memory_limit_bytes=None, peak_bytes=None, step_s=None, model_name="", hardware="", proven_optimal=False))
+        return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]
+
+    def decision(self, fqn: str) -> UnitDecision:
+        """The decision for one unit.
+
+        Raises:
+            PlanError: the plan has no such unit.
+        """
+        for unit in self.units:
+            if unit.fqn == fqn:
+                return unit
+        raise PlanError(f"The plan has no unit {fqn or '(root)'!r}; it has {_some(u.fqn or '(root)' for u in self.units)}.")
+
+    def diff(self, other: Plan) -> tuple[str, ...]:
+        """One line for each way in which `other` runs differently; empty when the two run the same."""
+        lines = [
+            f"{name}: {getattr(self, name)} -> {getattr(other, name)}"
+            for name in ("world_size", "micro_batch_size", "accumulation_steps", "reduce_every_micro_step", "model_fingerprint")
+            if getattr(self, name) != getattr(other, name)
+        ]
+        mine, theirs = ({u.fqn: u for u in plan.units} for plan in (self, other))
+        for fqn in dict.fromkeys([*mine, *theirs]):
+            before = mine[fqn].describe(self.world_size) if fqn in mine else "absent"
+            after = theirs[fqn].describe(other.world_size) if fqn in theirs else "absent"
+            if before != after:
+                lines.append(f"{fqn or '(root)'}: {before} -> {after}")
+        return tuple(lines)
+
+    def check(self, description: ModelDescription, world_size: int) -> None:
+        """Refuse to run on another model or world.
+
+        Raises:
+            PlanError: the world size differs, or units are missing, unknown or of another shape.
+        """
+        if self.world_size != world_size:
+            raise PlanError(
+                f"The plan is for {self.world_size} processes, but {world_size} are running."
+                f" Start {self.world_size} processes, or plan again."
+            )
+        have, want = {u.fqn for u in description.units}, {u.fqn for u in self.units}
+        if unknown := sorted(want - have):
+            raise PlanError(f"The plan names {_some(unknown)}, which the model does not have; its units are {_some(sorted(have))}.")
+        if missing := sorted(have - want):
+            raise PlanError(f"The plan says nothing about {_some(u or '(root)' for u in missing)}. Plan again for this model.")
+        if self.model_fingerprint != description.fingerprint:
+            raise PlanError(
+                f"The plan is for a model with fingerprint {self.model_fingerprint}, but this one has"
+                f" {description.fingerprint}: parameter names, shapes or dtypes differ. Plan again."
+            )
+
+    def to_json(self) -> str:
+        """The plan as JSON text, with its fingerprint."""
+        return json.dumps({**asdict(self), "fingerprint": self.fingerprint}, indent=1) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON form to `path`, whole or not at all."""
+        path = Path(path)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(self.to_json(), encoding="utf-8")
+        partial.replace(path)
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, source: str = "the plan") -> Plan:
+        """Read a plan and validate it.
+
+        Args:
+            text: JSON as `to_json` writes it.
+            source: what the text is called in errors, for example the file's name.
+
+        Raises:
+            PlanError: the text is not JSON, lacks or misnames a field, has a wrong type or range, or was changed.
+        """
+        from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+
+        try:
+            data = json.loads(text)
+        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+            raise PlanError(f"{source} is not JSON ({error}). Write it again with Plan.save.") from None
+        if not isinstance(data, dict):
+            raise PlanError(f"{source} holds a {type(data).__name__}, not a plan. Write it again with Plan.save.")
+        stated = data.pop("fingerprint", None)
+        adapter = TypeAdapter(with_config(ConfigDict(extra="forbid"))(cls))
+        try:
+            plan = adapter.validate_json(json.dumps(data), strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "top level"
+            raise PlanError(f"{source} is not a valid plan: {where}: {first['msg']}.") from None
+        if stated is not None and stated != plan.fingerprint:
+            raise PlanError(f"{source} was changed or damaged: it states fingerprint {stated}, its content has {plan.fingerprint}.")
+        return plan
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan from a file.
+
+        Raises:
+            PlanError: the file is missing, too large, or not a valid plan.
+        """
+        path = Path(path)
+        try:
+            if path.stat().st_size > _MAX_PLAN_BYTES:
+                raise PlanError(f"{path} has more than {_MAX_PLAN_BYTES} bytes; it is not a plan.")
+            text = path.read_bytes()
+        except OSError as error:
+            raise PlanError(f"Cannot read the plan {path}: {error.strerror}.") from None
+        return cls.from_json(text, source=str(path))
+
+
+def _some(names, limit: int = 6) -> str:
+    listed = list(names)
+    return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")

@@ -1,0 +1,1 @@
+"""From a module to a description, from a machine to a hardware description."""

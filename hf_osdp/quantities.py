@@ -1,0 +1,71 @@
+"""Bytes and seconds as a person writes and reads them. Inside the package they are plain `int` and `float`."""
+
+from __future__ import annotations
+
+import re
+
+_UNIT_BYTES = {
+    "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(value: int | float | str, *, name: str = "memory_limit") -> int:
+    """Read a number of bytes.
+
+    Args:
+        value: bytes as a number, or text such as `"8GiB"` (2**30) or `"16 GB"` (10**9).
+        name: what the value is called in the error message.
+
+    Returns:
+        The number of bytes, at least 1.
+
+    Raises:
+        ValueError: the text is not a number with a known unit, or the amount is not positive.
+    """
+    remedy = "write it as bytes or with a unit, for example 8GiB or 500MB"
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(f"{name}={value!r} is not a number of bytes; {remedy}.")
+    if isinstance(value, str):
+        match = _QUANTITY.fullmatch(value)
+        unit = match.group(2).lower() or "b" if match else ""
+        if match is None or unit not in _UNIT_BYTES:
+            raise ValueError(f"{name}={value!r} is not a number of bytes; {remedy}.")
+        amount = float(match.group(1)) * _UNIT_BYTES[unit]
+    else:
+        amount = float(value)
+    if not 1 <= amount < 2**60:
+        raise ValueError(f"{name}={value!r} must be between 1 byte and 2**60 bytes; {remedy}.")
+    return int(amount)
+
+
+def format_bytes(count: int | float) -> str:
+    """`1536` → `"1.5 KiB"`. Binary units, as device memory is counted."""
+    sign, amount = ("-", -count) if count < 0 else ("", count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{sign}{amount:.0f} {unit}" if unit == "B" else f"{sign}{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{sign}{amount:.2f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """`0.0123` → `"12.3 ms"`."""
+    magnitude = abs(seconds)
+    if magnitude >= 100 or seconds == 0:
+        return f"{seconds:.0f} s"
+    if magnitude >= 1:
+        return f"{seconds:.2f} s"
+    if magnitude >= 1e-3:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.1f} us"
+
+
+def format_count(count: int | float) -> str:
+    """`124439808` → `"124.4M"`."""
+    for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(count) >= limit:
+            return f"{count / limit:.1f}{suffix}"
+    return f"{count:.0f}"

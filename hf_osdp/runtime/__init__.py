@@ -1,0 +1,1 @@
+"""Run a plan on FSDP2: mesh, apply, clip, scale, verify."""
