@@ -1,0 +1,79 @@
+"""The helper that every distributed test stands on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.distributed import RankFailure, run_ranks
+
+
+def _sum_of_ranks(offset):
+    value = torch.tensor(float(dist.get_rank() + offset))
+    dist.all_reduce(value)
+    return dist.get_rank(), value.item(), os.environ["OMP_NUM_THREADS"]
+
+
+def _fail_on(rank):
+    if dist.get_rank() == rank:
+        raise KeyError("the reason")
+    dist.barrier()
+
+
+def _hang_on(rank):
+    subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(77) or {os.getppid()}"])
+    if dist.get_rank() == rank:
+        time.sleep(60)
+    dist.barrier()
+
+
+def _die_on(rank):
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), 9)
+    dist.barrier()
+
+
+def _form_the_group_twice():
+    for _ in range(2):
+        dist.init_process_group("gloo")
+        dist.barrier()
+        dist.destroy_process_group()
+    return os.environ["MORE"]
+
+
+def test_results_come_in_rank_order():
+    assert run_ranks(_sum_of_ranks, 3, 1) == [(0, 6.0, "1"), (1, 6.0, "1"), (2, 6.0, "1")]
+
+
+def test_the_error_of_the_failing_rank_is_raised_with_its_traceback():
+    with pytest.raises(RankFailure, match="the reason") as caught:
+        run_ranks(_fail_on, 2, 1)
+    assert (caught.value.rank, caught.value.error_type) == (1, "KeyError")
+
+
+def test_a_hanging_rank_is_ended_with_its_children_and_shows_its_stack():
+    with pytest.raises(RankFailure, match="_hang_on") as caught:
+        run_ranks(_hang_on, 2, 0, timeout_s=6)
+    assert caught.value.error_type == "timeout"
+    assert f"sleep(77) or {os.getpid()}" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+
+
+def test_a_killed_rank_is_reported():
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(_die_on, 2, 1)
+    assert caught.value.rank == 1 or caught.value.error_type == "RuntimeError"
+
+
+def test_the_function_may_form_the_group_itself():
+    assert run_ranks(_form_the_group_twice, 2, init=False, env={"MORE": "yes"}) == ["yes", "yes"]
+
+
+def test_a_local_function_is_refused():
+    with pytest.raises(ValueError, match="top of an importable module"):
+        run_ranks(lambda: None, 1)

@@ -1,0 +1,148 @@
+"""Run a function on several gloo ranks of this machine, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore
+
+_ROOT = Path(__file__).resolve().parents[2]
+_GRACE_S = 3.0
+"""How long the other ranks may go on, to end by themselves, once one has failed."""
+_OUTPUT_TAIL = 4000
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or ran out of time.
+
+    Attributes:
+        rank: the rank that failed first.
+        error_type: class name of what it raised; `"died"` or `"timeout"` where it raised nothing.
+    """
+
+    def __init__(self, message: str, *, rank: int, error_type: str):
+        super().__init__(message)
+        self.rank = rank
+        self.error_type = error_type
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120.0,
+    init: bool = True,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Call `fn(*args)` on `world_size` fresh processes that form one gloo process group.
+
+    Each process has what `torchrun` sets (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, ...), one OpenMP thread, and the
+    repository on its path. The rendezvous store listens on a port that the system picked, so runs cannot collide.
+
+    Args:
+        fn: a function at the top of an importable module (processes are started afresh and import it by name).
+        world_size: number of ranks.
+        *args: pickled and given to every rank.
+        timeout_s: seconds after which every rank prints its stack and is ended.
+        init: form the process group before `fn` is called; False leaves it to `fn`.
+        env: further environment variables.
+
+    Returns:
+        What each rank returned, in rank order (pickled: no live DTensors).
+
+    Raises:
+        RankFailure: with the traceback of the rank that failed first.
+        ValueError: `fn` cannot be imported by name.
+    """
+    if fn.__module__ == "__main__" or "<locals>" in fn.__qualname__:
+        raise ValueError(f"run_ranks needs a function at the top of an importable module, not {fn.__module__}.{fn.__qualname__}.")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    with tempfile.TemporaryDirectory(prefix="hf_osdp_ranks_") as folder:
+        task = Path(folder) / "task"
+        task.write_bytes(pickle.dumps({"path": sys.path, "fn": pickle.dumps(fn), "args": pickle.dumps(args), "timeout_s": timeout_s, "init": init}))
+        processes: list[subprocess.Popen] = []
+        try:
+            for rank in range(world_size):
+                processes.append(_start(rank, world_size, store.port, task, env or {}))
+            _wait(processes, task, timeout_s)
+        finally:
+            for process in processes:
+                _end(process)
+        return [pickle.loads(_result(task, rank).read_bytes()) for rank in range(world_size)]
+
+
+def _start(rank: int, world_size: int, port: int, task: Path, env: Mapping[str, str]) -> subprocess.Popen:
+    """Start one rank in a session of its own, so that its children end with it."""
+    variables = {
+        **os.environ,
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OSDP_TEST_PARENT": str(os.getpid()),
+        **env,
+    }  # fmt: skip
+    with task.with_name(f"output{rank}").open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.helpers.rank", str(task), str(rank)],
+            cwd=_ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+
+def _wait(processes: list[subprocess.Popen], task: Path, timeout_s: float) -> None:
+    """Return when every rank has ended well; raise for the first that did not."""
+    deadline = time.monotonic() + timeout_s + _GRACE_S
+    failed_at = None
+    while any(process.poll() is None for process in processes):
+        failed = any(process.returncode not in (None, 0) for process in processes)
+        failed_at = failed_at or (time.monotonic() if failed else None)
+        if time.monotonic() > deadline or (failed_at and time.monotonic() > failed_at + _GRACE_S):
+            break
+        time.sleep(0.02)
+    if all(process.returncode == 0 for process in processes):
+        return
+    raise _failure(processes, task, timeout_s)
+
+
+def _failure(processes: list[subprocess.Popen], task: Path, timeout_s: float) -> RankFailure:
+    """The error of the rank that failed first, with every other rank's state in a line."""
+    errors = {}
+    for rank in range(len(processes)):
+        path = task.with_name(f"error{rank}")
+        if path.exists():
+            errors[rank] = pickle.loads(path.read_bytes())
+    if errors:
+        rank = min(errors, key=lambda r: errors[r]["time"])
+        others = ", ".join(f"rank {r}: {errors[r]['type']}" for r in sorted(errors) if r != rank)
+        message = f"rank {rank} of {len(processes)} raised\n{errors[rank]['traceback']}" + (f"\nthen {others}" if others else "")
+        return RankFailure(message, rank=rank, error_type=errors[rank]["type"])
+    bad = [rank for rank, process in enumerate(processes) if process.returncode != 0]
+    died = [rank for rank in bad if processes[rank].returncode is not None and processes[rank].returncode < 0]
+    rank = (died or bad)[0]
+    output = "\n".join(f"--- rank {r}\n{task.with_name(f'output{r}').read_text(errors='replace')[-_OUTPUT_TAIL:]}" for r in bad)
+    codes = [process.returncode for process in processes]
+    what = f"ended with {codes[rank]}" if died else f"did not end within {timeout_s} s"
+    return RankFailure(f"rank {rank} {what} (exit codes {codes})\n{output}", rank=rank, error_type="died" if died else "timeout")
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Kill the rank's session and reap it."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _result(task: Path, rank: int) -> Path:
+    return task.with_name(f"result{rank}")
