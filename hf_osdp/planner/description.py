@@ -126,7 +126,8 @@ class PhaseCost:
     peak_bytes: Affine = Affine()
     """Highest live bytes above those at the phase's start, gathered parameters left out.
 
-    In forward this includes the saved activations, in backward the unsharded gradients of the segment's parameters.
+    In forward this includes the saved activations. Backward counts from the level at which the segment's forward
+    ended, so the gradient that comes in is part of it, and the unsharded gradients of the segment's own parameters are.
     """
     matmul_flops: Affine = Affine()
     """Floating-point operations in matrix products and attention."""
@@ -142,6 +143,8 @@ class Segment:
     """Index into `ModelDescription.units`."""
     saved_bytes: Affine = Affine()
     """Live bytes that forward adds and backward removes: saved activations with the segment's output."""
+    gradient_bytes: Affine = Affine()
+    """Gradient of the segment's input, live when its backward ends: what it hands to the segment before it."""
     forward: PhaseCost = PhaseCost()
     backward: PhaseCost = PhaseCost()
 

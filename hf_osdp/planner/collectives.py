@@ -1,0 +1,82 @@
+"""Time of all-gather, reduce-scatter and all-reduce in the groups that a plan uses.
+
+Ring algorithm, α-β model (Thakur, Rabenseifner, Gropp 2005): in a group of n ranks, for N bytes of whole tensor,
+
+    all-gather, reduce-scatter:  (n - 1) α + (n - 1)/n N β
+    all-reduce:                  2 (n - 1) α + 2 (n - 1)/n N β
+
+Where a group spans nodes, β is the slower of the link inside a node and this group's share of the node's outer link.
+A measured timing for the group goes before the formula.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .hardware import Collective, Hardware
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """A communication group: every rank of the world is in one such group, all run at once."""
+
+    size: int
+    node_crossings: int
+    """Hops of the ring that leave a node."""
+    sharing: int
+    """Groups that share each node's outer link."""
+
+
+def shard_ring(hardware: Hardware, shard_size: int) -> Ring:
+    """Group of `shard_size` neighbouring ranks: one copy of a unit's parameters."""
+    per_node = hardware.devices_per_node
+    if hardware.nodes == 1 or per_node % shard_size == 0:
+        return Ring(size=shard_size, node_crossings=0, sharing=1)
+    spanned = -(-shard_size // per_node)
+    aligned = shard_size % per_node == 0
+    if aligned:
+        return Ring(size=shard_size, node_crossings=spanned, sharing=1)
+    return Ring(size=shard_size, node_crossings=spanned + 1, sharing=-(-per_node // shard_size) + 1)
+
+
+def replicate_ring(hardware: Hardware, shard_size: int) -> Ring:
+    """Group of the ranks that hold the same shard: every `shard_size`-th rank."""
+    size = hardware.world_size // shard_size
+    if hardware.nodes == 1:
+        return Ring(size=size, node_crossings=0, sharing=1)
+    sharing = min(shard_size, hardware.devices_per_node)
+    return Ring(size=size, node_crossings=min(size, hardware.nodes), sharing=sharing)
+
+
+def collective_seconds(hardware: Hardware, collective: Collective, ring: Ring, nbytes: int) -> float:
+    """Seconds of one collective.
+
+    Args:
+        hardware: links, backend, measured timings.
+        collective: which one.
+        ring: the group it runs in.
+        nbytes: bytes of the whole tensor: all shards together for all-gather and reduce-scatter.
+
+    Returns:
+        Seconds; 0 for a group of one rank or an empty tensor.
+    """
+    if ring.size == 1 or nbytes == 0:
+        return 0.0
+    measured = hardware.timing(collective, ring.size)
+    if measured is not None:
+        return measured.latency_s + measured.seconds_per_byte * nbytes
+    laps = 2 if collective is Collective.ALL_REDUCE else 1
+    if collective is Collective.REDUCE_SCATTER and hardware.backend.reduce_scatter_sends_all_reduce:
+        laps = 2
+    return laps * _lap_seconds(hardware, ring, nbytes)
+
+
+def _lap_seconds(hardware: Hardware, ring: Ring, nbytes: int) -> float:
+    hops = ring.size - 1
+    outer = min(hops, ring.node_crossings)
+    latency = (hops - outer) * hardware.intra_node.latency_s + outer * hardware.inter_node.latency_s
+    rate = hardware.intra_node.bytes_per_s
+    if ring.node_crossings:
+        share = hardware.inter_node.bytes_per_s / ring.sharing
+        rate = share if hops < 1 or ring.size <= ring.node_crossings else min(rate, share)
+    return latency + hops / ring.size * nbytes / rate

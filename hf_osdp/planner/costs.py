@@ -1,0 +1,208 @@
+"""What one choice costs one unit: the terms from which memory and time are built.
+
+A choice is (shard size g, keep gathered parameters after forward). Every term is a whole number of bytes on the fullest
+rank, or seconds. The terms follow what FSDP2 allocates (torch/distributed/fsdp/_fully_shard), not an idealisation:
+gathering needs a buffer beside the gathered parameters, reducing needs a copy of the gradients, and a replicated unit
+is copied although nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .collectives import collective_seconds, replicate_ring, shard_ring
+from .description import GatherSpan, ParameterSpec, UnitDescription
+from .hardware import Collective, Hardware
+from .job import OptimizerStep, TrainingJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Choice:
+    """One layout that the search may give a unit."""
+
+    shard_size: int
+    keep: bool
+    """Keep the gathered parameters from forward to backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The batch side of a plan."""
+
+    micro_batch_size: int
+    accumulation_steps: int
+    reduce_every_micro_step: bool
+
+    @property
+    def holds_whole_gradients(self) -> bool:
+        """Whole (unsharded) gradients are held between micro-steps."""
+        return self.accumulation_steps > 1 and not self.reduce_every_micro_step
+
+    @property
+    def reductions(self) -> int:
+        """Gradient reductions in one optimizer step."""
+        return self.accumulation_steps if self.reduce_every_micro_step else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitBytes:
+    """Memory terms of one unit under one choice, in bytes."""
+
+    parameters: int
+    """Sharded parameters, held throughout."""
+    optimizer: int
+    """Optimizer states, held throughout."""
+    gradients_held: int
+    """Gradients held throughout, because earlier micro-steps left them."""
+    gradients_after: int
+    """What the unit's gradients add once its backward is done; negative where whole gradients become shards."""
+    reduced_after: int
+    """Reduced gradients that FSDP2 keeps until the end of backward beside those above."""
+    gathered: int
+    """Unsharded parameters in the compute dtype."""
+    gather_buffer: int
+    """Output of the all-gather before it is copied out; 0 where nothing is sent."""
+    cast_buffer: int
+    """Parameters cast to the compute dtype before they are gathered."""
+    unsharded_gradients: int
+    """Gradients as autograd makes them."""
+    reduce_input: int
+    """Input buffer of the reduce-scatter."""
+    reduce_tail: int
+    """The same buffer while the next unit's backward runs: it is freed when that one ends.
+
+    Padded as for the largest group, so that it does not depend on the choice.
+    """
+    reduce_output: int
+    """Output of the reduce-scatter, beyond what becomes the gradient."""
+    kept: int
+    """Gathered parameters that stay between forward and backward."""
+    step_scratch: int
+    """Temporaries of the optimizer step."""
+
+    @property
+    def held(self) -> int:
+        """Bytes that are there at every moment."""
+        return self.parameters + self.optimizer + self.gradients_held
+
+    @property
+    def prefetched(self) -> int:
+        """Bytes of the gather that runs while the unit after it (in backward: before it) computes."""
+        return 0 if self.kept else self.gather_buffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSeconds:
+    """Time terms of one unit under one choice, in seconds."""
+
+    gather_forward: float
+    """All-gather in forward, each micro-step."""
+    gather_backward: float
+    """All-gather in backward, each micro-step; 0 where parameters are kept."""
+    reduce: float
+    """Reduce-scatter and all-reduce, each reduction."""
+    copy_forward: float
+    """Copies into and out of the gather buffers in forward, on the compute stream."""
+    copy_backward: float
+    """The same in backward, with the copy of the gradients."""
+    optimizer: float
+    """Optimizer step on the unit's shard, once a step."""
+
+
+def choices_for(unit: UnitDescription, shard_sizes: Sequence[int], *, keep: bool | None = None) -> tuple[Choice, ...]:
+    """The choices that make sense for a unit.
+
+    A unit whose parameters stay gathered for the whole step (`GatherSpan.STEP`) has no choice about keeping them.
+    """
+    keeps = (True,) if unit.span is GatherSpan.STEP else ((False, True) if keep is None else (keep,))
+    return tuple(Choice(shard_size=size, keep=k) for size in shard_sizes for k in keeps)
+
+
+def unit_bytes(unit: UnitDescription, choice: Choice, world_size: int, job: TrainingJob, batch: Batch) -> UnitBytes:
+    """Memory terms of `unit` under `choice`."""
+    g = choice.shard_size
+    trainable = [p for p in unit.parameters if p.requires_grad]
+    precision, distributed = job.precision, world_size > 1
+    gradients = _total(trainable, lambda p: p.sharded_numel(g) * p.dtype.itemsize)
+    gathered = _total(unit.parameters, lambda p: g * p.sharded_numel(g) * precision.gathered_dtype(p).itemsize) if distributed else 0
+    casts = any(precision.gathered_dtype(p) is not p.dtype for p in unit.parameters)
+    reduced = _total(trainable, lambda p: p.sharded_numel(g) * precision.reduced_dtype(p).itemsize)
+    recast = any(precision.reduced_dtype(p) is not p.dtype for p in trainable)
+    whole = _total(trainable, lambda p: p.numel * precision.reduced_dtype(p).itemsize)
+    holds = batch.holds_whole_gradients
+    accumulates = batch.accumulation_steps > 1 and not holds
+    if not distributed:
+        holds, accumulates = False, batch.accumulation_steps > 1
+    return UnitBytes(
+        parameters=_total(unit.parameters, lambda p: p.sharded_numel(g) * p.dtype.itemsize),
+        optimizer=job.optimizer.states * gradients,
+        gradients_held=whole if holds else gradients if accumulates else 0,
+        gradients_after=gradients - whole if holds else 0 if accumulates else gradients,
+        reduced_after=reduced if distributed and g < world_size and (recast or accumulates) else 0,
+        gathered=gathered,
+        gather_buffer=gathered if g > 1 else 0,
+        cast_buffer=_cast_buffer(unit, g, job) if casts and distributed else 0,
+        unsharded_gradients=0 if holds else _total(trainable, lambda p: p.numel * precision.gathered_dtype(p).itemsize),
+        reduce_input=g * reduced if distributed else 0,
+        reduce_tail=reduce_tail(unit, world_size, job),
+        reduce_output=reduced if distributed and (recast or accumulates) else 0,
+        kept=gathered if choice.keep else 0,
+        step_scratch=_step_scratch(trainable, g, job),
+    )
+
+
+def reduce_tail(unit: UnitDescription, world_size: int, job: TrainingJob) -> int:
+    """Bytes of `UnitBytes.reduce_tail`, which is the same for every choice."""
+    if world_size == 1:
+        return 0
+    trainable = (p for p in unit.parameters if p.requires_grad)
+    return _total(trainable, lambda p: world_size * p.sharded_numel(world_size) * job.precision.reduced_dtype(p).itemsize)
+
+
+def unit_seconds(unit: UnitDescription, choice: Choice, hardware: Hardware, job: TrainingJob) -> UnitSeconds:
+    """Time terms of `unit` under `choice`."""
+    g, world_size = choice.shard_size, hardware.world_size
+    precision, rate = job.precision, hardware.device.memory_bytes_per_s
+    trainable = [p for p in unit.parameters if p.requires_grad]
+    gathered = _total(unit.parameters, lambda p: g * p.sharded_numel(g) * precision.gathered_dtype(p).itemsize)
+    reduced = _total(trainable, lambda p: g * p.sharded_numel(g) * precision.reduced_dtype(p).itemsize)
+    elements = _total(trainable, lambda p: p.sharded_numel(g) * p.dtype.itemsize)
+    distributed = world_size > 1
+    shard, replicate = shard_ring(hardware, g), replicate_ring(hardware, g)
+    gather = collective_seconds(hardware, Collective.ALL_GATHER, shard, gathered)
+    scatter = collective_seconds(hardware, Collective.REDUCE_SCATTER, shard, reduced)
+    all_reduce = collective_seconds(hardware, Collective.ALL_REDUCE, replicate, reduced // g)
+    copy_out = 2 * gathered / rate if distributed else 0.0
+    copy_in = 2 * reduced / rate if distributed else 0.0
+    if g == 1:
+        copy_in *= 2  # the reduce-scatter of one rank is a second copy
+    return UnitSeconds(
+        gather_forward=gather,
+        gather_backward=0.0 if choice.keep else gather,
+        reduce=scatter + all_reduce,
+        copy_forward=copy_out,
+        copy_backward=copy_in + (0.0 if choice.keep else copy_out),
+        optimizer=job.optimizer.traffic_per_element * elements / rate,
+    )
+
+
+def _total(parameters: Iterable[ParameterSpec], value) -> int:
+    return sum(value(p) for p in parameters)
+
+
+def _cast_buffer(unit: UnitDescription, g: int, job: TrainingJob) -> int:
+    sizes = [p.sharded_numel(g) * job.precision.gathered_dtype(p).itemsize for p in unit.parameters]
+    return max(sizes, default=0) if g == 1 else sum(sizes)  # replicas are cast one by one, shards all at once
+
+
+def _step_scratch(trainable: Sequence[ParameterSpec], g: int, job: TrainingJob) -> int:
+    sizes = [p.sharded_numel(g) * p.dtype.itemsize for p in trainable]
+    match job.optimizer.step:
+        case OptimizerStep.FUSED:
+            return 0
+        case OptimizerStep.FOREACH:
+            return sum(sizes)
+        case OptimizerStep.FOR_LOOP:
+            return 2 * max(sizes, default=0)
+    raise AssertionError(job.optimizer.step)

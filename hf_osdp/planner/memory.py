@@ -1,0 +1,206 @@
+"""Peak memory as the highest moment of a step, not as a sum.
+
+A micro-step is walked through as FSDP2 runs it. Let, for unit u under its choice, h be the bytes held throughout,
+f what its forward leaves behind (saved activations, gathered parameters that are kept), and r what its gradients add
+once its backward is done. With segments 1..n in forward order,
+
+    forward of i:   Σ h + Σ_{j<i} f_j                 + (gathered + gather buffer)_i + workspace_i
+    backward of i:  Σ h + Σ_{j<=i} f_j + Σ_{j>i} r_j  + max over i's own moments
+    optimizer:      Σ h + Σ r + scratch
+
+where a segment's own moments in backward are the copy-out of its parameters, its compute (with the next gather already
+in flight), and the copy of its gradients into the reduce buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from .costs import Batch, Choice, UnitBytes, unit_bytes
+from .description import GatherSpan, ModelDescription
+from .job import OptimizerStep, TrainingJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBreakdown:
+    """Bytes on one rank at one moment, by what they are."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    """Saved activations, workspace of the running segment, logits, loss, unsharded gradients of the running segment."""
+    gathered: int = 0
+    """Unsharded parameters and gather buffers."""
+    buffers: int = 0
+    """Reduce buffers, casts and optimizer scratch."""
+    model_buffers: int = 0
+    """The module's own buffers and the batch."""
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """A point of the step at which memory may peak."""
+
+    phase: str
+    """`forward`, `backward: gather`, `backward`, `backward: reduce`, `reduce` or `optimizer step`."""
+    unit: str
+    breakdown: MemoryBreakdown
+
+    @property
+    def total_bytes(self) -> int:
+        return self.breakdown.total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """All moments of a step in the order in which they come."""
+
+    moments: tuple[Moment, ...]
+
+    @property
+    def peak(self) -> Moment:
+        """The highest moment, the first of equals."""
+        return max(self.moments, key=lambda moment: moment.total_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peak.total_bytes
+
+
+@dataclass(slots=True, kw_only=True)
+class _Level:
+    """Running bytes by kind while the step is walked through."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    gathered: int = 0
+    buffers: int = 0
+    model_buffers: int = 0
+
+    def moment(self, phase: str, unit: str, **extra: int) -> Moment:
+        values = {f.name: getattr(self, f.name) + extra.get(f.name, 0) for f in fields(MemoryBreakdown)}
+        return Moment(phase=phase, unit=unit, breakdown=MemoryBreakdown(**values))
+
+
+def estimate_memory(
+    description: ModelDescription, choices: Sequence[Choice], world_size: int, job: TrainingJob, batch: Batch
+) -> MemoryEstimate:
+    """Every moment of one optimizer step on the fullest rank.
+
+    Args:
+        description: the model.
+        choices: one a unit, in the description's order.
+        world_size: ranks.
+        job: precision, optimizer.
+        batch: micro-batch size and accumulation.
+
+    Returns:
+        Moments with their breakdowns, in bytes.
+    """
+    units = [unit_bytes(u, c, world_size, job, batch) for u, c in zip(description.units, choices, strict=True)]
+    walk = Walk(description, units, job, batch)
+    return MemoryEstimate(moments=(*walk.forward(), *walk.backward(), *walk.finish()))
+
+
+def combined_scratch(job: TrainingJob, scratch: Sequence[int]) -> int:
+    """Temporaries of one optimizer step: of all parameters at once with foreach, of one after the other in a loop."""
+    return max(scratch, default=0) if job.optimizer.step is OptimizerStep.FOR_LOOP else sum(scratch)
+
+
+class Walk:
+    """One micro-step over a description, with the bytes of each unit's choice."""
+
+    def __init__(self, description: ModelDescription, units: Sequence[UnitBytes], job: TrainingJob, batch: Batch):
+        self.description, self.units, self.job, self.samples = description, units, job, batch.micro_batch_size
+        self.labels = [unit.label for unit in description.units]
+        self.first_use = {}
+        for index, segment in enumerate(description.segments):
+            self.first_use.setdefault(segment.unit, index)
+        spans = [unit.span for unit in description.units]
+        self.whole_step = [i for i, span in enumerate(spans) if span is GatherSpan.STEP]
+        self.level = _Level(
+            parameters=sum(u.parameters for u in units),
+            optimizer=sum(u.optimizer for u in units),
+            gradients=sum(u.gradients_held for u in units),
+            gathered=sum(units[i].gathered for i in self.whole_step),
+            model_buffers=description.buffer_bytes + description.input_bytes.bytes(self.samples),
+        )
+
+    def forward(self):
+        """Moments of the forward pass; what it leaves behind is added to the level."""
+        buffer = max((self.units[i].gather_buffer for i in self.whole_step), default=0)
+        for index, segment in enumerate(self.description.segments):
+            unit, workspace = self.units[segment.unit], segment.forward.peak_bytes.bytes(self.samples)
+            if segment.unit in self.whole_step:
+                yield self.level.moment("forward", self.labels[segment.unit], activations=workspace, gathered=buffer)
+            else:
+                buffer = unit.gather_buffer
+                yield self.level.moment(
+                    "forward", self.labels[segment.unit], activations=workspace, gathered=buffer + unit.gathered,
+                )  # fmt: skip
+                if index == self.first_use[segment.unit]:
+                    self.level.gathered += unit.kept
+            self.level.activations += segment.saved_bytes.bytes(self.samples)
+
+    def backward(self):
+        """Moments of the backward pass, in reverse order."""
+        segments = self.description.segments
+        in_flight = 0  # the reduce input that the unit before left behind
+        for index in range(len(segments) - 1, -1, -1):
+            segment, unit = segments[index], self.units[segments[index].unit]
+            label, compute = self.labels[segment.unit], segment.backward.peak_bytes.bytes(self.samples)
+            ahead = self._prefetched_before(index)
+            if segment.unit in self.whole_step:
+                yield self.level.moment("backward", label, activations=compute, gathered=ahead, buffers=in_flight)
+                self.level.activations -= segment.saved_bytes.bytes(self.samples)
+                if index == len(segments) - 1:  # from the head on, weights shared with the embedding have a gradient
+                    self.level.gradients += sum(self.units[i].unsharded_gradients for i in self.whole_step)
+                continue
+            own = 0 if unit.kept else unit.gathered
+            yield self.level.moment(
+                "backward: gather", label, gathered=own + unit.prefetched, buffers=in_flight + (0 if unit.kept else unit.cast_buffer)
+            )
+            yield self.level.moment("backward", label, activations=compute, gathered=own + ahead, buffers=in_flight)
+            self.level.activations -= segment.saved_bytes.bytes(self.samples)
+            last_use = index == self.first_use[segment.unit]
+            if last_use:
+                self.level.gathered -= unit.kept
+                yield from self._reduce(label, unit, segment.gradient_bytes.bytes(self.samples), ahead)
+                in_flight = unit.reduce_tail
+
+    def _reduce(self, label: str, unit: UnitBytes, gradient: int, ahead: int):
+        whole = {"activations": gradient + unit.unsharded_gradients, "gathered": ahead}
+        yield self.level.moment("backward: reduce", label, buffers=unit.reduce_input, **whole)
+        self.level.gradients += unit.gradients_after
+        self.level.buffers += unit.reduced_after
+        yield self.level.moment(
+            "backward: reduce", label, activations=gradient, gathered=ahead,
+            buffers=unit.reduce_input + max(0, unit.reduce_output - unit.reduced_after),
+        )  # fmt: skip
+
+    def finish(self):
+        """The reductions that come last, and the optimizer step."""
+        for index in self.whole_step:
+            unit, label = self.units[index], self.labels[index]
+            self.level.gathered -= unit.gathered
+            yield self.level.moment("reduce", label, buffers=unit.reduce_input)
+            self.level.gradients += unit.gradients_after - unit.unsharded_gradients
+            self.level.buffers += unit.reduced_after
+            yield self.level.moment("reduce", label, buffers=unit.reduce_input + max(0, unit.reduce_output - unit.reduced_after))
+        self.level.buffers = 0
+        yield self.level.moment("optimizer step", "(all)", buffers=combined_scratch(self.job, [u.step_scratch for u in self.units]))
+
+    def _prefetched_before(self, index: int) -> int:
+        for before in range(index - 1, -1, -1):
+            unit = self.description.segments[before].unit
+            if unit not in self.whole_step:
+                return self.units[unit].prefetched
+        return 0

@@ -1,0 +1,102 @@
+"""Hardware that people have, from data sheets. Anything else is measured or described by hand, never guessed."""
+
+from __future__ import annotations
+
+from ..errors import HardwareError
+from .description import DType
+from .hardware import GB, GIB, Backend, DeviceSpec, Hardware, Link
+
+TERA = 10**12
+
+_NCCL_LATENCY = "hop latency: NCCL 2.18 src/graph/tuning.cc, ring, Simple protocol"
+_PCIE3_X16 = Link(latency_s=5.7e-6, bytes_per_s=15.75 * GB, source=f"PCI Express Base 3.0, 16 lanes; {_NCCL_LATENCY}")
+_ETHERNET_10G = Link(latency_s=14e-6, bytes_per_s=1.25 * GB, source=f"10GBASE-T line rate; {_NCCL_LATENCY}")
+_ETHERNET_25G = Link(latency_s=14e-6, bytes_per_s=3.125 * GB, source=f"25 GbE line rate; {_NCCL_LATENCY}")
+_FABRIC_400G = Link(latency_s=14e-6, bytes_per_s=50 * GB, source=f"4 x 100 Gb/s line rate; {_NCCL_LATENCY}")
+_FABRIC_3200G = Link(latency_s=14e-6, bytes_per_s=400 * GB, source=f"8 x 400 Gb/s line rate (DGX H100 data sheet); {_NCCL_LATENCY}")
+
+
+def _nvlink(gb_per_s: float, source: str) -> Link:
+    return Link(latency_s=3.4e-6, bytes_per_s=gb_per_s * GB, source=f"{source}, one direction; {_NCCL_LATENCY}")
+
+
+def _v100(memory_gib: int) -> DeviceSpec:
+    return DeviceSpec(
+        name=f"V100-{memory_gib}",
+        memory_bytes=memory_gib * GIB,
+        flops_per_s={DType.FLOAT16: 125 * TERA, DType.BFLOAT16: 15.7 * TERA, DType.FLOAT32: 15.7 * TERA, DType.FLOAT64: 7.8 * TERA},
+        memory_bytes_per_s=900 * GB,
+        source="NVIDIA V100 SXM2 data sheet (2020); bfloat16 has no tensor cores and runs at the float32 rate",
+    )
+
+
+def _a100(memory_gib: int, memory_gb_per_s: float) -> DeviceSpec:
+    return DeviceSpec(
+        name=f"A100-{memory_gib}",
+        memory_bytes=memory_gib * GIB,
+        flops_per_s={DType.BFLOAT16: 312 * TERA, DType.FLOAT16: 312 * TERA, DType.FLOAT32: 19.5 * TERA, DType.FLOAT64: 19.5 * TERA},
+        memory_bytes_per_s=memory_gb_per_s * GB,
+        source="NVIDIA A100 SXM data sheet (2021), dense; float32 without TF32, as torch multiplies by default",
+    )
+
+
+_TITAN_RTX = DeviceSpec(
+    name="TITAN RTX",
+    memory_bytes=24 * GIB,
+    flops_per_s={DType.FLOAT16: 130.5 * TERA, DType.BFLOAT16: 16.3 * TERA, DType.FLOAT32: 16.3 * TERA},
+    memory_bytes_per_s=672 * GB,
+    source="NVIDIA TITAN RTX data sheet (2018) and Turing whitepaper; bfloat16 has no tensor cores and runs at the float32 rate",
+)
+_H100 = DeviceSpec(
+    name="H100",
+    memory_bytes=80 * GIB,
+    flops_per_s={DType.BFLOAT16: 989.4 * TERA, DType.FLOAT16: 989.4 * TERA, DType.FLOAT32: 66.9 * TERA, DType.FLOAT64: 66.9 * TERA},
+    memory_bytes_per_s=3350 * GB,
+    source="NVIDIA H100 SXM5 data sheet and Hopper whitepaper (2022), dense; float32 without TF32",
+)
+_CPU = DeviceSpec(
+    name="CPU",
+    memory_bytes=8 * GIB,
+    flops_per_s={DType.FLOAT32: 86.0 * 10**9, DType.FLOAT64: 43.0 * 10**9, DType.BFLOAT16: 86.0 * 10**9},
+    memory_bytes_per_s=10 * GB,
+    source="one core of an AVX-512 server: 2.7 GHz x 32 float32 FLOP a cycle (one FMA unit); DDR4-2666 channel shared by two cores",
+)
+_LOOPBACK = Link(latency_s=100e-6, bytes_per_s=1 * GB, source="gloo over loopback TCP, order of magnitude; measured anew at start-up")
+
+_PRESETS: dict[str, tuple[DeviceSpec, Link, Link, Backend]] = {
+    "v100-16": (_v100(16), _nvlink(150, "V100 data sheet: NVLink 300 GB/s in both directions"), _ETHERNET_25G, Backend.NCCL),
+    "v100-32": (_v100(32), _nvlink(150, "V100 data sheet: NVLink 300 GB/s in both directions"), _ETHERNET_25G, Backend.NCCL),
+    "titan-rtx": (_TITAN_RTX, _PCIE3_X16, _ETHERNET_10G, Backend.NCCL),
+    "a100-40": (_a100(40, 1555), _nvlink(300, "A100 data sheet: NVLink 600 GB/s in both directions"), _FABRIC_400G, Backend.NCCL),
+    "a100-80": (_a100(80, 2039), _nvlink(300, "A100 data sheet: NVLink 600 GB/s in both directions"), _FABRIC_400G, Backend.NCCL),
+    "h100": (_H100, _nvlink(450, "H100 data sheet: NVLink 900 GB/s in both directions"), _FABRIC_3200G, Backend.NCCL),
+    "cpu": (_CPU, _LOOPBACK, _ETHERNET_10G, Backend.GLOO),
+}  # fmt: skip
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names that `preset` knows."""
+    return tuple(_PRESETS)
+
+
+def preset(name: str, *, nodes: int = 1, devices_per_node: int = 1) -> Hardware:
+    """A known kind of device, so many times.
+
+    Args:
+        name: one of `preset_names()`; upper case and `_` are accepted.
+        nodes: machines.
+        devices_per_node: devices in each.
+
+    Returns:
+        The hardware, with links within and between nodes as such machines usually have them.
+
+    Raises:
+        HardwareError: the name is not known.
+    """
+    key = name.lower().replace("_", "-")
+    if key not in _PRESETS:
+        raise HardwareError(f"Hardware {name!r} is not known; use one of {', '.join(_PRESETS)}, or measure this machine.")
+    device, intra_node, inter_node, backend = _PRESETS[key]
+    return Hardware(
+        device=device, nodes=nodes, devices_per_node=devices_per_node, intra_node=intra_node, inter_node=inter_node, backend=backend
+    )

@@ -1,0 +1,140 @@
+"""Time of one optimizer step.
+
+    step = A Σ_segments (forward + backward compute) + Σ_units (A (copies + exposed gathers) + exposed reductions + update)
+
+with A accumulation steps. A collective is exposed by what does not fit beside the compute that FSDP2 runs with it:
+
+    forward:   max(0, gather_u - F)        F: forward compute of the segment before u, during which u is gathered
+    backward:  max(0, gather_u + reduce_u - B)   B: u's own backward compute
+
+The second takes the steady state of a run of equal units: while one computes, the next is gathered and the one before is
+reduced, and the two share the links. Under gloo nothing overlaps, so F = B = 0. What is gathered first and reduced last
+(root, shared embedding) is exposed as a whole. Compute is a roofline: matrix products at the device's rate for the
+compute dtype, everything else at its memory bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .costs import Batch, Choice, UnitSeconds, unit_seconds
+from .description import GatherSpan, ModelDescription, PhaseCost
+from .hardware import Hardware
+from .job import TrainingJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """Compute beside which a unit's communication can hide, in seconds of one micro-step."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitTime:
+    """Seconds of one unit in one optimizer step."""
+
+    compute_s: float
+    communication_s: float
+    """All collectives, hidden or not."""
+    exposed_s: float
+    """The part of them for which compute waits."""
+    copy_s: float
+    optimizer_s: float
+
+    @property
+    def choice_s(self) -> float:
+        """What depends on the unit's choice: everything but compute."""
+        return self.exposed_s + self.copy_s + self.optimizer_s
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.choice_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeEstimate:
+    """Seconds of one optimizer step by unit; units are in the description's order."""
+
+    units: tuple[UnitTime, ...]
+
+    @property
+    def step_s(self) -> float:
+        return sum(unit.total_s for unit in self.units)
+
+    def total(self, term: str) -> float:
+        """Sum of one term over the units, for example `total("exposed_s")`."""
+        return sum(getattr(unit, term) for unit in self.units)
+
+
+def phase_seconds(phase: PhaseCost, samples: int, description: ModelDescription, hardware: Hardware) -> float:
+    """Roofline time of a phase on one device, in seconds."""
+    device = hardware.device
+    return max(0.0, phase.matmul_flops(samples)) / device.rate(description.compute_dtype) + (
+        max(0.0, phase.traffic_bytes(samples)) / device.memory_bytes_per_s
+    )
+
+
+def overlap_windows(description: ModelDescription, hardware: Hardware, samples: int) -> tuple[Windows, ...]:
+    """For each unit, the compute that its communication can hide behind. A segment before the first gives none."""
+    windows = [Windows()] * len(description.units)
+    if not hardware.backend.overlaps:
+        return tuple(windows)
+    before = 0.0
+    for segment in description.segments:
+        if description.units[segment.unit].span is GatherSpan.USE:
+            windows[segment.unit] = Windows(
+                forward=before, backward=phase_seconds(segment.backward, samples, description, hardware)
+            )  # fmt: skip
+        before = phase_seconds(segment.forward, samples, description, hardware)
+    return tuple(windows)
+
+
+def compute_seconds(description: ModelDescription, hardware: Hardware, samples: int) -> tuple[float, ...]:
+    """Forward and backward compute of each unit in one micro-step."""
+    seconds = [0.0] * len(description.units)
+    for segment in description.segments:
+        for phase in (segment.forward, segment.backward):
+            seconds[segment.unit] += phase_seconds(phase, samples, description, hardware)
+    return tuple(seconds)
+
+
+def unit_time(terms: UnitSeconds, windows: Windows, compute_s: float, batch: Batch) -> UnitTime:
+    """One unit's time in an optimizer step, from its terms under a choice."""
+    micro_steps, reductions = batch.accumulation_steps, batch.reductions
+    forward = max(0.0, terms.gather_forward - windows.forward)
+    reducing = max(0.0, terms.gather_backward + terms.reduce - windows.backward)
+    holding = max(0.0, terms.gather_backward - windows.backward)
+    return UnitTime(
+        compute_s=micro_steps * compute_s,
+        communication_s=micro_steps * (terms.gather_forward + terms.gather_backward) + reductions * terms.reduce,
+        exposed_s=micro_steps * forward + reductions * reducing + (micro_steps - reductions) * holding,
+        copy_s=micro_steps * (terms.copy_forward + terms.copy_backward),
+        optimizer_s=terms.optimizer,
+    )
+
+
+def estimate_time(
+    description: ModelDescription, choices: Sequence[Choice], hardware: Hardware, job: TrainingJob, batch: Batch
+) -> TimeEstimate:
+    """Time of one optimizer step.
+
+    Args:
+        description: the model.
+        choices: one a unit, in the description's order.
+        hardware: devices and links.
+        job: precision, optimizer.
+        batch: micro-batch size and accumulation.
+
+    Returns:
+        Seconds by unit and kind.
+    """
+    windows = overlap_windows(description, hardware, batch.micro_batch_size)
+    compute = compute_seconds(description, hardware, batch.micro_batch_size)
+    times = (
+        unit_time(unit_seconds(unit, choice, hardware, job), window, seconds, batch)
+        for unit, choice, window, seconds in zip(description.units, choices, windows, compute, strict=True)
+    )
+    return TimeEstimate(units=tuple(times))
