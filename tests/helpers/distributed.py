@@ -69,7 +69,8 @@ def run_ranks(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     with tempfile.TemporaryDirectory(prefix="hf_osdp_ranks_") as folder:
         task = Path(folder) / "task"
-        task.write_bytes(pickle.dumps({"path": sys.path, "fn": pickle.dumps(fn), "args": pickle.dumps(args), "timeout_s": timeout_s, "init": init}))
+        content = {"path": sys.path, "fn": pickle.dumps(fn), "args": pickle.dumps(args), "timeout_s": timeout_s, "init": init}
+        task.write_bytes(pickle.dumps(content))
         processes: list[subprocess.Popen] = []
         try:
             for rank in range(world_size):
