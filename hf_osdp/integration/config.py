@@ -1,0 +1,115 @@
+"""`OSDPConfig`: everything that a user can ask of OSDP, validated when it is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from ..planner.hardware import Hardware
+from ..planner.plan import Plan
+from ..quantities import parse_bytes
+
+STRATEGIES = ("osdp", "fsdp", "ddp", "zero2", "hsdp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OSDPConfig:
+    """What to plan for, and what to leave to the planner.
+
+    Raises:
+        ValueError: at construction, where a value cannot be used; the message gives value, limit and remedy.
+    """
+
+    memory_limit: int | str | None = None
+    """Bytes of each device that training may use, as a number or as text such as `"8GiB"`; None: all that it has."""
+    strategy: str = "osdp"
+    """`osdp` searches unit by unit; `fsdp`, `ddp`, `zero2` and `hsdp` run that one strategy for every unit."""
+    block_classes: tuple[str, ...] | str | None = None
+    """Classes that become units, as names or one comma-separated string; None finds them from the model."""
+    sequence_length: int | None = None
+    """Tokens of one sample; None takes it from the data."""
+    global_batch_size: int | None = None
+    """Samples of one optimizer step over all processes; None takes it from the training arguments or the DataLoader."""
+    micro_batch_size: int | None = None
+    """Samples that one process runs at once; None lets the planner decide."""
+    reduce_every_micro_step: bool | None = None
+    """Reduce gradients in each micro-step or only in the last; None lets the planner decide."""
+    plan: Plan | str | Path | None = None
+    """A plan, or the file of one, to run as it is instead of searching."""
+    hardware: Hardware | str | None = None
+    """A description or the name of a preset; None measures this machine when the run starts."""
+    nodes: int | None = None
+    """Machines that the processes are spread over; None finds out. A given description or plan already says so."""
+    compare: bool = True
+    """Estimate DDP, ZeRO-2, FSDP and HSDP beside the plan."""
+
+    def __post_init__(self) -> None:
+        if self.memory_limit is not None:
+            parse_bytes(self.memory_limit)
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"strategy={self.strategy!r} is not known; use one of {', '.join(STRATEGIES)}.")
+        object.__setattr__(self, "block_classes", _class_names(self.block_classes))
+        for name in ("sequence_length", "global_batch_size", "micro_batch_size", "nodes"):
+            _check_count(name, getattr(self, name))
+        for name in ("reduce_every_micro_step", "compare"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and (value is not None or name == "compare"):
+                raise ValueError(f"{name}={value!r} is not a switch; use true or false.")
+        _check_type("plan", self.plan, (Plan, str, Path), "a Plan or the path of a plan file")
+        _check_type("hardware", self.hardware, (Hardware, str), "a Hardware or the name of a preset")
+        if self.plan is not None and (self.strategy != "osdp" or self.hardware is not None):
+            clash = f"strategy={self.strategy!r}" if self.strategy != "osdp" else "hardware"
+            raise ValueError(f"plan runs a given plan as it is, so {clash} would have no effect; leave one of the two out.")
+        if self.nodes is not None and isinstance(self.hardware, Hardware):
+            raise ValueError(f"nodes={self.nodes} was given with a hardware description, which has nodes={self.hardware.nodes}; leave one out.")
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """The memory limit in bytes, or None where the device decides."""
+        return None if self.memory_limit is None else parse_bytes(self.memory_limit)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, object]) -> OSDPConfig:
+        """Read options as they stand in a YAML file or a dict.
+
+        Args:
+            options: field names with their values. `osdp: true` beside them is accepted, as the accelerate file has it.
+
+        Raises:
+            ValueError: an option is not known, or its value cannot be used.
+        """
+        known = [field.name for field in fields(cls)]
+        options = {name: value for name, value in options.items() if name != "osdp"}
+        unknown = sorted(str(name) for name in options if name not in known)
+        if unknown:
+            raise ValueError(f"OSDP has no option {', '.join(map(repr, unknown))}; its options are {', '.join(known)}.")
+        return cls(**options)  # type: ignore[arg-type]
+
+    def updated(self, **changes: object) -> OSDPConfig:
+        """A copy with some fields changed."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _class_names(names: tuple[str, ...] | list[str] | str | None) -> tuple[str, ...] | None:
+    """`"GPT2Block, BertLayer"` as a tuple of names."""
+    if names is None:
+        return None
+    parts = names.split(",") if isinstance(names, str) else list(names)
+    if not all(isinstance(part, str) for part in parts):
+        raise ValueError(f"block_classes={names!r} must hold class names, for example GPT2Block,BertLayer.")
+    cleaned = tuple(part.strip() for part in parts if part.strip())
+    if not cleaned:
+        raise ValueError(f"block_classes={names!r} names no class; give names such as GPT2Block, or leave it out to have them found.")
+    return cleaned
+
+
+def _check_count(name: str, value: object) -> None:
+    """Refuse what is not a whole number of at least 1."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"{name}={value!r} must be a whole number of at least 1, or left out.")
+
+
+def _check_type(name: str, value: object, types: tuple[type, ...], wanted: str) -> None:
+    if value is not None and not isinstance(value, types):
+        raise ValueError(f"{name}={value!r} is a {type(value).__name__}; use {wanted}.")

@@ -1,0 +1,89 @@
+"""What the launcher tells this process. The one place of hf_osdp that reads the environment.
+
+`accelerate launch` exports a fixed list of variables. One of them, the sharding strategy, is passed on word for word and
+not used by FSDP2, so the options of OSDP travel in it:
+
+    fsdp_config:
+      fsdp_version: 2
+      fsdp_sharding_strategy: {osdp: true, memory_limit: 8GiB}
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_REMEDY = "write `fsdp_sharding_strategy: {osdp: true, memory_limit: 8GiB}` under fsdp_config, with `fsdp_version: 2`"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRequest:
+    """OSDP as the accelerate configuration file asks for it."""
+
+    options: Mapping[str, object] = field(default_factory=dict)
+    """Options of `OSDPConfig` by name; `fsdp_transformer_layer_cls_to_wrap` counts as `block_classes`."""
+    use_cpu: bool = False
+    """Run on the CPU though there is an accelerator: `accelerate launch` does not pass its own `use_cpu` on under FSDP."""
+
+
+def launch_request(environment: Mapping[str, str] | None = None) -> LaunchRequest | None:
+    """What `accelerate launch` was asked for.
+
+    Args:
+        environment: variables to read; None reads this process's.
+
+    Returns:
+        The request, or None where OSDP was not asked for.
+
+    Raises:
+        ValueError: OSDP was asked for, but its options cannot be read.
+    """
+    environment = os.environ if environment is None else environment
+    raw = environment.get("FSDP_SHARDING_STRATEGY", "").strip()
+    asked = "osdp" in raw.lower() or raw.startswith("{")
+    if environment.get("ACCELERATE_USE_FSDP", "false").lower() != "true" or not asked:
+        return None
+    if environment.get("FSDP_VERSION", "1") != "2":
+        raise ValueError(f"OSDP was asked for with fsdp_version {environment.get('FSDP_VERSION', '1')}; {_REMEDY}.")
+    options = _mapping(raw)
+    wanted = options.pop("osdp")
+    if not isinstance(wanted, bool):
+        raise ValueError(f"fsdp_sharding_strategy has osdp: {wanted!r}; write osdp: true or osdp: false.")
+    if not wanted:
+        return None
+    use_cpu = options.pop("use_cpu", False)
+    if not isinstance(use_cpu, bool):
+        raise ValueError(f"fsdp_sharding_strategy has use_cpu: {use_cpu!r}; write use_cpu: true or use_cpu: false.")
+    classes = environment.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
+    if classes and "block_classes" not in options:
+        options["block_classes"] = classes
+    return LaunchRequest(options=options, use_cpu=use_cpu)
+
+
+def _mapping(raw: str) -> dict[str, object]:
+    """The exported text, which is the Python form of the YAML mapping."""
+    try:
+        options = ast.literal_eval(raw)
+    except (ValueError, SyntaxError):
+        options = None
+    if not isinstance(options, dict) or "osdp" not in options:
+        shown = raw if len(raw) <= 80 else raw[:77] + "..."
+        raise ValueError(f"OSDP was asked for, but its options cannot be read from fsdp_sharding_strategy: {shown}; {_REMEDY}.")
+    return options
+
+
+def launched_rank(environment: Mapping[str, str] | None = None) -> int:
+    """This process's rank as the launcher set it, before any process group exists; 0 without a launcher."""
+    return int((os.environ if environment is None else environment).get("RANK", "0"))
+
+
+def launched_world_size(environment: Mapping[str, str] | None = None) -> int:
+    """How many processes the launcher started; 1 without a launcher."""
+    return int((os.environ if environment is None else environment).get("WORLD_SIZE", "1"))
+
+
+def state_dict_type(environment: Mapping[str, str] | None = None) -> str:
+    """The checkpoint layout that the launcher asks for; full state dicts where it says nothing."""
+    return (os.environ if environment is None else environment).get("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT")
