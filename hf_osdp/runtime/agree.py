@@ -1,0 +1,108 @@
+"""All ranks run one plan, or all stop with the same error."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ..errors import DescriptionError, HardwareError, InfeasibleError, OSDPError, PlanError, PlanMismatchError
+from ..planner.plan import Plan
+from .mesh import world_size
+
+T = TypeVar("T")
+
+_SHARED_ERRORS: dict[str, type[Exception]] = {
+    cls.__name__: cls for cls in (DescriptionError, HardwareError, InfeasibleError, OSDPError, PlanError, PlanMismatchError, ValueError)
+}
+
+
+def on_rank_zero(fn: Callable[[], T]) -> T:
+    """Run `fn` on rank 0 and give every rank its result, or its error. Collective.
+
+    Args:
+        fn: called on rank 0 alone; its result must be picklable where there is more than one rank.
+
+    Returns:
+        What `fn` returned on rank 0.
+
+    Raises:
+        OSDPError, ValueError: what `fn` raised, with its type and attributes where it is `ValueError` or one of hf_osdp's
+            errors, else an `OSDPError` that names the type; the same line on every rank.
+    """
+    if world_size() == 1:
+        return fn()
+    message: list[bytes | None] = [None]
+    cause: BaseException | None = None
+    if dist.get_rank() == 0:
+        message[0], cause = _outcome(fn)
+    dist.broadcast_object_list(message, src=0)
+    assert message[0] is not None
+    outcome = pickle.loads(message[0])
+    if "error" in outcome:
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause  # an interrupt stays one on the rank that got it
+        raise _rebuild(**outcome["error"]) from cause
+    return outcome["result"]
+
+
+def broadcast_plan(plan: Plan | None) -> Plan:
+    """Give every rank rank 0's plan, as JSON text. Collective.
+
+    Args:
+        plan: rank 0's plan; on other ranks None, or a plan of their own that must then run the same.
+
+    Returns:
+        The plan, parsed anew on every rank but the first.
+
+    Raises:
+        PlanError: rank 0 has no plan.
+        PlanMismatchError: some ranks have another plan; on every rank, naming them.
+    """
+    text = on_rank_zero(lambda: _text_of(plan))
+    if world_size() == 1:
+        assert plan is not None
+        return plan
+    mine = plan or Plan.from_json(text, source="the plan from rank 0")
+    fingerprints = [""] * dist.get_world_size()
+    dist.all_gather_object(fingerprints, mine.fingerprint)
+    if different := [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]:
+        raise PlanMismatchError(
+            f"Ranks {different} hold another plan than rank 0 ({fingerprints[different[0]]} instead of {fingerprints[0]});"
+            " plan on rank 0 only, or give every rank the same file."
+        )
+    return mine
+
+
+def _text_of(plan: Plan | None) -> str:
+    if plan is None:
+        raise PlanError("Rank 0 has no plan to broadcast; plan or load one there.")
+    return plan.to_json()
+
+
+def _outcome(fn: Callable[[], Any]) -> tuple[bytes, BaseException | None]:
+    """Result or error as bytes. Whatever happens here must not leave the other ranks waiting, hence BaseException."""
+    try:
+        return pickle.dumps({"result": fn()}), None
+    except BaseException as error:
+        return pickle.dumps({"error": _describe(error)}), error
+
+
+def _describe(error: BaseException) -> dict[str, Any]:
+    """The nearest shared type, the message in one line, and the attributes that can travel."""
+    name = next((cls.__name__ for cls in type(error).__mro__ if _SHARED_ERRORS.get(cls.__name__) is cls), None)
+    text = " ".join(str(error).split())
+    if name is None:
+        return {"type_name": OSDPError.__name__, "text": f"Rank 0 failed with {type(error).__name__}: {text}", "attributes": {}}
+    attributes = {key: value for key, value in vars(error).items() if isinstance(value, (int, float, str, tuple, type(None)))}
+    return {"type_name": name, "text": text, "attributes": attributes}
+
+
+def _rebuild(*, type_name: str, text: str, attributes: dict[str, Any]) -> Exception:
+    cls = _SHARED_ERRORS[type_name]
+    error = cls.__new__(cls, text)
+    error.args = (text,)
+    vars(error).update(attributes)
+    return error

@@ -1,0 +1,124 @@
+"""Lay a plan out on a model: the one place that calls `fully_shard`."""
+
+from __future__ import annotations
+
+from graphlib import TopologicalSorter
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from ..errors import OSDPError, PlanError
+from ..planner.description import DType, GatherSpan, ModelDescription, UnitDescription
+from ..planner.plan import Plan, UnitDecision
+from ..profiling.units import modules_by_name
+from .broadcast import broadcast_parameters
+from .mesh import Meshes, world_size
+
+
+def apply_plan(
+    model: nn.Module,
+    plan: Plan,
+    units: tuple[UnitDescription, ...],
+    *,
+    meshes: Meshes | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    broadcast: bool = True,
+) -> nn.Module:
+    """Shard the model in place as the plan says. Collective.
+
+    One process needs no sharding, and the model is left as it is, unless `mp_policy` or `offload_policy` ask for what only
+    FSDP2 gives.
+
+    Args:
+        model: the unsharded model; blocks may be in torch's `checkpoint_wrapper`.
+        plan: the same on every rank (`broadcast_plan`).
+        units: the model's units, as `find_units` gives them for this model.
+        meshes: meshes of the process group; made for the default device where None.
+        mp_policy: FSDP2's mixed precision, for every unit.
+        offload_policy: FSDP2's offload policy, for every unit.
+        broadcast: first make every rank's weights those of rank 0; False where they are equal for certain.
+
+    Returns:
+        The same model.
+
+    Raises:
+        PlanError: the plan is for another model or world size, or a unit names a module that the model lacks.
+        OSDPError: the model is sharded already.
+        ValueError: `mp_policy` or `offload_policy` is given, but there is no process group.
+    """
+    plan.check(_as_description(model, units), world_size())
+    _refuse_sharded(model)
+    if plan.world_size == 1 and not _needs_fsdp(mp_policy, offload_policy):
+        return model
+    if broadcast:
+        broadcast_parameters(model)
+    meshes = meshes or Meshes(default_device_type())
+    meshes.prepare([plan.world_size, *(decision.shard_size for decision in plan.units)])
+    policies = {"mp_policy": mp_policy or MixedPrecisionPolicy(), "offload_policy": offload_policy or OffloadPolicy()}
+    modules = modules_by_name(model)
+    for unit in bottom_up(units):
+        decision = effective(plan.decision(unit.fqn), unit)
+        targets = [_module(modules, name, unit) for name in unit.module_names]
+        fully_shard(
+            targets if len(targets) > 1 else targets[0],
+            mesh=meshes.mesh(decision.shard_size),
+            reshard_after_forward=decision.reshard_after_forward,
+            **policies,
+        )
+    if not isinstance(model, FSDPModule):
+        # Without a root, each unit would be a root of its own: no prefetch, no common streams.
+        fully_shard(model, mesh=meshes.mesh(plan.world_size), reshard_after_forward=False, **policies)
+    return model
+
+
+def effective(decision: UnitDecision, unit: UnitDescription) -> UnitDecision:
+    """What FSDP2 is told: units that are in use from forward to the end of backward are always kept gathered."""
+    match unit.span:
+        case GatherSpan.USE:
+            return decision
+        case GatherSpan.STEP:
+            return UnitDecision(fqn=decision.fqn, shard_size=decision.shard_size, reshard_after_forward=False)
+
+
+def bottom_up(units: tuple[UnitDescription, ...]) -> tuple[UnitDescription, ...]:
+    """Units in an order in which each comes after all that lie inside it; the root is last."""
+    by_fqn = {unit.fqn: unit for unit in units}
+    inside = {unit.fqn: [other.fqn for other in units if other.fqn != unit.fqn and _holds(unit, other)] for unit in units}
+    return tuple(by_fqn[fqn] for fqn in TopologicalSorter(inside).static_order())
+
+
+def default_device_type() -> str:
+    """`"cuda"` where the process group moves CUDA tensors, else `"cpu"`."""
+    return "cuda" if torch.cuda.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config()) else "cpu"
+
+
+def _holds(outer: UnitDescription, inner: UnitDescription) -> bool:
+    return any(not a or b.startswith(a + ".") for a in outer.module_names for b in inner.module_names)
+
+
+def _as_description(model: nn.Module, units: tuple[UnitDescription, ...]) -> ModelDescription:
+    """The units as a description, for `Plan.check`; what it leaves out does not count there."""
+    return ModelDescription(
+        model_name="", model_class=type(model).__name__, block_classes=(), sequence_length=1, compute_dtype=DType.FLOAT32,
+        units=units, segments=(),
+    )  # fmt: skip
+
+
+def _needs_fsdp(mp_policy: MixedPrecisionPolicy | None, offload_policy: OffloadPolicy | None) -> bool:
+    casts = mp_policy is not None and any((mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype))
+    return casts or type(offload_policy) not in (type(None), OffloadPolicy)
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    for name, module in modules_by_name(model).items():
+        if isinstance(module, FSDPModule):
+            raise OSDPError(f"Module {name or '(root)'!r} is sharded by FSDP2 already; apply a plan once, to the model as it was loaded.")
+
+
+def _module(modules: dict[str, nn.Module], name: str, unit: UnitDescription) -> nn.Module:
+    if name not in modules:
+        raise PlanError(f"Unit {unit.label!r} names module {name!r}, which the model does not have; find its units again.")
+    return modules[name]

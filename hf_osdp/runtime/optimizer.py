@@ -1,0 +1,90 @@
+"""Optimizers that were made before the model was sharded, and those that must not be used after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ..errors import OSDPError
+from ..profiling.units import canonical_name
+
+_REASONS = {
+    "adafactor": "factors a parameter's second moment over its rows and columns",
+    "lamb": "scales by the norm of each whole parameter",
+    "lars": "scales by the norm of each whole parameter",
+    "muon": "orthogonalises each whole matrix",
+    "shampoo": "preconditions with each whole matrix",
+    "soap": "preconditions with each whole matrix",
+    "galore": "projects each whole matrix",
+    "lbfgs": "needs dot products over all parameters",
+    "sparseadam": "needs sparse gradients",
+}
+"""Why an optimizer is wrong, or fails, on shards, by a part of its class name in lower case."""
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose update of an element depends on other elements: on shards it would train differently.
+
+    The class and all its bases are looked at by name, so that the versions of different packages are found.
+
+    Raises:
+        OSDPError: the optimizer is known to be wrong under sharding.
+    """
+    for cls in type(optimizer).__mro__:
+        name = cls.__name__.lower()
+        for part, reason in _REASONS.items():
+            if part in name:
+                raise OSDPError(
+                    f"{type(optimizer).__name__} {reason}, which shards of a parameter do not allow;"
+                    " use an element-wise optimizer such as AdamW, Adam, SGD, Adagrad or RMSprop."
+                )
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Each parameter's first name; take it before the model is sharded, for `rebind_parameters`."""
+    return {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
+
+
+def release_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Parameter, str]) -> None:
+    """Put names in the place of parameters, so that the optimizer does not keep the unsharded model alive meanwhile.
+
+    Until `rebind_parameters` the optimizer cannot be used.
+
+    Raises:
+        OSDPError: the optimizer has state already, or holds a parameter that the model does not have; it is left as it was.
+    """
+    if optimizer.state:
+        raise OSDPError("The optimizer has taken steps before the model was sharded; make it anew, or load its state afterwards.")
+    names = [[_name(parameter, old_names) for parameter in group["params"]] for group in optimizer.param_groups]
+    for group, group_names in zip(optimizer.param_groups, names, strict=True):
+        group["params"] = group_names
+
+
+def rebind_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Parameter, str], model: nn.Module) -> None:
+    """Point an optimizer at the sharded parameters, found by name. Groups, their order and hyperparameters stay.
+
+    Args:
+        optimizer: made from the unsharded model, without state; `release_parameters` may have been called on it.
+        old_names: `parameter_names(model)`, from before sharding.
+        model: the model, sharded.
+
+    Raises:
+        OSDPError: the optimizer has state, or holds a parameter that the model does not have.
+    """
+    release_parameters(optimizer, old_names)
+    new = {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    if missing := [name for group in optimizer.param_groups for name in group["params"] if name not in new]:
+        raise OSDPError(f"The sharded model has no parameter {missing[0]!r} ({len(missing)} missing), which the optimizer updates.")
+    for group in optimizer.param_groups:
+        group["params"] = [new[name] for name in group["params"]]
+
+
+def _name(parameter: nn.Parameter | str, old_names: Mapping[nn.Parameter, str]) -> str:
+    if isinstance(parameter, str):
+        return parameter
+    if parameter not in old_names:
+        shape = tuple(parameter.shape)
+        raise OSDPError(f"The optimizer holds a parameter of shape {shape} that the model does not have; make it from model.parameters().")
+    return old_names[parameter]

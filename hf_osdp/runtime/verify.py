@@ -1,0 +1,101 @@
+"""Read the layout back from a sharded model, and compare it with the plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..errors import PlanMismatchError
+from ..planner.description import UnitDescription
+from ..planner.plan import Plan, UnitDecision
+from ..profiling.units import modules_by_name
+from .apply import effective
+from .mesh import world_size
+
+
+def read_back(model: nn.Module, units: tuple[UnitDescription, ...]) -> tuple[UnitDecision, ...]:
+    """What FSDP2 really does with each unit.
+
+    Args:
+        model: a model after `apply_plan`.
+        units: its units, found before it was sharded.
+
+    Returns:
+        One decision a unit, in the order of `units`. A unit without parameters has no layout; it reads as sharded over all
+        and kept.
+
+    Raises:
+        PlanMismatchError: a unit is not sharded, lies on a mesh that is not this world, or holds other parameters.
+    """
+    modules, owners = modules_by_name(model), _owners(model)
+    return tuple(_read_unit(unit, modules, owners) for unit in units)
+
+
+def verify_applied(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> None:
+    """Refuse to train in another layout than the plan's.
+
+    Raises:
+        PlanMismatchError: names the first unit that differs, and how many do.
+    """
+    if plan.world_size == 1 and not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return
+    different = [
+        (unit, planned, found)
+        for unit, found in zip(units, read_back(model, units), strict=True)
+        if unit.parameters and found != (planned := effective(plan.decision(unit.fqn), unit))
+    ]
+    if different:
+        unit, planned, found = different[0]
+        raise PlanMismatchError(
+            f"Unit {unit.label!r} runs as {found.describe(plan.world_size)!r}, but the plan says"
+            f" {planned.describe(plan.world_size)!r} ({len(different)} of {len(units)} units differ);"
+            " apply the plan to a fresh model and do not change its layout afterwards."
+        )
+
+
+def _read_unit(unit: UnitDescription, modules: dict[str, nn.Module], owners: dict[tuple[int, str], str]) -> UnitDecision:
+    world = world_size()
+    if not unit.parameters:
+        return UnitDecision(fqn=unit.fqn, shard_size=world, reshard_after_forward=False)
+    groups = _param_groups(modules[unit.module_names[0]])
+    if len(groups) != 1:
+        raise PlanMismatchError(f"Unit {unit.label!r} has {len(groups)} FSDP2 parameter groups instead of one; apply the plan to it.")
+    group = groups[0]
+    held = {owners.get((id(p._module_info.module), p._module_info.param_name), "") for p in group.fsdp_params}
+    if held != (expected := {parameter.name for parameter in unit.parameters}):
+        odd = sorted(held ^ expected)[0]
+        raise PlanMismatchError(
+            f"Unit {unit.label!r} was to hold {len(expected)} parameters and holds {len(held)}; first odd one: {odd!r}."
+        )
+    mesh = group.mesh_info.mesh
+    if mesh.size() != world:
+        raise PlanMismatchError(f"Unit {unit.label!r} lies on a mesh of {mesh.size()} ranks, but {world} are running.")
+    return UnitDecision(
+        fqn=unit.fqn,
+        shard_size=mesh.size(mesh.ndim - 1),
+        reshard_after_forward=group.post_forward_mesh_info is not None,
+    )
+
+
+def _owners(model: nn.Module) -> dict[tuple[int, str], str]:
+    """(identity of the owning module, attribute) → the first name of the parameter."""
+    first: dict[int, str] = {}
+    owners: dict[tuple[int, str], str] = {}
+    for name, module in modules_by_name(model).items():
+        module = getattr(module, "_checkpoint_wrapped_module", module)
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                full = f"{name}.{leaf}".lstrip(".")
+                owners[id(module), leaf] = first.setdefault(id(parameter), full)
+    return owners
+
+
+def _param_groups(module: nn.Module) -> list[Any]:
+    """FSDP2's parameter groups of a module: one field in torch up to 2.11, a list after it."""
+    if not isinstance(module, FSDPModule):
+        return []
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return list(groups) if groups is not None else [group for group in [state._fsdp_param_group] if group is not None]
