@@ -1,0 +1,53 @@
+"""Whatever the layout, training is that of one process: loss, gradient norm and every parameter, in float64."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch.distributed as dist
+
+from tests.helpers.distributed import run_ranks
+from tests.helpers.models import MODELS
+from tests.helpers.plans import LAYOUTS
+from tests.helpers.training import MAX_NORM, Trained, train_alone, train_by_layout
+
+TOLERANCE = 1e-12
+CASES = {
+    **{f"{model}-{layout}": {"model_name": model, "layout": layout} for model in MODELS for layout in LAYOUTS},
+    **{
+        f"gpt2-{layout}-accumulate-{'reduce' if reduce else 'hold'}": {
+            "model_name": "gpt2", "layout": layout, "accumulation_steps": 2, "reduce_every_micro_step": reduce,
+        }
+        for layout in ("zero3", "mixed") for reduce in (True, False)
+    },
+    **{f"{model}-mixed-checkpointing": {"model_name": model, "layout": "mixed", "checkpointing": True} for model in ("gpt2", "llama")},
+}  # fmt: skip
+
+
+def run_cases() -> dict[str, Trained]:
+    from hf_osdp.runtime.mesh import Meshes
+
+    meshes = Meshes("cpu")
+    results = {name: train_by_layout(meshes=meshes, **case) for name, case in CASES.items()}
+    return results if dist.get_rank() == 0 else {}
+
+
+@functools.cache
+def reference(model_name: str, accumulation_steps: int) -> Trained:
+    return train_alone(model_name, accumulation_steps=accumulation_steps)
+
+
+@functools.cache
+def results(world_size: int) -> dict[str, Trained]:
+    return run_ranks(run_cases, world_size, timeout_s=240)[0]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_training_equals_one_process(world_size, name):
+    case = CASES[name]
+    alone = reference(case["model_name"], case.get("accumulation_steps", 1))
+    assert min(alone.norms) > MAX_NORM, "clipping must act"
+    errors = results(world_size)[name].worst_error(alone)
+    assert max(errors.values()) < TOLERANCE, errors

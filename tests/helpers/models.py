@@ -1,0 +1,58 @@
+"""Tiny models of three families, in float64, with sizes that no world size divides, and their batches."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+VOCABULARY = 61
+SEQUENCE_LENGTH = 12
+SAMPLES = 8
+"""Samples of one optimizer step over all ranks and micro-steps."""
+
+MODELS = ("gpt2", "bert", "llama")
+
+
+def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, layers: int = 4) -> nn.Module:
+    """`gpt2`: embedding tied to the head; `bert`: a bias shared as well; `llama`: nothing tied."""
+    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    match name:
+        case "gpt2":
+            config = GPT2Config(
+                n_layer=layers, n_embd=20, n_head=4, vocab_size=VOCABULARY, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0,
+                attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+            )  # fmt: skip
+            model = GPT2LMHeadModel(config)
+        case "bert":
+            config = BertConfig(
+                num_hidden_layers=layers, hidden_size=20, num_attention_heads=4, intermediate_size=36, vocab_size=VOCABULARY,
+                max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            )  # fmt: skip
+            model = BertForMaskedLM(config)
+        case "llama":
+            config = LlamaConfig(
+                num_hidden_layers=layers, hidden_size=20, num_attention_heads=2, num_key_value_heads=1, intermediate_size=36,
+                vocab_size=VOCABULARY, max_position_embeddings=16, tie_word_embeddings=False,
+            )  # fmt: skip
+            model = LlamaForCausalLM(config)
+        case _:
+            raise ValueError(f"tiny_model({name!r}) is not known; use one of {', '.join(MODELS)}.")
+    return model.to(dtype).train()
+
+
+def tiny_batch(step: int, *, part: int = 0, parts: int = 1) -> dict[str, torch.Tensor]:
+    """Part `part` of `parts` of the step's samples; every position counts in the loss, so that means of parts can be averaged."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    ids = torch.randint(0, VOCABULARY, (SAMPLES, SEQUENCE_LENGTH), generator=generator)
+    labels = torch.randint(0, VOCABULARY, (SAMPLES, SEQUENCE_LENGTH), generator=generator)
+    size = SAMPLES // parts
+    rows = slice(part * size, (part + 1) * size)
+    return {"input_ids": ids[rows], "labels": labels[rows]}
+
+
+def tiny_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Mean cross-entropy in the logits' own dtype: the losses inside transformers go through float32."""
+    logits = model(input_ids=batch["input_ids"]).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())

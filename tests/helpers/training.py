@@ -1,0 +1,109 @@
+"""Train a tiny model by a plan, or in one process, and give back all that must agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_osdp.planner.plan import Plan
+from hf_osdp.profiling.units import find_units
+from hf_osdp.runtime.accumulation import micro_step
+from hf_osdp.runtime.apply import apply_plan
+from hf_osdp.runtime.clip import clip_grad_norm_
+from hf_osdp.runtime.mesh import Meshes
+from hf_osdp.runtime.state import full_state_dict
+from hf_osdp.runtime.verify import verify_applied
+
+from .models import tiny_batch, tiny_loss, tiny_model
+from .plans import plan_of
+
+STEPS = 5
+MAX_NORM = 0.5
+"""Below the norms that occur, so that clipping acts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What a training gave; `parameters` is empty on ranks other than 0."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    parameters: dict[str, torch.Tensor]
+
+    def worst_error(self, other: Trained) -> dict[str, float]:
+        """Largest absolute differences."""
+        assert self.parameters.keys() == other.parameters.keys()
+        return {
+            "loss": max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True)),
+            "norm": max(abs(a - b) for a, b in zip(self.norms, other.norms, strict=True)),
+            "parameter": max((self.parameters[name] - other.parameters[name]).abs().max().item() for name in self.parameters),
+        }
+
+
+def train_alone(model_name: str, *, accumulation_steps: int = 1) -> Trained:
+    """The reference: torch alone, one process, the whole batch (cut in micro-steps as asked)."""
+    model = tiny_model(model_name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for part in range(accumulation_steps):
+            loss = tiny_loss(model, tiny_batch(step, part=part, parts=accumulation_steps)) / accumulation_steps
+            loss.backward()
+            total += loss.item()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        losses.append(total)
+    return Trained(losses=tuple(losses), norms=tuple(norms), parameters={k: v.clone() for k, v in model.state_dict().items()})
+
+
+def train_by_layout(
+    model_name: str,
+    layout: str,
+    meshes: Meshes,
+    *,
+    accumulation_steps: int = 1,
+    reduce_every_micro_step: bool = True,
+    checkpointing: bool = False,
+) -> Trained:
+    """The same training on all ranks of the process group."""
+    model = tiny_model(model_name)
+    if checkpointing:
+        wrap_blocks(model)
+    units = find_units(model)
+    plan = plan_of(units, meshes.world_size, layout, accumulation_steps=accumulation_steps, reduce_every_micro_step=reduce_every_micro_step)
+    apply_plan(model, plan, units, meshes=meshes)
+    verify_applied(model, plan, units)
+    return train_sharded(model, plan)
+
+
+def train_sharded(model: nn.Module, plan: Plan) -> Trained:
+    """Run the reference's steps on a model that is sharded already."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    world, rank, k = plan.world_size, dist.get_rank(), plan.accumulation_steps
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for part in range(k):
+            with micro_step(model, is_last=part == k - 1, reduce_every_micro_step=plan.reduce_every_micro_step):
+                loss = tiny_loss(model, tiny_batch(step, part=part * world + rank, parts=world * k)) / k
+                loss.backward()
+            total += loss.detach()
+        norms.append(clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        dist.all_reduce(total)
+        losses.append(total.item() / world)
+    return Trained(losses=tuple(losses), norms=tuple(norms), parameters=full_state_dict(model))
+
+
+def wrap_blocks(model: nn.Module) -> None:
+    """Activation checkpointing around every block, as Accelerate does it."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
+
+    blocks = {"GPT2Block", "BertLayer", "LlamaDecoderLayer"}
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda module: type(module).__name__ in blocks)
