@@ -54,7 +54,8 @@ def run_ranks(
         world_size: number of ranks.
         *args: pickled and given to every rank.
         timeout_s: seconds after which every rank prints its stack and is ended.
-        init: form the process group before `fn` is called; False leaves it to `fn`.
+        init: form the process group before `fn` is called; False leaves it to `fn`, which may do so once (a second group
+            would find the addresses of the first in the store).
         env: further environment variables.
 
     Returns:
@@ -117,23 +118,23 @@ def _wait(processes: list[subprocess.Popen], task: Path, timeout_s: float) -> No
 
 def _failure(processes: list[subprocess.Popen], task: Path, timeout_s: float) -> RankFailure:
     """The error of the rank that failed first, with every other rank's state in a line."""
+    codes = [process.poll() for process in processes]
+    died = [rank for rank, code in enumerate(codes) if code is not None and code < 0]
     errors = {}
     for rank in range(len(processes)):
         path = task.with_name(f"error{rank}")
         if path.exists():
             errors[rank] = pickle.loads(path.read_bytes())
-    if errors:
+    # A rank that died tells nothing itself; the others then raise because they lost it.
+    if errors and not died:
         rank = min(errors, key=lambda r: errors[r]["time"])
         others = ", ".join(f"rank {r}: {errors[r]['type']}" for r in sorted(errors) if r != rank)
         message = f"rank {rank} of {len(processes)} raised\n{errors[rank]['traceback']}" + (f"\nthen {others}" if others else "")
         return RankFailure(message, rank=rank, error_type=errors[rank]["type"])
-    bad = [rank for rank, process in enumerate(processes) if process.returncode != 0]
-    died = [rank for rank in bad if processes[rank].returncode is not None and processes[rank].returncode < 0]
-    rank = (died or bad)[0]
+    bad = died or [rank for rank, code in enumerate(codes) if code != 0]
+    what = f"was ended by signal {-codes[bad[0]]}" if died else f"did not end within {timeout_s} s"
     output = "\n".join(f"--- rank {r}\n{task.with_name(f'output{r}').read_text(errors='replace')[-_OUTPUT_TAIL:]}" for r in bad)
-    codes = [process.returncode for process in processes]
-    what = f"ended with {codes[rank]}" if died else f"did not end within {timeout_s} s"
-    return RankFailure(f"rank {rank} {what} (exit codes {codes})\n{output}", rank=rank, error_type="died" if died else "timeout")
+    return RankFailure(f"rank {bad[0]} {what} (exit codes {codes})\n{output}", rank=bad[0], error_type="died" if died else "timeout")
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -18,6 +18,7 @@ _EXIT_ERROR = 3
 def main(task_path: Path, rank: int) -> int:
     """Run the task and write `result<rank>` or `error<rank>` beside it."""
     task = pickle.loads(task_path.read_bytes())
+    faulthandler.enable()
     faulthandler.dump_traceback_later(task["timeout_s"], exit=True)
     threading.Thread(target=_end_with_parent, args=(int(os.environ["OSDP_TEST_PARENT"]),), daemon=True).start()
     sys.path[:] = task["path"]

@@ -18,7 +18,7 @@ from hf_osdp.runtime.state import full_state_dict
 from hf_osdp.runtime.verify import verify_applied
 
 from .models import tiny_batch, tiny_loss, tiny_model
-from .plans import plan_of
+from .layouts import plan_of
 
 STEPS = 5
 MAX_NORM = 0.5

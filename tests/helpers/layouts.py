@@ -1,0 +1,49 @@
+"""Plans written by hand, for tests of what runs them."""
+
+from __future__ import annotations
+
+from hf_osdp.planner.description import DType, ModelDescription, UnitDescription
+from hf_osdp.planner.plan import Plan, UnitDecision
+
+LAYOUTS = ("replicate", "zero2", "zero3", "hsdp", "mixed")
+
+
+def plan_of(
+    units: tuple[UnitDescription, ...], world_size: int, layout: str, *, accumulation_steps: int = 1, reduce_every_micro_step: bool = True
+) -> Plan:
+    """One layout for all units, or `mixed`: every kind of decision in turn."""
+    return Plan(
+        world_size=world_size,
+        strategy="osdp",
+        units=tuple(_decision(unit.fqn, index, world_size, layout) for index, unit in enumerate(units)),
+        micro_batch_size=1,
+        accumulation_steps=accumulation_steps,
+        reduce_every_micro_step=reduce_every_micro_step,
+        model_fingerprint=fingerprint_of(units),
+    )
+
+
+def fingerprint_of(units: tuple[UnitDescription, ...]) -> str:
+    """The fingerprint of any description with these units."""
+    return ModelDescription(
+        model_name="", model_class="", block_classes=(), sequence_length=1, compute_dtype=DType.FLOAT32, units=units, segments=()
+    ).fingerprint
+
+
+def _decision(fqn: str, index: int, world_size: int, layout: str) -> UnitDecision:
+    group = max(1, world_size // 2)
+    match layout:
+        case "replicate":
+            shard_size, reshard = 1, True
+        case "zero2":
+            shard_size, reshard = world_size, False
+        case "zero3":
+            shard_size, reshard = world_size, True
+        case "hsdp":
+            shard_size, reshard = group, True
+        case "mixed":
+            kinds = [(group, True), (world_size, False), (1, True), (group, False), (world_size, True), (1, False)]
+            shard_size, reshard = kinds[index % len(kinds)]
+        case _:
+            raise ValueError(f"plan_of has no layout {layout!r}; use one of {', '.join(LAYOUTS)}.")
+    return UnitDecision(fqn=fqn, shard_size=shard_size, reshard_after_forward=reshard)
