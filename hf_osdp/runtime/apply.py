@@ -50,20 +50,17 @@ def apply_plan(
         ValueError: `mp_policy` or `offload_policy` is given, but there is no process group.
     """
     plan.check(_as_description(model, units), world_size())
-    _refuse_sharded(model)
+    steps = _steps(model, plan, units)
     if plan.world_size == 1 and not _needs_fsdp(mp_policy, offload_policy):
         return model
-    if broadcast:
-        broadcast_parameters(model)
     meshes = meshes or Meshes(default_device_type())
     meshes.prepare([plan.world_size, *(decision.shard_size for decision in plan.units)])
+    if broadcast:
+        broadcast_parameters(model)
     policies = {"mp_policy": mp_policy or MixedPrecisionPolicy(), "offload_policy": offload_policy or OffloadPolicy()}
-    modules = modules_by_name(model)
-    for unit in bottom_up(units):
-        decision = effective(plan.decision(unit.fqn), unit)
-        targets = [_module(modules, name, unit) for name in unit.module_names]
+    for modules, decision in steps:
         fully_shard(
-            targets if len(targets) > 1 else targets[0],
+            modules if len(modules) > 1 else modules[0],
             mesh=meshes.mesh(decision.shard_size),
             reshard_after_forward=decision.reshard_after_forward,
             **policies,
@@ -72,6 +69,18 @@ def apply_plan(
         # Without a root, each unit would be a root of its own: no prefetch, no common streams.
         fully_shard(model, mesh=meshes.mesh(plan.world_size), reshard_after_forward=False, **policies)
     return model
+
+
+def _steps(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> list[tuple[list[nn.Module], UnitDecision]]:
+    """Modules and decision of each unit, bottom-up; all that can be wrong is found here, before anything is sharded."""
+    by_name = modules_by_name(model)
+    for name, module in by_name.items():
+        if isinstance(module, FSDPModule):
+            raise OSDPError(f"Module {name or '(root)'!r} is sharded by FSDP2 already; apply a plan once, to the model as it was loaded.")
+    for unit in units:
+        if absent := [name for name in unit.module_names if name not in by_name]:
+            raise PlanError(f"Unit {unit.label!r} names module {absent[0]!r}, which the model does not have; find its units again.")
+    return [([by_name[name] for name in unit.module_names], effective(plan.decision(unit.fqn), unit)) for unit in bottom_up(units)]
 
 
 def effective(decision: UnitDecision, unit: UnitDescription) -> UnitDecision:
@@ -110,15 +119,3 @@ def _as_description(model: nn.Module, units: tuple[UnitDescription, ...]) -> Mod
 def _needs_fsdp(mp_policy: MixedPrecisionPolicy | None, offload_policy: OffloadPolicy | None) -> bool:
     casts = mp_policy is not None and any((mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype))
     return casts or type(offload_policy) not in (type(None), OffloadPolicy)
-
-
-def _refuse_sharded(model: nn.Module) -> None:
-    for name, module in modules_by_name(model).items():
-        if isinstance(module, FSDPModule):
-            raise OSDPError(f"Module {name or '(root)'!r} is sharded by FSDP2 already; apply a plan once, to the model as it was loaded.")
-
-
-def _module(modules: dict[str, nn.Module], name: str, unit: UnitDescription) -> nn.Module:
-    if name not in modules:
-        raise PlanError(f"Unit {unit.label!r} names module {name!r}, which the model does not have; find its units again.")
-    return modules[name]

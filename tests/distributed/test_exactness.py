@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers.distributed import run_ranks
-from tests.helpers.models import MODELS
 from tests.helpers.layouts import LAYOUTS
+from tests.helpers.models import MODELS
 from tests.helpers.training import MAX_NORM, Trained, train_alone, train_by_layout
 
 TOLERANCE = 1e-12

@@ -17,8 +17,8 @@ from hf_osdp.runtime.mesh import Meshes
 from hf_osdp.runtime.state import full_state_dict
 from hf_osdp.runtime.verify import verify_applied
 
-from .models import tiny_batch, tiny_loss, tiny_model
 from .layouts import plan_of
+from .models import tiny_batch, tiny_loss, tiny_model
 
 STEPS = 5
 MAX_NORM = 0.5
