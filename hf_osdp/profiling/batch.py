@@ -1,0 +1,114 @@
+"""What a training batch of a Hugging Face model looks like: names, shapes and dtypes of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import DescriptionError
+
+Inputs = Callable[[int], Mapping[str, Any]]
+"""From a number of samples to the keyword arguments of the module's forward."""
+
+_POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
+_TOKEN_LABELS = ("CausalLM", "LMHeadModel", "MaskedLM", "ConditionalGeneration", "TokenClassification", "ForPreTraining")
+_SAMPLE_LABELS = ("SequenceClassification", "ImageClassification", "AudioClassification", "VideoClassification", "MultipleChoice", "NextSentencePrediction")  # fmt: skip
+
+
+def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
+    """How to make a batch for a transformers model, labels included.
+
+    Causal language models get packed batches without an attention mask. Other text models get one, as padding does: it
+    costs a mask of T x T for each sample.
+
+    Args:
+        model: an instance of a transformers model class.
+        sequence_length: tokens of each sample, of source and target alike; images keep the configuration's size.
+
+    Returns:
+        A function that makes a batch of any number of samples on the current device.
+
+    Raises:
+        DescriptionError: the model's kind of input is not known; give `inputs`.
+    """
+    config, kind = model.config, _class_name(model)
+    main = getattr(model, "main_input_name", "input_ids")
+    if main not in ("input_ids", "pixel_values", "input_features"):
+        raise DescriptionError(f"The inputs of {kind} ({main}) are not known; pass inputs, a function from samples to keyword arguments.")
+
+    def make(samples: int) -> dict[str, Any]:
+        batch: dict[str, Any] = {main: _main_input(config, main, samples, sequence_length)}
+        tokens = (samples, sequence_length)
+        if kind.endswith("MultipleChoice"):
+            batch[main] = torch.zeros(samples, 2, sequence_length, dtype=torch.long)
+        if main == "input_ids" and not kind.endswith(("CausalLM", "LMHeadModel")):
+            batch["attention_mask"] = torch.ones(batch[main].shape, dtype=torch.long)
+        if kind.endswith("QuestionAnswering"):
+            batch |= {name: torch.zeros(samples, dtype=torch.long) for name in ("start_positions", "end_positions")}
+        elif kind.endswith(_SAMPLE_LABELS):
+            regression = getattr(config, "num_labels", 2) == 1
+            batch["labels"] = torch.zeros(samples, dtype=torch.float32 if regression else torch.long)
+        elif kind.endswith(_TOKEN_LABELS):
+            batch["labels"] = torch.zeros(tokens, dtype=torch.long)
+            if "next_sentence_label" in _arguments(model):
+                batch["next_sentence_label"] = torch.zeros(samples, dtype=torch.long)
+        if "use_cache" in _arguments(model) or getattr(config, "use_cache", False):
+            batch["use_cache"] = False
+        return batch
+
+    return make
+
+
+def check_sequence_length(model: nn.Module, sequence_length: int) -> None:
+    """Refuse samples that are longer than a table of absolute positions.
+
+    Raises:
+        ValueError: `sequence_length` is less than 1, or more than the positions that the model has learned.
+    """
+    if sequence_length < 1:
+        raise ValueError(f"sequence_length={sequence_length} must be at least 1.")
+    config = getattr(model, "config", None)
+    name = next((name for name in _POSITION_LIMITS if isinstance(getattr(config, name, None), int)), None)
+    table = _position_table(model)
+    if name is None or table is None:
+        return
+    # RoBERTa numbers positions from after the padding index
+    limit = getattr(config, name) - (0 if table.padding_idx is None else table.padding_idx + 1)
+    if 0 < limit < sequence_length:
+        raise ValueError(
+            f"sequence_length={sequence_length} is more than the {limit} positions that {_class_name(model)} has"
+            f" ({name}={getattr(config, name)}); use at most {limit}, or a configuration with more."
+        )
+
+
+def _position_table(model: nn.Module) -> nn.Embedding | None:
+    """The embedding of absolute positions, if the model has one."""
+    for path, module in model.named_modules():
+        leaf = path.rpartition(".")[2]
+        if isinstance(module, nn.Embedding) and (leaf == "wpe" or ("position" in leaf and "relative" not in leaf)):
+            return module
+    return None
+
+
+def _main_input(config: Any, name: str, samples: int, sequence_length: int) -> torch.Tensor:
+    if name == "input_ids":
+        return torch.zeros(samples, sequence_length, dtype=torch.long)
+    if name == "input_features":  # log-mel frames; Whisper's encoder halves them
+        return torch.zeros(samples, config.num_mel_bins, 2 * config.max_source_positions)
+    size = getattr(config, "image_size", None) or 224
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return torch.zeros(samples, getattr(config, "num_channels", 3), height, width)
+
+
+def _class_name(model: nn.Module) -> str:
+    return type(model).__name__
+
+
+def _arguments(model: nn.Module) -> frozenset[str]:
+    """Names of forward's arguments."""
+    import inspect
+
+    return frozenset(inspect.signature(model.forward).parameters)

@@ -1,0 +1,76 @@
+"""A transformers configuration → the model that would be trained, on the meta device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import DescriptionError
+
+_SEQ_TO_SEQ = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
+_BY_PREFERENCE = (
+    "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification", "AutoModelForAudioClassification",
+    "AutoModelForImageTextToText", "AutoModelForSequenceClassification", "AutoModel",
+)  # fmt: skip
+
+
+def build_on_meta(config: Any, auto_class: Any = None) -> nn.Module:
+    """Instantiate a configuration without memory; weights that are tied stay tied.
+
+    Args:
+        config: a transformers configuration.
+        auto_class: an auto class, a model class, or the name of either; None takes the first of `config.architectures`,
+            else the language model, classifier or bare model that the configuration supports.
+
+    Returns:
+        The model on the meta device.
+
+    Raises:
+        DescriptionError: no class fits the configuration, or building it failed.
+    """
+    cls = _model_class(config, auto_class)
+    build = cls.from_config if hasattr(cls, "from_config") else cls._from_config
+    try:
+        with torch.device("meta"):
+            return build(config)
+    except (ImportError, RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        raise DescriptionError(
+            f"{cls.__name__} cannot be built from {type(config).__name__}: {_first_line(error)}. Pass auto_class, or the model itself."
+        ) from error
+
+
+def _model_class(config: Any, auto_class: Any) -> Any:
+    import transformers
+
+    if auto_class is not None and not isinstance(auto_class, str):
+        return auto_class
+    if auto_class is not None:
+        if not hasattr(transformers, auto_class):
+            raise DescriptionError(f"transformers has no class {auto_class!r}; use for example AutoModelForCausalLM.")
+        return getattr(transformers, auto_class)
+    for name in getattr(config, "architectures", None) or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    for name in _candidates(config):
+        cls = getattr(transformers, name, None)
+        if cls is not None and type(config) in cls._model_mapping:
+            return cls
+    raise DescriptionError(f"No model class is known for {type(config).__name__}; pass auto_class or the model itself.")
+
+
+def _candidates(config: Any) -> tuple[str, ...]:
+    """Auto classes in the order in which they are tried.
+
+    BERT and its kin have a causal head as well, which is meant only where `is_decoder` says so.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        return *_SEQ_TO_SEQ, *_BY_PREFERENCE
+    if getattr(config, "is_decoder", False):
+        return _BY_PREFERENCE
+    return "AutoModelForMaskedLM", *_BY_PREFERENCE
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,147 @@
+"""A model or its configuration → what the planner needs to know of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ..errors import DescriptionError
+from ..planner.description import Affine, DType, GatherSpan, ModelDescription, Segment, UnitDescription
+from .batch import Inputs, check_sequence_length, training_batch
+from .build import build_on_meta
+from .formula import SOURCE, TransformerShape, formula_segments
+from .trace import trace_segments
+from .units import class_of, find_units
+
+_log = logging.getLogger(__name__)
+
+
+def describe(
+    model_or_config: Any,
+    *,
+    sequence_length: int,
+    block_classes: Sequence[str] | None = None,
+    compute_dtype: DType | None = None,
+    device_type: str = "cpu",
+    auto_class: Any = None,
+    inputs: Inputs | None = None,
+) -> ModelDescription:
+    """Describe a model for the planner: its units, and what each costs in memory and work.
+
+    Nothing is allocated and no weight is touched: a fake copy of the model runs forward and backward. The loss alone is
+    taken to outlive forward; a loop that keeps the logits through backward needs their bytes on top.
+
+    Args:
+        model_or_config: a module, real or on the meta device, or a transformers configuration.
+        sequence_length: tokens of one sample.
+        block_classes: class names of the blocks, see `find_units`.
+        compute_dtype: dtype of gathered parameters and activations; None keeps the parameters' own.
+        device_type: `"cpu"` or `"cuda"`: whose attention and dropout kernels, and whose allocation granularity, count.
+        auto_class: for a configuration, which class to build, see `build_on_meta`.
+        inputs: from a number of samples to forward's keyword arguments, labels included; None makes a training batch for
+            a transformers model.
+
+    Returns:
+        The description; its `trace` says how the costs were found.
+
+    Raises:
+        ValueError: `sequence_length` exceeds the model's positions, or `device_type` is neither of the two.
+        DescriptionError: no blocks were found, or the model can neither be traced nor be described by formula.
+    """
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(f"device_type={device_type!r} is not known; use cpu or cuda.")
+    model = model_or_config if isinstance(model_or_config, nn.Module) else build_on_meta(model_or_config, auto_class)
+    check_sequence_length(model, sequence_length)
+    units = find_units(model, block_classes)
+    if inputs is None:
+        inputs = _default_inputs(model, sequence_length)
+    dtype = compute_dtype or _main_dtype(units)
+    segments, trace = _segments(model, units, inputs, sequence_length, compute_dtype, dtype, device_type)
+    return ModelDescription(
+        model_name=getattr(getattr(model, "config", None), "_name_or_path", "") or class_of(model).__name__,
+        model_class=class_of(model).__name__,
+        block_classes=_block_classes(units, model, block_classes),
+        sequence_length=sequence_length,
+        compute_dtype=dtype,
+        units=units,
+        segments=segments,
+        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+        input_bytes=_input_bytes(inputs),
+        trace=trace,
+    )
+
+
+def _segments(
+    model: nn.Module,
+    units: tuple[UnitDescription, ...],
+    inputs: Inputs,
+    sequence_length: int,
+    compute_dtype: DType | None,
+    dtype: DType,
+    device_type: str,
+) -> tuple[tuple[Segment, ...], str]:
+    """Traced segments, else those of the formula, and the words for it."""
+    fused = device_type == "cuda"
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    try:
+        segments = trace_segments(
+            model, units, inputs,
+            compute_dtype=None if compute_dtype is None else getattr(torch, compute_dtype.value), fused_kernels=fused,
+        )  # fmt: skip
+    except Exception as error:  # a model may raise anything under fake tensors
+        config = getattr(model, "config", None)
+        reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        if config is None:
+            raise DescriptionError(f"{class_of(model).__name__} could not be traced ({reason}); pass inputs that its forward accepts.") from error  # fmt: skip
+        shape = TransformerShape.of(config, tokens=sequence_length, itemsize=dtype.itemsize)
+        _log.warning("%s could not be traced (%s); its activations are estimated by formula (%s).", class_of(model).__name__, reason, SOURCE)  # fmt: skip
+        return formula_segments(units, shape), f"formula ({SOURCE}); the trace failed with {type(error).__name__}"
+    kernels = ", fused kernels emulated" if fused else ""
+    return segments, f"fake tensors, device {device_type}" + (f", attention {attention}" if attention else "") + kernels
+
+
+def _default_inputs(model: nn.Module, sequence_length: int) -> Inputs:
+    if not hasattr(model, "config"):
+        raise DescriptionError(
+            f"{class_of(model).__name__} is not a transformers model, so its inputs are not known;"
+            " pass inputs, a function from samples to keyword arguments."
+        )
+    return training_batch(model, sequence_length)
+
+
+def _main_dtype(units: Sequence[UnitDescription]) -> DType:
+    """The dtype that most parameter elements have."""
+    elements: dict[DType, int] = {}
+    for unit in units:
+        for parameter in unit.parameters:
+            elements[parameter.dtype] = elements.get(parameter.dtype, 0) + parameter.numel
+    return max(elements, key=lambda dtype: elements[dtype], default=DType.FLOAT32)
+
+
+def _block_classes(units: Sequence[UnitDescription], model: nn.Module, asked: Sequence[str] | None) -> tuple[str, ...]:
+    found = {unit.class_name for unit in units if unit.span is GatherSpan.USE}
+    if asked is not None:
+        return tuple(name for name in dict.fromkeys(asked) if name in found)
+    embeddings = {name for getter in ("get_input_embeddings", "get_output_embeddings") for name in _class_from(model, getter)}
+    in_order = dict.fromkeys(unit.class_name for unit in units if unit.class_name in found)
+    return tuple(name for name in in_order if name not in embeddings)
+
+
+def _class_from(model: nn.Module, getter: str) -> tuple[str, ...]:
+    try:
+        module = getattr(model, getter)()
+    except (AttributeError, NotImplementedError, TypeError):
+        return ()
+    return () if module is None else (class_of(module).__name__,)
+
+
+def _input_bytes(inputs: Inputs) -> Affine:
+    one, two = (sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(inputs(n)) if isinstance(leaf, torch.Tensor)) for n in (1, 2))
+    return Affine(constant=2 * one - two, per_sample=two - one)
+
+

@@ -1,0 +1,108 @@
+"""Costs of transformer blocks by formula, for models that cannot be traced.
+
+Activations of a layer follow Korthikanti et al. 2022 (arXiv 2205.05198), equation 2: s b h (34 + 5 a s / h) bytes in 16 bit,
+for s tokens, b samples, width h and a heads. FLOPs are 2 per parameter and token, and 4 s² h for attention; backward
+takes twice as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import DescriptionError
+from ..planner.description import Affine, GatherSpan, PhaseCost, Segment, UnitDescription
+
+SOURCE = "arXiv 2205.05198, equation 2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformerShape:
+    """What the formula needs to know."""
+
+    tokens: int
+    """Of one sample."""
+    width: int
+    heads: int
+    vocabulary: int
+    itemsize: int
+    """Bytes of an activation's element."""
+
+    @classmethod
+    def of(cls, config: Any, *, tokens: int, itemsize: int) -> TransformerShape:
+        """Read a transformers configuration.
+
+        Raises:
+            DescriptionError: it has no width or no number of heads.
+        """
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        width, heads = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
+        if not isinstance(width, int) or not isinstance(heads, int):
+            raise DescriptionError("The model can neither be traced nor be described by formula: its configuration has no hidden_size and num_attention_heads.")  # fmt: skip
+        return cls(tokens=tokens, width=width, heads=heads, vocabulary=getattr(text, "vocab_size", 0) or 0, itemsize=itemsize)
+
+    @property
+    def hidden_bytes(self) -> int:
+        """One tensor of hidden states, for one sample."""
+        return self.tokens * self.width * self.itemsize
+
+    @property
+    def saved_bytes(self) -> float:
+        """Equation 2 for one sample, scaled from 16 bit to the element's size."""
+        return self.tokens * self.width * (34 + 5 * self.heads * self.tokens / self.width) * self.itemsize / 2
+
+    @property
+    def logits_bytes(self) -> int:
+        """Logits of one sample in float32, in which the loss is taken."""
+        return self.tokens * self.vocabulary * 4
+
+
+def formula_segments(units: Sequence[UnitDescription], shape: TransformerShape) -> tuple[Segment, ...]:
+    """Segments of a stack of transformer blocks: the embedding, each block once, the head with its loss.
+
+    Args:
+        units: the model's units; those that span their use and are neither first nor last hold blocks.
+        shape: the transformer's dimensions.
+
+    Returns:
+        One segment for the root's embedding, one for each unit used, one for the root's loss.
+    """
+    embedding = Segment(
+        unit=0,
+        saved_bytes=Affine(per_sample=shape.hidden_bytes),
+        forward=PhaseCost(peak_bytes=Affine(per_sample=2 * shape.hidden_bytes)),
+        backward=PhaseCost(peak_bytes=Affine(constant=_gradient_bytes(units[0], shape), per_sample=2 * shape.hidden_bytes)),
+    )
+    used = [_block(index, unit, shape) for index, unit in enumerate(units) if unit.span is GatherSpan.USE]
+    loss = Segment(
+        unit=0,
+        saved_bytes=Affine(per_sample=shape.logits_bytes),
+        forward=PhaseCost(peak_bytes=Affine(per_sample=3 * shape.logits_bytes)),
+        backward=PhaseCost(peak_bytes=Affine(constant=_gradient_bytes(units[0], shape), per_sample=2 * shape.logits_bytes)),
+    )
+    return embedding, *used, loss
+
+
+def _block(index: int, unit: UnitDescription, shape: TransformerShape) -> Segment:
+    """A block; a gradient of the wide intermediate and of its input are live in backward beside the parameters' gradients."""
+    flops = 2.0 * unit.numel * shape.tokens + 4.0 * shape.tokens**2 * shape.width
+    transient = 8 * shape.hidden_bytes
+    return Segment(
+        unit=index,
+        saved_bytes=Affine(per_sample=shape.saved_bytes),
+        forward=PhaseCost(
+            peak_bytes=Affine(per_sample=shape.saved_bytes + transient),
+            matmul_flops=Affine(per_sample=flops),
+            traffic_bytes=Affine(per_sample=2 * shape.saved_bytes),
+        ),
+        backward=PhaseCost(
+            peak_bytes=Affine(constant=_gradient_bytes(unit, shape), per_sample=2 * transient),
+            matmul_flops=Affine(per_sample=2 * flops),
+            traffic_bytes=Affine(per_sample=4 * shape.saved_bytes),
+        ),
+    )
+
+
+def _gradient_bytes(unit: UnitDescription, shape: TransformerShape) -> int:
+    return unit.trainable_numel * shape.itemsize

@@ -1,0 +1,251 @@
+"""One micro-batch's forward and backward under fake tensors → what each segment saves, peaks at and computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from ..errors import DescriptionError
+from ..planner.description import Affine, GatherSpan, PhaseCost, Segment, UnitDescription
+from .batch import Inputs
+from .fused import FusedKernels
+from .live_bytes import CUDA_BLOCK_BYTES, LiveBytes
+from .recorder import PhaseRecord, Recorder, Stretch
+from .standin import CallRecord, block_key, call_key
+from .twin import fake_like, fake_twin
+from .units import modules_by_name
+
+SAMPLES = (1, 2, 3)
+"""Micro-batch sizes that are traced: lines go through the last two, and are raised where the first lies above them.
+
+A single sample is no good point for a line: expanding a dimension of size 1 copies nothing, so torch takes other paths.
+"""
+
+
+def trace_segments(
+    model: nn.Module,
+    units: Sequence[UnitDescription],
+    inputs: Inputs,
+    *,
+    compute_dtype: torch.dtype | None,
+    fused_kernels: bool,
+    shortcut: bool = True,
+    samples: tuple[int, int, int] = SAMPLES,
+) -> tuple[Segment, ...]:
+    """Trace a model at three batch sizes and draw a line through each cost.
+
+    Args:
+        model: real or on the meta device; it is not modified.
+        units: the model's units, as `find_units` gives them.
+        inputs: keyword arguments of forward for a number of samples.
+        compute_dtype: dtype of gathered parameters and of floating-point inputs; None leaves both.
+        fused_kernels: allocate as CUDA's fused attention and dropout do, else as the CPU does.
+        shortcut: trace only the first of equal blocks.
+        samples: the batch sizes, rising by one after the first.
+
+    Returns:
+        Segments in forward order, in bytes and FLOPs for each micro-batch. The loss alone outlives forward: outputs that
+        the training loop keeps hold of, such as logits, come on top.
+
+    Raises:
+        DescriptionError: the traces do not run through the same units.
+        Exception: whatever the model raises under fake tensors.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tracer = _Tracer(
+        twin=fake_twin(model, mode, compute_dtype),
+        mode=mode,
+        units=units,
+        compute_dtype=compute_dtype,
+        fused_kernels=fused_kernels,
+        shortcut=shortcut,
+    )
+    traces = [tracer.run(_fake_batch(inputs(count), mode, compute_dtype)) for count in samples]
+    if len({tuple(stretch.unit for stretch in trace) for trace in traces}) > 1:
+        raise DescriptionError(f"The model runs other units with {samples[0]} samples than with {samples[-1]}; its costs are no line.")
+    segments = [_segment(stretches, samples) for stretches in zip(*traces, strict=True)]
+    return tuple(segment for segment in segments if not _is_idle(segment))
+
+
+class _Tracer:
+    """Runs a fake twin, with the modules of its units wrapped."""
+
+    def __init__(
+        self,
+        *,
+        twin: nn.Module,
+        mode: FakeTensorMode,
+        units: Sequence[UnitDescription],
+        compute_dtype: torch.dtype | None,
+        fused_kernels: bool,
+        shortcut: bool,
+    ) -> None:
+        self._twin, self._mode = twin, mode
+        self._compute_dtype, self._fused_kernels, self._shortcut = compute_dtype, fused_kernels, shortcut
+        modules = modules_by_name(twin)
+        self._modules = {i: modules[u.module_names[0]] for i, u in enumerate(units) if u.span is GatherSpan.USE}
+        self._keys = {i: block_key(module) for i, module in self._modules.items()} if shortcut else {}
+
+    def run(self, batch: Mapping[str, Any]) -> list[Stretch]:
+        """One forward and backward pass."""
+        with ExitStack() as stack:
+            stack.enter_context(self._mode)
+            live = stack.enter_context(LiveBytes(block_bytes=CUDA_BLOCK_BYTES if self._fused_kernels else 1))
+            recorder = stack.enter_context(Recorder(live))
+            if self._fused_kernels:
+                stack.enter_context(FusedKernels(recorder.count_flops))
+            stack.enter_context(self._wrapped(recorder))
+            loss = loss_of(self._twin(**batch))
+            recorder.begin_backward()
+            loss.backward()
+            del loss
+            recorder.finish()
+        return recorder.stretches
+
+    @contextmanager
+    def _wrapped(self, recorder: Recorder) -> Iterator[None]:
+        """Put recording forwards on the twin's units and gradient hooks on its parameters, and take them off again."""
+        with ExitStack() as stack:
+            known: dict[Any, tuple[Stretch, CallRecord]] = {}
+            for unit, module in self._modules.items():
+                own = module.__dict__.get("forward")
+                stack.callback(_restore_forward, module, own)
+                module.forward = self._recording(module.forward, unit, module, recorder, known)
+            for parameter in self._twin.parameters():
+                if parameter.requires_grad:
+                    handle = parameter.register_post_accumulate_grad_hook(recorder.note_gradient)
+                    stack.callback(handle.remove)
+            yield
+
+    def _recording(
+        self, original: Callable[..., Any], unit: int, module: nn.Module, recorder: Recorder, known: dict[Any, tuple[Stretch, CallRecord]]
+    ) -> Callable[..., Any]:
+        anchor = next((p for p in module.parameters() if p.requires_grad), None)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if recorder.inside or torch._C._current_graph_task_id() != -1:
+                return original(*args, **kwargs)  # a call inside another, or recomputed in backward
+            key = (self._keys[unit], call_key(args, kwargs)) if self._shortcut else None
+            if key in known:
+                stretch, record = known[key]
+                recorder.enter(unit, copy_of=stretch)
+                output = record.replay(args, kwargs, anchor)
+                recorder.leave()
+                return output
+            stretch = recorder.enter(unit)
+            args, kwargs = self._cast((args, kwargs))
+            output = original(*args, **kwargs)
+            recorder.leave()
+            record = CallRecord.of(args, kwargs, output)
+            if record is not None and self._shortcut:
+                known[key] = (stretch, record)
+            return output
+
+        return forward
+
+    def _cast(self, value: Any) -> Any:
+        """Floating-point inputs in the compute dtype: FSDP2 casts them for each unit."""
+        dtype = self._compute_dtype
+        if dtype is None:
+            return value
+        return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in a model's output: `.loss`, `["loss"]`, a scalar itself, else the mean of every differentiable output.
+
+    Raises:
+        DescriptionError: nothing in the output can be differentiated.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, torch.Tensor):
+        loss = output if output.dim() == 0 else output.mean()
+    if loss is None:
+        found: list[torch.Tensor] = []
+        tree_map_only(torch.Tensor, found.append, dict(output) if isinstance(output, Mapping) else output)
+        parts = [tensor.mean() for tensor in found if tensor.requires_grad]
+        if not parts:
+            raise DescriptionError("The model's output holds no loss and nothing differentiable; pass inputs that include labels.")
+        loss = sum(parts[1:], parts[0])
+    return loss
+
+
+def _fake_batch(batch: Mapping[str, Any], mode: FakeTensorMode, compute_dtype: torch.dtype | None) -> Mapping[str, Any]:
+    return tree_map_only(torch.Tensor, lambda tensor: fake_like(tensor, mode, compute_dtype), dict(batch))
+
+
+def _restore_forward(module: nn.Module, own: Callable[..., Any] | None) -> None:
+    if own is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.forward = own
+
+
+# --------------------------------------------------------------------------------------------------- stretch → segment
+
+
+_Samples = tuple[int, int, int]
+
+
+def _segment(stretches: Sequence[Stretch], samples: _Samples) -> Segment:
+    """Costs of a stretch, or of the equal one that was traced in its place, from its trace at each batch size."""
+    traced = [stretch.copy_of or stretch for stretch in stretches]
+    return Segment(
+        unit=stretches[0].unit,
+        saved_bytes=_bytes_line([t.end_bytes - t.start_bytes for t in traced], samples),
+        gradient_bytes=_bytes_line([t.handed_back_bytes for t in traced], samples),
+        forward=_phase([t.forward for t in traced], [t.start_bytes for t in traced], samples),
+        backward=_phase([t.backward for t in traced], [t.end_bytes for t in traced], samples),
+    )
+
+
+def _phase(records: Sequence[PhaseRecord], floors: Sequence[int], samples: _Samples) -> PhaseCost:
+    levels = [[level - floor for level in record.levels] for record, floor in zip(records, floors, strict=True)]
+    return PhaseCost(
+        peak_bytes=_line_above(levels, samples),
+        matmul_flops=_line([record.matmul_flops for record in records[1:]], samples),
+        traffic_bytes=_line([record.traffic_bytes for record in records[1:]], samples),
+    )
+
+
+def _line(values: Sequence[float], samples: _Samples) -> Affine:
+    """The line through the last two batch sizes."""
+    slope = (values[1] - values[0]) / (samples[2] - samples[1])
+    return Affine(constant=values[0] - slope * samples[1], per_sample=slope)
+
+
+def _bytes_line(values: Sequence[float], samples: _Samples) -> Affine:
+    """The same, and not below the first batch size's value."""
+    return _raised(_line(values[1:], samples), samples[0], values[0])
+
+
+def _line_above(levels: Sequence[Sequence[int]], samples: _Samples) -> Affine:
+    """A line that no moment's bytes exceed, whatever the batch size.
+
+    Each moment's bytes lie on a line of their own, c_m + s_m b: in backward, gradients of activations rule early and those
+    of parameters late. Their maximum is convex, so the line through two peaks would be too low beyond them. This one goes
+    through the peak at `samples[1]` with the steepest slope, max_m s_m, and is raised where the first peak lies above it.
+    """
+    first, few, many = (max(0, max(moments, default=0)) for moments in levels)
+    line = _line([few, many], samples)
+    if len(levels[1]) == len(levels[2]):
+        slopes = [(b - a) / (samples[2] - samples[1]) for a, b in zip(levels[1], levels[2], strict=True)]
+        slope = max(0.0, *slopes) if slopes else 0.0
+        line = Affine(constant=few - slope * samples[1], per_sample=slope)
+    return _raised(line, samples[0], first)
+
+
+def _raised(line: Affine, at: int, value: float) -> Affine:
+    return Affine(constant=line.constant + max(0.0, value - line(at)), per_sample=line.per_sample)
+
+
+def _is_idle(segment: Segment) -> bool:
+    """Whether nothing happened: views, or a glance at a shape between two blocks."""
+    zero = Affine()
+    return segment.saved_bytes == zero and segment.forward == PhaseCost() and segment.backward == PhaseCost()

@@ -1,0 +1,54 @@
+"""A fake copy of a module: same structure, no memory, parameters in the dtype that FSDP2 would gather them in."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+DEVICE = torch.device("cpu")
+"""Where fake tensors claim to be; a CPU-only build aborts on fake CUDA tensors."""
+
+
+def fake_twin(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype | None) -> nn.Module:
+    """Copy a module with fake parameters and buffers; the original stays as it is.
+
+    Args:
+        model: real or on the meta device.
+        mode: the mode that the fake tensors belong to.
+        compute_dtype: dtype of floating-point parameters, as FSDP2's mixed precision casts them; None keeps theirs.
+
+    Returns:
+        The copy in training mode. A parameter that has several names becomes one parameter for each: the gradients of
+        the uses then appear where they arise, not at the last of them.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        fake = fake_like(parameter, mode, compute_dtype)
+        memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = fake_like(buffer, mode, None)
+    twin = copy.deepcopy(model, memo)
+    _untie(twin)
+    return twin.train()
+
+
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, floating_dtype: torch.dtype | None) -> torch.Tensor:
+    """A fake tensor of the same shape and strides; floating-point ones get `floating_dtype` if given."""
+    dtype = floating_dtype if floating_dtype is not None and tensor.is_floating_point() else tensor.dtype
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=DEVICE)
+
+
+def _untie(twin: nn.Module) -> None:
+    seen: set[int] = set()
+    for module in twin.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) in seen:
+                module._parameters[name] = parameter = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+            seen.add(id(parameter))
