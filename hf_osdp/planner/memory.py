@@ -154,6 +154,7 @@ class Walk:
         """Moments of the backward pass, in reverse order."""
         segments = self.description.segments
         in_flight = 0  # the reduce input that the unit before left behind
+        owed = sum(self.units[i].unsharded_gradients for i in self.whole_step)
         for index in range(len(segments) - 1, -1, -1):
             segment, unit = segments[index], self.units[segments[index].unit]
             label, compute = self.labels[segment.unit], segment.backward.peak_bytes.bytes(self.samples)
@@ -161,8 +162,8 @@ class Walk:
             if segment.unit in self.whole_step:
                 yield self.level.moment("backward", label, activations=compute, gathered=ahead, buffers=in_flight)
                 self.level.activations -= segment.saved_bytes.bytes(self.samples)
-                if index == len(segments) - 1:  # from the head on, weights shared with the embedding have a gradient
-                    self.level.gradients += sum(self.units[i].unsharded_gradients for i in self.whole_step)
+                self.level.gradients += owed  # from the head on, weights shared with the embedding have a gradient
+                owed = 0
                 continue
             own = 0 if unit.kept else unit.gathered
             yield self.level.moment(
@@ -175,6 +176,7 @@ class Walk:
                 self.level.gathered -= unit.kept
                 yield from self._reduce(label, unit, segment.gradient_bytes.bytes(self.samples), ahead)
                 in_flight = unit.reduce_tail
+        self.level.gradients += owed
 
     def _reduce(self, label: str, unit: UnitBytes, gradient: int, ahead: int):
         whole = {"activations": gradient + unit.unsharded_gradients, "gathered": ahead}

@@ -1,0 +1,101 @@
+"""What would make an infeasible plan fit, the cheapest change first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..quantities import format_bytes
+from .description import Affine, ModelDescription, PhaseCost, Segment
+from .hardware import Hardware
+from .job import Precision, TrainingJob
+from .solver import fastest
+from .stations import build_line
+from .strategies import Strategy, search_spaces
+
+_MORE_DEVICES = (2, 4, 8, 16, 32, 64)
+_SHORTER = (2, 4, 8)
+
+
+def remedies_for(
+    description: ModelDescription, hardware: Hardware, job: TrainingJob, limit_bytes: int, strategy: Strategy, needed_bytes: int
+) -> list[str]:
+    """Changes after which some plan fits the limit, as phrases that complete "Use ...".
+
+    Those that cost nothing but a setting come first: another strategy, mixed precision, a shorter sequence, then more
+    devices, then more memory.
+    """
+    fits = _Fits(limit_bytes)
+    ways = []
+    if strategy is not Strategy.OSDP and fits(description, hardware, job, Strategy.OSDP):
+        ways.append("strategy osdp, which fits")
+    half = replace(job, precision=Precision.named("bf16"))
+    if job.precision.compute is None and fits(_in_half(description), hardware, half, strategy):
+        ways.append("mixed_precision bf16 (estimated from the float32 trace)")
+    for factor in _SHORTER:
+        length = description.sequence_length // factor
+        if length >= 1 and fits(_shortened(description, factor), hardware, job, strategy):
+            ways.append(f"sequence length {length}")
+            break
+    for factor in _MORE_DEVICES:
+        more = hardware.scaled(devices_per_node=factor) if hardware.world_size == 1 else hardware.scaled(nodes=hardware.nodes * factor)
+        grown = replace(job, global_batch_size=job.global_batch_size * factor)
+        if fits(description, more, grown, strategy):
+            ways.append(f"{more.world_size} devices")
+            break
+    ways.append(f"a memory limit of {format_bytes(_rounded_up(needed_bytes))}")
+    return ways
+
+
+class _Fits:
+    """Whether some plan stays within the limit."""
+
+    def __init__(self, limit_bytes: int):
+        self.limit_bytes = limit_bytes
+
+    def __call__(self, description: ModelDescription, hardware: Hardware, job: TrainingJob, strategy: Strategy) -> bool:
+        from .search import batches
+
+        limit = self.limit_bytes - hardware.device.reserved_bytes
+        smallest_first = list(batches(job, hardware.world_size))[::-1]
+        try:
+            spaces = search_spaces(strategy, description, hardware.world_size)
+        except ValueError:
+            return False
+        lines = (build_line(description, hardware, job, batch, space, 0.0) for batch in smallest_first for space in spaces)
+        return any(fastest(line, job, limit) is not None for line in lines)
+
+
+def _rounded_up(nbytes: int) -> int:
+    """To the next tenth of a GiB, or MiB where it is less than one, so that what is printed suffices."""
+    tenth = (2**30 if nbytes >= 2**30 else 2**20) / 10
+    return int(-(-nbytes // tenth) * tenth) + 1
+
+
+def _shortened(description: ModelDescription, factor: int) -> ModelDescription:
+    """Activations shrink at least in proportion to the sequence."""
+    return replace(
+        description,
+        sequence_length=max(1, description.sequence_length // factor),
+        segments=tuple(_scaled(segment, 1 / factor) for segment in description.segments),
+    )
+
+
+def _in_half(description: ModelDescription) -> ModelDescription:
+    """A float32 trace as it would be in 16 bit: half the bytes of activations and gradients."""
+    return replace(description, segments=tuple(_scaled(segment, 0.5, constants=True) for segment in description.segments))
+
+
+def _scaled(segment: Segment, factor: float, *, constants: bool = False) -> Segment:
+    def shrink(value: Affine) -> Affine:
+        return Affine(constant=value.constant * (factor if constants else 1), per_sample=value.per_sample * factor)
+
+    def phase(cost: PhaseCost) -> PhaseCost:
+        return replace(cost, peak_bytes=shrink(cost.peak_bytes))
+
+    return replace(
+        segment,
+        saved_bytes=shrink(segment.saved_bytes),
+        gradient_bytes=shrink(segment.gradient_bytes),
+        forward=phase(segment.forward),
+        backward=phase(segment.backward),
+    )

@@ -1,0 +1,221 @@
+"""Find the fastest plan that fits: build the stations, solve, decode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..errors import InfeasibleError, OSDPError
+from ..quantities import format_bytes
+from .costs import Batch, Choice
+from .description import GatherSpan, ModelDescription
+from .hardware import Hardware
+from .job import TrainingJob
+from .memory import MemoryEstimate, estimate_memory
+from .plan import Plan, UnitDecision
+from .remedies import remedies_for
+from .solver import Solution, fastest, least_peak
+from .stations import Line, build_line
+from .strategies import Space, Strategy, search_spaces
+from .timing import TimeEstimate, compute_seconds, estimate_time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """A plan with what it is expected to need."""
+
+    plan: Plan
+    memory: MemoryEstimate
+    time: TimeEstimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyResult:
+    """What one strategy can do at its own best batch, or why it cannot run."""
+
+    strategy: Strategy
+    result: SearchResult | None
+    reason: str = ""
+    least_peak_bytes: int | None = None
+    """Where nothing fits: the least that it would need."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """One batch in one space: an integer program, with the time that no plan of it can beat."""
+
+    batch: Batch
+    line: Line
+    bound_s: float
+
+
+def search(
+    description: ModelDescription,
+    hardware: Hardware,
+    job: TrainingJob,
+    memory_limit_bytes: int,
+    *,
+    strategy: str | Strategy = Strategy.OSDP,
+) -> SearchResult:
+    """The plan with the most samples a second whose peak stays within the limit, proven for the cost model.
+
+    The global batch is fixed, so that most samples a second is least time a step.
+
+    Args:
+        description: the model at one sequence length.
+        hardware: devices and links.
+        job: global batch, precision, optimizer.
+        memory_limit_bytes: bytes that a rank may use for tensors and whatever the device reserves.
+        strategy: `osdp` searches every unit's layout; `fsdp`, `ddp`, `zero2`, `hsdp` give that strategy at its best batch.
+
+    Returns:
+        The plan with memory and time estimates.
+
+    Raises:
+        InfeasibleError: no plan fits; it gives the tightest limit that could be met and what would help.
+        ValueError: unknown strategy, or a global batch that the world size does not divide.
+    """
+    strategy = Strategy.parse(strategy)
+    limit = memory_limit_bytes - hardware.device.reserved_bytes
+    _check_uses(description)
+    candidates = sorted(_candidates(description, hardware, job, strategy), key=lambda c: c.bound_s)
+    best: tuple[_Candidate, Solution] | None = None
+    best_s, proven = float("inf"), True
+    for candidate in candidates:
+        if candidate.bound_s >= best_s:
+            break  # bounds only rise from here
+        cutoff = None if best is None else best_s - candidate.line.fixed_s
+        solution = _free_choice(description, hardware, job, candidate, limit) or fastest(candidate.line, job, limit, cutoff_s=cutoff)
+        if solution is None:
+            continue
+        seconds = candidate.line.fixed_s + solution.objective
+        proven = proven and solution.proven
+        if seconds < best_s:
+            best, best_s = (candidate, solution), seconds
+    if best is None:
+        raise _infeasible(description, hardware, job, memory_limit_bytes, strategy, candidates)
+    candidate, solution = best
+    return _decode(description, hardware, job, memory_limit_bytes, strategy, candidate.batch, solution.choices, proven)
+
+
+def compare_strategies(
+    description: ModelDescription, hardware: Hardware, job: TrainingJob, memory_limit_bytes: int
+) -> tuple[StrategyResult, ...]:
+    """Every strategy at its own best batch under the same limit, OSDP first.
+
+    Returns:
+        One row a strategy; a strategy that cannot run here has a reason instead of a result.
+    """
+    rows = []
+    for strategy in Strategy:
+        try:
+            rows.append(StrategyResult(strategy=strategy, result=search(description, hardware, job, memory_limit_bytes, strategy=strategy)))
+        except InfeasibleError as error:
+            reason = f"needs {format_bytes(error.least_peak_bytes)}"
+            rows.append(StrategyResult(strategy=strategy, result=None, reason=reason, least_peak_bytes=error.least_peak_bytes))
+        except ValueError:
+            if strategy is not Strategy.HSDP:
+                raise
+            rows.append(StrategyResult(strategy=strategy, result=None, reason="no group size between 1 and all"))
+    return tuple(rows)
+
+
+def batches(job: TrainingJob, world_size: int) -> Iterator[Batch]:
+    """Every way to run the global batch: micro-batch size, accumulation, when gradients are reduced."""
+    for size in job.micro_batch_sizes(world_size):
+        steps = job.global_batch_size // (world_size * size)
+        both = (True, False) if job.reduce_every_micro_step is None else (job.reduce_every_micro_step,)
+        for every in both if steps > 1 else (True,):
+            yield Batch(micro_batch_size=size, accumulation_steps=steps, reduce_every_micro_step=every)
+
+
+def _candidates(description: ModelDescription, hardware: Hardware, job: TrainingJob, strategy: Strategy) -> Iterator[_Candidate]:
+    spaces = search_spaces(strategy, description, hardware.world_size)
+    for batch in batches(job, hardware.world_size):
+        compute_s = sum(compute_seconds(description, hardware, batch.micro_batch_size))
+        for space in spaces:
+            line = build_line(description, hardware, job, batch, space, compute_s)
+            quickest = sum(len(g.units) * min(o.seconds for o in g.options) for g in line.groups)
+            yield _Candidate(batch=batch, line=line, bound_s=line.fixed_s + quickest)
+
+
+def _free_choice(description, hardware, job, candidate: _Candidate, limit: int) -> Solution | None:
+    """Each unit's quickest option, where all of them fit together: then there is nothing to solve."""
+    choices: dict[int, Choice] = {}
+    for group in candidate.line.groups:
+        quickest = min(group.options, key=lambda o: (o.seconds, o.bytes.held + o.left_by_forward + o.left_by_backward))
+        choices |= {unit: quickest.choice for unit in group.units}
+    ordered = _in_order(choices)
+    if estimate_memory(description, ordered, hardware.world_size, job, candidate.batch).peak_bytes > limit:
+        return None
+    return Solution(choices=choices, objective=candidate.bound_s - candidate.line.fixed_s, proven=True)
+
+
+def _decode(description, hardware, job, memory_limit_bytes, strategy, batch: Batch, chosen: dict[int, Choice], proven: bool) -> SearchResult:
+    choices = _in_order(chosen)
+    memory = estimate_memory(description, choices, hardware.world_size, job, batch)
+    time = estimate_time(description, choices, hardware, job, batch)
+    assert memory.peak_bytes + hardware.device.reserved_bytes <= memory_limit_bytes, "the solver's moments are those of the walk"
+    plan = Plan(
+        world_size=hardware.world_size,
+        strategy=strategy.value,
+        units=tuple(
+            UnitDecision(fqn=unit.fqn, shard_size=choice.shard_size, reshard_after_forward=not choice.keep)
+            for unit, choice in zip(description.units, choices, strict=True)
+        ),
+        micro_batch_size=batch.micro_batch_size,
+        accumulation_steps=batch.accumulation_steps,
+        reduce_every_micro_step=batch.reduce_every_micro_step,
+        model_fingerprint=description.fingerprint,
+        model_name=description.model_name,
+        sequence_length=description.sequence_length,
+        memory_limit_bytes=memory_limit_bytes,
+        peak_bytes=memory.peak_bytes + hardware.device.reserved_bytes,
+        step_s=time.step_s,
+        proven_optimal=proven,
+        hardware=hardware.summary,
+    )
+    return SearchResult(plan=plan, memory=memory, time=time)
+
+
+def _in_order(choices: dict[int, Choice]) -> Sequence[Choice]:
+    return [choices[index] for index in range(len(choices))]
+
+
+def _check_uses(description: ModelDescription) -> None:
+    """A unit that is freed after use may run once a micro-step: gathering it twice is not in the cost model."""
+    seen = set()
+    for segment in description.segments:
+        unit = description.units[segment.unit]
+        if unit.span is GatherSpan.USE and segment.unit in seen:
+            raise OSDPError(f"Unit {unit.label!r} runs more than once a forward pass; describe it with span STEP.")
+        seen.add(segment.unit)
+
+
+def _infeasible(description, hardware, job, limit, strategy, candidates: Sequence[_Candidate]) -> InfeasibleError:
+    """The tightest limit that could be met, what fills it, and the cheapest ways out."""
+    needed, memory, batch = None, None, None
+    for candidate in sorted(candidates, key=lambda c: c.batch.micro_batch_size):
+        if needed is not None and fastest(candidate.line, job, needed - 1) is None:
+            continue
+        choices, needed = _tightest(description, hardware, job, candidate)
+        batch, memory = candidate.batch, estimate_memory(description, choices, hardware.world_size, job, candidate.batch)
+    needed += hardware.device.reserved_bytes
+    peak = memory.peak
+    parts = sorted(((getattr(peak.breakdown, name), name) for name in peak.breakdown.__slots__), reverse=True)
+    largest = ", ".join(f"{name} {format_bytes(nbytes)}" for nbytes, name in parts[:2])
+    ways = remedies_for(description, hardware, job, limit, strategy, needed)
+    message = (
+        f"No plan fits {format_bytes(limit)} per device: the least that {strategy.value} needs on {hardware.world_size}"
+        f" device{'s' if hardware.world_size > 1 else ''} is {format_bytes(needed)}, at micro-batch size"
+        f" {batch.micro_batch_size} in {peak.phase} of {peak.unit} ({largest}). Use {'; or '.join(ways)}."
+    )
+    return InfeasibleError(message, memory_limit_bytes=limit, least_peak_bytes=needed, remedies=tuple(ways))
+
+
+def _tightest(description, hardware, job, candidate: _Candidate) -> tuple[Sequence[Choice], int]:
+    def peak_of(choices: dict[int, Choice]) -> int:
+        return estimate_memory(description, _in_order(choices), hardware.world_size, job, candidate.batch).peak_bytes
+
+    choices, peak_bytes = least_peak(candidate.line, job, peak_of)
+    return _in_order(choices), peak_bytes

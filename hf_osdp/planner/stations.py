@@ -1,0 +1,249 @@
+"""A micro-step as a row of stations: groups of equal units, and the root's stretches between them.
+
+A choice adds the same time to each of several equal units in a row; only the peak can tell them apart. A short row is
+searched unit by unit. In a long one the units at both ends, where peaks fall, still are, and of those between only how
+many take each choice is searched for. Which of them take it is settled by a rule: in backward, the order of
+independent jobs, each with a local peak p and a change of level d, that minimises the highest level is first those that
+lower it, by ascending p, then those that raise it, by descending p - d (Abdel-Wahab and Kameda 1978; Liu 1987). Units
+are not quite independent, as each one's gather runs beside the unit before it; a plan is optimal among those laid out
+by the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .costs import Batch, Choice, UnitBytes, reduce_tail, unit_bytes, unit_seconds
+from .description import GatherSpan, ModelDescription, Segment, UnitDescription
+from .hardware import Hardware
+from .job import TrainingJob
+from .strategies import Space
+from .timing import Windows, overlap_windows, unit_time
+
+
+SHORT_ROW = 8
+"""Rows of up to so many equal units are searched unit by unit."""
+ROW_END = 2
+"""Units at each end of a longer row that are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A choice with the constants that it brings into the search, in bytes and seconds."""
+
+    choice: Choice
+    bytes: UnitBytes
+    seconds: float
+    """Time in one optimizer step that depends on the choice."""
+    left_by_forward: int = 0
+    """f: saved activations and kept parameters."""
+    left_by_backward: int = 0
+    """r: gradients."""
+    forward_peak: int = 0
+    """Highest level in forward, above the level before it."""
+    gather_peak: int = 0
+    """Highest level while parameters are copied out in backward, above the level before it."""
+    compute_peak: int = 0
+    """Highest level in the rest of backward, the gather that runs ahead left out."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key of the rule above, for backward."""
+        peak = max(self.gather_peak, self.compute_peak + self.bytes.prefetched)
+        change = self.left_by_backward - self.left_by_forward
+        return (0, peak) if change < 0 else (1, change - peak)
+
+    @property
+    def ceiling(self) -> int:
+        """Bytes that this unit never passes."""
+        terms = self.bytes
+        return 2 * (sum(getattr(terms, name) for name in terms.__slots__ if name != "gradients_after") + abs(terms.gradients_after)) + (
+            self.left_by_forward + self.forward_peak + abs(self.gather_peak) + abs(self.compute_peak)
+        )
+
+    def dominates(self, other: Option) -> bool:
+        """No worse in time and at every moment, so that `other` is never needed."""
+        return self.seconds <= other.seconds and all(a <= b for a, b in zip(self._levels, other._levels, strict=True))
+
+    @property
+    def _levels(self) -> tuple[int, ...]:
+        held = self.bytes.held
+        return (
+            held, held + self.left_by_forward, held + self.left_by_backward, held + self.forward_peak,
+            held + self.gather_peak, held + self.compute_peak, held + self.compute_peak + self.bytes.prefetched,
+            self.bytes.prefetched, self.bytes.gather_buffer, held + self.left_by_backward + self.bytes.step_scratch,
+            held + self.bytes.gathered, self.bytes.reduce_input, self.bytes.reduced_after + self.bytes.reduce_output,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Equal units that run one after the other."""
+
+    units: tuple[int, ...]
+    """Indices in forward order."""
+    options: tuple[Option, ...]
+    """Not dominated, in the order in which backward meets them."""
+
+    def assign(self, counts: Sequence[int]) -> dict[int, Choice]:
+        """Give `counts[k]` units the k-th option, by the rule."""
+        chosen = [option.choice for option, count in zip(self.options, counts, strict=True) for _ in range(count)]
+        return dict(zip(reversed(self.units), chosen, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """A segment of the root or of shared weights, which are gathered for the whole step."""
+
+    unit: int
+    saved: int
+    forward_peak: int
+    backward_peak: int
+    tail: int
+    """Reduce buffer of the unit after it, still in flight in backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """All stations of a micro-step, in forward order."""
+
+    stations: tuple[Group | Stretch, ...]
+    whole_step: tuple[Group, ...]
+    """Units that are gathered for the whole step, one group each."""
+    idle: tuple[Group, ...]
+    """Units that never run: they hold parameters and nothing else."""
+    model_bytes: int
+    """Buffers of the module and the batch."""
+    fixed_s: float
+    """Compute of the step, which no choice changes."""
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Every group of which options are to be chosen."""
+        return (*(s for s in self.stations if isinstance(s, Group)), *self.whole_step, *self.idle)
+
+
+def build_line(
+    description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch, space: Space, compute_s: float
+) -> Line:
+    """Stations of one micro-step.
+
+    Args:
+        description: the model; a unit with span USE runs at most once a micro-step.
+        hardware: devices and links.
+        job: precision, optimizer.
+        batch: micro-batch size and accumulation.
+        space: choices of each unit.
+        compute_s: compute of one micro-step.
+
+    Returns:
+        Groups of equal units with their options, and the stretches between them.
+    """
+    maker = _OptionMaker(description, hardware, job, batch, space)
+    units, tails = description.units, _tails(description, hardware.world_size, job)
+    stations: list[Group | Stretch] = []
+    key_before = None
+    for segment, tail in zip(description.segments, tails, strict=True):
+        unit = units[segment.unit]
+        if unit.span is GatherSpan.STEP:
+            stations.append(_stretch(segment, tail, batch.micro_batch_size))
+            key_before = None
+            continue
+        key = (_shape_key(unit), segment.saved_bytes, segment.gradient_bytes, segment.forward, segment.backward, tail,
+               maker.windows[segment.unit], space[segment.unit])  # fmt: skip
+        if key == key_before:
+            last = stations[-1]
+            stations[-1] = Group(units=(*last.units, segment.unit), options=last.options)
+        else:
+            stations.append(Group(units=(segment.unit,), options=maker.options(segment.unit, segment, tail)))
+        key_before = key
+    stations = [part for station in stations for part in (_split(station) if isinstance(station, Group) else (station,))]
+    running = {segment.unit for segment in description.segments}
+    rest = {i: Group(units=(i,), options=maker.options(i, None, 0)) for i, u in enumerate(units) if i not in running or u.span is GatherSpan.STEP}
+    return Line(
+        stations=tuple(stations),
+        whole_step=tuple(g for i, g in rest.items() if units[i].span is GatherSpan.STEP),
+        idle=tuple(g for i, g in rest.items() if units[i].span is GatherSpan.USE),
+        model_bytes=description.buffer_bytes + description.input_bytes.bytes(batch.micro_batch_size),
+        fixed_s=batch.accumulation_steps * compute_s,
+    )
+
+
+def _split(row: Group) -> list[Group]:
+    """Take a row apart where position matters."""
+    units, options = row.units, row.options
+    if len(units) <= SHORT_ROW:
+        return [Group(units=(unit,), options=options) for unit in units]
+    ends = [*range(ROW_END), *range(len(units) - ROW_END, len(units))]
+    first, last = ([Group(units=(units[i],), options=options) for i in part] for part in (ends[:ROW_END], ends[ROW_END:]))
+    return [*first, Group(units=units[ROW_END:-ROW_END], options=options), *last]
+
+
+class _OptionMaker:
+    """Options of units; equal units share them."""
+
+    def __init__(self, description, hardware, job, batch, space):
+        self.description, self.hardware, self.job, self.batch, self.space = description, hardware, job, batch, space
+        self.windows: tuple[Windows, ...] = overlap_windows(description, hardware, batch.micro_batch_size)
+
+    def options(self, index: int, segment: Segment | None, tail: int) -> tuple[Option, ...]:
+        """The choices of a unit that are not dominated, in the order of the rule."""
+        made = [self._option(index, choice, segment, tail) for choice in self.space[index]]
+        best: list[Option] = []
+        for option in made:
+            if any(other.dominates(option) for other in best):
+                continue
+            best = [other for other in best if not option.dominates(other)] + [option]
+        return tuple(sorted(best, key=lambda option: option.order))
+
+    def _option(self, index: int, choice: Choice, segment: Segment | None, tail: int) -> Option:
+        unit = self.description.units[index]
+        terms = unit_bytes(unit, choice, self.hardware.world_size, self.job, self.batch)
+        seconds = unit_time(unit_seconds(unit, choice, self.hardware, self.job), self.windows[index], 0.0, self.batch).choice_s
+        if segment is None:
+            return Option(choice=choice, bytes=terms, seconds=seconds)
+        samples = self.batch.micro_batch_size
+        saved, gradient = segment.saved_bytes.bytes(samples), segment.gradient_bytes.bytes(samples)
+        own = 0 if terms.kept else terms.gathered
+        after = terms.gradients_after + terms.reduced_after
+        reducing = gradient - saved - terms.kept + terms.reduce_input
+        return Option(
+            choice=choice,
+            bytes=terms,
+            seconds=seconds,
+            left_by_forward=saved + terms.kept,
+            left_by_backward=after,
+            forward_peak=terms.gather_buffer + terms.gathered + segment.forward.peak_bytes.bytes(samples),
+            gather_peak=own + terms.prefetched + tail + (0 if terms.kept else terms.cast_buffer),
+            compute_peak=max(
+                own + tail + segment.backward.peak_bytes.bytes(samples),
+                reducing + terms.unsharded_gradients,
+                reducing + after + max(0, terms.reduce_output - terms.reduced_after),
+            ),
+        )
+
+
+def _stretch(segment: Segment, tail: int, samples: int) -> Stretch:
+    return Stretch(
+        unit=segment.unit,
+        saved=segment.saved_bytes.bytes(samples),
+        forward_peak=segment.forward.peak_bytes.bytes(samples),
+        backward_peak=segment.backward.peak_bytes.bytes(samples),
+        tail=tail,
+    )
+
+
+def _shape_key(unit: UnitDescription) -> tuple:
+    return tuple((p.shape, p.dtype, p.requires_grad) for p in unit.parameters)
+
+
+def _tails(description: ModelDescription, world_size: int, job: TrainingJob) -> list[int]:
+    """For each segment, the reduce buffer that the unit after it leaves in flight."""
+    tails, tail = [], 0
+    for segment in reversed(description.segments):
+        tails.append(tail)
+        unit = description.units[segment.unit]
+        if unit.span is GatherSpan.USE:
+            tail = reduce_tail(unit, world_size, job)
+    return tails[::-1]

@@ -1,0 +1,74 @@
+"""The search space, and the single strategies that people pick by hand as small parts of it."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from .costs import Choice, choices_for
+from .description import ModelDescription
+
+
+class Strategy(str, Enum):
+    """What may be chosen for each unit."""
+
+    OSDP = "osdp"
+    """Everything: each unit its own group size, kept or freed after forward."""
+    FSDP = "fsdp"
+    """Every unit sharded over all ranks and freed after forward (ZeRO-3)."""
+    DDP = "ddp"
+    """Every unit replicated."""
+    ZERO2 = "zero2"
+    """Every unit sharded over all ranks and kept after forward."""
+    HSDP = "hsdp"
+    """Every unit sharded over groups of one size, freed after forward; the size is the best of those possible."""
+
+    @classmethod
+    def parse(cls, name: str | Strategy) -> Strategy:
+        """Read a name.
+
+        Raises:
+            ValueError: the name is not known.
+        """
+        try:
+            return cls(name)
+        except ValueError:
+            raise ValueError(f"strategy={name!r} is not known; use one of {', '.join(s.value for s in cls)}.") from None
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors in ascending order."""
+    return tuple(d for d in range(1, number + 1) if number % d == 0)
+
+
+Space = tuple[tuple[Choice, ...], ...]
+"""For each unit, the choices that it may take."""
+
+
+def search_spaces(strategy: Strategy, description: ModelDescription, world_size: int) -> tuple[Space, ...]:
+    """The spaces whose best plan is the strategy's best plan.
+
+    Args:
+        strategy: what may be chosen.
+        description: the model.
+        world_size: ranks.
+
+    Returns:
+        One space, but for HSDP one for each group size.
+
+    Raises:
+        ValueError: HSDP in a world that has no group size between 1 and all.
+    """
+    match strategy:
+        case Strategy.OSDP:
+            groups, keep = [divisors(world_size)], None if world_size > 1 else False
+        case Strategy.FSDP:
+            groups, keep = [(world_size,)], False
+        case Strategy.DDP:
+            groups, keep = [(1,)], False
+        case Strategy.ZERO2:
+            groups, keep = [(world_size,)], world_size > 1
+        case Strategy.HSDP:
+            groups, keep = [(size,) for size in divisors(world_size)[1:-1]], False
+            if not groups:
+                raise ValueError(f"strategy=hsdp needs a group size between 1 and {world_size} that divides it; use fsdp or ddp.")
+    return tuple(tuple(choices_for(unit, sizes, keep=keep) for unit in description.units) for sizes in groups)

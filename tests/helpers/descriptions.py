@@ -1,0 +1,115 @@
+"""Model descriptions made by hand or at random, for tests that need no torch."""
+
+from __future__ import annotations
+
+import random
+
+from hf_osdp.planner.description import (
+    Affine,
+    DType,
+    GatherSpan,
+    ModelDescription,
+    ParameterSpec,
+    PhaseCost,
+    Segment,
+    UnitDescription,
+)
+
+
+def transformer(
+    *, layers: int = 4, hidden: int = 64, vocabulary: int = 512, sequence_length: int = 32, dtype: DType = DType.FLOAT32
+) -> ModelDescription:
+    """A decoder with tied embeddings, its costs from the usual formulas."""
+    token = sequence_length * hidden * dtype.itemsize
+    logits = sequence_length * vocabulary * 4
+    root = _unit("", GatherSpan.STEP, {"positions": (sequence_length, hidden), "norm": (hidden,)}, dtype)
+    tied = _unit("embedding+head", GatherSpan.STEP, {"embedding.weight": (vocabulary, hidden)}, dtype)
+    block = {"qkv": (3 * hidden, hidden), "out": (hidden, hidden), "up": (4 * hidden, hidden), "down": (hidden, 4 * hidden)}
+    blocks = [_unit(f"layers.{i}", GatherSpan.USE, {f"layers.{i}.{k}": v for k, v in block.items()}, dtype) for i in range(layers)]
+    weights = 12 * hidden * hidden
+    middle = Segment(
+        unit=0,
+        saved_bytes=Affine(per_sample=17 * token),
+        gradient_bytes=Affine(per_sample=token),
+        forward=_phase(0, 20 * token, 2 * weights * sequence_length, 60 * token),
+        backward=_phase(weights * dtype.itemsize, 8 * token, 4 * weights * sequence_length, 90 * token),
+    )
+    matmul = 2 * vocabulary * hidden * sequence_length
+    head = Segment(
+        unit=0,
+        saved_bytes=Affine(per_sample=logits),
+        forward=_phase(0, 2 * logits, matmul, 6 * logits),
+        backward=_phase(vocabulary * hidden * dtype.itemsize, 2 * logits, 2 * matmul, 6 * logits),
+    )
+    embedding = Segment(unit=0, saved_bytes=Affine(per_sample=token), forward=_phase(0, 2 * token), backward=_phase(0, 2 * token))
+    return ModelDescription(
+        model_name="transformer",
+        model_class="Transformer",
+        block_classes=("Block",),
+        sequence_length=sequence_length,
+        compute_dtype=dtype,
+        units=(root, tied, *blocks),
+        segments=(embedding, *(_segment(middle, unit=2 + i) for i in range(layers)), head),
+        input_bytes=Affine(per_sample=16 * sequence_length),
+    )
+
+
+def at_random(seed: int, *, kinds: int, blocks: int) -> ModelDescription:
+    """A few blocks of `kinds` kinds in runs, with arbitrary bytes and times; the root may or may not come between."""
+    dice = random.Random(seed)
+    units = [_unit("", GatherSpan.STEP, {"root": (dice.randint(1, 40), dice.randint(1, 20))}, DType.FLOAT32)]
+    segments = [_random_segment(dice, 0)] if dice.random() < 0.8 else []
+    made = [({f"w{j}": (dice.randint(1, 60), dice.randint(1, 40)) for j in range(dice.randint(1, 2))}, _random_segment(dice, 0)) for _ in range(kinds)]
+    for index in range(blocks):
+        shapes, segment = made[index * kinds // blocks]
+        units.append(_unit(f"b{index}", GatherSpan.USE, {f"b{index}.{k}": v for k, v in shapes.items()}, DType.FLOAT32))
+        segments.append(_segment(segment, unit=len(units) - 1))
+        if dice.random() < 0.1:
+            segments.append(_random_segment(dice, 0))
+    if dice.random() < 0.8:
+        segments.append(_random_segment(dice, 0))
+    return ModelDescription(
+        model_name=f"random {seed}",
+        model_class="Random",
+        block_classes=("Block",),
+        sequence_length=1,
+        compute_dtype=DType.FLOAT32,
+        units=tuple(units),
+        segments=tuple(segments),
+    )
+
+
+def _random_segment(dice: random.Random, unit: int) -> Segment:
+    saved = dice.choice([0, 200, 2000, 20000])
+    return Segment(
+        unit=unit,
+        saved_bytes=Affine(per_sample=dice.randint(0, saved)),
+        gradient_bytes=Affine(per_sample=dice.randint(0, 500)),
+        forward=_phase(0, saved + dice.randint(0, 1000), dice.randint(0, 10**6), dice.randint(0, 10**5)),
+        backward=_phase(dice.randint(0, 4000), dice.randint(0, 2000), dice.randint(0, 10**6), dice.randint(0, 10**5)),
+    )
+
+
+def _unit(fqn: str, span: GatherSpan, shapes: dict[str, tuple[int, ...]], dtype: DType) -> UnitDescription:
+    parameters = tuple(ParameterSpec(name=name, shape=shape, dtype=dtype) for name, shape in shapes.items())
+    return UnitDescription(
+        fqn=fqn, module_names=tuple(fqn.split("+")), class_name="Block" if span is GatherSpan.USE else "Root", span=span, parameters=parameters
+    )
+
+
+def _phase(constant: int, per_sample: int, flops: int = 0, traffic: int = 0) -> PhaseCost:
+    return PhaseCost(
+        peak_bytes=Affine(constant=constant, per_sample=per_sample),
+        matmul_flops=Affine(per_sample=flops),
+        traffic_bytes=Affine(per_sample=traffic),
+    )
+
+
+def _segment(segment: Segment, *, unit: int) -> Segment:
+    return Segment(
+        unit=unit,
+        saved_bytes=segment.saved_bytes,
+        gradient_bytes=segment.gradient_bytes,
+        forward=segment.forward,
+        backward=segment.backward,
+    )
