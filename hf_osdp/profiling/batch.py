@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,6 +36,7 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
         DescriptionError: the model's kind of input is not known; give `inputs`.
     """
     config, kind = model.config, _class_name(model)
+    arguments = frozenset(inspect.signature(model.forward).parameters)
     main = getattr(model, "main_input_name", "input_ids")
     if main not in ("input_ids", "pixel_values", "input_features"):
         raise DescriptionError(f"The inputs of {kind} ({main}) are not known; pass inputs, a function from samples to keyword arguments.")
@@ -46,6 +48,8 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
             batch[main] = torch.zeros(samples, 2, sequence_length, dtype=torch.long)
         if main == "input_ids" and not kind.endswith(("CausalLM", "LMHeadModel")):
             batch["attention_mask"] = torch.ones(batch[main].shape, dtype=torch.long)
+        if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in arguments:
+            batch["decoder_input_ids"] = torch.zeros(tokens, dtype=torch.long)  # as DataCollatorForSeq2Seq adds them
         if kind.endswith("QuestionAnswering"):
             batch |= {name: torch.zeros(samples, dtype=torch.long) for name in ("start_positions", "end_positions")}
         elif kind.endswith(_SAMPLE_LABELS):
@@ -53,9 +57,9 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
             batch["labels"] = torch.zeros(samples, dtype=torch.float32 if regression else torch.long)
         elif kind.endswith(_TOKEN_LABELS):
             batch["labels"] = torch.zeros(tokens, dtype=torch.long)
-            if "next_sentence_label" in _arguments(model):
+            if "next_sentence_label" in arguments:
                 batch["next_sentence_label"] = torch.zeros(samples, dtype=torch.long)
-        if "use_cache" in _arguments(model) or getattr(config, "use_cache", False):
+        if "use_cache" in arguments or getattr(config, "use_cache", False):
             batch["use_cache"] = False
         return batch
 
@@ -105,10 +109,3 @@ def _main_input(config: Any, name: str, samples: int, sequence_length: int) -> t
 
 def _class_name(model: nn.Module) -> str:
     return type(model).__name__
-
-
-def _arguments(model: nn.Module) -> frozenset[str]:
-    """Names of forward's arguments."""
-    import inspect
-
-    return frozenset(inspect.signature(model.forward).parameters)

@@ -16,7 +16,7 @@ from torch.autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .live_bytes import LiveBytes
-from .operators import operator_cost
+from .operators import call_operator, operator_cost
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class Recorder(TorchDispatchMode):
         elif self._pending is not None:
             self._open()
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = call_operator(func, args, kwargs)
         cost, phase = operator_cost(func, args, kwargs, result), self._phase()
         phase.matmul_flops += cost.matmul_flops
         phase.traffic_bytes += cost.traffic_bytes

@@ -1,0 +1,145 @@
+"""The machine that this process runs on, measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..errors import HardwareError
+from ..planner.description import DType
+from ..planner.hardware import Backend, Collective, CollectiveTiming, DeviceSpec, Hardware, Link
+from .links import measure_collectives
+from .rates import copy_rate, matmul_rates
+
+
+def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Sequence[int] | None = None) -> Hardware:
+    """Measure compute, memory and links. Where torch.distributed is initialized every rank must call this at the same time.
+
+    Args:
+        device_type: `"cpu"` or `"cuda"`.
+        seconds: about how long compute is measured, and again the collectives; setting up groups comes on top.
+        group_sizes: sizes of the groups whose collectives are measured; None takes every divisor of the world size.
+
+    Returns:
+        Figures of the slowest rank, the same on every rank. With one process there are no timings of collectives, and the
+        links stand at the speed of memory.
+
+    Raises:
+        ValueError: the device type is not known, or a group size does not divide the world size.
+        HardwareError: the device is missing, or ranks do not fill the nodes evenly.
+    """
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(f"device_type={device_type!r} is not known; use cpu or cuda.")
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise HardwareError("device_type=cuda, but torch sees no CUDA device here; use cpu, or a preset of the hardware to plan for.")
+    device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    world = dist.get_world_size() if _distributed() else 1
+    local = _local_world_size(world, device)
+    sizes = _group_sizes(world, group_sizes)
+    spec = _measure_device(device, local, seconds)
+    timings = measure_collectives(device, sizes, seconds) if world > 1 else ()
+    intra_node, inter_node = _links(spec, timings, local=local, world=world)
+    return Hardware(
+        device=spec,
+        nodes=world // local,
+        devices_per_node=local,
+        intra_node=intra_node,
+        inter_node=inter_node,
+        backend=Backend.NCCL if device_type == "cuda" else Backend.GLOO,
+        timings=timings,
+    )
+
+
+def _measure_device(device: torch.device, local: int, seconds: float) -> DeviceSpec:
+    """The slowest rank's compute, the smallest rank's memory; all ranks measure at once, as they train at once."""
+    if _distributed():
+        dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+    rates = matmul_rates(device, 0.8 * seconds)
+    dtypes = [dtype for dtype in DType if dtype.value.startswith(("float", "bfloat"))]
+    available, reserved = _memory_bytes(device, local)
+    agreed = _minimum([copy_rate(device, 0.2 * seconds), available, -reserved, *(rates.get(dtype, 0.0) for dtype in dtypes)], device)
+    return DeviceSpec(
+        name=_device_name(device),
+        memory_bytes=int(agreed[1]),
+        flops_per_s={dtype: rate for dtype, rate in zip(dtypes, agreed[3:], strict=True) if rate > 0},
+        memory_bytes_per_s=agreed[0],
+        source="measured",
+        reserved_bytes=int(-agreed[2]),
+    )
+
+
+def _memory_bytes(device: torch.device, local: int) -> tuple[int, int]:
+    """Bytes that a rank can have, and those of them that tensors cannot: what the device holds outside torch's allocator."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total, max(0, total - free - torch.cuda.memory_reserved(device))
+    import psutil
+
+    return psutil.virtual_memory().available // local, 0
+
+
+def _device_name(device: torch.device) -> str:
+    threads = torch.get_num_threads()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({threads} thread{'s' if threads > 1 else ''})"
+    if not _distributed():
+        return name
+    names = [name]
+    dist.broadcast_object_list(names, src=0, device=device)
+    return names[0]
+
+
+def _local_world_size(world: int, device: torch.device) -> int:
+    """Ranks on this node: what the launcher says, else as many as there are devices."""
+    said = os.environ.get("LOCAL_WORLD_SIZE")
+    local = int(said) if said and _distributed() else world
+    if not said and device.type == "cuda":
+        local = min(world, torch.cuda.device_count())
+    if local < 1 or world % local:
+        raise HardwareError(f"LOCAL_WORLD_SIZE={local} does not divide the {world} processes; start equally many on each node.")
+    return local
+
+
+def _group_sizes(world: int, asked: Sequence[int] | None) -> tuple[int, ...]:
+    """Group sizes above 1, the world's own included."""
+    if asked is None:
+        return tuple(size for size in range(2, world + 1) if world % size == 0)
+    for size in asked:
+        if size < 1 or world % size:
+            raise ValueError(f"group_sizes has {size}, which does not divide the {world} processes; use divisors of {world}.")
+    return tuple(sorted({size for size in asked if size > 1} | ({world} if world > 1 else set())))
+
+
+def _links(spec: DeviceSpec, timings: Sequence[CollectiveTiming], *, local: int, world: int) -> tuple[Link, Link]:
+    """Links that would give the measured all-gathers: t = (g - 1) α + (g - 1) / g · bytes / bandwidth in a ring of g."""
+    gathers = {timing.group_size: timing for timing in timings if timing.collective is Collective.ALL_GATHER}
+    if not gathers:
+        memory = Link(latency_s=0.0, bytes_per_s=spec.memory_bytes_per_s, source="one process: no link, the speed of memory")
+        return memory, memory
+    within = [size for size in gathers if size <= local]
+    inside = _ring_link(gathers[max(within)]) if within else None
+    across = _ring_link(gathers[world]) if world > local else inside
+    return inside or across, across
+
+
+def _ring_link(timing: CollectiveTiming) -> Link:
+    hops = timing.group_size - 1
+    return Link(
+        latency_s=timing.latency_s / hops,
+        bytes_per_s=hops / timing.group_size / timing.seconds_per_byte,
+        source=f"measured: all-gather over {timing.group_size} ranks",
+    )
+
+
+def _minimum(values: Sequence[float], device: torch.device) -> list[float]:
+    """The smallest of each value over all ranks."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    if _distributed():
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+    return tensor.tolist()
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()

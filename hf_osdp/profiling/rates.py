@@ -1,0 +1,86 @@
+"""How fast one device multiplies matrices and copies memory."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from ..planner.description import DType
+
+_DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64)
+_MATMUL_SIZES = {"cpu": (256, 512, 768), "cuda": (2048, 4096, 8192)}
+"""Sides of square matrices: large enough for the rate of a transformer's products, small enough to be quick."""
+_COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
+"""More than the caches hold."""
+_MIN_RUNS, _MAX_RUNS = 3, 20
+
+
+def matmul_rates(device: torch.device, seconds: float) -> dict[DType, float]:
+    """Dense matrix-product rates, the median over a few sizes.
+
+    Args:
+        device: where to multiply.
+        seconds: about how long to measure, all dtypes together.
+
+    Returns:
+        FLOP/s by dtype; a dtype without matrix products on the device is left out.
+    """
+    budget_s = seconds / len(_DTYPES)
+    rates = {dtype: _matmul_rate(device, getattr(torch, dtype.value), budget_s) for dtype in _DTYPES}
+    return {dtype: rate for dtype, rate in rates.items() if rate is not None}
+
+
+def copy_rate(device: torch.device, seconds: float) -> float:
+    """Bytes read and written each second by a large copy."""
+    source = torch.ones(_COPY_BYTES[device.type] // 4, device=device)
+    target = torch.empty_like(source)
+    taken_s = median_seconds(lambda: target.copy_(source), device, seconds)
+    return 2 * _COPY_BYTES[device.type] / taken_s
+
+
+def median_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Median time of a call, after one that warms up.
+
+    Args:
+        run: what to time.
+        device: waited for before the clock is read.
+        seconds: about how long to go on; at least three and at most twenty calls are timed.
+    """
+    _timed(run, device)
+    taken: list[float] = []
+    deadline = time.perf_counter() + seconds
+    while len(taken) < _MIN_RUNS or (len(taken) < _MAX_RUNS and time.perf_counter() < deadline):
+        taken.append(_timed(run, device))
+    return statistics.median(taken)
+
+
+def _matmul_rate(device: torch.device, dtype: torch.dtype, budget_s: float) -> float | None:
+    rates = []
+    deadline = time.perf_counter() + budget_s
+    for size in _MATMUL_SIZES[device.type]:
+        if rates and time.perf_counter() + _MIN_RUNS * 2 * size**3 / rates[-1] > deadline:
+            break  # a dtype that this device only emulates
+        try:
+            left = torch.randn(size, size, device=device).to(dtype)
+            right = torch.randn(size, size, device=device).to(dtype)
+            taken_s = median_seconds(lambda a=left, b=right: a @ b, device, budget_s / 8)
+        except RuntimeError:
+            return None
+        rates.append(2 * size**3 / taken_s)
+    return statistics.median(rates)
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    run()
+    _wait(device)
+    return max(time.perf_counter() - start, 1e-9)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
