@@ -106,8 +106,12 @@ def estimate_memory(
         Moments with their breakdowns, in bytes.
     """
     units = [unit_bytes(u, c, world_size, job, batch) for u, c in zip(description.units, choices, strict=True)]
-    walk = Walk(description, units, job, batch)
-    return MemoryEstimate(moments=(*walk.forward(), *walk.backward(), *walk.finish()))
+    return MemoryEstimate(moments=_Walk(description, units, job, batch).moments())
+
+
+def peak_of_terms(description: ModelDescription, units: Sequence[UnitBytes], job: TrainingJob, batch: Batch) -> int:
+    """Peak in bytes of a step whose units have these terms, whatever choices they come from."""
+    return max(moment.total_bytes for moment in _Walk(description, units, job, batch).moments())
 
 
 def combined_scratch(job: TrainingJob, scratch: Sequence[int]) -> int:
@@ -115,7 +119,7 @@ def combined_scratch(job: TrainingJob, scratch: Sequence[int]) -> int:
     return max(scratch, default=0) if job.optimizer.step is OptimizerStep.FOR_LOOP else sum(scratch)
 
 
-class Walk:
+class _Walk:
     """One micro-step over a description, with the bytes of each unit's choice."""
 
     def __init__(self, description: ModelDescription, units: Sequence[UnitBytes], job: TrainingJob, batch: Batch):
@@ -133,6 +137,10 @@ class Walk:
             gathered=sum(units[i].gathered for i in self.whole_step),
             model_buffers=description.buffer_bytes + description.input_bytes.bytes(self.samples),
         )
+
+    def moments(self) -> tuple[Moment, ...]:
+        """Every moment in its order."""
+        return (*self.forward(), *self.backward(), *self.finish())
 
     def forward(self):
         """Moments of the forward pass; what it leaves behind is added to the level."""

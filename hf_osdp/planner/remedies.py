@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..quantities import format_bytes
+from .bounds import frugal_choices, in_order, peak_floor
 from .description import Affine, ModelDescription, PhaseCost, Segment
 from .hardware import Hardware
 from .job import Precision, TrainingJob
+from .memory import estimate_memory
 from .solver import fastest
 from .stations import build_line
 from .strategies import Strategy, search_spaces
@@ -61,8 +63,20 @@ class _Fits:
             spaces = search_spaces(strategy, description, hardware.world_size)
         except ValueError:
             return False
-        lines = (build_line(description, hardware, job, batch, space, 0.0) for batch in smallest_first for space in spaces)
-        return any(fastest(line, job, limit) is not None for line in lines)
+        return any(
+            self._line_fits(description, hardware, job, batch, build_line(description, hardware, job, batch, space, 0.0), limit)
+            for batch in smallest_first
+            for space in spaces
+        )
+
+    @staticmethod
+    def _line_fits(description, hardware, job, batch, line, limit: int) -> bool:
+        if peak_floor(description, line, job, batch) > limit:
+            return False
+        frugal = in_order(frugal_choices(line))
+        if estimate_memory(description, frugal, hardware.world_size, job, batch).peak_bytes <= limit:
+            return True
+        return fastest(line, job, limit) is not None
 
 
 def _rounded_up(nbytes: int) -> int:

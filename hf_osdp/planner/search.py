@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import InfeasibleError, OSDPError
 from ..quantities import format_bytes
+from .bounds import frugal_choices, in_order, peak_floor
 from .costs import Batch, Choice
 from .description import GatherSpan, ModelDescription
 from .hardware import Hardware
@@ -42,11 +43,12 @@ class StrategyResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """One batch in one space: an integer program, with the time that no plan of it can beat."""
+    """One batch in one space: an integer program, with the time and the peak that no plan of it can beat."""
 
     batch: Batch
     line: Line
     bound_s: float
+    floor_bytes: int
 
 
 def search(
@@ -84,6 +86,8 @@ def search(
     for candidate in candidates:
         if candidate.bound_s >= best_s:
             break  # bounds only rise from here
+        if candidate.floor_bytes > limit:
+            continue
         cutoff = None if best is None else best_s - candidate.line.fixed_s
         solution = _free_choice(description, hardware, job, candidate, limit) or fastest(candidate.line, job, limit, cutoff_s=cutoff)
         if solution is None:
@@ -136,7 +140,8 @@ def _candidates(description: ModelDescription, hardware: Hardware, job: Training
         for space in spaces:
             line = build_line(description, hardware, job, batch, space, compute_s)
             quickest = sum(len(g.units) * min(o.seconds for o in g.options) for g in line.groups)
-            yield _Candidate(batch=batch, line=line, bound_s=line.fixed_s + quickest)
+            floor = peak_floor(description, line, job, batch)
+            yield _Candidate(batch=batch, line=line, bound_s=line.fixed_s + quickest, floor_bytes=floor)
 
 
 def _free_choice(description, hardware, job, candidate: _Candidate, limit: int) -> Solution | None:
@@ -145,14 +150,14 @@ def _free_choice(description, hardware, job, candidate: _Candidate, limit: int) 
     for group in candidate.line.groups:
         quickest = min(group.options, key=lambda o: (o.seconds, o.bytes.held + o.left_by_forward + o.left_by_backward))
         choices |= {unit: quickest.choice for unit in group.units}
-    ordered = _in_order(choices)
+    ordered = in_order(choices)
     if estimate_memory(description, ordered, hardware.world_size, job, candidate.batch).peak_bytes > limit:
         return None
     return Solution(choices=choices, objective=candidate.bound_s - candidate.line.fixed_s, proven=True)
 
 
 def _decode(description, hardware, job, memory_limit_bytes, strategy, batch: Batch, chosen: dict[int, Choice], proven: bool) -> SearchResult:
-    choices = _in_order(chosen)
+    choices = in_order(chosen)
     memory = estimate_memory(description, choices, hardware.world_size, job, batch)
     time = estimate_time(description, choices, hardware, job, batch)
     assert memory.peak_bytes + hardware.device.reserved_bytes <= memory_limit_bytes, "the solver's moments are those of the walk"
@@ -178,10 +183,6 @@ def _decode(description, hardware, job, memory_limit_bytes, strategy, batch: Bat
     return SearchResult(plan=plan, memory=memory, time=time)
 
 
-def _in_order(choices: dict[int, Choice]) -> Sequence[Choice]:
-    return [choices[index] for index in range(len(choices))]
-
-
 def _check_uses(description: ModelDescription) -> None:
     """A unit that is freed after use may run once a micro-step: gathering it twice is not in the cost model."""
     seen = set()
@@ -195,8 +196,8 @@ def _check_uses(description: ModelDescription) -> None:
 def _infeasible(description, hardware, job, limit, strategy, candidates: Sequence[_Candidate]) -> InfeasibleError:
     """The tightest limit that could be met, what fills it, and the cheapest ways out."""
     needed, memory, batch = None, None, None
-    for candidate in sorted(candidates, key=lambda c: c.batch.micro_batch_size):
-        if needed is not None and fastest(candidate.line, job, needed - 1) is None:
+    for candidate in sorted(candidates, key=lambda c: c.floor_bytes):
+        if needed is not None and (candidate.floor_bytes >= needed or fastest(candidate.line, job, needed - 1) is None):
             continue
         choices, needed = _tightest(description, hardware, job, candidate)
         batch, memory = candidate.batch, estimate_memory(description, choices, hardware.world_size, job, candidate.batch)
@@ -215,7 +216,8 @@ def _infeasible(description, hardware, job, limit, strategy, candidates: Sequenc
 
 def _tightest(description, hardware, job, candidate: _Candidate) -> tuple[Sequence[Choice], int]:
     def peak_of(choices: dict[int, Choice]) -> int:
-        return estimate_memory(description, _in_order(choices), hardware.world_size, job, candidate.batch).peak_bytes
+        return estimate_memory(description, in_order(choices), hardware.world_size, job, candidate.batch).peak_bytes
 
-    choices, peak_bytes = least_peak(candidate.line, job, peak_of)
-    return _in_order(choices), peak_bytes
+    start = frugal_choices(candidate.line)
+    choices, peak_bytes = least_peak(candidate.line, job, start, candidate.floor_bytes, peak_of)
+    return in_order(choices), peak_bytes

@@ -52,7 +52,9 @@ def fastest(line: Line, job: TrainingJob, limit_bytes: int, *, cutoff_s: float |
     return program.solve(lambda solver: solver.objective_value / scale)
 
 
-def least_peak(line: Line, job: TrainingJob, peak_of: Callable[[dict[int, Choice]], int]) -> tuple[dict[int, Choice], int]:
+def least_peak(
+    line: Line, job: TrainingJob, start: dict[int, Choice], floor_bytes: int, peak_of: Callable[[dict[int, Choice]], int]
+) -> tuple[dict[int, Choice], int]:
     """The choices whose peak is lowest: the tightest limit that can be met.
 
     Asks again and again for anything under the lowest peak so far, first just under it (most often there is nothing),
@@ -61,13 +63,14 @@ def least_peak(line: Line, job: TrainingJob, peak_of: Callable[[dict[int, Choice
     Args:
         line: stations with their options.
         job: which optimizer step runs.
+        start: choices to better.
+        floor_bytes: a peak that nothing goes below.
         peak_of: peak in bytes of a choice for each unit.
 
     Returns:
         The choices and their peak in bytes.
     """
-    best = {unit: min(g.options, key=lambda o: (o.ceiling, o.seconds)).choice for g in line.groups for unit in g.units}
-    highest, impossible, attempt = peak_of(best), 0, 0
+    best, highest, impossible, attempt = start, peak_of(start), floor_bytes - 1, 0
     while highest - impossible > 1:
         limit = highest - 1 if attempt % 2 == 0 else (highest + impossible) // 2
         solution = fastest(line, job, limit)

@@ -24,7 +24,7 @@ from .timing import Windows, overlap_windows, unit_time
 
 SHORT_ROW = 8
 """Rows of up to so many equal units are searched unit by unit."""
-ROW_END = 2
+ROW_END = 1
 """Units at each end of a longer row that are."""
 
 
@@ -53,14 +53,6 @@ class Option:
         peak = max(self.gather_peak, self.compute_peak + self.bytes.prefetched)
         change = self.left_by_backward - self.left_by_forward
         return (0, peak) if change < 0 else (1, change - peak)
-
-    @property
-    def ceiling(self) -> int:
-        """Bytes that this unit never passes."""
-        terms = self.bytes
-        return 2 * (sum(getattr(terms, name) for name in terms.__slots__ if name != "gradients_after") + abs(terms.gradients_after)) + (
-            self.left_by_forward + self.forward_peak + abs(self.gather_peak) + abs(self.compute_peak)
-        )
 
     def dominates(self, other: Option) -> bool:
         """No worse in time and at every moment, so that `other` is never needed."""

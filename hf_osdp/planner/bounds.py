@@ -1,0 +1,39 @@
+"""Cheap bounds on the peak, so that most questions are answered without solving an integer program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+from .costs import Batch, Choice, UnitBytes
+from .description import ModelDescription
+from .job import TrainingJob
+from .memory import peak_of_terms
+from .stations import Line, Option
+
+
+def peak_floor(description: ModelDescription, line: Line, job: TrainingJob, batch: Batch) -> int:
+    """Bytes below which no plan's peak lies: every unit takes the least of each term, whichever choice it is from.
+
+    Every moment is a sum of terms with positive sign, so that the floor holds for each of them.
+    """
+    terms: dict[int, UnitBytes] = {}
+    for group in line.groups:
+        least = {f.name: min(getattr(o.bytes, f.name) for o in group.options) for f in fields(UnitBytes)}
+        terms |= dict.fromkeys(group.units, UnitBytes(**least))
+    return peak_of_terms(description, [terms[i] for i in range(len(terms))], job, batch)
+
+
+def frugal_choices(line: Line) -> dict[int, Choice]:
+    """For each unit the option that needs least memory; most often no plan needs less."""
+    return {unit: min(group.options, key=_need).choice for group in line.groups for unit in group.units}
+
+
+def in_order(choices: dict[int, Choice]) -> Sequence[Choice]:
+    """Choices by unit index as a list."""
+    return [choices[index] for index in range(len(choices))]
+
+
+def _need(option: Option) -> tuple[int, float]:
+    own = max(option.gather_peak, option.compute_peak + option.bytes.prefetched, option.left_by_backward)
+    return option.bytes.held + option.left_by_forward + own + option.bytes.gather_buffer, option.seconds
