@@ -130,7 +130,8 @@ def test_no_gradients_have_norm_zero_and_a_norm_type_must_be_positive():
 def scaler_case(meshes: Meshes, options: dict[str, bool], unscale: bool) -> list[dict[str, Any]]:
     """Five steps; before the second and fourth, one rank's shard overflows in a unit of another mesh than the first gradient's."""
     model, _, _ = sharded(meshes, "mixed")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+    # The last parameters are the root's, sharded in pairs: torch's own scaler would tell only the other rank of the pair.
+    optimizer = torch.optim.AdamW(list(model.parameters())[::-1], lr=1e-3, **options)
     scaler = OSDPGradScaler(device="cpu", init_scale=1024.0, growth_interval=100)
     steps = []
     for step in range(5):
@@ -165,7 +166,7 @@ def local_sum(model: torch.nn.Module) -> float:
 def scaled_alone(name: str, unscale: bool) -> dict[str, torch.Tensor]:
     """The same without scaling in one process, the overflowing steps left out."""
     model = tiny_model("gpt2")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **ADAMW[name])
+    optimizer = torch.optim.AdamW(list(model.parameters())[::-1], lr=1e-3, **ADAMW[name])
     for step in (0, 2, 4):
         optimizer.zero_grad()
         tiny_loss(model, tiny_batch(step)).backward()
