@@ -16,7 +16,10 @@ Inputs = Callable[[int], Mapping[str, Any]]
 
 _POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 _TOKEN_LABELS = ("CausalLM", "LMHeadModel", "MaskedLM", "ConditionalGeneration", "TokenClassification", "ForPreTraining")
-_SAMPLE_LABELS = ("SequenceClassification", "ImageClassification", "AudioClassification", "VideoClassification", "MultipleChoice", "NextSentencePrediction")  # fmt: skip
+_SAMPLE_LABELS = (
+    "SequenceClassification", "ImageClassification", "AudioClassification", "VideoClassification", "MultipleChoice",
+    "NextSentencePrediction",
+)  # fmt: skip
 
 
 def training_batch(model: nn.Module, sequence_length: int) -> Inputs:

@@ -61,11 +61,17 @@ def describe(
     if inputs is None:
         inputs = _default_inputs(model, sequence_length)
     dtype = compute_dtype or _main_dtype(units)
-    segments, trace = _segments(model, units, inputs, sequence_length, compute_dtype, dtype, device_type)
+    found_classes = _block_classes(units, model, block_classes)
+    try:
+        segments = trace_segments(model, units, inputs, compute_dtype=_torch_dtype(compute_dtype), fused_kernels=device_type == "cuda")
+        trace = _how_traced(model, device_type)
+    except Exception as error:  # a model may raise anything under fake tensors
+        segments = _segments_by_formula(model, units, found_classes, sequence_length, dtype, error)
+        trace = f"formula ({SOURCE}); the trace failed with {type(error).__name__}"
     return ModelDescription(
         model_name=getattr(getattr(model, "config", None), "_name_or_path", "") or class_of(model).__name__,
         model_class=class_of(model).__name__,
-        block_classes=_block_classes(units, model, block_classes),
+        block_classes=found_classes,
         sequence_length=sequence_length,
         compute_dtype=dtype,
         units=units,
@@ -76,33 +82,34 @@ def describe(
     )
 
 
-def _segments(
+def _segments_by_formula(
     model: nn.Module,
     units: tuple[UnitDescription, ...],
-    inputs: Inputs,
+    block_classes: tuple[str, ...],
     sequence_length: int,
-    compute_dtype: DType | None,
     dtype: DType,
-    device_type: str,
-) -> tuple[tuple[Segment, ...], str]:
-    """Traced segments, else those of the formula, and the words for it."""
-    fused = device_type == "cuda"
+    error: Exception,
+) -> tuple[Segment, ...]:
+    """What stands in for a trace that failed with `error`."""
+    name, config = class_of(model).__name__, getattr(model, "config", None)
+    reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".rstrip(".")
+    if config is None:
+        raise DescriptionError(f"{name} could not be traced ({reason}); pass inputs that its forward accepts.") from error
+    shape = TransformerShape.of(config, tokens=sequence_length, itemsize=dtype.itemsize)
+    _log.warning("%s could not be traced (%s); its activations are estimated by formula (%s).", name, reason, SOURCE)
+    return formula_segments(units, block_classes, shape)
+
+
+def _how_traced(model: nn.Module, device_type: str) -> str:
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    try:
-        segments = trace_segments(
-            model, units, inputs,
-            compute_dtype=None if compute_dtype is None else getattr(torch, compute_dtype.value), fused_kernels=fused,
-        )  # fmt: skip
-    except Exception as error:  # a model may raise anything under fake tensors
-        config = getattr(model, "config", None)
-        reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-        if config is None:
-            raise DescriptionError(f"{class_of(model).__name__} could not be traced ({reason}); pass inputs that its forward accepts.") from error  # fmt: skip
-        shape = TransformerShape.of(config, tokens=sequence_length, itemsize=dtype.itemsize)
-        _log.warning("%s could not be traced (%s); its activations are estimated by formula (%s).", class_of(model).__name__, reason, SOURCE)  # fmt: skip
-        return formula_segments(units, shape), f"formula ({SOURCE}); the trace failed with {type(error).__name__}"
-    kernels = ", fused kernels emulated" if fused else ""
-    return segments, f"fake tensors, device {device_type}" + (f", attention {attention}" if attention else "") + kernels
+    parts = [f"fake tensors, device {device_type}"]
+    parts += [f"attention {attention}"] if attention else []
+    parts += ["fused kernels emulated"] if device_type == "cuda" else []
+    return ", ".join(parts)
+
+
+def _torch_dtype(dtype: DType | None) -> torch.dtype | None:
+    return None if dtype is None else getattr(torch, dtype.value)
 
 
 def _default_inputs(model: nn.Module, sequence_length: int) -> Inputs:
@@ -141,7 +148,9 @@ def _class_from(model: nn.Module, getter: str) -> tuple[str, ...]:
 
 
 def _input_bytes(inputs: Inputs) -> Affine:
-    one, two = (sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(inputs(n)) if isinstance(leaf, torch.Tensor)) for n in (1, 2))
+    one, two = (_batch_bytes(inputs, samples) for samples in (1, 2))
     return Affine(constant=2 * one - two, per_sample=two - one)
 
 
+def _batch_bytes(inputs: Inputs, samples: int) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(dict(inputs(samples))) if isinstance(leaf, torch.Tensor))

@@ -39,7 +39,10 @@ class TransformerShape:
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         width, heads = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
         if not isinstance(width, int) or not isinstance(heads, int):
-            raise DescriptionError("The model can neither be traced nor be described by formula: its configuration has no hidden_size and num_attention_heads.")  # fmt: skip
+            raise DescriptionError(
+                "The model can neither be traced nor be described by formula: its configuration has no hidden_size and"
+                " num_attention_heads. Pass inputs that its forward accepts."
+            )
         return cls(tokens=tokens, width=width, heads=heads, vocabulary=getattr(text, "vocab_size", 0) or 0, itemsize=itemsize)
 
     @property
@@ -58,11 +61,12 @@ class TransformerShape:
         return self.tokens * self.vocabulary * 4
 
 
-def formula_segments(units: Sequence[UnitDescription], shape: TransformerShape) -> tuple[Segment, ...]:
+def formula_segments(units: Sequence[UnitDescription], block_classes: Sequence[str], shape: TransformerShape) -> tuple[Segment, ...]:
     """Segments of a stack of transformer blocks: the embedding, each block once, the head with its loss.
 
     Args:
-        units: the model's units; those that span their use and are neither first nor last hold blocks.
+        units: the model's units in execution order.
+        block_classes: which of them are blocks; other units that span their use are embedding and head.
         shape: the transformer's dimensions.
 
     Returns:
@@ -74,7 +78,11 @@ def formula_segments(units: Sequence[UnitDescription], shape: TransformerShape) 
         forward=PhaseCost(peak_bytes=Affine(per_sample=2 * shape.hidden_bytes)),
         backward=PhaseCost(peak_bytes=Affine(constant=_gradient_bytes(units[0], shape), per_sample=2 * shape.hidden_bytes)),
     )
-    used = [_block(index, unit, shape) for index, unit in enumerate(units) if unit.span is GatherSpan.USE]
+    used = [
+        _block(index, unit, shape) if unit.class_name in block_classes else _matrix(index, unit, shape)
+        for index, unit in enumerate(units)
+        if unit.span is GatherSpan.USE
+    ]
     loss = Segment(
         unit=0,
         saved_bytes=Affine(per_sample=shape.logits_bytes),
@@ -101,6 +109,17 @@ def _block(index: int, unit: UnitDescription, shape: TransformerShape) -> Segmen
             matmul_flops=Affine(per_sample=2 * flops),
             traffic_bytes=Affine(per_sample=4 * shape.saved_bytes),
         ),
+    )
+
+
+def _matrix(index: int, unit: UnitDescription, shape: TransformerShape) -> Segment:
+    """An embedding or a head: one product at most, what it saves is counted with the root's."""
+    flops = Affine(per_sample=2.0 * unit.numel * shape.tokens)
+    gradient = Affine(constant=_gradient_bytes(unit, shape), per_sample=shape.hidden_bytes)
+    return Segment(
+        unit=index,
+        forward=PhaseCost(peak_bytes=Affine(per_sample=shape.hidden_bytes), matmul_flops=flops),
+        backward=PhaseCost(peak_bytes=gradient, matmul_flops=Affine(per_sample=2 * flops.per_sample)),
     )
 
 

@@ -38,9 +38,7 @@ def measure_collectives(device: torch.device, group_sizes: Sequence[int], second
             with _group(collective, size) as group:
                 points = _points(_runner(collective, group, size), size, device, budget_s)
             latency_s, seconds_per_byte = fit_line(points)
-            timings.append(
-                CollectiveTiming(collective=collective, group_size=size, latency_s=latency_s, seconds_per_byte=seconds_per_byte)
-            )
+            timings.append(CollectiveTiming(collective=collective, group_size=size, latency_s=latency_s, seconds_per_byte=seconds_per_byte))
     return tuple(timings)
 
 

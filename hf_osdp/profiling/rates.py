@@ -59,13 +59,14 @@ def median_seconds(run: Callable[[], object], device: torch.device, seconds: flo
 
 def _matmul_rate(device: torch.device, dtype: torch.dtype, budget_s: float) -> float | None:
     rates = []
+    dice = torch.Generator(device).manual_seed(0)  # the training's own random state stays as it is
     deadline = time.perf_counter() + budget_s
     for size in _MATMUL_SIZES[device.type]:
         if rates and time.perf_counter() + _MIN_RUNS * 2 * size**3 / rates[-1] > deadline:
             break  # a dtype that this device only emulates
         try:
-            left = torch.randn(size, size, device=device).to(dtype)
-            right = torch.randn(size, size, device=device).to(dtype)
+            left = torch.randn(size, size, device=device, generator=dice).to(dtype)
+            right = torch.randn(size, size, device=device, generator=dice).to(dtype)
             taken_s = median_seconds(lambda a=left, b=right: a @ b, device, budget_s / 8)
         except RuntimeError:
             return None

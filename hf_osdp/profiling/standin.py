@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from .twin import DEVICE
 from .units import class_of
 
 _POSITION_ATTRIBUTES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number"})
@@ -48,7 +49,7 @@ class _TensorSpec:
     requires_grad: bool
 
     def empty(self) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=DEVICE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,7 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, *(torch.empty(shape, dtype=dtype) for shape, dtype in ctx.inputs)
+        return None, None, *(torch.empty(shape, dtype=dtype, device=DEVICE) for shape, dtype in ctx.inputs)
 
 
 def _is_scalars(value: Any) -> bool:

@@ -95,6 +95,8 @@ class _Tracer:
     def run(self, batch: Mapping[str, Any]) -> list[Stretch]:
         """One forward and backward pass."""
         with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
             stack.enter_context(self._mode)
             live = stack.enter_context(LiveBytes(block_bytes=CUDA_BLOCK_BYTES if self._fused_kernels else 1))
             recorder = stack.enter_context(Recorder(live))
