@@ -62,7 +62,7 @@ class OSDPConfig:
             clash = f"strategy={self.strategy!r}" if self.strategy != "osdp" else "hardware"
             raise ValueError(f"plan runs a given plan as it is, so {clash} would have no effect; leave one of the two out.")
         if self.nodes is not None and isinstance(self.hardware, Hardware):
-            raise ValueError(f"nodes={self.nodes} was given with a hardware description, which has nodes={self.hardware.nodes}; leave one out.")
+            raise ValueError(f"nodes={self.nodes} was given beside a hardware description with {self.hardware.nodes}; leave nodes out.")
 
     @property
     def memory_limit_bytes(self) -> int | None:

@@ -47,8 +47,8 @@ def spec_of_trainer_name(name: str, *, device_type: str) -> OptimizerSpec:
     """
     if name not in _TRAINER_NAMES:
         raise ValueError(f"optim={name!r} is not known to work on sharded parameters; use one of {', '.join(_TRAINER_NAMES)}.")
-    optimizer = _TRAINER_NAMES[name]
-    return OptimizerSpec(name=optimizer, states=_STATES[optimizer], step=_step(True if name.endswith("_fused") else None, None, device_type))
+    optimizer, fused = _TRAINER_NAMES[name], True if name.endswith("_fused") else None
+    return OptimizerSpec(name=optimizer, states=_STATES[optimizer], step=_step(fused, None, device_type))
 
 
 def _step(fused: bool | None, foreach: bool | None, device_type: str) -> OptimizerStep:

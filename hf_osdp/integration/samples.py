@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -26,8 +26,7 @@ def longest_sample(dataset: Any) -> int | None:
         return None
     with torch.random.fork_rng(devices=[]):
         try:
-            samples = islice(iter(dataset), _LOOKED_AT) if not hasattr(dataset, "__getitem__") else _first_items(dataset)
-            return max((length for length in map(_length, samples) if length is not None), default=None)
+            return max((length for length in map(_length, _first_samples(dataset)) if length is not None), default=None)
         except (KeyError, IndexError, TypeError):
             return None
 
@@ -43,12 +42,15 @@ def batch_length(dataset: Any, collate: Callable[[list[Any]], Any]) -> int | Non
         The length, or None where the batch does not show one.
     """
     with torch.random.fork_rng(devices=[]):
-        samples = list(islice(iter(dataset), 1)) if not hasattr(dataset, "__getitem__") else list(_first_items(dataset))
+        samples = list(_first_samples(dataset))
         return _batch_tokens(collate(samples)) if samples else None
 
 
-def _first_items(dataset: Any):
-    return (dataset[index] for index in range(min(len(dataset), _LOOKED_AT)))
+def _first_samples(dataset: Any) -> Iterator[Any]:
+    """By index where there is a length, as torch's samplers do it; else from a fresh iterator."""
+    if hasattr(dataset, "__len__"):
+        return (dataset[index] for index in range(min(len(dataset), _LOOKED_AT)))
+    return islice(iter(dataset), _LOOKED_AT)
 
 
 def _length(sample: Any) -> int | None:

@@ -1,0 +1,306 @@
+"""Accelerate's `Accelerator`, running a plan: the same loop, another layout for each unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils.fsdp_utils import fsdp2_apply_ac
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader
+
+from ..planner.job import OptimizerSpec
+from ..planner.plan import Plan
+from ..runtime.clip import clip_grad_norm_
+from ..runtime.scaler import OSDPGradScaler
+from ..runtime.state import full_state_dict
+from .announce import announce_plan
+from .config import OSDPConfig
+from .launch import launch_request, launched_world_size
+from .optimizers import spec_of_optimizer, spec_of_trainer_name
+from .planning import PlannedRun, RunFacts, keep_master_weights, plan_run
+from .plugin import OSDPPlugin, precision_of
+from .samples import batch_length
+from .sharding import check_bound, shard_model
+
+
+class OSDPAccelerator(Accelerator):
+    """An `Accelerator` that plans when a model is prepared, and shards each unit as the plan says.
+
+    The plan is made at `prepare`, for the batch size of the first DataLoader given there. To let the planner choose the
+    batch size as well, call `plan` first and build the DataLoader with `batch_size=plan.micro_batch_size`.
+
+    A single process without a process group has nobody to share with: its plan only sets the batch size.
+
+    Args:
+        osdp: what to plan for; None takes it from the plugin, else from the file given to `accelerate launch`.
+        fsdp_plugin: an `OSDPPlugin`, where more than the plan is to be set.
+        cpu: run on the CPU; None does so where the launcher asks for it or there is no accelerator.
+        **kwargs: as for `Accelerator`.
+
+    Raises:
+        ValueError: an option cannot be used, or several processes were started that would not know of each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        osdp: OSDPConfig | Mapping[str, object] | None = None,
+        fsdp_plugin: OSDPPlugin | None = None,
+        cpu: bool | None = None,
+        **kwargs: Any,
+    ):
+        request = launch_request()
+        plugin = _plugin(osdp, fsdp_plugin, {} if request is None else request.options)
+        if cpu is None:
+            cpu = bool(request and request.use_cpu) or not torch.accelerator.is_available()
+        self._run: PlannedRun | None = None
+        super().__init__(fsdp_plugin=plugin, cpu=cpu, **kwargs)
+        if self.num_processes == 1 and launched_world_size() > 1:
+            raise ValueError(
+                f"{launched_world_size()} processes were launched, but this one sees no other;"
+                " pass cpu=True (TrainingArguments(use_cpu=True) with the Trainer) to run them on the CPU."
+            )
+        if self.state.dynamo_plugin.backend != DynamoBackend.NO:
+            raise ValueError(f"torch.compile ({self.state.dynamo_plugin.backend.value}) is not planned for yet; switch dynamo off.")
+        self.plugin = plugin
+        self._join_fsdp(plugin)
+        self._choose_scaler()
+
+    # ------------------------------------------------------------------------------------------------------- planning
+
+    @property
+    def planned_run(self) -> PlannedRun | None:
+        """The plan with all that it was made from; None before planning."""
+        return self._run
+
+    def plan(
+        self,
+        model: nn.Module,
+        *,
+        sequence_length: int | None = None,
+        global_batch_size: int | None = None,
+        optimizer: torch.optim.Optimizer | OptimizerSpec | None = None,
+    ) -> Plan:
+        """Make the plan now, and set `gradient_accumulation_steps` by it. Every process calls this together.
+
+        Args:
+            model: the model that will be prepared.
+            sequence_length: tokens of one sample; None takes it from the configuration.
+            global_batch_size: samples of one optimizer step over all processes; None takes it from the configuration.
+            optimizer: the optimizer, or what it holds; None plans for torch's AdamW.
+
+        Returns:
+            The plan. Build the DataLoader with `batch_size=plan.micro_batch_size`.
+
+        Raises:
+            ValueError: a size is known from nowhere, or sizes do not fit together.
+            InfeasibleError: no plan meets the memory limit.
+        """
+        config = self.plugin.osdp
+        facts = self._facts(
+            sequence_length=sequence_length or config.sequence_length,
+            global_batch_size=global_batch_size or config.global_batch_size,
+            micro_batch_size=config.micro_batch_size,
+            optimizer=optimizer,
+        )
+        keep_master_weights(model, facts.precision)
+        self.adopt(plan_run(model, config, facts))
+        self.gradient_accumulation_steps = self._run.plan.accumulation_steps
+        announce_plan(self._run, is_rank_zero=self.is_main_process)
+        return self._run.plan
+
+    def adopt(self, run: PlannedRun) -> None:
+        """Run this plan: gradients are reduced in each micro-step where it says so."""
+        self._run = run
+        self.gradient_state.plugin_kwargs["sync_each_batch"] = run.plan.reduce_every_micro_step
+
+    def _plan_for(self, objects: Iterable[Any]) -> None:
+        """Plan for what was given to `prepare`."""
+        objects, config = list(objects), self.plugin.osdp
+        model = next(o for o in objects if isinstance(o, nn.Module))
+        loader = next((o for o in objects if isinstance(o, DataLoader)), None)
+        optimizer = next((o for o in objects if isinstance(o, torch.optim.Optimizer)), None)
+        length, micro = config.sequence_length, config.micro_batch_size
+        global_batch = config.global_batch_size
+        if loader is not None:
+            length = length or batch_length(loader.dataset, loader.collate_fn)
+            size = _batch_size(loader, self.num_processes if self.split_batches else 1)
+            if micro not in (None, size):
+                raise ValueError(f"micro_batch_size={micro}, but the DataLoader's batches hold {size}; make them agree.")
+            micro = size
+            if micro is not None:
+                steps = micro * self.num_processes * self.gradient_accumulation_steps
+                if global_batch not in (None, steps):
+                    raise ValueError(
+                        f"global_batch_size={global_batch}, but batches of {micro} on {self.num_processes} processes with"
+                        f" {self.gradient_accumulation_steps} accumulation steps make {steps}; make them agree."
+                    )
+                global_batch = steps
+        facts = self._facts(sequence_length=length, global_batch_size=global_batch, micro_batch_size=micro, optimizer=optimizer)
+        keep_master_weights(model, facts.precision)
+        self.adopt(plan_run(model, config, facts))
+        if loader is None:
+            self.gradient_accumulation_steps = self._run.plan.accumulation_steps
+        announce_plan(self._run, is_rank_zero=self.is_main_process)
+
+    def _facts(
+        self,
+        *,
+        sequence_length: int | None,
+        global_batch_size: int | None,
+        micro_batch_size: int | None,
+        optimizer: torch.optim.Optimizer | OptimizerSpec | None,
+    ) -> RunFacts:
+        """What is known about the run; what is not is named with the way to say it."""
+        if sequence_length is None:
+            raise ValueError("The sequence length is not known; give OSDPConfig(sequence_length=...) or accelerator.plan(...).")
+        if global_batch_size is None:
+            raise ValueError("The batch size is not known; give prepare a DataLoader, or give OSDPConfig(global_batch_size=...).")
+        config, device_type = self.plugin.osdp, self.device.type
+        if optimizer is None:
+            optimizer = spec_of_trainer_name("adamw_torch", device_type=device_type)
+        elif isinstance(optimizer, torch.optim.Optimizer):
+            optimizer = spec_of_optimizer(optimizer, device_type=device_type)
+        wants_sync = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        return RunFacts(
+            world_size=self.num_processes,
+            device_type=device_type,
+            precision=precision_of(self.mixed_precision, self.plugin.mixed_precision_policy),
+            sequence_length=sequence_length,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            reduce_every_micro_step=config.reduce_every_micro_step if not wants_sync else True,
+            optimizer=optimizer,
+        )
+
+    # ------------------------------------------------------------------------------------------------------- preparing
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As `Accelerator.prepare`; a model may also come without an optimizer, for evaluation."""
+        model = next((a for a in args if isinstance(a, nn.Module)), None)
+        if model is not None and not isinstance(model, FSDPModule):
+            if self._run is None:
+                self._plan_for(args)
+            else:
+                self._check_loaders(args)
+        if model is None or not self.is_fsdp2 or any(isinstance(a, torch.optim.Optimizer) for a in args):
+            return super().prepare(*args, device_placement=device_placement)
+        result = self._prepare_fsdp2(*args)
+        return result if len(result) > 1 else result[0]
+
+    def _check_loaders(self, objects: Iterable[Any]) -> None:
+        """Refuse batches that the plan was not made for."""
+        share = self.num_processes if self.split_batches else 1
+        sizes = [_batch_size(o, share) for o in objects if isinstance(o, DataLoader)]
+        sizes = [size for size in sizes if size is not None]
+        wanted = self._run.plan.micro_batch_size
+        if sizes and wanted not in sizes:
+            raise ValueError(f"The plan runs {wanted} samples at once, but the DataLoader gives {sizes[0]}; use batch_size={wanted}.")
+
+    def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
+        """Shard the model by the plan and hand the optimizers its new parameters, found by name."""
+        result = [o if isinstance(o, nn.Module) else self._prepare_one(o, first_pass=True) for o in args]
+        result = [o if isinstance(o, nn.Module) else self._prepare_one(o) for o in result]
+        models = [index for index, o in enumerate(result) if isinstance(o, nn.Module)]
+        if not models:
+            return tuple(result)
+        if len(models) > 1:
+            raise ValueError(f"{len(models)} models were given to prepare; one OSDPAccelerator shards one.")
+        model = result[models[0]]
+        optimizers = [o for o in result if isinstance(o, torch.optim.Optimizer)]
+        if isinstance(model, FSDPModule):
+            check_bound(optimizers, model)
+        else:
+            model = self._shard(model, optimizers)
+        if not any(known is model for known in self._models):
+            self._models.append(model)
+        model._is_accelerate_prepared = True
+        result[models[0]] = model
+        return tuple(result)
+
+    def _shard(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> nn.Module:
+        """Checkpointing first, then the plan: a unit is the wrapped block."""
+        if self.plugin.activation_checkpointing:
+            self.plugin.transformer_cls_names_to_wrap = list(self._run.description.block_classes)
+            self.plugin.set_auto_wrap_policy(model)
+            model = fsdp2_apply_ac(self, model)
+        return shard_model(model, self._run, self.plugin, optimizers, device=self.device)
+
+    # --------------------------------------------------------------------------------------------- gradients and state
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """As stock; a model that one process left unsharded has nothing to hold back."""
+        with super().no_sync(model) if isinstance(model, FSDPModule) or not self.is_fsdp2 else nullcontext():
+            yield
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """Whole weights under their Hugging Face names, as copies; empty on ranks other than 0."""
+        return full_state_dict(model) if self.is_fsdp2 else super().get_state_dict(model, unwrap=unwrap)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Clip by the norm over all units, whatever mesh each is on.
+
+        Returns:
+            The norm before clipping.
+        """
+        if not self.is_fsdp2:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        self.unscale_gradients()
+        return clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip each element; shards are clipped where they lie."""
+        self.unscale_gradients()
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        for gradient in (p.grad for p in parameters if p.grad is not None):
+            getattr(gradient, "_local_tensor", gradient).clamp_(-clip_value, clip_value)
+
+    # ----------------------------------------------------------------------------------------------------- construction
+
+    def _join_fsdp(self, plugin: OSDPPlugin) -> None:
+        """Put FSDP in charge: Accelerate does so for every kind of device but the CPU, and keeps a first plugin for ever."""
+        if self.state.distributed_type not in (DistributedType.MULTI_CPU, DistributedType.FSDP):
+            return
+        if self.state.mixed_precision != "no" and plugin.mixed_precision_policy is None:
+            plugin.set_mixed_precision(self.state.mixed_precision)
+        AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
+        AcceleratorState._shared_state["fsdp_plugin"] = plugin
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    def _choose_scaler(self) -> None:
+        """fp16 needs a scaler that reaches the same decision on every rank; the stock one asks the first mesh only."""
+        if self.state.mixed_precision != "fp16":
+            return
+        if not self.is_fsdp2:
+            if self.device.type == "cpu":
+                raise ValueError("fp16 in a single process on the CPU is not supported; use bf16, or start two processes or more.")
+            return
+        options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
+        self.scaler = OSDPGradScaler(device=self.device.type, **options)
+        self.native_amp = True
+
+
+def _plugin(osdp: OSDPConfig | Mapping[str, object] | None, plugin: Any, launched: Mapping[str, object]) -> OSDPPlugin:
+    """The plugin given, or one for the configuration given, or for what the launcher was told."""
+    if plugin is not None and not isinstance(plugin, OSDPPlugin):
+        raise ValueError(f"fsdp_plugin is a {type(plugin).__name__}; OSDPAccelerator needs an OSDPPlugin.")
+    if plugin is not None and osdp is not None:
+        raise ValueError("Both osdp and fsdp_plugin were given; put the configuration into OSDPPlugin(osdp=...).")
+    if plugin is not None:
+        return plugin
+    config = osdp if isinstance(osdp, OSDPConfig) else OSDPConfig.from_options(launched if osdp is None else osdp)
+    return OSDPPlugin(osdp=config)
+
+
+def _batch_size(loader: DataLoader, share: int) -> int | None:
+    """Samples that one process gets at once, or None where the loader does not say."""
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    return None if size is None else size // share

@@ -1,0 +1,186 @@
+"""`Trainer`: the one of transformers, under a plan."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+import transformers.trainer
+from transformers import TrainingArguments
+
+from ..planner.job import OptimizerSpec, Precision
+from ..planner.plan import Plan
+from .accelerator import OSDPAccelerator
+from .announce import announce_plan, announce_result
+from .config import OSDPConfig
+from .launch import launched_world_size
+from .measuring import StepCallback
+from .optimizers import spec_of_optimizer, spec_of_trainer_name
+from .planning import PlannedRun, RunFacts, keep_master_weights, plan_run
+from .plugin import OSDPPlugin
+from .samples import longest_sample
+from .sharding import free_gathered
+from .trainer_options import asked_config, plugin_options, refuse_unplanned
+
+
+class Trainer(transformers.Trainer):
+    """`transformers.Trainer` that shards each unit of the model as a plan says.
+
+    The plan is made when the Trainer is. The samples of one optimizer step stay as the arguments have them
+    (`per_device_train_batch_size` × `gradient_accumulation_steps` × processes); how many of them run at once is the
+    planner's choice, and goes into a copy of the arguments.
+
+    Args:
+        *args: as for `transformers.Trainer`.
+        osdp: None is on where the launcher or `TrainingArguments(fsdp_config={"osdp": {...}})` asks for it; True is on;
+            False is the stock Trainer; an `OSDPConfig` or a mapping of its fields is on with those options.
+        **kwargs: as for `transformers.Trainer`.
+
+    Raises:
+        ValueError: an option cannot be used, or an argument asks for what a plan cannot give.
+        InfeasibleError: no plan meets the memory limit.
+    """
+
+    def __init__(self, *args: Any, osdp: OSDPConfig | Mapping[str, object] | bool | None = None, **kwargs: Any):
+        call = inspect.signature(transformers.Trainer.__init__).bind(self, *args, **kwargs)
+        given = call.arguments
+        self._run: PlannedRun | None = None
+        self._steps: StepCallback | None = None
+        self._osdp = asked_config(osdp, given.get("args"))
+        if self._osdp is not None:
+            refuse_unplanned(given)
+            arguments = given.get("args") or TrainingArguments(output_dir="tmp_trainer")
+            given["args"] = copy.copy(arguments)
+            self._datasets = (given.get("train_dataset"), given.get("eval_dataset"))
+            self._optimizer_choice = (given.get("optimizers", (None, None))[0], given.get("optimizer_cls_and_kwargs"))
+        super().__init__(*call.args[1:], **call.kwargs)
+        if self._run is not None:
+            self._steps = StepCallback(self.args.device)
+            self.add_callback(self._steps)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that runs; None where OSDP is off."""
+        return None if self._run is None else self._run.plan
+
+    # ------------------------------------------------------------------------------------------------------- planning
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Plan, write the planner's batch sizes into the arguments, then create the accelerator."""
+        if self._osdp is None:
+            super().create_accelerator_and_postprocess()
+            return
+        if self._run is None:
+            self._run = self._make_plan(self._osdp)
+            self.args.per_device_train_batch_size = self._run.plan.micro_batch_size
+            self.args.gradient_accumulation_steps = self._run.plan.accumulation_steps
+        with _accelerator_class(OSDPAccelerator):
+            super().create_accelerator_and_postprocess()
+        self.accelerator.adopt(self._run)
+
+    def _make_plan(self, config: OSDPConfig) -> PlannedRun:
+        """Plan for the training that the arguments describe. Every process calls this together."""
+        args = self.args
+        if args.world_size == 1 and launched_world_size() > 1:
+            raise ValueError(
+                f"{launched_world_size()} processes were launched, but TrainingArguments sees one;"
+                " pass TrainingArguments(use_cpu=True) to run them on the CPU."
+            )
+        facts = RunFacts(
+            world_size=args.world_size,
+            device_type=args.device.type,
+            precision=Precision.named(args.mixed_precision),
+            sequence_length=self._sequence_length(config),
+            global_batch_size=config.global_batch_size
+            or args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            micro_batch_size=config.micro_batch_size,
+            reduce_every_micro_step=config.reduce_every_micro_step,
+            optimizer=self._optimizer_spec(),
+        )
+        keep_master_weights(self.model, facts.precision)
+        run = plan_run(self.model, config, facts)
+        announce_plan(run, is_rank_zero=args.process_index == 0)
+        return run
+
+    def _sequence_length(self, config: OSDPConfig) -> int:
+        """Tokens of a sample, from the configuration or the data."""
+        lengths = (config.sequence_length, *(longest_sample(dataset) for dataset in self._datasets))
+        found = next((length for length in lengths if length), None)
+        if found is None:
+            raise ValueError("The sequence length cannot be read from the dataset; give OSDPConfig(sequence_length=...).")
+        return found
+
+    def _optimizer_spec(self) -> OptimizerSpec:
+        """What the optimizer of this training will hold."""
+        optimizer, chosen = self._optimizer_choice
+        device_type = self.args.device.type
+        if optimizer is not None:
+            return spec_of_optimizer(optimizer, device_type=device_type)
+        if chosen is not None:
+            cls, options = chosen
+            return spec_of_optimizer(cls([torch.nn.Parameter(torch.zeros(1))], **options), device_type=device_type)
+        return spec_of_trainer_name(self.args.optim.value, device_type=device_type)
+
+    # ---------------------------------------------------------------------------------- where the stock Trainer falls short
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """The arguments of the accelerator, with the plan's plugin."""
+        options = super()._build_accelerator_args(**kwargs)
+        if self._osdp is not None:
+            options["fsdp_plugin"] = OSDPPlugin(osdp=self._osdp, **plugin_options(self.args))
+            options["cpu"] = self.args.device.type == "cpu"
+        return options
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """As stock, from shards: after an evaluation the model still shows gathered parameters of the units that are kept."""
+        if self._osdp is not None:
+            free_gathered(self.model if model is None else model)
+        return super().create_optimizer(model)
+
+    def _has_mixed_mesh_grads(self, model: torch.nn.Module) -> bool:
+        """The Trainer's own path for several meshes does not unscale fp16 gradients; the accelerator's does."""
+        return False if self._osdp is not None else super()._has_mixed_mesh_grads(model)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As stock, which writes no loadable model where checkpoints are sharded; here a call by the user always does."""
+        sharded = self._osdp is not None and self.is_fsdp_enabled and "FULL" not in str(self.accelerator.plugin.state_dict_type)
+        if not sharded or _internal_call:
+            super().save_model(output_dir, _internal_call)
+            return
+        self._save(output_dir or self.args.output_dir, state_dict=self.accelerator.get_state_dict(self.model))
+        if self.args.push_to_hub:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the scaler first: setting a sharded optimizer's state takes a step, for which the scaler must be ready."""
+        scaler = self.accelerator.scaler
+        if self._osdp is not None and checkpoint is not None and scaler is not None:
+            self._load_scaler(checkpoint)
+            scaler._lazy_init_scale_growth_tracker(self.accelerator.device)
+        super()._load_optimizer_and_scheduler(checkpoint)
+
+    # ------------------------------------------------------------------------------------------------------- measuring
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As stock; then the estimate is printed beside what was measured, and `osdp_report.json` is written."""
+        output = super().train(*args, **kwargs)
+        if self._steps is not None and self._steps.measured:
+            measured = self._steps.summary()
+            announce_result(self._run, measured, output_dir=self.args.output_dir, is_rank_zero=self.is_world_process_zero())
+        return output
+
+
+@contextmanager
+def _accelerator_class(cls: type) -> Iterator[None]:
+    """Let the Trainer create this class: it has no argument for it."""
+    stock = transformers.trainer.Accelerator
+    transformers.trainer.Accelerator = cls
+    try:
+        yield
+    finally:
+        transformers.trainer.Accelerator = stock

@@ -1,0 +1,137 @@
+"""Arguments of the recipes: a YAML or JSON file first, then flags, which win."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
+
+from hf_osdp.integration.config import OSDPConfig
+from hf_osdp.integration.launch import launch_request
+
+
+@dataclass
+class ModelArguments:
+    """Which model: a pretrained one, or one from scratch."""
+
+    model_name_or_path: str | None = field(default=None, metadata={"help": "Weights to start from: a folder, or a name on the hub."})
+    model_type: str = field(default="gpt2", metadata={"help": "Architecture to train from scratch."})
+    config_name: str | None = field(default=None, metadata={"help": "Configuration to train from scratch: a folder, or a name on the hub."})
+    config_overrides: str | None = field(default=None, metadata={"help": "Changes to the configuration, such as n_layer=4,n_embd=128."})
+    tokenizer_name: str | None = field(
+        default=None, metadata={"help": "A tokenizer's folder or name; by default one is trained on the text."}
+    )
+    vocab_size: int = field(default=2048, metadata={"help": "Entries of a tokenizer that is trained on the text."})
+
+    def __post_init__(self) -> None:
+        if self.model_name_or_path and (self.config_name or self.config_overrides):
+            raise ValueError("model_name_or_path brings its own configuration; leave out config_name and config_overrides.")
+        if self.vocab_size < 257:
+            raise ValueError(f"vocab_size={self.vocab_size} is too small for byte-level text; use at least 257.")
+
+
+@dataclass
+class DataArguments:
+    """Which text; by default the English language reference that every Python carries."""
+
+    dataset_name: str | None = field(default=None, metadata={"help": "Data set on the hub, such as Salesforce/wikitext."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration, such as wikitext-2-raw-v1."})
+    train_file: str | None = field(default=None, metadata={"help": "Local text: .txt, or .json/.jsonl/.csv with a column `text`."})
+    validation_file: str | None = field(default=None, metadata={"help": "Local text for evaluation."})
+    validation_split_percentage: int = field(
+        default=5, metadata={"help": "Part of the training text to evaluate on where there is no other."}
+    )
+    block_size: int | None = field(default=None, metadata={"help": "Tokens of one sample; by default what the model takes, at most 1024."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many samples."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first so many samples."})
+
+    def __post_init__(self) -> None:
+        if self.dataset_name and self.train_file:
+            raise ValueError("Both dataset_name and train_file were given; choose one.")
+        if self.validation_file and not self.train_file:
+            raise ValueError("validation_file needs train_file beside it.")
+        if not 0 < self.validation_split_percentage < 100:
+            raise ValueError(f"validation_split_percentage={self.validation_split_percentage} must be between 1 and 99.")
+        for name in ("block_size", "max_train_samples", "max_eval_samples"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1.")
+
+
+@dataclass
+class OSDPArguments:
+    """How to shard. What stands here goes before what stands in the accelerate configuration file."""
+
+    osdp: bool = field(default=True, metadata={"help": "False trains with the stock Trainer."})
+    memory_limit: str | None = field(default=None, metadata={"help": "Memory of each device that training may use, such as 8GiB."})
+    strategy: str | None = field(default=None, metadata={"help": "osdp (default), fsdp, ddp, zero2 or hsdp."})
+    block_classes: str | None = field(default=None, metadata={"help": "Classes that become units, such as GPT2Block,BertLayer."})
+    micro_batch_size: int | None = field(default=None, metadata={"help": "Samples to run at once; by default the planner chooses."})
+    reduce_every_micro_step: bool | None = field(default=None, metadata={"help": "Reduce gradients in each micro-step, or in the last."})
+    plan: str | None = field(default=None, metadata={"help": "File of a plan to run as it is."})
+    hardware: str | None = field(default=None, metadata={"help": "Preset to plan for; by default this machine is measured."})
+    nodes: int | None = field(default=None, metadata={"help": "Machines that the processes are spread over."})
+    compare: bool | None = field(default=None, metadata={"help": "Estimate the other strategies beside the plan."})
+
+    def config(self, sequence_length: int) -> OSDPConfig | bool:
+        """These options over those of the accelerate file; False for the stock Trainer."""
+        if not self.osdp:
+            return False
+        request = launch_request()
+        stated = {f.name: value for f in dataclasses.fields(self) if f.name != "osdp" and (value := getattr(self, f.name)) is not None}
+        options = {**(request.options if request else {}), **stated}
+        return OSDPConfig.from_options({**options, "sequence_length": sequence_length})
+
+
+class RecipeParser(HfArgumentParser):
+    """A parser whose complaints are `ValueError`s, so that several processes complain once."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def parse_arguments(types: Sequence[type], argv: Sequence[str]) -> tuple[Any, ...]:
+    """Read a YAML or JSON file, where the first argument is one, and flags over it.
+
+    Args:
+        types: dataclasses, `TrainingArguments` among them.
+        argv: the command line without the program's name.
+
+    Returns:
+        One instance of each.
+
+    Raises:
+        ValueError: a key, a flag or a value cannot be used.
+    """
+    parser = RecipeParser(types)
+    request = launch_request()
+    if not torch.accelerator.is_available() or (request is not None and request.use_cpu):
+        parser.set_defaults(use_cpu=True)
+    argv = list(argv)
+    if argv and Path(argv[0]).suffix in (".yaml", ".yml", ".json"):
+        parser.set_defaults(**_read_defaults(Path(argv.pop(0)), types))
+    return parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
+
+
+def _read_defaults(path: Path, types: Sequence[type]) -> dict[str, Any]:
+    """The file as a mapping of known names."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise ValueError(f"Cannot read {path}: {error.strerror}.") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from None
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path} holds a {type(content).__name__}; it must map argument names to values.")
+    known = {f.name for cls in types for f in dataclasses.fields(cls) if f.init}
+    if unknown := [str(name) for name in content if name not in known]:
+        names = sorted(name for cls in types if cls is not TrainingArguments for name in (f.name for f in dataclasses.fields(cls)))
+        raise ValueError(f"{path} has unknown keys {', '.join(unknown)}; known are {', '.join(names)} and those of TrainingArguments.")
+    return dict(content)

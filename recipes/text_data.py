@@ -1,0 +1,138 @@
+"""Text → tokens → blocks of equal length, for language modelling."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from pydoc_data import topics
+
+from datasets import Dataset, DatasetDict, DatasetNotFoundError, load_dataset
+from recipe_arguments import DataArguments
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+_FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+
+
+def load_text(data: DataArguments) -> DatasetDict:
+    """Text for training and for evaluation, in a column `text`.
+
+    Args:
+        data: where the text is; by default Python's own language reference.
+
+    Returns:
+        Splits `train` and `validation`.
+
+    Raises:
+        ValueError: a file is missing, empty or of an unknown kind, or there is no column `text`.
+    """
+    if data.dataset_name:
+        text = _from_hub(data)
+    elif data.train_file:
+        text = _from_files(data)
+    else:
+        return _language_reference(data.validation_split_percentage)
+    if "train" not in text or "text" not in text["train"].column_names:
+        raise ValueError(f"The data set needs a split `train` with a column `text`; it has {dict(text.column_names)}.")
+    text = text.select_columns("text")
+    if "validation" not in text:
+        parts = text["train"].train_test_split(test_size=data.validation_split_percentage / 100, shuffle=False)
+        text = DatasetDict(train=parts["train"], validation=parts["test"])
+    return text
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> str:
+    """Train a byte-level BPE.
+
+    Args:
+        texts: what to train on.
+        vocab_size: entries, special token included.
+
+    Returns:
+        The tokenizer as JSON, for `wrap_tokenizer`.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer.to_str()
+
+
+def wrap_tokenizer(content: str) -> PreTrainedTokenizerBase:
+    """The trained tokenizer as transformers uses it."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(content), bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, unk_token=END_OF_TEXT
+    )
+
+
+def to_blocks(text: DatasetDict, tokenizer: PreTrainedTokenizerBase, block_size: int, *, source: str) -> DatasetDict:
+    """Tokenise, join, and cut into blocks; what is left at the end is dropped.
+
+    Args:
+        text: splits with a column `text`.
+        tokenizer: any tokenizer.
+        block_size: tokens of one block.
+        source: what the text is called in errors.
+
+    Returns:
+        The same splits with `input_ids` and `labels` of `block_size` tokens each.
+
+    Raises:
+        ValueError: a split is too short for one block.
+    """
+
+    def tokenize(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        return {"input_ids": tokenizer(rows["text"], return_attention_mask=False, verbose=False)["input_ids"]}
+
+    def cut(rows: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+        joined = [token for row in rows["input_ids"] for token in row]
+        blocks = [joined[start : start + block_size] for start in range(0, len(joined) - block_size + 1, block_size)]
+        return {"input_ids": blocks, "labels": [list(block) for block in blocks]}
+
+    tokens = text.map(tokenize, batched=True, remove_columns=["text"], desc="Tokenising")
+    blocks = tokens.map(cut, batched=True, batch_size=1000, desc=f"Blocks of {block_size}")
+    for split, rows in blocks.items():
+        if not len(rows):
+            have = sum(map(len, tokens[split]["input_ids"]))
+            raise ValueError(f"{source}: the {split} text has {have} tokens, less than one block of {block_size}; give more text.")
+    return blocks
+
+
+def _from_hub(data: DataArguments) -> DatasetDict:
+    try:
+        return load_dataset(data.dataset_name, data.dataset_config_name)
+    except (DatasetNotFoundError, ConnectionError) as error:
+        raise ValueError(f"Cannot load the data set {data.dataset_name}: {error}") from None
+
+
+def _from_files(data: DataArguments) -> DatasetDict:
+    files = {"train": data.train_file, "validation": data.validation_file}
+    files = {split: name for split, name in files.items() if name}
+    for split, name in files.items():
+        path = Path(name)
+        if not path.is_file():
+            raise ValueError(f"{split} file {name} does not exist; give a .txt, .json, .jsonl or .csv file.")
+        if path.suffix not in _FORMATS:
+            raise ValueError(f"{split} file {name} is of no known kind; give a .txt, .json, .jsonl or .csv file.")
+        if not path.read_bytes()[: 2**16].strip():
+            raise ValueError(f"{split} file {name} is empty; give a file with text.")
+    suffixes = {Path(name).suffix for name in files.values()}
+    if len({_FORMATS[suffix] for suffix in suffixes}) > 1:
+        raise ValueError(f"train_file and validation_file are of different kinds ({', '.join(sorted(suffixes))}); use one kind.")
+    kind = _FORMATS[suffixes.pop()]
+    return load_dataset(kind, data_files=files, **({"keep_linebreaks": True} if kind == "text" else {}))
+
+
+def _language_reference(validation_percentage: int) -> DatasetDict:
+    """The paragraphs of Python's language reference, each once; every n-th is for evaluation."""
+    paragraphs = dict.fromkeys(part for _, text in sorted(topics.topics.items()) for part in re.split(r"\n\s*\n", text) if part.strip())
+    texts = [f"{paragraph}\n\n" for paragraph in paragraphs]
+    every = max(2, round(100 / validation_percentage))
+    held_out = texts[every - 1 :: every]
+    kept = [text for index, text in enumerate(texts) if index % every != every - 1]
+    return DatasetDict(train=Dataset.from_dict({"text": kept}), validation=Dataset.from_dict({"text": held_out}))

@@ -1,0 +1,81 @@
+"""OSDPConfig: what is accepted, and the one line that says why something is not."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from hf_osdp.integration.config import STRATEGIES, OSDPConfig
+from hf_osdp.planner.presets import preset
+
+
+def test_defaults_leave_everything_to_the_planner():
+    config = OSDPConfig()
+    assert (config.strategy, config.compare) == ("osdp", True)
+    assert config.memory_limit_bytes is None
+    values = dataclasses.asdict(config)
+    assert all(value is None for name, value in values.items() if name not in ("strategy", "compare"))
+
+
+@pytest.mark.parametrize(("text", "count"), [("8GiB", 8 * 2**30), ("500MB", 500 * 10**6), (1234, 1234), ("1.5 GiB", 3 * 2**29)])
+def test_memory_limit_in_bytes(text, count):
+    assert OSDPConfig(memory_limit=text).memory_limit_bytes == count
+
+
+@pytest.mark.parametrize("classes", ["GPT2Block, BertLayer", ("GPT2Block", "BertLayer"), ["GPT2Block", "BertLayer"]])
+def test_block_classes_as_text_or_names(classes):
+    assert OSDPConfig(block_classes=classes).block_classes == ("GPT2Block", "BertLayer")
+
+
+def test_is_immutable_and_hashable():
+    config = OSDPConfig(memory_limit="1GiB", block_classes=["A"])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.strategy = "ddp"
+    assert config == OSDPConfig(memory_limit="1GiB", block_classes="A")
+    assert config.updated(strategy="ddp").strategy == "ddp"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_is_accepted(strategy):
+    assert OSDPConfig(strategy=strategy).strategy == strategy
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"strategy": "zero3"}, ("strategy='zero3'", "osdp, fsdp, ddp, zero2, hsdp")),
+        ({"memory_limit": "8 gigs"}, ("memory_limit='8 gigs'", "8GiB")),
+        ({"memory_limit": 0}, ("memory_limit=0", "1 byte")),
+        ({"memory_limit": True}, ("memory_limit=True", "not a number of bytes")),
+        ({"block_classes": " , "}, ("block_classes", "names no class")),
+        ({"block_classes": [1]}, ("block_classes=[1]", "class names")),
+        ({"sequence_length": 0}, ("sequence_length=0", "at least 1")),
+        ({"global_batch_size": "8"}, ("global_batch_size='8'", "whole number")),
+        ({"micro_batch_size": True}, ("micro_batch_size=True", "whole number")),
+        ({"nodes": -1}, ("nodes=-1", "at least 1")),
+        ({"compare": None}, ("compare=None", "true or false")),
+        ({"reduce_every_micro_step": "yes"}, ("reduce_every_micro_step='yes'", "true or false")),
+        ({"plan": 3}, ("plan=3", "path")),
+        ({"hardware": 3}, ("hardware=3", "preset")),
+        ({"plan": "p.json", "strategy": "ddp"}, ("strategy='ddp'", "no effect")),
+        ({"plan": Path("p.json"), "hardware": "h100"}, ("hardware", "no effect")),
+        ({"memorylimit": "1GiB"}, ("no option 'memorylimit'", "memory_limit, strategy, block_classes")),
+    ],
+)
+def test_bad_options_give_value_limit_and_remedy_in_one_line(options, parts):
+    with pytest.raises(ValueError) as caught:
+        OSDPConfig.from_options(options)
+    message = str(caught.value)
+    assert all(part in message for part in parts), message
+    assert "\n" not in message
+
+
+def test_nodes_beside_a_hardware_description_is_refused():
+    with pytest.raises(ValueError, match="nodes=2"):
+        OSDPConfig(hardware=preset("h100"), nodes=2)
+
+
+def test_from_options_accepts_the_switch_of_the_accelerate_file():
+    assert OSDPConfig.from_options({"osdp": True, "strategy": "hsdp"}) == OSDPConfig(strategy="hsdp")
