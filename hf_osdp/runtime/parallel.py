@@ -25,7 +25,7 @@ from .agree import broadcast_plan, on_rank_zero
 from .apply import apply_plan, default_device_type
 from .clip import clip_grad_norm_
 from .mesh import world_size
-from .state import full_state_dict, load_full_state_dict
+from .state import free_gathered, full_state_dict, load_full_state_dict
 from .verify import verify_applied
 
 if TYPE_CHECKING:
@@ -127,12 +127,13 @@ class OptimalShardedDataParallel(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip all gradients as one vector. Collective. Returns the norm before clipping."""
-        return clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+        return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     # ---------------------------------------------------------------------------------------------------------- state
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's parameters under its own names (this rank's shards, as DTensors)."""
+        """The model's parameters under its own names: this rank's shards, as DTensors, also right after an evaluation."""
+        free_gathered(self.module)
         return self.module.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:

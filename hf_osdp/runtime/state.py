@@ -14,6 +14,14 @@ from torch.distributed.tensor import DTensor
 from ..profiling.units import canonical_name
 
 
+def free_gathered(model: nn.Module) -> None:
+    """Show shards everywhere. After a forward without backward, units that are kept go on showing gathered parameters; an
+    optimizer made from those would update what nobody reads."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @torch.no_grad()
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Whole weights under their Hugging Face names. Collective; one parameter at a time is whole on the device.

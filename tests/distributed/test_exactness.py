@@ -25,11 +25,15 @@ CASES = {
 }  # fmt: skip
 
 
-def run_cases() -> dict[str, Trained]:
+# Two ranks know fewer layouts (half of them is one rank, which replicates), and show nothing of Llama that four do not.
+NAMES = {4: tuple(CASES), 2: tuple(name for name in CASES if "hsdp" not in name and not name.startswith("llama"))}
+
+
+def run_cases(names: tuple[str, ...]) -> dict[str, Trained]:
     from hf_osdp.runtime.mesh import Meshes
 
     meshes = Meshes("cpu")
-    results = {name: train_by_layout(meshes=meshes, **case) for name, case in CASES.items()}
+    results = {name: train_by_layout(meshes=meshes, **CASES[name]) for name in names}
     return results if dist.get_rank() == 0 else {}
 
 
@@ -40,11 +44,10 @@ def reference(model_name: str, accumulation_steps: int) -> Trained:
 
 @functools.cache
 def results(world_size: int) -> dict[str, Trained]:
-    return run_ranks(run_cases, world_size, timeout_s=240)[0]
+    return run_ranks(run_cases, world_size, NAMES[world_size], timeout_s=240)[0]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("world_size, name", [(world_size, name) for world_size, names in NAMES.items() for name in names])
 def test_training_equals_one_process(world_size, name):
     case = CASES[name]
     alone = reference(case["model_name"], case.get("accumulation_steps", 1))

@@ -35,6 +35,7 @@ def run_cases(folder: str) -> dict[str, Any]:
     results["planned"] = planned()
     results["errors"] = errors(folder)
     results["bf16"] = low_precision()
+    results["evaluated"] = evaluated()
     return results
 
 
@@ -134,6 +135,20 @@ def low_precision() -> dict[str, Any]:
     }
 
 
+def evaluated() -> dict[str, Any]:
+    """After an evaluation kept units show gathered parameters; what the wrapper gives out are shards all the same."""
+    model = tiny_model(MODEL)
+    parallel = OptimalShardedDataParallel(model, plan_of(find_units(model), dist.get_world_size(), "zero2"))
+    with torch.no_grad():
+        tiny_loss(parallel, tiny_batch(0))
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    before = parallel.full_state_dict()
+    parallel.backward(tiny_loss(parallel, tiny_batch(0)))
+    optimizer.step()
+    after = parallel.full_state_dict()
+    return {"equal": sum(torch.equal(before[name], after[name]) for name in before)}
+
+
 def errors(folder: str) -> dict[str, Any]:
     def caught(*args: Any, **kwargs: Any) -> tuple[type[Exception], str]:
         try:
@@ -195,6 +210,9 @@ class TestOnProcesses:
     def test_mixed_precision(self, world_size):
         found = outcome(world_size)["bf16"]
         assert found == {"logits": torch.bfloat16, "parameters": {torch.float32}, "gradients": {torch.float32}}
+
+    def test_an_optimizer_made_after_an_evaluation_trains_the_model(self, world_size):
+        assert outcome(world_size)["evaluated"] == {"equal": 0}
 
     def test_errors(self, world_size):
         found = outcome(world_size)["errors"]
