@@ -6,11 +6,12 @@ import gc
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..profiling.live_bytes import LiveBytes
 from .mesh import collective_device, world_size
@@ -36,15 +37,19 @@ class StepMeter:
     CUDA: times come from events on the current stream, without synchronising; the peak is the allocator's
     (`max_memory_allocated`) over all steps. The first step warms up and is not timed.
 
-    CPU: the peak is that of the second step, from live tensor bytes (`LiveBytes`: everything that exists when the step
-    begins, and what its operators make). Counting slows that step down, so neither it nor the first is timed.
+    CPU: the peak is that of the second step, from live tensor bytes (`LiveBytes`: what is held when the step begins, and
+    what its operators make). Counting slows that step down, so neither it nor the first is timed.
     """
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, held: Callable[[], Iterable[torch.Tensor]] | None = None) -> None:
         """
         Args:
             device: where the model runs, for example `"cuda"` or `"cpu"`.
+            held: on the CPU, called as the second step begins: the tensors that count beside those that the step makes, for
+                example `training_tensors` of model and optimizer. None counts every tensor, a data set in memory included,
+                as the allocator does on CUDA.
         """
+        self._held = held or existing_tensors
         self._device = torch.device(device)
         self._on_cuda = self._device.type == "cuda"
         self._untimed = 1 if self._on_cuda else 2
@@ -113,7 +118,7 @@ class StepMeter:
 
     def _start_counting(self) -> None:
         self._live = LiveBytes(block_bytes=1, device_type=self._device.type)
-        self._live.track(_existing_tensors())
+        self._live.track(self._held())
         self._live.__enter__()
 
     def _stop_counting(self) -> None:
@@ -122,7 +127,18 @@ class StepMeter:
             self._live = None
 
 
-def _existing_tensors() -> Iterator[torch.Tensor]:
+def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Parameters, gradients, buffers and optimizer state."""
+    for parameter in model.parameters():
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    yield from model.buffers()
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def existing_tensors() -> Iterator[torch.Tensor]:
     """Every tensor that Python can reach: parameters, optimizer state, buffers, the data in memory."""
     for candidate in gc.get_objects():
         # isinstance would ask proxies such as lazy modules for their __class__.

@@ -9,32 +9,26 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_osdp.runtime.measure import StepMeter
+from hf_osdp.runtime.measure import StepMeter, training_tensors
 from tests.helpers.distributed import run_ranks
 
 ELEMENTS = 1_000_000
 
 
-def measure(steps: int, seconds: float, elements: int) -> StepMeter:
-    """Steps that hold a parameter, its gradient, a momentum and one activation of the same size."""
-    parameter = torch.nn.Parameter(torch.zeros(elements))
-    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, foreach=False)
-    meter = StepMeter("cpu")
+def measure(steps: int, seconds: float, elements: int, *, hold_all: bool = True) -> StepMeter:
+    """Steps that hold a parameter, a momentum, and the product in forward or the gradient in backward."""
+    model = torch.nn.ParameterList([torch.zeros(elements)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    meter = StepMeter("cpu", None if hold_all else lambda: training_tensors(model, optimizer))
     for _ in range(steps):
         meter.step_begins()
         time.sleep(seconds)
-        (parameter * 2).sum().backward()
+        (model[0] * 2).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         meter.step_ends()
         time.sleep(3 * seconds)
     return meter
-
-
-def test_the_peak_of_a_step():
-    meter = measure(3, 0.0, ELEMENTS)
-    arrays = meter.peak_bytes / (4 * ELEMENTS)
-    assert 3 <= arrays < 3.1, "parameter, momentum, and the product in forward or the gradient in backward"
 
 
 def test_the_time_of_a_step_leaves_out_the_first_two_and_what_lies_between(monkeypatch):
@@ -67,12 +61,20 @@ def test_a_step_that_did_not_end_is_forgotten():
 
 def measure_on_each_rank():
     rank = dist.get_rank()
-    meter = measure(4, 0.02 + 0.05 * rank, ELEMENTS * (rank + 1))
-    return meter.peak_bytes, meter.summary()
+    data = torch.zeros(5 * ELEMENTS)
+    with_data = measure(4, 0.02 + 0.05 * rank, ELEMENTS * (rank + 1))
+    without = measure(2, 0.0, ELEMENTS, hold_all=False)
+    return with_data.peak_bytes, with_data.summary(), without.peak_bytes, data.numel()
 
 
-def test_the_summary_is_that_of_the_worst_rank():
-    (small, first), (large, second) = run_ranks(measure_on_each_rank, 2)
-    assert first == second
-    assert first.peak_bytes == large > 1.5 * small
-    assert first.median_step_s >= 0.07
+def test_peaks_and_the_summary_of_the_worst_rank():
+    found = run_ranks(measure_on_each_rank, 2)
+    arrays = [[count / (4 * ELEMENTS) for count in (peak, without)] for peak, _, without, _ in found]
+    assert arrays == [
+        [pytest.approx(5 + 3, abs=0.1), pytest.approx(3, abs=0.1)],
+        [pytest.approx(5 + 6, abs=0.1), pytest.approx(3, abs=0.1)],
+    ]
+    assert found[0][1] == found[1][1]
+    summary = found[0][1]
+    assert (summary.steps, summary.peak_bytes) == (4, found[1][0])
+    assert summary.median_step_s >= 0.07

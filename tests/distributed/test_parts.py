@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from hf_osdp.errors import OSDPError, PlanError, PlanMismatchError
 from hf_osdp.profiling.units import find_units
@@ -54,6 +55,8 @@ def run_cases() -> dict[str, Any]:
         "meta": meta_case,
         "refusals": functools.partial(refusals_case, meshes),
         "mesh": functools.partial(mesh_case, meshes),
+        "frozen": functools.partial(frozen_case, meshes),
+        "offload": functools.partial(offload_case, meshes),
     }  # fmt: skip
     return {name: case() for name, case in cases.items()}
 
@@ -376,3 +379,51 @@ def meta_case() -> dict[str, Any]:
 
 def test_parameters_on_meta_are_not_broadcast():
     assert [found["meta"] for found in outcome()] == [{"old": [1.0], "meta": rank > 0} for rank in range(WORLD_SIZE)]
+
+
+def freeze(model: torch.nn.Module) -> torch.nn.Module:
+    """Whole blocks, one with a single trainable bias, and the embedding that is shared with the head."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(("transformer.h.2", "transformer.ln_f")) or name == "transformer.h.1.mlp.c_fc.bias")
+    return model
+
+
+def frozen_case(meshes: Meshes) -> dict[str, Any]:
+    model = freeze(tiny_model("gpt2"))
+    units = find_units(model)
+    plan = plan_of(units, meshes.world_size, "mixed")
+    apply_plan(model, plan, units, meshes=meshes)
+    verify_applied(model, plan, units)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
+    tiny_loss(model, my_batch()).backward()
+    norm = clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+    return {"norm": norm.item(), "state": full_state_dict(model)}
+
+
+def test_frozen_parameters_stay_and_the_others_train():
+    model = freeze(tiny_model("gpt2"))
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
+    tiny_loss(model, tiny_batch(0)).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01).item()
+    optimizer.step()
+    case = outcome()[0]["frozen"]
+    assert abs(case["norm"] - norm) < 1e-13
+    assert max((case["state"][name] - value).abs().max().item() for name, value in model.state_dict().items()) < 1e-12
+
+
+def offload_case(meshes: Meshes) -> dict[str, Any]:
+    model = tiny_model("gpt2")
+    units = find_units(model)
+    plan = plan_of(units, meshes.world_size, "mixed")
+    apply_plan(model, plan, units, meshes=meshes, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    verify_applied(model, plan, units)
+    tiny_loss(model, my_batch()).backward()
+    return {"norm": clip_grad_norm_(model.parameters(), 1.0).item()}
+
+
+def test_offloaded_units_give_the_same_gradients():
+    model = tiny_model("gpt2")
+    tiny_loss(model, tiny_batch(0)).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+    assert all(abs(found["offload"]["norm"] - norm) < 1e-13 for found in outcome())
