@@ -56,7 +56,12 @@ class UnitBytes:
     gradients_held: int
     """Gradients held throughout, because earlier micro-steps left them."""
     gradients_after: int
-    """What the unit's gradients add once its backward is done; negative where whole gradients become shards."""
+    """What the unit's gradients add once its backward is done."""
+    gradients_settled: int
+    """What they add when the last micro-step ends: negative where whole gradients that were held become shards.
+
+    Counted then and not unit by unit, because the micro-steps before end with all of them whole.
+    """
     reduced_after: int
     """Reduced gradients that FSDP2 keeps until the end of backward beside those above."""
     gathered: int
@@ -66,7 +71,7 @@ class UnitBytes:
     cast_buffer: int
     """Parameters cast to the compute dtype before they are gathered."""
     unsharded_gradients: int
-    """Gradients as autograd makes them."""
+    """Gradients as autograd makes them, before they are reduced or added to whole ones that are held."""
     reduce_input: int
     """Input buffer of the reduce-scatter."""
     reduce_tail: int
@@ -138,12 +143,13 @@ def unit_bytes(unit: UnitDescription, choice: Choice, world_size: int, job: Trai
         parameters=_total(unit.parameters, lambda p: p.sharded_numel(g) * p.dtype.itemsize),
         optimizer=job.optimizer.states * gradients,
         gradients_held=whole if holds else gradients if accumulates else 0,
-        gradients_after=gradients - whole if holds else 0 if accumulates else gradients,
+        gradients_after=0 if holds or accumulates else gradients,
+        gradients_settled=gradients - whole if holds else 0,
         reduced_after=reduced if distributed and g < world_size and (recast or accumulates) else 0,
         gathered=gathered,
         gather_buffer=gathered if g > 1 else 0,
         cast_buffer=_cast_buffer(unit, g, job) if casts and distributed else 0,
-        unsharded_gradients=0 if holds else _total(trainable, lambda p: p.numel * precision.gathered_dtype(p).itemsize),
+        unsharded_gradients=0 if holds and unit.span is GatherSpan.USE else _unsharded(trainable, job),
         reduce_input=g * reduced if distributed else 0,
         reduce_tail=reduce_tail(unit, world_size, job),
         reduce_output=reduced if distributed and (recast or accumulates) else 0,
@@ -158,6 +164,12 @@ def reduce_tail(unit: UnitDescription, world_size: int, job: TrainingJob) -> int
         return 0
     trainable = (p for p in unit.parameters if p.requires_grad)
     return _total(trainable, lambda p: world_size * p.sharded_numel(world_size) * job.precision.reduced_dtype(p).itemsize)
+
+
+def merged_gradients(unit: UnitDescription, job: TrainingJob) -> int:
+    """Bytes of the sum that autograd makes of a shared parameter's gradients, beside both of them, when the second comes."""
+    shared = {names[0] for names in unit.shared}
+    return _unsharded([p for p in unit.parameters if p.requires_grad and p.name in shared], job)
 
 
 def unit_seconds(unit: UnitDescription, choice: Choice, hardware: Hardware, job: TrainingJob) -> UnitSeconds:
@@ -189,6 +201,10 @@ def unit_seconds(unit: UnitDescription, choice: Choice, hardware: Hardware, job:
 
 def _total(parameters: Iterable[ParameterSpec], value) -> int:
     return sum(value(p) for p in parameters)
+
+
+def _unsharded(parameters: Iterable[ParameterSpec], job: TrainingJob) -> int:
+    return _total(parameters, lambda p: p.numel * job.precision.gathered_dtype(p).itemsize)
 
 
 def _cast_buffer(unit: UnitDescription, g: int, job: TrainingJob) -> int:

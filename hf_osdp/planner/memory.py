@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from .costs import Batch, Choice, UnitBytes, unit_bytes
+from .costs import Batch, Choice, UnitBytes, merged_gradients, unit_bytes
 from .description import GatherSpan, ModelDescription
 from .job import OptimizerStep, TrainingJob
 
@@ -119,17 +119,25 @@ def combined_scratch(job: TrainingJob, scratch: Sequence[int]) -> int:
     return max(scratch, default=0) if job.optimizer.step is OptimizerStep.FOR_LOOP else sum(scratch)
 
 
+def merging_stretch(description: ModelDescription, job: TrainingJob) -> dict[int, int]:
+    """Where gradients of shared parameters meet: the first segment, which backward reaches last; and their sum's bytes."""
+    sums = sum(merged_gradients(unit, job) for unit in description.units)
+    stretches = (i for i, s in enumerate(description.segments) if description.units[s.unit].span is GatherSpan.STEP)
+    return {index: sums for index in [next(stretches, None)] if index is not None}
+
+
 class _Walk:
     """One micro-step over a description, with the bytes of each unit's choice."""
 
     def __init__(self, description: ModelDescription, units: Sequence[UnitBytes], job: TrainingJob, batch: Batch):
         self.description, self.units, self.job, self.samples = description, units, job, batch.micro_batch_size
         self.labels = [unit.label for unit in description.units]
-        self.first_use = {}
+        self.first_use: dict[int, int] = {}
         for index, segment in enumerate(description.segments):
             self.first_use.setdefault(segment.unit, index)
         spans = [unit.span for unit in description.units]
         self.whole_step = [i for i, span in enumerate(spans) if span is GatherSpan.STEP]
+        self.merging = merging_stretch(description, job)
         self.level = _Level(
             parameters=sum(u.parameters for u in units),
             optimizer=sum(u.optimizer for u in units),
@@ -168,6 +176,7 @@ class _Walk:
             label, compute = self.labels[segment.unit], segment.backward.peak_bytes.bytes(self.samples)
             ahead = self._prefetched_before(index)
             if segment.unit in self.whole_step:
+                compute += self.merging.get(index, 0)
                 yield self.level.moment("backward", label, activations=compute, gathered=ahead, buffers=in_flight)
                 self.level.activations -= segment.saved_bytes.bytes(self.samples)
                 self.level.gradients += owed  # from the head on, weights shared with the embedding have a gradient
@@ -198,11 +207,13 @@ class _Walk:
 
     def finish(self):
         """The reductions that come last, and the optimizer step."""
+        running = {segment.unit for segment in self.description.segments} - set(self.whole_step)
+        self.level.gradients += sum(self.units[i].gradients_settled for i in running)
         for index in self.whole_step:
             unit, label = self.units[index], self.labels[index]
             self.level.gathered -= unit.gathered
             yield self.level.moment("reduce", label, buffers=unit.reduce_input)
-            self.level.gradients += unit.gradients_after - unit.unsharded_gradients
+            self.level.gradients += unit.gradients_after + unit.gradients_settled - unit.unsharded_gradients
             self.level.buffers += unit.reduced_after
             yield self.level.moment("reduce", label, buffers=unit.reduce_input + max(0, unit.reduce_output - unit.reduced_after))
         self.level.buffers = 0

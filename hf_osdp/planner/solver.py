@@ -220,10 +220,11 @@ class _Program:
         line = self.line
         running = [g for g in line.stations if isinstance(g, Group)]
         reduced = self._sum(running, lambda o: o.bytes.reduced_after)
+        level = level + self._sum(running, lambda o: o.bytes.gradients_settled)
         for group in line.whole_step:
             level = level - self._sum([group], lambda o: o.bytes.gathered)
             self._fits(level + self._sum([group], lambda o: o.bytes.reduce_input))
-            level = level + self._sum([group], lambda o: o.bytes.gradients_after - o.bytes.unsharded_gradients + o.bytes.reduced_after)
+            level = level + self._sum([group], _reduced_at_the_end)
             reduced = reduced + self._sum([group], lambda o: o.bytes.reduced_after)
             self._fits(level + self._sum([group], lambda o: o.bytes.reduce_input + max(0, o.bytes.reduce_output - o.bytes.reduced_after)))
         level = level - reduced
@@ -233,3 +234,9 @@ class _Program:
                     self._fits(level + option.bytes.step_scratch, used)
         else:
             self._fits(level + self._sum(line.groups, lambda o: o.bytes.step_scratch))
+
+
+def _reduced_at_the_end(option: Option) -> int:
+    """What the level changes by when the gradients of a unit that is gathered for the whole step are reduced."""
+    terms = option.bytes
+    return terms.gradients_after + terms.gradients_settled - terms.unsharded_gradients + terms.reduced_after

@@ -18,6 +18,7 @@ from .costs import Batch, Choice, UnitBytes, reduce_tail, unit_bytes, unit_secon
 from .description import GatherSpan, ModelDescription, Segment, UnitDescription
 from .hardware import Hardware
 from .job import TrainingJob
+from .memory import merging_stretch
 from .strategies import Space
 from .timing import Windows, overlap_windows, unit_time
 
@@ -66,6 +67,8 @@ class Option:
             held + self.gather_peak, held + self.compute_peak, held + self.compute_peak + self.bytes.prefetched,
             self.bytes.prefetched, self.bytes.gather_buffer, held + self.left_by_backward + self.bytes.step_scratch,
             held + self.bytes.gathered, self.bytes.reduce_input, self.bytes.reduced_after + self.bytes.reduce_output,
+            held + self.left_by_backward + self.bytes.gradients_settled, held + self.bytes.gradients_after + self.bytes.gradients_settled,
+            held + self.left_by_backward + self.bytes.gradients_settled + self.bytes.step_scratch,
         )  # fmt: skip
 
 
@@ -136,10 +139,11 @@ def build_line(
     units, tails = description.units, _tails(description, hardware.world_size, job)
     stations: list[Group | Stretch] = []
     key_before = None
-    for segment, tail in zip(description.segments, tails, strict=True):
+    merging = merging_stretch(description, job)
+    for index, (segment, tail) in enumerate(zip(description.segments, tails, strict=True)):
         unit = units[segment.unit]
         if unit.span is GatherSpan.STEP:
-            stations.append(_stretch(segment, tail, batch.micro_batch_size))
+            stations.append(_stretch(segment, tail, merging.get(index, 0), batch.micro_batch_size))
             key_before = None
             continue
         key = (_shape_key(unit), segment.saved_bytes, segment.gradient_bytes, segment.forward, segment.backward, tail,
@@ -216,12 +220,12 @@ class _OptionMaker:
         )
 
 
-def _stretch(segment: Segment, tail: int, samples: int) -> Stretch:
+def _stretch(segment: Segment, tail: int, merging: int, samples: int) -> Stretch:
     return Stretch(
         unit=segment.unit,
         saved=segment.saved_bytes.bytes(samples),
         forward_peak=segment.forward.peak_bytes.bytes(samples),
-        backward_peak=segment.backward.peak_bytes.bytes(samples),
+        backward_peak=segment.backward.peak_bytes.bytes(samples) + merging,
         tail=tail,
     )
 
