@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -67,6 +69,24 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
         return batch
 
     return make
+
+
+@contextmanager
+def without_packing() -> Iterator[None]:
+    """Keep transformers from building masks for packed sequences while fake tensors run.
+
+    It builds a T x T mask whenever it cannot look at the positions; in training it looks, and finds one sequence a row.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    original = getattr(masking, "find_packed_sequence_indices", None)
+    if original is None:
+        yield
+        return
+    masking.find_packed_sequence_indices = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        masking.find_packed_sequence_indices = original
 
 
 def check_sequence_length(model: nn.Module, sequence_length: int) -> None:

@@ -92,8 +92,9 @@ class LiveBytes(TorchDispatchMode):
                 if storage is None:
                     continue
                 if storage._cdata not in self._sizes:
-                    if before is None:
-                        before = _storage_keys((args, kwargs))
+                    if before is None:  # torch.tensor allocates out of sight, then lifts
+                        lifted = func is torch.ops.aten.lift_fresh.default
+                        before = set() if lifted else _storage_keys((args, kwargs))
                     if storage._cdata in before:
                         continue  # a view of what was there before, or written in place
                 self._note(local, storage)

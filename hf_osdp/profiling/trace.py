@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import DescriptionError
 from ..planner.description import Affine, GatherSpan, PhaseCost, Segment, UnitDescription
-from .batch import Inputs
+from .batch import Inputs, without_packing
 from .fused import FusedKernels
 from .live_bytes import CUDA_BLOCK_BYTES, LiveBytes
 from .recorder import PhaseRecord, Recorder, Stretch
@@ -97,6 +97,7 @@ class _Tracer:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(without_packing())
             stack.enter_context(self._mode)
             live = stack.enter_context(LiveBytes(block_bytes=CUDA_BLOCK_BYTES if self._fused_kernels else 1))
             recorder = stack.enter_context(Recorder(live))
@@ -198,13 +199,23 @@ _Samples = tuple[int, int, int]
 def _segment(stretches: Sequence[Stretch], samples: _Samples) -> Segment:
     """Costs of a stretch, or of the equal one that was traced in its place, from its trace at each batch size."""
     traced = [stretch.copy_of or stretch for stretch in stretches]
+    released = [_released_bytes(stretch) for stretch in stretches]
+    ends = [t.end_bytes - r for t, r in zip(traced, released, strict=True)]
     return Segment(
         unit=stretches[0].unit,
-        saved_bytes=_bytes_line([t.end_bytes - t.start_bytes for t in traced], samples),
+        saved_bytes=_bytes_line([end - t.start_bytes for t, end in zip(traced, ends, strict=True)], samples),
         gradient_bytes=_bytes_line([t.handed_back_bytes for t in traced], samples),
         forward=_phase([t.forward for t in traced], [t.start_bytes for t in traced], samples),
-        backward=_phase([t.backward for t in traced], [t.end_bytes for t in traced], samples),
+        backward=_phase([t.backward for t in traced], ends, samples),
     )
+
+
+def _released_bytes(stretch: Stretch) -> int:
+    """What callers let go of when a stand-in had run: after the last of equal blocks, masks and embeddings.
+
+    A stand-in itself frees as much as it makes: its input is not saved, and its output is as large.
+    """
+    return 0 if stretch.copy_of is None else max(0, stretch.start_bytes - stretch.end_bytes)
 
 
 def _phase(records: Sequence[PhaseRecord], floors: Sequence[int], samples: _Samples) -> PhaseCost:

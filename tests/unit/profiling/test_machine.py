@@ -1,0 +1,67 @@
+"""Measurements of this machine: plausible alone, and the same on every rank together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_osdp.errors import HardwareError
+from hf_osdp.planner.description import DType
+from hf_osdp.planner.hardware import Backend, Collective
+from hf_osdp.profiling.links import fit_line
+from hf_osdp.profiling.machine import measure_hardware
+from tests.helpers.distributed import run_ranks
+
+
+def test_one_process():
+    state = torch.get_rng_state()
+    hardware = measure_hardware(device_type="cpu", seconds=0.2)
+    assert (hardware.world_size, hardware.backend, hardware.timings) == (1, Backend.GLOO, ())
+    assert hardware.device.name.startswith("cpu (")
+    assert 1e8 < hardware.device.rate(DType.FLOAT32) < 1e14
+    assert 1e8 < hardware.device.memory_bytes_per_s < 1e13
+    assert 2**20 < hardware.device.memory_bytes < 2**50
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def _measure_here():
+    hardware = measure_hardware(device_type="cpu", seconds=0.3)
+    sizes = {(t.collective, t.group_size) for t in hardware.timings}
+    positive = all(t.latency_s >= 0 and t.seconds_per_byte > 0 for t in hardware.timings)
+    return repr(hardware), hardware.devices_per_node, hardware.nodes, sizes, positive
+
+
+def test_ranks_agree_on_every_figure():
+    results = run_ranks(_measure_here, 2)
+    text, devices_per_node, nodes, sizes, positive = results[0]
+    assert results[1][0] == text
+    assert (devices_per_node, nodes, positive) == (2, 1, True)
+    assert sizes == {(collective, 2) for collective in Collective}
+
+
+def test_four_ranks_measure_every_divisor_and_two_nodes():
+    results = run_ranks(_measure_here, 4, env={"LOCAL_WORLD_SIZE": "2"})
+    text, devices_per_node, nodes, sizes, positive = results[0]
+    assert all(result[0] == text for result in results)
+    assert (devices_per_node, nodes, positive) == (2, 2, True)
+    assert sizes == {(collective, size) for collective in Collective for size in (2, 4)}
+
+
+def test_bad_requests_are_refused():
+    with pytest.raises(ValueError, match="device_type='tpu' is not known; use cpu or cuda"):
+        measure_hardware(device_type="tpu")
+    with pytest.raises(ValueError, match="group_sizes has 3, which does not divide the 1 processes"):
+        measure_hardware(device_type="cpu", group_sizes=[3])
+    if not torch.cuda.is_available():
+        with pytest.raises(HardwareError, match="torch sees no CUDA device here"):
+            measure_hardware(device_type="cuda")
+
+
+def test_fit_line_recovers_a_line():
+    latency_s, seconds_per_byte = fit_line([(n, 1e-4 + 2e-9 * n) for n in (1_000, 100_000, 10_000_000)])
+    assert latency_s == pytest.approx(1e-4) and seconds_per_byte == pytest.approx(2e-9)
+
+
+def test_fit_line_stays_physical_under_noise():
+    latency_s, seconds_per_byte = fit_line([(1_000, 2e-3), (1_000_000, 1e-3)])
+    assert latency_s == 0.0 and seconds_per_byte == pytest.approx(1e-9)
