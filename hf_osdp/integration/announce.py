@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from ..quantities import format_bytes, format_seconds
+from rich.console import Console
+
+from ..planner.evaluate import PlanEstimate, estimate_plan
+from ..quantities import format_seconds
+from ..report.run_report import REPORT_FILE, report_content, write_report
+from ..report.tables import comparison_table, outcome_table, plan_caption, plan_table
+from ..runtime.measure import StepSummary
 from .planning import PlannedRun
 
-REPORT_FILE = "osdp_report.json"
+__all__ = ["REPORT_FILE", "announce_plan", "announce_result"]
+
+_WIDTH = 100
+"""Columns where the output is no terminal."""
 
 
 def announce_plan(run: PlannedRun, *, is_rank_zero: bool) -> None:
     """Print the plan, with the other strategies beside it where they were estimated."""
     if not is_rank_zero:
         return
-    plan = run.plan
-    estimate = f", estimated {format_bytes(plan.peak_bytes)} and {format_seconds(plan.step_s)} a step" if plan.step_s else ""
-    print(
-        f"OSDP plan {plan.fingerprint}: {plan.strategy}, {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps"
-        f" on {plan.world_size} processes{estimate}",
-        flush=True,
-    )
+    console, estimate = _console(), _estimate(run)
+    console.print(plan_table(run.plan, run.description, estimate))
+    for line in plan_caption(run.plan, estimate):
+        console.print(line, highlight=False)
+    if run.comparison is not None and run.memory_limit_bytes is not None:
+        console.print()
+        console.print(comparison_table(run.comparison, run.memory_limit_bytes))
+    where = "" if run.hardware is None else f" for {run.hardware.summary}"
+    console.print(f"Planned{where} in {format_seconds(run.planning_s)}; activations: {run.description.trace}.", highlight=False)
 
 
-def announce_result(run: PlannedRun, measured: Any, *, output_dir: str | Path, is_rank_zero: bool) -> None:
+def announce_result(run: PlannedRun, measured: StepSummary, *, output_dir: str | Path, is_rank_zero: bool) -> None:
     """Print estimated beside measured peak and step time, and write `osdp_report.json`.
 
     Args:
@@ -37,5 +46,32 @@ def announce_result(run: PlannedRun, measured: Any, *, output_dir: str | Path, i
     """
     if not is_rank_zero:
         return
-    content = {"plan": json.loads(run.plan.to_json()), "measured": asdict(measured) if is_dataclass(measured) else measured}
-    (Path(output_dir) / REPORT_FILE).write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+    console, estimate = _console(), _estimate(run)
+    console.print(
+        outcome_table(
+            estimated_peak=run.plan.peak_bytes or estimate.memory.peak_bytes,
+            measured_peak=measured.peak_bytes,
+            estimated_step_s=run.plan.step_s if estimate.time is None else estimate.time.step_s,
+            measured_step_s=measured.median_step_s,
+        )
+    )
+    content = report_content(
+        plan=run.plan,
+        description=run.description,
+        estimate=estimate,
+        hardware=run.hardware,
+        comparison=run.comparison,
+        planning_s=run.planning_s,
+        measured=asdict(measured),
+    )
+    path = write_report(content, output_dir)
+    console.print(f"Report: {path}", highlight=False)
+
+
+def _estimate(run: PlannedRun) -> PlanEstimate:
+    return estimate_plan(run.plan, run.description, run.job, run.hardware)
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH)

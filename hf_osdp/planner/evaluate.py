@@ -1,0 +1,66 @@
+"""What a given plan costs, unit by unit, whether it was searched for or read from a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .costs import Batch, Choice, UnitBytes, unit_bytes
+from .description import GatherSpan, ModelDescription
+from .hardware import Hardware
+from .job import TrainingJob
+from .memory import MemoryEstimate, estimate_memory
+from .plan import Plan
+from .timing import TimeEstimate, estimate_time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanEstimate:
+    """Bytes and seconds that a plan is expected to need."""
+
+    units: tuple[UnitBytes, ...]
+    """Memory terms of each unit, in the description's order."""
+    memory: MemoryEstimate
+    time: TimeEstimate | None
+    """None where the hardware is not known."""
+
+
+def choices_of(plan: Plan, description: ModelDescription) -> tuple[Choice, ...]:
+    """The plan's decisions as choices, in the description's order."""
+    decisions = {decision.fqn: decision for decision in plan.units}
+    return tuple(
+        Choice(
+            shard_size=decisions[unit.fqn].shard_size,
+            keep=unit.span is GatherSpan.STEP or not decisions[unit.fqn].reshard_after_forward,
+        )
+        for unit in description.units
+    )
+
+
+def batch_of(plan: Plan) -> Batch:
+    """The plan's batch."""
+    return Batch(
+        micro_batch_size=plan.micro_batch_size,
+        accumulation_steps=plan.accumulation_steps,
+        reduce_every_micro_step=plan.reduce_every_micro_step,
+    )
+
+
+def estimate_plan(plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware | None = None) -> PlanEstimate:
+    """Estimate a plan.
+
+    Args:
+        plan: what runs; it must be for this description (`Plan.check`).
+        description: the model.
+        job: precision and optimizer.
+        hardware: devices and links; without them there is no time estimate.
+
+    Returns:
+        Memory moments, memory terms by unit, and seconds by unit.
+    """
+    choices, batch = choices_of(plan, description), batch_of(plan)
+    pairs = zip(description.units, choices, strict=True)
+    return PlanEstimate(
+        units=tuple(unit_bytes(unit, choice, plan.world_size, job, batch) for unit, choice in pairs),
+        memory=estimate_memory(description, choices, plan.world_size, job, batch),
+        time=None if hardware is None else estimate_time(description, choices, hardware, job, batch),
+    )

@@ -1,0 +1,149 @@
+"""Tables for a terminal: the plan, the strategies side by side, the estimate beside the measurement."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich import box
+from rich.table import Table
+
+from ..planner.description import ModelDescription, UnitDescription
+from ..planner.evaluate import PlanEstimate
+from ..planner.memory import Moment
+from ..planner.plan import Plan
+from ..planner.search import StrategyResult
+from ..quantities import format_bytes, format_count, format_seconds
+
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow:
+    """Neighbouring units of one class with one layout."""
+
+    units: tuple[int, ...]
+    """Indices into the description."""
+    label: str
+    class_name: str
+    layout: str
+
+
+def plan_rows(plan: Plan, description: ModelDescription) -> tuple[PlanRow, ...]:
+    """The plan's units, equal neighbours taken together: `transformer.h.0-5`."""
+
+    def kind(index: int) -> tuple[str, str, int]:
+        unit = description.units[index]
+        return unit.class_name, plan.decision(unit.fqn).describe(plan.world_size), unit.numel
+
+    rows = []
+    for (class_name, layout, _), indices in groupby(range(len(description.units)), key=kind):
+        units = tuple(indices)
+        label = _range_label([description.units[i] for i in units])
+        rows.append(PlanRow(units=units, label=label, class_name=class_name, layout=layout))
+    return tuple(rows)
+
+
+def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate) -> Table:
+    """What each unit does, the memory that it holds on each device, and the seconds that it takes in a step."""
+    table = _table(
+        f"OSDP plan {plan.fingerprint}: {plan.world_size} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps"
+        f" = {plan.global_batch_size} a step"
+    )
+    table.add_column("units", overflow="fold")
+    table.add_column("class", overflow="fold")
+    table.add_column("layout")
+    for name in ("parameters", "held", "gathered", "compute", "exposed", "update"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in plan_rows(plan, description):
+        table.add_row(f"{row.label} ({len(row.units)})" if len(row.units) > 1 else row.label, row.class_name, row.layout,
+                      *_row_values(row, description, estimate))  # fmt: skip
+    return table
+
+
+def plan_caption(plan: Plan, estimate: PlanEstimate) -> tuple[str, ...]:
+    """Where the peak falls and what a step takes, as lines of text."""
+    peak = estimate.memory.peak
+    limit = f" of {format_bytes(plan.memory_limit_bytes)}" if plan.memory_limit_bytes else ""
+    lines = [f"Peak {format_bytes(plan.peak_bytes or peak.total_bytes)}{limit} in {peak.phase} of {peak.unit}: {describe_moment(peak)}."]
+    if estimate.time is not None:
+        time = estimate.time
+        terms = (("compute", "compute_s"), ("exposed communication", "exposed_s"), ("copies", "copy_s"), ("optimizer", "optimizer_s"))
+        parts = ", ".join(f"{name} {format_seconds(time.total(term))}" for name, term in terms)
+        rate = f", {plan.global_batch_size / time.step_s:.1f} samples/s" if time.step_s else ""
+        lines.append(f"Step {format_seconds(time.step_s)}{rate}: {parts}.")
+    if plan.accumulation_steps > 1:
+        when = "in every micro-step" if plan.reduce_every_micro_step else "once a step; whole gradients are held until then"
+        lines.append(f"Gradients are reduced {when}.")
+    if plan.strategy == "osdp" and plan.proven_optimal:
+        lines.append("Proven: no plan of the search space is faster under this limit, by the cost model.")
+    return tuple(lines)
+
+
+def comparison_table(rows: Sequence[StrategyResult], memory_limit_bytes: int) -> Table:
+    """Each strategy at its own best batch."""
+    table = _table(f"Strategies at their own best batch, estimated, limit {format_bytes(memory_limit_bytes)}")
+    table.add_column("strategy")
+    for name in ("micro-batch", "micro-steps", "peak", "step", "samples/s", "osdp is faster by"):
+        table.add_column(name, justify="right", no_wrap=True)
+    best = next((row.result.plan.samples_per_s for row in rows if row.strategy.value == "osdp" and row.result), None)
+    for row in rows:
+        if row.result is None:
+            table.add_row(row.strategy.value, "-", "-", row.reason, "-", "-", "-")
+            continue
+        plan = row.result.plan
+        faster = f"{best / plan.samples_per_s:.2f}x" if best and row.strategy.value != "osdp" else "-"
+        table.add_row(
+            row.strategy.value, str(plan.micro_batch_size), str(plan.accumulation_steps), format_bytes(plan.peak_bytes),
+            format_seconds(plan.step_s), f"{plan.samples_per_s:.1f}", faster,
+        )  # fmt: skip
+    return table
+
+
+def outcome_table(
+    *, estimated_peak: int | None, measured_peak: int | None, estimated_step_s: float | None, measured_step_s: float | None
+) -> Table:
+    """Estimated beside measured; bytes and seconds on the slowest and fullest rank."""
+    table = _table("Estimated beside measured")
+    for name in ("", "estimated", "measured", "estimate / measured"):
+        table.add_column(name, justify="right" if name else "left")
+    for name, estimated, measured, text in (
+        ("peak memory", estimated_peak, measured_peak, format_bytes),
+        ("step time", estimated_step_s, measured_step_s, format_seconds),
+    ):
+        ratio = f"{estimated / measured:.2f}" if estimated and measured else "-"
+        table.add_row(name, *("-" if value is None else text(value) for value in (estimated, measured)), ratio)
+    return table
+
+
+def describe_moment(moment: Moment) -> str:
+    """The kinds of bytes at a moment, the largest first."""
+    parts = sorted(((getattr(moment.breakdown, name), name) for name in moment.breakdown.__slots__), reverse=True)
+    return ", ".join(f"{name.replace('_', ' ')} {format_bytes(nbytes)}" for nbytes, name in parts if nbytes)
+
+
+def _row_values(row: PlanRow, description: ModelDescription, estimate: PlanEstimate) -> Iterator[str]:
+    units = [estimate.units[i] for i in row.units]
+    yield format_count(sum(description.units[i].numel for i in row.units))
+    yield format_bytes(sum(u.held + u.gradients_after for u in units))
+    yield format_bytes(max(u.gathered for u in units))
+    for term in ("compute_s", "exposed_s", "optimizer_s"):
+        yield "-" if estimate.time is None else format_seconds(sum(getattr(estimate.time.units[i], term) for i in row.units))
+
+
+def _range_label(units: Sequence[UnitDescription]) -> str:
+    first, last = units[0].label, units[-1].label
+    if len(units) == 1:
+        return first
+    starts, ends = _NUMBER.findall(first), _NUMBER.findall(last)
+    if _NUMBER.sub("#", first) != _NUMBER.sub("#", last) or not ends:
+        return f"{first} ... {last}"
+    changed = next(i for i, (a, b) in enumerate(zip(starts, ends, strict=True)) if a != b)
+    match = list(_NUMBER.finditer(first))[changed]
+    return f"{first[: match.end()]}-{ends[changed]}{first[match.end() :]}"
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, expand=False)
