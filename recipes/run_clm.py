@@ -85,6 +85,8 @@ def main() -> None:
 def quiet_other_ranks(args: TrainingArguments) -> None:
     """One voice: progress and notes come from rank 0. Errors come from everyone."""
     warnings.filterwarnings("ignore", message=r".*pin_memory.*")
+    # GPT-2's class name does not say which loss it has, and the note that follows sounds like a fault.
+    logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "`loss_type=None`" not in record.getMessage())
     if args.process_index != 0:
         disable_progress_bars()
         logging.getLogger().setLevel(logging.ERROR)

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 from pydoc_data import topics
 
-from datasets import Dataset, DatasetDict, DatasetNotFoundError, load_dataset
+from datasets import Dataset, DatasetDict, load_dataset
+from datasets.exceptions import DatasetNotFoundError
 from recipe_arguments import DataArguments
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast

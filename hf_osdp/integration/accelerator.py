@@ -277,11 +277,7 @@ class OSDPAccelerator(Accelerator):
 
     def _choose_scaler(self) -> None:
         """fp16 needs a scaler that reaches the same decision on every rank; the stock one asks the first mesh only."""
-        if self.state.mixed_precision != "fp16":
-            return
-        if not self.is_fsdp2:
-            if self.device.type == "cpu":
-                raise ValueError("fp16 in a single process on the CPU is not supported; use bf16, or start two processes or more.")
+        if self.state.mixed_precision != "fp16" or not self.is_fsdp2:
             return
         options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
         self.scaler = OSDPGradScaler(device=self.device.type, **options)

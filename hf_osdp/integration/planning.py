@@ -15,7 +15,7 @@ from ..planner.hardware import Hardware
 from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.plan import Plan
 from ..planner.presets import preset
-from ..planner.search import SearchResult, compare_strategies, search
+from ..planner.search import SearchResult, StrategyResult, compare_strategies, search
 from ..profiling.describe import describe
 from ..profiling.machine import measure_hardware
 from ..quantities import format_bytes
@@ -37,7 +37,7 @@ class PlannedRun:
     """None where a plan was given: nothing was measured."""
     search: SearchResult | None
     """The search's estimates; on rank 0 only, and None where a plan was given."""
-    comparison: tuple[SearchResult, ...] | None
+    comparison: tuple[StrategyResult, ...] | None
     """Other strategies at their own best batch sizes; on rank 0 only, where they were asked for."""
     planning_s: float
     """Seconds that describing, measuring and searching took."""
@@ -64,8 +64,10 @@ class RunFacts:
         """The job to search for.
 
         Raises:
-            ValueError: the sizes do not fit together.
+            ValueError: the sizes do not fit together, or the precision is not to be had.
         """
+        if self.precision.compute is DType.FLOAT16 and self.device_type == "cpu" and self.world_size == 1:
+            raise ValueError("fp16 in a single process on the CPU is not supported; use bf16, or start two processes or more.")
         job = TrainingJob(
             global_batch_size=self.global_batch_size,
             precision=self.precision,
@@ -190,10 +192,13 @@ def _hardware(config: OSDPConfig, facts: RunFacts) -> Hardware:
     """The hardware that the user named, or what this machine turns out to be.
 
     Raises:
-        ValueError: the named hardware has another number of devices than there are processes.
+        ValueError: the hardware has another number of devices or nodes than this run.
     """
     if config.hardware is None:
-        return measure_hardware(device_type=facts.device_type)
+        hardware = measure_hardware(device_type=facts.device_type)
+        if config.nodes not in (None, hardware.nodes):
+            raise ValueError(f"nodes={config.nodes}, but the processes are spread over {hardware.nodes}; leave nodes out.")
+        return hardware
     if isinstance(config.hardware, Hardware):
         hardware = config.hardware
     else:
