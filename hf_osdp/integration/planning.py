@@ -11,6 +11,7 @@ from torch import nn
 
 from ..errors import PlanError
 from ..planner.description import DType, ModelDescription
+from ..planner.evaluate import estimate_plan
 from ..planner.hardware import Hardware
 from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.plan import Plan
@@ -150,7 +151,7 @@ def _given(config: OSDPConfig, facts: RunFacts, job: TrainingJob, description: M
 
     def load() -> Plan:
         plan = config.plan if isinstance(config.plan, Plan) else Plan.load(Path(str(config.plan)))
-        _check_given(plan, config, facts, description)
+        _check_given(plan, config, facts, description, job)
         return plan
 
     plan = broadcast_plan(on_rank_zero(load))
@@ -167,7 +168,7 @@ def _given(config: OSDPConfig, facts: RunFacts, job: TrainingJob, description: M
     )
 
 
-def _check_given(plan: Plan, config: OSDPConfig, facts: RunFacts, description: ModelDescription) -> None:
+def _check_given(plan: Plan, config: OSDPConfig, facts: RunFacts, description: ModelDescription, job: TrainingJob) -> None:
     """Refuse a plan that would not run this training, or not fit it.
 
     Raises:
@@ -184,8 +185,8 @@ def _check_given(plan: Plan, config: OSDPConfig, facts: RunFacts, description: M
     if facts.sequence_length > plan.sequence_length:
         raise PlanError(f"The plan is for {plan.sequence_length} tokens a sample, but samples have {facts.sequence_length}. {remedy}")
     limit = config.memory_limit_bytes
-    if limit is not None and plan.peak_bytes is not None and plan.peak_bytes > limit:
-        raise PlanError(f"The plan needs {format_bytes(plan.peak_bytes)}, more than memory_limit={format_bytes(limit)}. {remedy}")
+    if limit is not None and (peak := estimate_plan(plan, description, job).memory.peak_bytes) > limit:
+        raise PlanError(f"The plan needs {format_bytes(peak)}, more than memory_limit={format_bytes(limit)}. {remedy}")
 
 
 def _hardware(config: OSDPConfig, facts: RunFacts) -> Hardware:

@@ -1,0 +1,104 @@
+"""From a model and a configuration to a plan, in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from hf_osdp.errors import InfeasibleError, PlanError
+from hf_osdp.integration.config import OSDPConfig
+from hf_osdp.integration.planning import RunFacts, keep_master_weights, plan_run
+from hf_osdp.planner.description import DType
+from hf_osdp.planner.job import OptimizerSpec, Precision
+from hf_osdp.planner.presets import preset
+
+HARDWARE = preset("cpu")
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=61, n_positions=16))
+
+
+def facts(**changes: object) -> RunFacts:
+    options: dict[str, object] = {
+        "world_size": 1, "device_type": "cpu", "precision": Precision(), "sequence_length": 16, "global_batch_size": 8,
+        "micro_batch_size": None, "reduce_every_micro_step": None, "optimizer": OptimizerSpec(),
+    }  # fmt: skip
+    return RunFacts(**{**options, **changes})
+
+
+def test_searches_and_compares(model):
+    run = plan_run(model, OSDPConfig(hardware=HARDWARE, memory_limit="1GiB"), facts())
+    assert run.plan.global_batch_size == 8
+    assert run.plan is run.search.plan
+    assert run.memory_limit_bytes == 2**30
+    assert {row.strategy.value for row in run.comparison} == {"osdp", "fsdp", "ddp", "zero2", "hsdp"}
+
+
+def test_comparison_can_be_left_out(model):
+    assert plan_run(model, OSDPConfig(hardware=HARDWARE, compare=False), facts()).comparison is None
+
+
+def test_without_a_limit_the_device_is_the_limit(model):
+    run = plan_run(model, OSDPConfig(hardware=HARDWARE, compare=False), facts())
+    assert run.memory_limit_bytes == HARDWARE.device.memory_bytes
+
+
+def test_names_of_hardware_are_presets(model):
+    assert "CPU" in plan_run(model, OSDPConfig(hardware="cpu", compare=False), facts()).hardware.summary
+
+
+def test_infeasible_says_what_would_do(model):
+    with pytest.raises(InfeasibleError) as caught:
+        plan_run(model, OSDPConfig(hardware=HARDWARE, memory_limit="10KiB"), facts())
+    assert caught.value.least_peak_bytes > 10 * 2**10
+
+
+@pytest.fixture(scope="module")
+def given(model):
+    return plan_run(model, OSDPConfig(hardware=HARDWARE, compare=False), facts()).plan
+
+
+def test_a_given_plan_runs_as_it_is(model, given, tmp_path):
+    given.save(tmp_path / "plan.json")
+    run = plan_run(model, OSDPConfig(plan=tmp_path / "plan.json"), facts())
+    assert run.plan == given
+    assert run.hardware is None and run.search is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "part"),
+    [
+        ({"global_batch_size": 16}, {}, "takes 8 samples a step, but 16"),
+        ({"micro_batch_size": 1}, {}, "samples at once, but batches hold 1"),
+        ({"reduce_every_micro_step": None, "world_size": 2}, {}, "for 1 processes, but 2 are running"),
+        ({}, {"memory_limit": "10KiB"}, "more than memory_limit=10.0 KiB"),
+    ],
+)
+def test_a_given_plan_for_another_run_is_refused(model, given, changes, options, part):
+    with pytest.raises(PlanError, match=part) as caught:
+        plan_run(model, OSDPConfig(plan=given, **options), facts(**changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_given_plan_for_shorter_samples_is_refused(model, given):
+    with pytest.raises(PlanError, match="for 8 tokens a sample, but samples have 16"):
+        plan_run(model, OSDPConfig(plan=dataclasses.replace(given, sequence_length=8)), facts())
+
+
+def test_fp16_on_one_cpu_process_is_refused(model):
+    with pytest.raises(ValueError, match="use bf16"):
+        plan_run(model, OSDPConfig(hardware=HARDWARE), facts(precision=Precision.named("fp16")))
+
+
+def test_master_weights_are_float32():
+    layer = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+    layer.bias.requires_grad_(False)
+    keep_master_weights(layer, Precision())
+    assert layer.weight.dtype is torch.bfloat16
+    keep_master_weights(layer, Precision(compute=DType.BFLOAT16))
+    assert (layer.weight.dtype, layer.bias.dtype) == (torch.float32, torch.bfloat16)
