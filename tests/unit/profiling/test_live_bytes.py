@@ -8,6 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_osdp.profiling.live_bytes import LiveBytes
+from tests.helpers.distributed import run_ranks
 
 
 @pytest.fixture(params=["real", "fake"])
@@ -113,3 +114,35 @@ def test_other_devices_are_left_out():
 def test_block_bytes_must_be_positive():
     with pytest.raises(ValueError, match="block_bytes=0 must be at least 1"):
         LiveBytes(block_bytes=0)
+
+
+def _levels_of_fsdp2_steps() -> tuple[int, list[tuple[int, int, int, int]]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    levels = []
+    for _ in range(2):
+        with LiveBytes(block_bytes=1) as live:
+            live.track(model.parameters())
+            live.track(value for state in optimizer.state.values() for value in state.values())
+            before = live.current_bytes
+            model(torch.ones(1, 64)).sum().backward()
+            after_backward = live.current_bytes
+            optimizer.step()
+            optimizer.zero_grad()
+            levels.append((before, after_backward, live.current_bytes, live.peak_bytes))
+    return whole, levels
+
+
+def test_fsdp2_counts_shards_between_steps_and_whole_parameters_within():
+    for whole, ((before, backward, after, peak), second) in run_ranks(_levels_of_fsdp2_steps, 2):
+        assert (before, backward, after) == (whole // 2, whole, whole)  # shards, their gradients, momenta in their place
+        assert second[:3] == (whole, 3 * whole // 2, whole)
+        assert peak > whole and second[3] == pytest.approx(peak + whole // 2, rel=0.01)

@@ -96,8 +96,7 @@ def test_the_peak_of_a_real_step_is_predicted(real_model, name, samples):
     assert 0.98 * live.peak_bytes <= predicted <= 1.05 * live.peak_bytes
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "fused"), [*((name, False) for name in ARCHITECTURES), ("GPT2LMHeadModel", True)])
 def test_standing_in_for_equal_blocks_changes_nothing(meta_model, name, fused):
     model = meta_model(name, **ARCHITECTURES[name])
     _, quick = segments_of(model, fused_kernels=fused)
