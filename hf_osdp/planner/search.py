@@ -17,7 +17,7 @@ from .plan import Plan, UnitDecision
 from .remedies import remedies_for
 from .solver import Solution, fastest, least_peak
 from .stations import Line, build_line
-from .strategies import Space, Strategy, search_spaces
+from .strategies import Strategy, search_spaces
 from .timing import TimeEstimate, compute_seconds, estimate_time
 
 
@@ -156,7 +156,9 @@ def _free_choice(description, hardware, job, candidate: _Candidate, limit: int) 
     return Solution(choices=choices, objective=candidate.bound_s - candidate.line.fixed_s, proven=True)
 
 
-def _decode(description, hardware, job, memory_limit_bytes, strategy, batch: Batch, chosen: dict[int, Choice], proven: bool) -> SearchResult:
+def _decode(
+    description, hardware, job, memory_limit_bytes, strategy, batch: Batch, chosen: dict[int, Choice], proven: bool
+) -> SearchResult:
     choices = in_order(chosen)
     memory = estimate_memory(description, choices, hardware.world_size, job, batch)
     time = estimate_time(description, choices, hardware, job, batch)

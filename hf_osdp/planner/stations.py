@@ -22,7 +22,6 @@ from .memory import merging_stretch
 from .strategies import Space
 from .timing import Windows, overlap_windows, unit_time
 
-
 SHORT_ROW = 8
 """Rows of up to so many equal units are searched unit by unit."""
 ROW_END = 1
@@ -119,9 +118,7 @@ class Line:
         return (*(s for s in self.stations if isinstance(s, Group)), *self.whole_step, *self.idle)
 
 
-def build_line(
-    description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch, space: Space, compute_s: float
-) -> Line:
+def build_line(description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch, space: Space, compute_s: float) -> Line:
     """Stations of one micro-step.
 
     Args:
@@ -156,7 +153,11 @@ def build_line(
         key_before = key
     stations = [part for station in stations for part in (_split(station) if isinstance(station, Group) else (station,))]
     running = {segment.unit for segment in description.segments}
-    rest = {i: Group(units=(i,), options=maker.options(i, None, 0)) for i, u in enumerate(units) if i not in running or u.span is GatherSpan.STEP}
+    rest = {
+        i: Group(units=(i,), options=maker.options(i, None, 0))
+        for i, u in enumerate(units)
+        if i not in running or u.span is GatherSpan.STEP
+    }
     return Line(
         stations=tuple(stations),
         whole_step=tuple(g for i, g in rest.items() if units[i].span is GatherSpan.STEP),

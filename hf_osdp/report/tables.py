@@ -47,15 +47,18 @@ def plan_rows(plan: Plan, description: ModelDescription) -> tuple[PlanRow, ...]:
 
 
 def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate) -> Table:
-    """What each unit does, the memory that it holds on each device, and the seconds that it takes in a step."""
+    """What each unit does, the memory that it holds on each device, and the seconds that it takes in a step.
+
+    `held` is parameters, gradients and optimizer states; `exposed` is communication that compute waits for.
+    """
     table = _table(
         f"OSDP plan {plan.fingerprint}: {plan.world_size} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps"
         f" = {plan.global_batch_size} a step"
     )
-    table.add_column("units", overflow="fold")
-    table.add_column("class", overflow="fold")
+    for name in ("units", "class"):
+        table.add_column(name, no_wrap=True)
     table.add_column("layout")
-    for name in ("parameters", "held", "gathered", "compute", "exposed", "update"):
+    for name in ("params", "held", "compute", "exposed"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in plan_rows(plan, description):
         table.add_row(f"{row.label} ({len(row.units)})" if len(row.units) > 1 else row.label, row.class_name, row.layout,
@@ -85,18 +88,18 @@ def plan_caption(plan: Plan, estimate: PlanEstimate) -> tuple[str, ...]:
 def comparison_table(rows: Sequence[StrategyResult], memory_limit_bytes: int) -> Table:
     """Each strategy at its own best batch."""
     table = _table(f"Strategies at their own best batch, estimated, limit {format_bytes(memory_limit_bytes)}")
-    table.add_column("strategy")
-    for name in ("micro-batch", "micro-steps", "peak", "step", "samples/s", "osdp is faster by"):
+    table.add_column("strategy", no_wrap=True)
+    for name in ("batch", "peak", "step", "samples/s", "osdp gain"):
         table.add_column(name, justify="right", no_wrap=True)
     best = next((row.result.plan.samples_per_s for row in rows if row.strategy.value == "osdp" and row.result), None)
     for row in rows:
         if row.result is None:
-            table.add_row(row.strategy.value, "-", "-", row.reason, "-", "-", "-")
+            table.add_row(row.strategy.value, "-", row.reason, "-", "-", "-")
             continue
         plan = row.result.plan
         faster = f"{best / plan.samples_per_s:.2f}x" if best and row.strategy.value != "osdp" else "-"
         table.add_row(
-            row.strategy.value, str(plan.micro_batch_size), str(plan.accumulation_steps), format_bytes(plan.peak_bytes),
+            row.strategy.value, f"{plan.micro_batch_size} x {plan.accumulation_steps}", format_bytes(plan.peak_bytes),
             format_seconds(plan.step_s), f"{plan.samples_per_s:.1f}", faster,
         )  # fmt: skip
     return table
@@ -128,8 +131,7 @@ def _row_values(row: PlanRow, description: ModelDescription, estimate: PlanEstim
     units = [estimate.units[i] for i in row.units]
     yield format_count(sum(description.units[i].numel for i in row.units))
     yield format_bytes(sum(u.held + u.gradients_after for u in units))
-    yield format_bytes(max(u.gathered for u in units))
-    for term in ("compute_s", "exposed_s", "optimizer_s"):
+    for term in ("compute_s", "exposed_s"):
         yield "-" if estimate.time is None else format_seconds(sum(getattr(estimate.time.units[i], term) for i in row.units))
 
 
@@ -146,4 +148,4 @@ def _range_label(units: Sequence[UnitDescription]) -> str:
 
 
 def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, expand=False)
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
