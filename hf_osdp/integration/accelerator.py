@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
+from ..runtime.accumulation import micro_step
 from ..runtime.clip import clip_grad_norm_
 from ..runtime.scaler import OSDPGradScaler
 from ..runtime.state import full_state_dict
@@ -117,9 +118,9 @@ class OSDPAccelerator(Accelerator):
         return self._run.plan
 
     def adopt(self, run: PlannedRun) -> None:
-        """Run this plan: gradients are reduced in each micro-step where it says so."""
+        """Run this plan. When gradients are reduced is then up to `no_sync`, not to Accelerate."""
         self._run = run
-        self.gradient_state.plugin_kwargs["sync_each_batch"] = run.plan.reduce_every_micro_step
+        self.gradient_state.plugin_kwargs["sync_each_batch"] = False
 
     def _plan_for(self, objects: Iterable[Any]) -> None:
         """Plan for what was given to `prepare`."""
@@ -237,8 +238,13 @@ class OSDPAccelerator(Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """As stock; a model that one process left unsharded has nothing to hold back."""
-        with super().no_sync(model) if isinstance(model, FSDPModule) or not self.is_fsdp2 else nullcontext():
+        """One micro-step that is not the last: what is reduced in it is the plan's choice."""
+        if not self.is_fsdp2:
+            with super().no_sync(model):
+                yield
+            return
+        every = self._run is not None and self._run.plan.reduce_every_micro_step
+        with micro_step(model, is_last=False, reduce_every_micro_step=every):
             yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:

@@ -40,8 +40,8 @@ class Batch:
         return self.accumulation_steps > 1 and not self.reduce_every_micro_step
 
     @property
-    def reductions(self) -> int:
-        """Gradient reductions in one optimizer step."""
+    def reduce_scatters(self) -> int:
+        """Reduce-scatters of a unit in one optimizer step; the all-reduce between replicas comes once, in the last micro-step."""
         return self.accumulation_steps if self.reduce_every_micro_step else 1
 
 
@@ -105,8 +105,10 @@ class UnitSeconds:
     """All-gather in forward, each micro-step."""
     gather_backward: float
     """All-gather in backward, each micro-step; 0 where parameters are kept."""
-    reduce: float
-    """Reduce-scatter and all-reduce, each reduction."""
+    reduce_scatter: float
+    """Reduce-scatter of the gradients, in each micro-step that reduces."""
+    all_reduce: float
+    """All-reduce between replicas, once a step."""
     copy_forward: float
     """Copies into and out of the gather buffers in forward, on the compute stream."""
     copy_backward: float
@@ -139,13 +141,15 @@ def unit_bytes(unit: UnitDescription, choice: Choice, world_size: int, job: Trai
     accumulates = batch.accumulation_steps > 1 and not holds
     if not distributed:
         holds, accumulates = False, batch.accumulation_steps > 1
+    partial = accumulates and distributed and g < world_size  # reduced in the shard group, not yet between replicas
+    held = whole if holds else reduced if partial else gradients if accumulates else 0
     return UnitBytes(
         parameters=_total(unit.parameters, lambda p: p.sharded_numel(g) * p.dtype.itemsize),
         optimizer=job.optimizer.states * gradients,
-        gradients_held=whole if holds else gradients if accumulates else 0,
-        gradients_after=0 if holds or accumulates else gradients,
+        gradients_held=held,
+        gradients_after=0 if holds else gradients - held,
         gradients_settled=gradients - whole if holds else 0,
-        reduced_after=reduced if distributed and g < world_size and (recast or accumulates) else 0,
+        reduced_after=reduced if distributed and g < world_size and recast else 0,
         gathered=gathered,
         gather_buffer=gathered if g > 1 else 0,
         cast_buffer=_cast_buffer(unit, g, job) if casts and distributed else 0,
@@ -192,7 +196,8 @@ def unit_seconds(unit: UnitDescription, choice: Choice, hardware: Hardware, job:
     return UnitSeconds(
         gather_forward=gather,
         gather_backward=0.0 if choice.keep else gather,
-        reduce=scatter + all_reduce,
+        reduce_scatter=scatter,
+        all_reduce=all_reduce,
         copy_forward=copy_out,
         copy_backward=copy_in + (0.0 if choice.keep else copy_out),
         optimizer=job.optimizer.traffic_per_element * elements / rate,

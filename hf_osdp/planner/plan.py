@@ -72,7 +72,10 @@ class Plan:
     accumulation_steps: int
     """Micro-batches a rank runs before each optimizer step."""
     reduce_every_micro_step: bool
-    """Reduce gradients in each micro-step (holding shards), or hold whole gradients and reduce in the last."""
+    """Reduce-scatter gradients in each micro-step, holding shards, or hold whole gradients and reduce them in the last.
+
+    The all-reduce between replicas comes in the last micro-step either way.
+    """
     model_fingerprint: str
     model_name: str = ""
     sequence_length: int = 1

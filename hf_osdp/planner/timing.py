@@ -5,7 +5,8 @@
 with A accumulation steps. A collective is exposed by what does not fit beside the compute that FSDP2 runs with it:
 
     forward:   max(0, gather_u - F)        F: forward compute of the segment before u, during which u is gathered
-    backward:  max(0, gather_u + reduce_u - B)   B: u's own backward compute
+    backward:  max(0, gather_u + reduce_u - B)   B: u's own backward compute; reduce_u: reduce-scatter, and in the last
+                                                 micro-step the all-reduce between replicas
 
 The second takes the steady state of a run of equal units: while one computes, the next is gathered and the one before is
 reduced, and the two share the links. Under gloo nothing overlaps, so F = B = 0. What is gathered first and reduced last
@@ -103,14 +104,15 @@ def compute_seconds(description: ModelDescription, hardware: Hardware, samples: 
 
 def unit_time(terms: UnitSeconds, windows: Windows, compute_s: float, batch: Batch) -> UnitTime:
     """One unit's time in an optimizer step, from its terms under a choice."""
-    micro_steps, reductions = batch.accumulation_steps, batch.reductions
+    micro_steps, scatters = batch.accumulation_steps, batch.reduce_scatters
     forward = max(0.0, terms.gather_forward - windows.forward)
-    reducing = max(0.0, terms.gather_backward + terms.reduce - windows.backward)
-    holding = max(0.0, terms.gather_backward - windows.backward)
+    last = max(0.0, terms.gather_backward + terms.reduce_scatter + terms.all_reduce - windows.backward)
+    earlier = max(0.0, terms.gather_backward + (terms.reduce_scatter if scatters > 1 else 0.0) - windows.backward)
+    gathers = terms.gather_forward + terms.gather_backward
     return UnitTime(
         compute_s=micro_steps * compute_s,
-        communication_s=micro_steps * (terms.gather_forward + terms.gather_backward) + reductions * terms.reduce,
-        exposed_s=micro_steps * forward + reductions * reducing + (micro_steps - reductions) * holding,
+        communication_s=micro_steps * gathers + scatters * terms.reduce_scatter + terms.all_reduce,
+        exposed_s=micro_steps * forward + (micro_steps - 1) * earlier + last,
         copy_s=micro_steps * (terms.copy_forward + terms.copy_backward),
         optimizer_s=terms.optimizer,
     )

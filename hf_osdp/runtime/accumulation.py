@@ -13,8 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 def micro_step(model: nn.Module, *, is_last: bool, reduce_every_micro_step: bool) -> Iterator[None]:
     """Forward and backward of one micro-batch.
 
-    Held back, gradients stay whole on each rank until the last micro-step reduces their sum; reduced each time, only shards
-    are held, for more communication. The result is the same.
+    Held back, gradients stay whole on each rank until the last micro-step reduces their sum. Reduced each time, they are
+    reduce-scattered and held as shards, for more communication; replicas all-reduce the sum in the last micro-step. The
+    result is the same.
 
     Args:
         model: the sharded model; on an unsharded one this does nothing.
@@ -25,7 +26,9 @@ def micro_step(model: nn.Module, *, is_last: bool, reduce_every_micro_step: bool
         yield
         return
     model.set_requires_gradient_sync(is_last or reduce_every_micro_step)
+    model.set_requires_all_reduce(is_last)
     try:
         yield
     finally:
         model.set_requires_gradient_sync(True)
+        model.set_requires_all_reduce(True)
