@@ -96,9 +96,9 @@ class TrainingJob:
         """
         per_rank, rest = divmod(self.global_batch_size, world_size)
         if rest:
+            nearest = [str(count * world_size) for count in (per_rank, per_rank + 1) if count]
             raise ValueError(
-                f"global_batch_size={self.global_batch_size} does not divide by {world_size} processes;"
-                f" use {max(1, per_rank) * world_size} or {(per_rank + 1) * world_size}."
+                f"global_batch_size={self.global_batch_size} does not divide by {world_size} processes; use {' or '.join(nearest)}."
             )
         if self.micro_batch_size is None:
             return tuple(size for size in range(per_rank, 0, -1) if per_rank % size == 0)

@@ -1,0 +1,112 @@
+"""Ring α-β model: each collective, each kind of group, and measured timings before the formula."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hf_osdp.planner.collectives import Ring, collective_seconds, replicate_ring, shard_ring
+from hf_osdp.planner.description import DType
+from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, DeviceSpec, Hardware, Link
+
+INSIDE, OUTSIDE = 1e-6, 1e-4
+"""α of the two links; β is 1e-9 inside a node (1 GB/s), 1e-8 outside."""
+N = 8_000_000
+
+
+def machine(nodes: int = 1, devices_per_node: int = 4, backend: Backend = Backend.NCCL) -> Hardware:
+    return Hardware(
+        device=DeviceSpec(name="toy", memory_bytes=10**9, flops_per_s={DType.FLOAT32: 1e12}, memory_bytes_per_s=1e12, source="made up"),
+        nodes=nodes,
+        devices_per_node=devices_per_node,
+        intra_node=Link(latency_s=INSIDE, bytes_per_s=1e9, source="made up"),
+        inter_node=Link(latency_s=OUTSIDE, bytes_per_s=1e8, source="made up"),
+        backend=backend,
+    )
+
+
+@pytest.mark.parametrize("collective", [Collective.ALL_GATHER, Collective.REDUCE_SCATTER])
+def test_all_gather_and_reduce_scatter_are_one_lap(collective):
+    hardware = machine()
+    assert collective_seconds(hardware, collective, shard_ring(hardware, 4), N) == pytest.approx(3 * INSIDE + 3 / 4 * N * 1e-9)
+    assert collective_seconds(hardware, collective, shard_ring(hardware, 2), N) == pytest.approx(1 * INSIDE + 1 / 2 * N * 1e-9)
+
+
+def test_all_reduce_is_two_laps():
+    hardware = machine()
+    seconds = collective_seconds(hardware, Collective.ALL_REDUCE, replicate_ring(hardware, 1), N)
+    assert seconds == pytest.approx(2 * 3 * INSIDE + 2 * 3 / 4 * N * 1e-9)
+
+
+def test_gloo_reduce_scatter_costs_an_all_reduce():
+    hardware = machine(backend=Backend.GLOO)
+    ring = shard_ring(hardware, 4)
+    scatter = collective_seconds(hardware, Collective.REDUCE_SCATTER, ring, N)
+    assert scatter == collective_seconds(hardware, Collective.ALL_REDUCE, ring, N)
+    assert scatter == pytest.approx(2 * collective_seconds(hardware, Collective.ALL_GATHER, ring, N))
+
+
+@pytest.mark.parametrize("collective", Collective)
+def test_nothing_is_sent_alone_or_for_nothing(collective):
+    hardware = machine()
+    assert collective_seconds(hardware, collective, shard_ring(hardware, 1), N) == 0
+    assert collective_seconds(hardware, collective, shard_ring(hardware, 4), 0) == 0
+
+
+def test_measured_timing_goes_before_the_formula():
+    measured = CollectiveTiming(collective=Collective.ALL_GATHER, group_size=4, latency_s=0.5, seconds_per_byte=1e-6)
+    hardware = replace(machine(), timings=(measured,))
+    assert collective_seconds(hardware, Collective.ALL_GATHER, shard_ring(hardware, 4), N) == pytest.approx(0.5 + N * 1e-6)
+    for collective, size in ((Collective.ALL_GATHER, 2), (Collective.REDUCE_SCATTER, 4)):
+        plain = collective_seconds(machine(), collective, shard_ring(machine(), size), N)
+        assert collective_seconds(hardware, collective, shard_ring(hardware, size), N) == plain
+
+
+def test_measured_gloo_reduce_scatter_is_not_doubled():
+    measured = CollectiveTiming(collective=Collective.REDUCE_SCATTER, group_size=4, latency_s=0.0, seconds_per_byte=1e-6)
+    hardware = replace(machine(backend=Backend.GLOO), timings=(measured,))
+    assert collective_seconds(hardware, Collective.REDUCE_SCATTER, shard_ring(hardware, 4), N) == pytest.approx(N * 1e-6)
+
+
+def test_shard_group_inside_a_node_never_leaves_it():
+    hardware = machine(nodes=2, devices_per_node=4)
+    assert shard_ring(hardware, 2) == Ring(size=2, node_crossings=0, sharing=1)
+    assert shard_ring(hardware, 4) == Ring(size=4, node_crossings=0, sharing=1)
+    seconds = collective_seconds(hardware, Collective.ALL_GATHER, shard_ring(hardware, 4), N)
+    assert seconds == pytest.approx(3 * INSIDE + 3 / 4 * N * 1e-9)
+
+
+def test_shard_group_over_two_nodes_goes_at_the_outer_link():
+    hardware = machine(nodes=2, devices_per_node=4)
+    assert shard_ring(hardware, 8) == Ring(size=8, node_crossings=2, sharing=1)
+    seconds = collective_seconds(hardware, Collective.ALL_GATHER, shard_ring(hardware, 8), N)
+    assert seconds == pytest.approx(5 * INSIDE + 2 * OUTSIDE + 7 / 8 * N * 1e-8)
+
+
+def test_shard_group_that_straddles_nodes_shares_the_outer_link():
+    hardware = machine(nodes=3, devices_per_node=2)  # groups 0-2 and 3-5: both pass through the middle node
+    ring = shard_ring(hardware, 3)
+    assert (ring.size, ring.sharing) == (3, 2)
+    seconds = collective_seconds(hardware, Collective.ALL_GATHER, ring, N)
+    assert seconds == pytest.approx(2 * OUTSIDE + 2 / 3 * N * 2e-8)
+
+
+def test_replicas_of_one_shard_share_the_outer_link_with_the_other_shards_of_the_node():
+    hardware = machine(nodes=2, devices_per_node=4)
+    ring = replicate_ring(hardware, 4)  # rank 0 with rank 4, and three more pairs over the same link
+    assert ring == Ring(size=2, node_crossings=2, sharing=4)
+    seconds = collective_seconds(hardware, Collective.ALL_REDUCE, ring, N // 4)
+    assert seconds == pytest.approx(2 * (OUTSIDE + 1 / 2 * (N // 4) * 4e-8))
+
+
+def test_replicas_of_everything_cross_each_node_once():
+    hardware = machine(nodes=2, devices_per_node=4)
+    assert replicate_ring(hardware, 1) == Ring(size=8, node_crossings=2, sharing=1)
+    assert replicate_ring(hardware, 8).size == 1
+
+
+def test_slower_inner_link_decides_where_it_is_slower():
+    hardware = replace(machine(nodes=2), intra_node=Link(latency_s=INSIDE, bytes_per_s=1e7, source="made up"))
+    seconds = collective_seconds(hardware, Collective.ALL_GATHER, shard_ring(hardware, 8), N)
+    assert seconds == pytest.approx(5 * INSIDE + 2 * OUTSIDE + 7 / 8 * N * 1e-7)

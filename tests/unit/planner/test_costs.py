@@ -1,0 +1,248 @@
+"""Every memory and time term of one unit against numbers worked out by hand.
+
+The unit has w (8, 3) and b (8,) in float32, both trainable: 32 elements, 128 bytes.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_osdp.planner.collectives import collective_seconds, replicate_ring, shard_ring
+from hf_osdp.planner.costs import Batch, Choice, UnitBytes, choices_for, merged_gradients, unit_bytes, unit_seconds
+from hf_osdp.planner.description import DType, GatherSpan, ParameterSpec, UnitDescription
+from hf_osdp.planner.hardware import Backend, Collective, DeviceSpec, Hardware, Link
+from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+
+ONCE = Batch(micro_batch_size=1, accumulation_steps=1, reduce_every_micro_step=True)
+REDUCING = Batch(micro_batch_size=1, accumulation_steps=3, reduce_every_micro_step=True)
+HOLDING = Batch(micro_batch_size=1, accumulation_steps=3, reduce_every_micro_step=False)
+
+
+def parameter(name: str, *shape: int, dtype: DType = DType.FLOAT32, requires_grad: bool = True) -> ParameterSpec:
+    return ParameterSpec(name=name, shape=shape, dtype=dtype, requires_grad=requires_grad)
+
+
+def unit_of(*parameters: ParameterSpec, span: GatherSpan = GatherSpan.USE, shared=()) -> UnitDescription:
+    return UnitDescription(fqn="u", module_names=("u",), class_name="Block", span=span, parameters=parameters, shared=shared)
+
+
+UNIT = unit_of(parameter("w", 8, 3), parameter("b", 8))
+
+
+def job_of(precision: str = "no", *, states: int = 2, step: OptimizerStep = OptimizerStep.FUSED) -> TrainingJob:
+    return TrainingJob(global_batch_size=12, precision=Precision.named(precision), optimizer=OptimizerSpec(states=states, step=step))
+
+
+def terms(unit: UnitDescription = UNIT, *, g: int, keep: bool = False, world_size: int = 4, job=None, batch: Batch = ONCE) -> UnitBytes:
+    return unit_bytes(unit, Choice(shard_size=g, keep=keep), world_size, job or job_of(), batch)
+
+
+def test_replicated_unit():
+    assert terms(g=1) == UnitBytes(
+        parameters=128,
+        optimizer=256,
+        gradients_held=0,
+        gradients_after=128,
+        gradients_settled=0,
+        reduced_after=0,
+        gathered=128,  # FSDP2 copies a replicated unit too
+        gather_buffer=0,
+        cast_buffer=0,
+        unsharded_gradients=128,
+        reduce_input=128,
+        reduce_tail=128,
+        reduce_output=0,
+        kept=0,
+        step_scratch=0,
+    )
+
+
+def test_unit_sharded_over_all():
+    assert terms(g=4) == UnitBytes(
+        parameters=32,
+        optimizer=64,
+        gradients_held=0,
+        gradients_after=32,
+        gradients_settled=0,
+        reduced_after=0,
+        gathered=128,
+        gather_buffer=128,
+        cast_buffer=0,
+        unsharded_gradients=128,
+        reduce_input=128,
+        reduce_tail=128,
+        reduce_output=0,
+        kept=0,
+        step_scratch=0,
+    )
+
+
+def test_unit_sharded_over_a_group():
+    group = terms(g=2)
+    assert (group.parameters, group.optimizer, group.gradients_after) == (64, 128, 64)
+    assert (group.gathered, group.gather_buffer, group.reduce_input) == (128, 128, 128)
+
+
+@pytest.mark.parametrize("g", [1, 2, 4])
+def test_keeping_leaves_the_gathered_parameters_and_prefetches_nothing(g):
+    freed, kept = terms(g=g), terms(g=g, keep=True)
+    assert (freed.kept, kept.kept) == (0, 128)
+    assert freed.prefetched == (128 if g > 1 else 0)
+    assert kept.prefetched == 0
+    assert kept.held == freed.held
+
+
+def test_rows_are_padded_where_dimension_0_does_not_divide():
+    padded = terms(unit_of(parameter("w", 10, 3)), g=4)  # 3 rows of 3 on rank 0; 12 rows gathered; autograd sees 10
+    assert (padded.parameters, padded.optimizer, padded.gradients_after) == (36, 72, 36)
+    assert (padded.gathered, padded.gather_buffer, padded.reduce_input) == (144, 144, 144)
+    assert padded.unsharded_gradients == 120
+
+
+def test_tail_is_padded_as_for_the_largest_group_whatever_the_choice():
+    unit = unit_of(parameter("w", 10, 3))
+    assert {terms(unit, g=g).reduce_tail for g in (1, 2, 4)} == {144}
+
+
+def test_scalar_is_never_cut():
+    assert unit_of(parameter("scale")).parameters[0].sharded_numel(4) == 1
+
+
+def test_fewer_rows_than_ranks_leave_one_row_on_rank_0():
+    assert terms(unit_of(parameter("w", 2, 5)), g=4).parameters == 20
+
+
+def test_bf16_halves_what_is_gathered_and_reduces_in_float32():
+    half = terms(g=4, job=job_of("bf16"))
+    assert (half.parameters, half.optimizer, half.gradients_after) == (32, 64, 32)
+    assert (half.gathered, half.gather_buffer, half.unsharded_gradients) == (64, 64, 64)
+    assert half.cast_buffer == 16  # the shard in bfloat16
+    assert (half.reduce_input, half.reduce_tail) == (128, 128)
+    assert half.reduce_output == 0  # the float32 output becomes the float32 gradient
+
+
+def test_replicas_are_cast_one_parameter_at_a_time():
+    assert terms(g=1, job=job_of("bf16")).cast_buffer == 48  # w, the larger
+
+
+def test_reduction_in_another_dtype_than_the_parameter_needs_an_output_buffer():
+    unit = unit_of(parameter("w", 8, 4, dtype=DType.BFLOAT16))
+    job = TrainingJob(global_batch_size=4, precision=Precision(reduce=DType.FLOAT32))
+    over_all, in_group = (terms(unit, g=g, job=job) for g in (4, 2))
+    assert (over_all.gradients_after, over_all.reduce_output, over_all.reduced_after) == (16, 32, 0)
+    assert (in_group.gradients_after, in_group.reduce_output, in_group.reduced_after) == (32, 64, 64)  # until the all-reduce is over
+
+
+def test_frozen_parameters_are_gathered_and_nothing_more():
+    frozen = terms(unit_of(parameter("w", 8, 3, requires_grad=False), parameter("b", 8)), g=4, batch=HOLDING)
+    assert (frozen.parameters, frozen.gathered) == (32, 128)
+    assert (frozen.optimizer, frozen.gradients_held, frozen.gradients_settled) == (16, 32, 8 - 32)
+    assert (frozen.reduce_input, frozen.reduce_tail) == (32, 32)
+
+
+def test_accumulation_that_holds_whole_gradients():
+    holding = terms(g=4, batch=HOLDING)
+    assert (holding.gradients_held, holding.gradients_after) == (128, 0)
+    assert holding.gradients_settled == 32 - 128
+    assert holding.unsharded_gradients == 0  # autograd adds to what is held
+    assert holding.held == 32 + 64 + 128
+
+
+def test_accumulation_that_reduces_every_time_holds_shards():
+    reducing = terms(g=4, batch=REDUCING)
+    assert (reducing.gradients_held, reducing.gradients_after, reducing.gradients_settled) == (32, 0, 0)
+    assert (reducing.unsharded_gradients, reducing.reduce_output) == (128, 32)
+
+
+@pytest.mark.parametrize("batch", [REDUCING, HOLDING])
+def test_one_process_accumulates_in_place(batch):
+    alone = terms(g=1, world_size=1, batch=batch)
+    assert (alone.gradients_held, alone.gradients_after, alone.gradients_settled) == (128, 0, 0)
+    assert (alone.gathered, alone.gather_buffer, alone.reduce_input, alone.reduce_tail, alone.reduce_output) == (0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(("step", "scratch"), [(OptimizerStep.FUSED, 0), (OptimizerStep.FOREACH, 32), (OptimizerStep.FOR_LOOP, 48)])
+def test_scratch_of_the_optimizer_step(step, scratch):
+    assert terms(g=4, job=job_of(step=step)).step_scratch == scratch  # shards of 24 and 8 bytes; the loop takes two of the larger
+
+
+@pytest.mark.parametrize("states", [0, 1, 2])
+def test_optimizer_states_are_as_many_copies_of_the_shard(states):
+    assert terms(g=2, job=job_of(states=states)).optimizer == states * 64
+
+
+def test_merged_gradients_are_the_shared_parameters_only():
+    unit = unit_of(parameter("w", 8, 3), parameter("b", 8), shared=(("w", "head.w"),))
+    assert merged_gradients(unit, job_of()) == 96
+    assert merged_gradients(unit, job_of("bf16")) == 48
+    assert merged_gradients(UNIT, job_of()) == 0
+
+
+def test_choices_of_a_unit_that_stays_gathered_all_keep():
+    root = unit_of(parameter("w", 8), span=GatherSpan.STEP)
+    assert choices_for(root, (1, 4)) == (Choice(shard_size=1, keep=True), Choice(shard_size=4, keep=True))
+    assert choices_for(root, (4,), keep=False) == (Choice(shard_size=4, keep=True),)
+    assert [(c.shard_size, c.keep) for c in choices_for(UNIT, (1, 4))] == [(1, False), (1, True), (4, False), (4, True)]
+
+
+def machine(devices_per_node: int = 4) -> Hardware:
+    return Hardware(
+        device=DeviceSpec(name="toy", memory_bytes=10**9, flops_per_s={DType.FLOAT32: 1e9}, memory_bytes_per_s=1e6, source="made up"),
+        devices_per_node=devices_per_node,
+        intra_node=Link(latency_s=1e-6, bytes_per_s=1e6, source="made up"),
+        inter_node=Link(latency_s=1e-5, bytes_per_s=1e5, source="made up"),
+        backend=Backend.NCCL,
+    )
+
+
+def seconds(*, g: int, keep: bool = False, precision: str = "no", hardware: Hardware | None = None):
+    return unit_seconds(UNIT, Choice(shard_size=g, keep=keep), hardware or machine(), job_of(precision))
+
+
+def test_seconds_of_a_sharded_unit():
+    lap = collective_seconds(machine(), Collective.ALL_GATHER, shard_ring(machine(), 4), 128)
+    sharded = seconds(g=4)
+    assert (sharded.gather_forward, sharded.gather_backward, sharded.reduce_scatter, sharded.all_reduce) == (lap, lap, lap, 0)
+    assert sharded.copy_forward == pytest.approx(2 * 128 / 1e6)
+    assert sharded.copy_backward == pytest.approx(4 * 128 / 1e6)
+    assert sharded.optimizer == pytest.approx(7 * 32 / 1e6)  # parameter and two states both ways, the gradient read
+
+
+def test_seconds_of_a_replicated_unit():
+    replicated = seconds(g=1)
+    assert (replicated.gather_forward, replicated.gather_backward, replicated.reduce_scatter) == (0, 0, 0)
+    assert replicated.all_reduce == collective_seconds(machine(), Collective.ALL_REDUCE, replicate_ring(machine(), 1), 128)
+    assert replicated.copy_backward == pytest.approx((4 * 128 + 2 * 128) / 1e6)
+    assert replicated.optimizer == pytest.approx(7 * 128 / 1e6)
+
+
+def test_group_shard_all_reduces_only_its_part():
+    group = seconds(g=2)
+    assert group.all_reduce == collective_seconds(machine(), Collective.ALL_REDUCE, replicate_ring(machine(), 2), 64)
+    assert group.reduce_scatter == collective_seconds(machine(), Collective.REDUCE_SCATTER, shard_ring(machine(), 2), 128)
+
+
+def test_keeping_saves_the_second_gather_and_its_copy():
+    freed, kept = seconds(g=4), seconds(g=4, keep=True)
+    assert kept.gather_backward == 0
+    assert freed.copy_backward - kept.copy_backward == pytest.approx(2 * 128 / 1e6)
+    assert kept.gather_forward == freed.gather_forward
+
+
+def test_bf16_gathers_half_and_reduces_in_full():
+    half = seconds(g=4, precision="bf16")
+    ring = shard_ring(machine(), 4)
+    assert half.gather_forward == collective_seconds(machine(), Collective.ALL_GATHER, ring, 64)
+    assert half.reduce_scatter == collective_seconds(machine(), Collective.REDUCE_SCATTER, ring, 128)
+
+
+def test_one_process_spends_time_on_the_update_only():
+    alone = seconds(g=1, hardware=machine(devices_per_node=1))
+    assert (alone.gather_forward, alone.gather_backward, alone.reduce_scatter, alone.all_reduce) == (0, 0, 0, 0)
+    assert (alone.copy_forward, alone.copy_backward) == (0, 0)
+    assert alone.optimizer == pytest.approx(7 * 128 / 1e6)
+
+
+def test_batch_says_what_it_holds_and_how_often_it_reduces():
+    assert [b.holds_whole_gradients for b in (ONCE, REDUCING, HOLDING)] == [False, False, True]
+    assert [b.reduce_scatters for b in (ONCE, REDUCING, HOLDING)] == [1, 3, 1]

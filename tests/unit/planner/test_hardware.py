@@ -1,0 +1,90 @@
+"""Presets have sources, scaling drops what was measured, impossible figures are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hf_osdp.errors import HardwareError
+from hf_osdp.planner.description import DType
+from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, DeviceSpec, Link
+from hf_osdp.planner.presets import preset, preset_names
+
+MEASURED = CollectiveTiming(collective=Collective.ALL_GATHER, group_size=2, latency_s=1.0, seconds_per_byte=0.0)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_figure_of_a_preset_has_a_source(name):
+    hardware = preset(name, nodes=2, devices_per_node=4)
+    for part in (hardware.device, hardware.intra_node, hardware.inter_node):
+        assert len(part.source) > 20
+    assert DType.FLOAT32 in hardware.device.flops_per_s
+    assert hardware.world_size == 8
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_links_between_nodes_are_those_of_a_whole_node(name):
+    hardware = preset(name)
+    if hardware.backend is Backend.NCCL:
+        assert hardware.inter_node.latency_s > hardware.intra_node.latency_s
+        assert hardware.inter_node.bytes_per_s < hardware.intra_node.bytes_per_s
+
+
+def test_presets_are_those_that_were_promised():
+    assert set(preset_names()) == {"v100-16", "v100-32", "titan-rtx", "a100-40", "a100-80", "h100", "cpu"}
+    assert preset("A100_80").device.memory_bytes == 80 * 2**30
+    assert preset("cpu").backend is Backend.GLOO
+
+
+def test_unknown_preset_lists_the_names():
+    with pytest.raises(HardwareError) as caught:
+        preset("b9000")
+    message = str(caught.value)
+    assert "'b9000'" in message
+    assert all(name in message for name in preset_names())
+    assert "\n" not in message
+
+
+def test_scaled_changes_the_counts_and_drops_what_was_measured():
+    hardware = replace(preset("a100-40", nodes=2, devices_per_node=4), timings=(MEASURED,))
+    grown = hardware.scaled(nodes=3)
+    assert (grown.nodes, grown.devices_per_node, grown.timings) == (3, 4, ())
+    assert grown.device == hardware.device
+    assert hardware.scaled(devices_per_node=8).world_size == 16
+    assert hardware.timing(Collective.ALL_GATHER, 2) is MEASURED
+    assert hardware.timing(Collective.ALL_GATHER, 4) is None
+    assert hardware.timing(Collective.ALL_REDUCE, 2) is None
+
+
+def test_summary_names_nodes_devices_and_backend():
+    assert preset("a100-40", nodes=2, devices_per_node=8).summary == "2 nodes x 8 x A100-40 (nccl)"
+    assert preset("cpu", devices_per_node=2).summary == "2 x CPU (gloo)"
+
+
+@pytest.mark.parametrize(("nodes", "devices"), [(0, 1), (1, 0), (-1, 4)])
+def test_no_machine_has_less_than_one_device(nodes, devices):
+    with pytest.raises(ValueError, match="must be at least 1"):
+        preset("cpu", nodes=nodes, devices_per_node=devices)
+
+
+@pytest.mark.parametrize(("latency_s", "bytes_per_s"), [(-1e-6, 1.0), (0.0, 0.0), (0.0, -1.0)])
+def test_impossible_links_are_refused(latency_s, bytes_per_s):
+    with pytest.raises(ValueError, match="A link needs"):
+        Link(latency_s=latency_s, bytes_per_s=bytes_per_s, source="made up")
+
+
+@pytest.mark.parametrize("change", [{"memory_bytes": 0}, {"memory_bytes_per_s": 0.0}, {"flops_per_s": {DType.FLOAT32: 0.0}}])
+def test_impossible_devices_are_refused(change):
+    values = {"name": "toy", "memory_bytes": 1, "flops_per_s": {DType.FLOAT32: 1.0}, "memory_bytes_per_s": 1.0, "source": "made up"}
+    with pytest.raises(ValueError, match="Device 'toy'"):
+        DeviceSpec(**{**values, **change})
+
+
+def test_rates_cannot_be_changed():
+    rates = {DType.FLOAT32: 1.0}
+    device = DeviceSpec(name="toy", memory_bytes=1, flops_per_s=rates, memory_bytes_per_s=1.0, source="made up")
+    rates[DType.FLOAT32] = 2.0
+    assert device.rate(DType.FLOAT32) == 1.0
+    with pytest.raises(TypeError):
+        device.flops_per_s[DType.FLOAT32] = 3.0

@@ -1,0 +1,179 @@
+"""Peaks in closed form, and what the moments of a step add up to."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import fields, replace
+
+import pytest
+
+from hf_osdp.planner.bounds import peak_floor
+from hf_osdp.planner.costs import Batch, Choice, choices_for, unit_bytes
+from hf_osdp.planner.description import Affine, DType, GatherSpan, ModelDescription, ParameterSpec, PhaseCost, Segment, UnitDescription
+from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
+from hf_osdp.planner.memory import MemoryBreakdown, combined_scratch, estimate_memory, merging_stretch
+from hf_osdp.planner.presets import preset
+from hf_osdp.planner.search import batches
+from hf_osdp.planner.stations import build_line
+from hf_osdp.planner.strategies import Strategy, search_spaces
+from tests.helpers.descriptions import at_random, transformer
+
+ONCE = Batch(micro_batch_size=1, accumulation_steps=1, reduce_every_micro_step=True)
+JOB = TrainingJob(global_batch_size=8)
+LAYERS = 4
+P = 4 * 100
+"""Bytes of a block's parameters: 100 rows of one float32."""
+
+
+def blocks(*, saved: int = 0, workspace: int = 0, head_saved: int = 0, head_workspace: int = 0) -> ModelDescription:
+    """An empty root, LAYERS blocks of P bytes, then a head that belongs to the root."""
+    root = UnitDescription(fqn="", module_names=("",), class_name="Root", span=GatherSpan.STEP, parameters=())
+    units = [
+        UnitDescription(
+            fqn=f"b{i}", module_names=(f"b{i}",), class_name="Block", span=GatherSpan.USE,
+            parameters=(ParameterSpec(name=f"b{i}.w", shape=(100,), dtype=DType.FLOAT32),),
+        )
+        for i in range(LAYERS)
+    ]  # fmt: skip
+    phase = PhaseCost(peak_bytes=Affine(per_sample=workspace))
+    segments = [Segment(unit=1 + i, saved_bytes=Affine(per_sample=saved), forward=phase, backward=phase) for i in range(LAYERS)]
+    head_phase = PhaseCost(peak_bytes=Affine(per_sample=head_workspace))
+    head = Segment(unit=0, saved_bytes=Affine(per_sample=head_saved), forward=head_phase, backward=head_phase)
+    return ModelDescription(
+        model_name="blocks", model_class="Blocks", block_classes=("Block",), sequence_length=1, compute_dtype=DType.FLOAT32,
+        units=(root, *units), segments=(*segments, head),
+    )  # fmt: skip
+
+
+def everywhere(description: ModelDescription, g: int, *, keep: bool = False) -> list[Choice]:
+    return [choices_for(unit, (g,), keep=keep)[0] for unit in description.units]
+
+
+def estimate(
+    description: ModelDescription, g: int, *, keep: bool = False, world_size: int = 4, job: TrainingJob = JOB, batch: Batch = ONCE
+):
+    return estimate_memory(description, everywhere(description, g, keep=keep), world_size, job, batch)
+
+
+def test_activations_that_dominate_peak_at_the_head():
+    saved, head = 10**6, 10**5
+    peak = estimate(blocks(saved=saved, head_workspace=head, head_saved=head), g=4).peak
+    assert (peak.phase, peak.unit) == ("backward", "(root)")
+    states = LAYERS * 3 * P // 4  # parameter and two states, cut in 4
+    # b3 is gathered ahead, into a buffer of P bytes
+    assert peak.total_bytes == states + LAYERS * saved + head + head + P
+
+
+def test_gradients_that_dominate_peak_in_the_block_that_runs_last_in_backward():
+    peak = estimate(blocks(), g=1, job=TrainingJob(global_batch_size=4, optimizer=OptimizerSpec(states=0))).peak
+    assert peak.unit == "b0"
+    assert peak.phase.startswith("backward")
+    # all parameters, the gradients of b1..b3, b0 gathered, and the buffer in which b1 is reduced
+    assert peak.total_bytes == LAYERS * P + (LAYERS - 1) * P + P + P
+
+
+def test_whole_gradients_that_are_held_are_all_there_when_the_last_block_is_reduced():
+    job = TrainingJob(global_batch_size=8, optimizer=OptimizerSpec(states=0))
+    holding = Batch(micro_batch_size=1, accumulation_steps=2, reduce_every_micro_step=False)
+    # parameters and gradients, one block gathered, and the buffer in which the one after it is reduced
+    assert estimate(blocks(), g=1, job=job, batch=holding).peak_bytes == LAYERS * P + LAYERS * P + P + P
+
+
+def test_full_sharding_of_one_block_at_a_time():
+    job = TrainingJob(global_batch_size=4, optimizer=OptimizerSpec(states=0))
+    peak = estimate(blocks(), g=4, job=job).peak
+    shards = LAYERS * P // 4
+    copy_out = shards + (LAYERS - 1) * P // 4 + P + P + P  # b0: gathered, its buffer, and the reduce buffer of b1 in flight
+    assert peak.total_bytes == copy_out
+    assert (peak.phase, peak.unit) == ("backward: gather", "b0")
+
+
+def test_kept_parameters_stay_until_backward():
+    freed, kept = (estimate(blocks(saved=10**5), g=4, keep=keep) for keep in (False, True))
+    head = [next(m for m in e.moments if m.phase == "forward" and m.unit == "(root)") for e in (freed, kept)]
+    assert head[1].breakdown.gathered - head[0].breakdown.gathered == LAYERS * P
+    assert kept.moments[-1].total_bytes == freed.moments[-1].total_bytes
+
+
+def test_peak_is_the_first_of_the_highest_moments():
+    memory = estimate(blocks(), g=1)
+    totals = [moment.total_bytes for moment in memory.moments]
+    assert memory.peak_bytes == max(totals)
+    assert memory.peak is memory.moments[totals.index(max(totals))]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_breakdown_sums_to_the_total_and_is_never_negative(seed):
+    description = at_random(seed, kinds=2, blocks=3)
+    for batch, g in itertools.product(batches(TrainingJob(global_batch_size=8), 4), (1, 2, 4)):
+        for moment in estimate(description, g, keep=bool(seed % 2), batch=batch).moments:
+            values = [getattr(moment.breakdown, f.name) for f in fields(MemoryBreakdown)]
+            assert sum(values) == moment.total_bytes
+            assert min(values) >= 0, (moment.phase, moment.unit)
+
+
+def test_moments_are_forward_then_backward_reversed_then_reduce_then_optimizer():
+    moments = estimate(blocks(), g=4).moments
+    phases = [phase for phase, _ in itertools.groupby(m.phase.partition(":")[0] for m in moments)]
+    assert phases == ["forward", "backward", "reduce", "optimizer step"]
+    assert [m.unit for m in moments if m.phase == "forward"] == ["b0", "b1", "b2", "b3", "(root)"]
+    assert [m.unit for m in moments if m.phase == "backward"] == ["(root)", "b3", "b2", "b1", "b0"]
+
+
+def test_states_are_there_at_every_moment():
+    description = transformer()
+    for g in (1, 2, 4):
+        held = [unit_bytes(u, c, 4, JOB, ONCE) for u, c in zip(description.units, everywhere(description, g), strict=True)]
+        for moment in estimate(description, g).moments:
+            assert moment.breakdown.parameters == sum(u.parameters for u in held)
+            assert moment.breakdown.optimizer == sum(u.optimizer for u in held)
+
+
+def test_last_moment_holds_parameters_gradients_and_states_only():
+    description = transformer()
+    last = estimate(description, g=1).moments[-1]
+    assert last.total_bytes == 4 * 4 * description.numel + description.input_bytes.bytes(1)
+
+
+@pytest.mark.parametrize("hold", [True, False])
+def test_accumulation_ends_with_shards_however_gradients_were_held(hold):
+    description = transformer()
+    batch = Batch(micro_batch_size=1, accumulation_steps=2, reduce_every_micro_step=not hold)
+    assert estimate(description, g=4, batch=batch).moments[-1].breakdown == estimate(description, g=4).moments[-1].breakdown
+
+
+def test_one_process_gathers_and_reduces_nothing():
+    description = transformer()
+    memory = estimate(description, g=1, world_size=1)
+    assert {(m.breakdown.gathered, m.breakdown.buffers) for m in memory.moments} == {(0, 0)}
+
+
+def test_buffers_and_batch_are_there_at_every_moment():
+    plain = transformer()
+    assert {m.breakdown.model_buffers for m in estimate(plain, g=4).moments} == {plain.input_bytes.bytes(1)}
+
+
+@pytest.mark.parametrize(("step", "expected"), [(OptimizerStep.FOREACH, 60), (OptimizerStep.FOR_LOOP, 30), (OptimizerStep.FUSED, 60)])
+def test_scratch_of_a_loop_is_its_largest(step, expected):
+    job = TrainingJob(global_batch_size=1, optimizer=OptimizerSpec(step=step))
+    assert combined_scratch(job, [10, 20, 30]) == expected
+    assert combined_scratch(job, []) == 0
+
+
+def test_gradients_of_shared_weights_meet_in_the_first_stretch_of_the_root():
+    description = transformer()
+    root, tied, *rest = description.units
+    shared = replace(description, units=(root, replace(tied, shared=(("embedding.weight", "head.weight"),)), *rest))
+    assert merging_stretch(description, JOB) == {0: 0}
+    assert merging_stretch(shared, JOB) == {0: 4 * tied.numel}
+    plain, merging = ([m for m in estimate(d, g=4).moments if m.phase == "backward"] for d in (description, shared))
+    assert [b.total_bytes - a.total_bytes for a, b in zip(plain, merging, strict=True)] == [0] * 5 + [4 * tied.numel]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_frugal_floor_is_below_every_layout(seed):
+    description, hardware = at_random(seed, kinds=2, blocks=3), preset("cpu", devices_per_node=2)
+    (space,) = search_spaces(Strategy.OSDP, description, 2)
+    for batch in batches(TrainingJob(global_batch_size=4), 2):
+        floor = peak_floor(description, build_line(description, hardware, JOB, batch, space, 0.0), JOB, batch)
+        assert all(estimate_memory(description, c, 2, JOB, batch).peak_bytes >= floor for c in itertools.product(*space))
