@@ -95,6 +95,10 @@ class Plan:
         for name in ("world_size", "micro_batch_size", "accumulation_steps", "sequence_length"):
             if getattr(self, name) < 1:
                 raise PlanError(f"The plan has {name}={getattr(self, name)}; it must be at least 1.")
+        for name in ("memory_limit_bytes", "peak_bytes", "step_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise PlanError(f"The plan has {name}={value}; it must be finite and not negative.")
         seen: set[str] = set()
         for unit in self.units:
             if self.world_size % unit.shard_size:
@@ -196,7 +200,7 @@ class Plan:
 
         try:
             data = json.loads(text)
-        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        except (ValueError, RecursionError) as error:  # not JSON, not text, or nested without end
             raise PlanError(f"{source} is not JSON ({error}). Write it again with Plan.save.") from None
         if not isinstance(data, dict):
             raise PlanError(f"{source} holds a {type(data).__name__}, not a plan. Write it again with Plan.save.")
@@ -209,7 +213,7 @@ class Plan:
             where = ".".join(str(part) for part in first["loc"]) or "top level"
             raise PlanError(f"{source} is not a valid plan: {where}: {first['msg']}.") from None
         if stated is not None and stated != plan.fingerprint:
-            raise PlanError(f"{source} was changed or damaged: it states fingerprint {stated}, its content has {plan.fingerprint}.")
+            raise PlanError(f"{source} was changed or damaged: it states fingerprint {stated!r:.40}, its content has {plan.fingerprint}.")
         return plan
 
     @classmethod

@@ -1,0 +1,63 @@
+"""Imports point one way and stay light; every public name is there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import hf_osdp
+
+HEAVY = ("torch", "transformers", "accelerate", "datasets", "ortools", "pandas", "numpy", "rich", "pydantic")
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level packages that a fresh interpreter has after `statement`."""
+    code = f"import sys; {statement}; import json; print(json.dumps(sorted({{name.partition('.')[0] for name in sys.modules}})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    return set(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import hf_osdp",
+        "import hf_osdp.planner.search, hf_osdp.planner.evaluate, hf_osdp.planner.presets",
+        "from hf_osdp import Plan, TrainingJob, Hardware, preset, search, InfeasibleError",
+    ],
+)
+def test_planner_loads_no_framework_and_no_solver(statement):
+    assert not loaded_by(statement) & set(HEAVY)
+
+
+def test_planner_plans_without_a_framework():
+    code = (
+        "from hf_osdp import ModelDescription, TrainingJob, preset, search;"
+        "from hf_osdp.planner.description import *;"
+        "unit = UnitDescription(fqn='u', module_names=('u',), class_name='B', span=GatherSpan.USE,"
+        " parameters=(ParameterSpec(name='w', shape=(8, 8), dtype=DType.FLOAT32),));"
+        "model = ModelDescription(model_name='m', model_class='M', block_classes=('B',), sequence_length=1, compute_dtype=DType.FLOAT32,"
+        " units=(unit,), segments=(Segment(unit=0),));"
+        "result = search(model, preset('cpu', devices_per_node=2), TrainingJob(global_batch_size=2), 2000);"
+        "result.plan.from_json(result.plan.to_json())"
+    )
+    assert not loaded_by(code) & {"torch", "transformers", "accelerate", "datasets"}
+
+
+def test_reports_load_no_framework():
+    assert not loaded_by("import hf_osdp.report.tables, hf_osdp.report.run_report") & {"torch", "transformers", "accelerate", "ortools"}
+
+
+@pytest.mark.parametrize("name", hf_osdp.__all__)
+def test_public_name_resolves(name):
+    assert getattr(hf_osdp, name) is not None
+    assert name in dir(hf_osdp)
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'hf_osdp' has no attribute 'nonexistent'"):
+        hf_osdp.nonexistent  # noqa: B018
+    with pytest.raises(ImportError):
+        from hf_osdp import nonexistent  # noqa: F401
