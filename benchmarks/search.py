@@ -1,0 +1,129 @@
+"""Time to the proven optimum for models of 12 to 128 layers.
+
+    python benchmarks/search.py [--quick] [--json FILE]
+
+Each model is described once from its configuration (the trace is timed apart) and searched for under three memory limits:
+just above the least that any plan needs, halfway to what replication needs, and ample. The aim is under one second for
+each search, on one core. Exit code 1 where it is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from transformers import GPT2Config
+from transformers.utils import logging
+
+from hf_osdp.errors import InfeasibleError
+from hf_osdp.planner.description import DType, ModelDescription
+from hf_osdp.planner.hardware import Hardware
+from hf_osdp.planner.job import Precision, TrainingJob
+from hf_osdp.planner.presets import preset
+from hf_osdp.planner.search import search
+from hf_osdp.profiling.describe import describe
+from hf_osdp.quantities import format_bytes
+
+AIM_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model on devices."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    sequence_length: int
+    hardware: Hardware
+    global_batch_size: int
+
+
+CASES = (
+    Case(name="GPT-2 small", layers=12, hidden=768, heads=12, sequence_length=1024,
+         hardware=preset("titan-rtx", devices_per_node=8), global_batch_size=64),
+    Case(name="GPT-2 48 x 1536", layers=48, hidden=1536, heads=24, sequence_length=1024,
+         hardware=preset("titan-rtx", nodes=2, devices_per_node=8), global_batch_size=128),
+    Case(name="GPT 175B", layers=96, hidden=12288, heads=96, sequence_length=2048,
+         hardware=preset("a100-80", nodes=64, devices_per_node=8), global_batch_size=1024),
+    Case(name="GPT 1T", layers=128, hidden=25600, heads=160, sequence_length=2048,
+         hardware=preset("h100", nodes=128, devices_per_node=8), global_batch_size=2048),
+)  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one repetition instead of five")
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    rows = [row for case in CASES for row in measure(case, repetitions=1 if options.quick else 5)]
+    show(rows)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    worst = max(row["search_s"] for row in rows)
+    proven = all(row["proven"] for row in rows)
+    print(f"slowest search {worst:.3f} s (aim {AIM_S:g} s), {'all' if proven else 'NOT all'} proven optimal")
+    return 0 if worst <= AIM_S and proven else 1
+
+
+def measure(case: Case, *, repetitions: int) -> list[dict]:
+    """One row for each memory limit; the time is the median of the repetitions."""
+    started = time.perf_counter()
+    description = describe(
+        GPT2Config(n_layer=case.layers, n_embd=case.hidden, n_head=case.heads, n_positions=case.sequence_length),
+        sequence_length=case.sequence_length, compute_dtype=DType.BFLOAT16, device_type="cuda",
+    )  # fmt: skip
+    describe_s = time.perf_counter() - started
+    job = TrainingJob(global_batch_size=case.global_batch_size, precision=Precision.named("bf16"))
+    rows = []
+    for name, limit in limits(description, case.hardware, job).items():
+        times, result = [], None
+        for _ in range(repetitions):
+            started = time.perf_counter()
+            result = search(description, case.hardware, job, limit)
+            times.append(time.perf_counter() - started)
+        rows.append({
+            "model": case.name, "parameters": description.numel, "layers": case.layers, "devices": case.hardware.world_size,
+            "limit": name, "limit_bytes": limit, "describe_s": describe_s, "search_s": sorted(times)[len(times) // 2],
+            "proven": result.plan.proven_optimal, "micro_batch_size": result.plan.micro_batch_size,
+            "layouts": len({(u.shard_size, u.reshard_after_forward) for u in result.plan.units}),
+        })  # fmt: skip
+    return rows
+
+
+def limits(description: ModelDescription, hardware: Hardware, job: TrainingJob) -> dict[str, int]:
+    """Three limits in bytes: tight, halfway, ample."""
+    try:
+        search(description, hardware, job, 2**20)
+        raise AssertionError("a MiB is never enough")
+    except InfeasibleError as error:
+        least = error.least_peak_bytes
+    try:
+        replicated = search(description, hardware, job, 2**50, strategy="ddp").memory.peak_bytes
+    except InfeasibleError as error:
+        replicated = error.least_peak_bytes
+    return {"tight": int(least * 1.02), "halfway": (least + replicated) // 2, "ample": 2 * replicated}
+
+
+def show(rows: list[dict]) -> None:
+    table = Table(title="Time to the proven optimum")
+    for name in ("model", "devices", "limit", "", "micro-batch", "layouts", "describe", "search"):
+        table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["model"], str(row["devices"]), row["limit"], format_bytes(row["limit_bytes"]), str(row["micro_batch_size"]),
+            str(row["layouts"]), f"{row['describe_s']:.2f} s", f"{row['search_s']:.3f} s",
+        )  # fmt: skip
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
