@@ -2,9 +2,9 @@
 
     python benchmarks/search.py [--quick] [--json FILE]
 
-Each model is described once from its configuration (the trace is timed apart) and searched for under three memory limits:
-just above the least that any plan needs, halfway to what replication needs, and ample. The aim is under one second for
-each search, on one core. Exit code 1 where it is missed.
+Each model is described once from its configuration (the trace is timed apart) and searched for under memory limits from
+just above the least that any plan needs up to more than replication needs. The aim is under one second for each search,
+on one core. Exit code 1 where it is missed.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from hf_osdp.profiling.describe import describe
 from hf_osdp.quantities import format_bytes
 
 AIM_S = 1.0
+FACTORS = (1.001, 1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10, 100)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +61,11 @@ CASES = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one repetition instead of five")
+    parser.add_argument("--quick", action="store_true", help="one repetition instead of three")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     options = parser.parse_args()
     logging.set_verbosity_error()
-    rows = [row for case in CASES for row in measure(case, repetitions=1 if options.quick else 5)]
+    rows = [row for case in CASES for row in measure(case, repetitions=1 if options.quick else 3)]
     show(rows)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
@@ -100,24 +101,24 @@ def measure(case: Case, *, repetitions: int) -> list[dict]:
 
 
 def limits(description: ModelDescription, hardware: Hardware, job: TrainingJob) -> dict[str, int]:
-    """Three limits in bytes: tight, halfway, ample."""
+    """Limits in bytes, as multiples of the least that any plan needs."""
     try:
         search(description, hardware, job, 2**20)
-        raise AssertionError("a MiB is never enough")
     except InfeasibleError as error:
-        least = error.least_peak_bytes
-    try:
-        replicated = search(description, hardware, job, 2**50, strategy="ddp").memory.peak_bytes
-    except InfeasibleError as error:
-        replicated = error.least_peak_bytes
-    return {"tight": int(least * 1.02), "halfway": (least + replicated) // 2, "ample": 2 * replicated}
+        return {f"{factor:g} x least": int(error.least_peak_bytes * factor) for factor in FACTORS}
+    raise AssertionError("a MiB is never enough")
 
 
 def show(rows: list[dict]) -> None:
-    table = Table(title="Time to the proven optimum")
+    """The slowest search of each model."""
+    table = Table(title=f"Time to the proven optimum, the slowest of {len(FACTORS)} limits")
     for name in ("model", "devices", "limit", "", "micro-batch", "layouts", "describe", "search"):
         table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
+    slowest: dict[str, dict] = {}
     for row in rows:
+        if row["search_s"] >= slowest.get(row["model"], row)["search_s"]:
+            slowest[row["model"]] = row
+    for row in slowest.values():
         table.add_row(
             row["model"], str(row["devices"]), row["limit"], format_bytes(row["limit_bytes"]), str(row["micro_batch_size"]),
             str(row["layouts"]), f"{row['describe_s']:.2f} s", f"{row['search_s']:.3f} s",

@@ -34,6 +34,6 @@ def in_order(choices: dict[int, Choice]) -> Sequence[Choice]:
     return [choices[index] for index in range(len(choices))]
 
 
-def _need(option: Option) -> tuple[int, float]:
-    own = max(option.gather_peak, option.compute_peak + option.bytes.prefetched, option.left_by_backward)
-    return option.bytes.held + option.left_by_forward + own + option.bytes.gather_buffer, option.seconds
+def _need(option: Option) -> tuple[int, int, float]:
+    transient = max(option.gather_peak, option.compute_peak + option.bytes.prefetched)
+    return option.bytes.held + option.left_by_forward + option.left_by_backward, transient, option.seconds

@@ -10,7 +10,7 @@ from .description import Affine, ModelDescription, PhaseCost, Segment
 from .hardware import Hardware
 from .job import Precision, TrainingJob
 from .memory import estimate_memory
-from .solver import fastest
+from .solver import any_within
 from .stations import build_line
 from .strategies import Strategy, search_spaces
 
@@ -76,7 +76,7 @@ class _Fits:
         frugal = in_order(frugal_choices(line))
         if estimate_memory(description, frugal, hardware.world_size, job, batch).peak_bytes <= limit:
             return True
-        return fastest(line, job, limit) is not None
+        return any_within(line, job, limit) is not None
 
 
 def _rounded_up(nbytes: int) -> int:

@@ -15,7 +15,7 @@ from .job import TrainingJob
 from .memory import MemoryEstimate, estimate_memory
 from .plan import Plan, UnitDecision
 from .remedies import remedies_for
-from .solver import Solution, fastest, least_peak
+from .solver import Solution, any_within, fastest, least_peak
 from .stations import Line, build_line
 from .strategies import Strategy, search_spaces
 from .timing import TimeEstimate, compute_seconds, estimate_time
@@ -199,7 +199,7 @@ def _infeasible(description, hardware, job, limit, strategy, candidates: Sequenc
     """The tightest limit that could be met, what fills it, and the cheapest ways out."""
     needed, memory, batch = None, None, None
     for candidate in sorted(candidates, key=lambda c: c.floor_bytes):
-        if needed is not None and (candidate.floor_bytes >= needed or fastest(candidate.line, job, needed - 1) is None):
+        if needed is not None and (candidate.floor_bytes >= needed or any_within(candidate.line, job, needed - 1) is None):
             continue
         choices, needed = _tightest(description, hardware, job, candidate)
         batch, memory = candidate.batch, estimate_memory(description, choices, hardware.world_size, job, candidate.batch)

@@ -1,0 +1,225 @@
+"""The integer program of a search: counts of options, and a constraint for each moment that can be the peak.
+
+Where one of several options rules a moment, a sum over literals of which exactly one is true picks its bytes. Such a
+constraint holds in the linear relaxation too, which makes it strong; those that hold only for runs that exist are added
+beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .costs import Choice
+from .job import OptimizerStep, TrainingJob
+from .stations import Group, Line, Option, Stretch
+
+
+class Program:
+    """Variables and constraints; `minimize` and `solve` follow.
+
+    Args:
+        line: stations with their options.
+        job: which optimizer step runs.
+        limit_bytes: bytes that no moment may pass.
+    """
+
+    def __init__(self, line: Line, job: TrainingJob, limit_bytes: int):
+        from ortools.sat.python import cp_model
+
+        self._line, self._job, self._limit_bytes = line, job, limit_bytes
+        self._model, self._solver = cp_model.CpModel(), cp_model.CpSolver()
+        self._counts: dict[Group, list] = {}
+        self._used: dict[Group, list] = {}
+        self._first: dict[Group, list] = {}
+        self._last: dict[Group, list] = {}
+        for group in line.groups:
+            self._declare(group)
+        level = self._constrain_forward()
+        level = self._constrain_backward(level)
+        self._constrain_finish(level)
+
+    def cost(self, value: Callable[[Option], int]):
+        """Sum of a whole number over all units' options."""
+        return self._sum(self._line.groups, value)
+
+    def add_at_most(self, expression, bound: int) -> None:
+        """Constrain an expression that `cost` gave."""
+        self._model.add(expression <= bound)
+
+    def minimize(self, expression) -> None:
+        """Set the objective; without one, any solution will do."""
+        self._model.minimize(expression)
+
+    def solve(self) -> tuple[dict[int, Choice], float, bool] | None:
+        """Choices by unit, the objective, and whether it is proven; None where nothing satisfies the constraints."""
+        from ortools.sat.python import cp_model
+
+        parameters = self._solver.parameters
+        parameters.num_workers, parameters.random_seed = 1, 0  # so that the same question always gets the same answer
+        parameters.cp_model_presolve = False  # these programs are small; presolve costs more than it saves
+        status = self._solver.solve(self._model)
+        if status == cp_model.INFEASIBLE:
+            return None
+        assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE), self._solver.status_name(status)
+        choices: dict[int, Choice] = {}
+        for group, xs in self._counts.items():
+            choices |= group.assign([self._solver.value(x) for x in xs])
+        return choices, self._solver.objective_value, status == cp_model.OPTIMAL
+
+    # variables
+
+    def _declare(self, group: Group) -> None:
+        """Counts of each option, whether it is used, and which one the first and the last unit have."""
+        size, model = len(group.units), self._model
+        if size == 1:
+            literals = [model.new_bool_var("") for _ in group.options]
+            model.add_exactly_one(literals)
+            self._counts[group] = self._used[group] = self._first[group] = self._last[group] = literals
+            return
+        self._counts[group] = xs = [model.new_int_var(0, size, "") for _ in group.options]
+        model.add(sum(xs) == size)
+        self._used[group] = used = [self._at_least(x, 1) for x in xs]
+        self._first[group] = self._foremost(used[::-1])[::-1]
+        self._last[group] = self._foremost(used)
+
+    def _at_least(self, x, number: int):
+        literal = self._model.new_bool_var("")
+        self._model.add(x >= number).only_enforce_if(literal)
+        self._model.add(x <= number - 1).only_enforce_if(~literal)
+        return literal
+
+    def _foremost(self, used: Sequence) -> list:
+        """For each option a literal: it is used, and none before it is."""
+        literals = []
+        for k, literal in enumerate(used):
+            foremost = self._model.new_bool_var("")
+            self._model.add_bool_and([literal, *(~u for u in used[:k])]).only_enforce_if(foremost)
+            literals.append(foremost)
+        self._model.add_exactly_one(literals)
+        return literals
+
+    # moments
+
+    def _fits(self, level, *literals) -> None:
+        constraint = self._model.add(level <= self._limit_bytes)
+        if literals:
+            constraint.only_enforce_if(list(literals))
+
+    def _sum(self, groups: Sequence[Group], value: Callable[[Option], int]):
+        return sum(value(o) * x for g in groups for o, x in zip(g.options, self._counts[g], strict=True))
+
+    @staticmethod
+    def _picked(group: Group, literals: Sequence, value: Callable[[Option], int]):
+        return sum(value(o) * literal for o, literal in zip(group.options, literals, strict=True))
+
+    def _constrain_forward(self):
+        line = self._line
+        level = line.model_bytes + self._sum(line.groups, lambda o: o.bytes.held) + self._sum(line.whole_step, lambda o: o.bytes.gathered)
+        buffers = [self._picked(g, self._last[g], _gather_buffer) for g in line.whole_step] or [0]
+        for station in line.stations:
+            if isinstance(station, Stretch):
+                for buffer in buffers:
+                    self._fits(level + station.forward_peak + buffer)
+                level = level + station.saved
+                continue
+            if len(station.units) > 1:
+                self._constrain_forward_runs(station, level)
+            level = level + self._sum([station], lambda o: o.left_by_forward)
+            self._fits(level + self._picked(station, self._last[station], lambda o: o.forward_peak - o.left_by_forward))
+            buffers = [self._picked(station, self._last[station], _gather_buffer)]
+        return level
+
+    def _constrain_forward_runs(self, group: Group, level) -> None:
+        """Forward only raises the level: each run's peak is at its last unit."""
+        rows = list(zip(group.options, self._counts[group], self._used[group], strict=True))
+        for option, x, used in reversed(rows):
+            level = level + option.left_by_forward * x
+            self._fits(level - option.left_by_forward + option.forward_peak, used)
+
+    def _constrain_backward(self, level):
+        stations, owed = self._line.stations, True
+        for index in range(len(stations) - 1, -1, -1):
+            station, ahead = stations[index], self._gathered_ahead(index)
+            if isinstance(station, Stretch):
+                self._fits(level + station.backward_peak + station.tail + ahead)
+                level = level - station.saved
+                if owed:
+                    level, owed = level + self._sum(self._line.whole_step, lambda o: o.bytes.unsharded_gradients), False
+                continue
+            level = self._constrain_group(station, level, ahead)
+        if owed:
+            level = level + self._sum(self._line.whole_step, lambda o: o.bytes.unsharded_gradients)
+        return level
+
+    def _gathered_ahead(self, index: int):
+        """Bytes that are gathered while the station at `index` computes in backward."""
+        for station in reversed(self._line.stations[:index]):
+            if isinstance(station, Group):
+                return self._picked(station, self._last[station], _prefetched)
+        return 0
+
+    def _constrain_group(self, group: Group, level, ahead):
+        """Backward begins with the group's last unit and ends with its first."""
+        if len(group.units) > 1:
+            self._fits(level + self._picked(group, self._last[group], lambda o: max(o.gather_peak, o.compute_peak)))
+            self._constrain_runs(group, level)
+        level = level + self._sum([group], _change)
+        self._fits(level + self._picked(group, self._first[group], lambda o: o.gather_peak - _change(o)))
+        self._fits(level + self._picked(group, self._first[group], lambda o: o.compute_peak - _change(o)) + ahead)
+        return level
+
+    def _constrain_runs(self, group: Group, level) -> None:
+        """Within a run the level moves evenly: its peak is at its first unit or near its last."""
+        for k, option in enumerate(group.options):
+            x, used = self._counts[group][k], self._used[group][k]
+            change, prefetched = _change(option), _prefetched(option)
+            end = level + change * x
+            self._fits(level + max(option.gather_peak, option.compute_peak), used)
+            self._fits(end - change + max(option.gather_peak, option.compute_peak), used)
+            if prefetched:
+                twice = self._at_least(x, 2)
+                self._fits(level + option.compute_peak + prefetched, twice)
+                self._fits(end - 2 * change + option.compute_peak + prefetched, twice)
+            for later in range(k + 1, len(group.options)):
+                if nbytes := _prefetched(group.options[later]):
+                    between = [~u for u in self._used[group][k + 1 : later]]
+                    self._fits(end - change + option.compute_peak + nbytes, used, self._used[group][later], *between)
+            level = end
+
+    def _constrain_finish(self, level) -> None:
+        """Reductions of what is gathered for the whole step, one after the other, then the optimizer step."""
+        line = self._line
+        running = [g for g in line.stations if isinstance(g, Group)]
+        reduced = self._sum([*running, *line.whole_step], lambda o: o.bytes.reduced_after)
+        level = level + self._sum(running, lambda o: o.bytes.gradients_settled)
+        for group in line.whole_step:
+            level = level - self._sum([group], lambda o: o.bytes.gathered)
+            self._fits(level + self._sum([group], lambda o: o.bytes.reduce_input))
+            level = level + self._sum([group], _reduced_at_the_end)
+            self._fits(level + self._sum([group], lambda o: o.bytes.reduce_input + max(0, o.bytes.reduce_output - o.bytes.reduced_after)))
+        level = level - reduced
+        if self._job.optimizer.step is not OptimizerStep.FOR_LOOP:
+            self._fits(level + self._sum(line.groups, lambda o: o.bytes.step_scratch))
+            return
+        for group in line.groups:
+            for option, used in zip(group.options, self._used[group], strict=True):
+                self._fits(level + option.bytes.step_scratch, used)
+
+
+def _change(option: Option) -> int:
+    """What one unit's backward changes the level by."""
+    return option.left_by_backward - option.left_by_forward
+
+
+def _prefetched(option: Option) -> int:
+    return option.bytes.prefetched
+
+
+def _gather_buffer(option: Option) -> int:
+    return option.bytes.gather_buffer
+
+
+def _reduced_at_the_end(option: Option) -> int:
+    """What the level changes by when the gradients of a unit that is gathered for the whole step are reduced."""
+    terms = option.bytes
+    return terms.gradients_after + terms.gradients_settled - terms.unsharded_gradients + terms.reduced_after
