@@ -28,7 +28,7 @@ from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search import search
 from hf_osdp.profiling.describe import describe
-from hf_osdp.quantities import format_bytes
+from hf_osdp.quantities import format_bytes, format_seconds
 
 AIM_S = 1.0
 FACTORS = (1.001, 1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10, 100)
@@ -121,7 +121,7 @@ def show(rows: list[dict]) -> None:
     for row in slowest.values():
         table.add_row(
             row["model"], str(row["devices"]), row["limit"], format_bytes(row["limit_bytes"]), str(row["micro_batch_size"]),
-            str(row["layouts"]), f"{row['describe_s']:.2f} s", f"{row['search_s']:.3f} s",
+            str(row["layouts"]), f"{row['describe_s']:.2f} s", format_seconds(row["search_s"]),
         )  # fmt: skip
     Console(width=100).print(table)
 

@@ -133,6 +133,8 @@ class PhaseCost:
     """Floating-point operations in matrix products and attention."""
     traffic_bytes: Affine = Affine()
     """Bytes read and written by all other operations."""
+    operators: Affine = Affine()
+    """Operators that torch dispatches, views included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,6 +64,8 @@ class DeviceSpec:
     """Dense matrix-product rate by dtype."""
     memory_bytes_per_s: float
     source: str
+    operator_s: float = 0.0
+    """Seconds that dispatching an operator adds to its work; 0 where kernels are queued ahead, as on a busy GPU."""
     reserved_bytes: int = 0
     """Device memory that no tensor can have: CUDA context, NCCL buffers."""
 

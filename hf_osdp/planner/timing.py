@@ -11,7 +11,7 @@ with A accumulation steps. A collective is exposed by what does not fit beside t
 The second takes the steady state of a run of equal units: while one computes, the next is gathered and the one before is
 reduced, and the two share the links. Under gloo nothing overlaps, so F = B = 0. What is gathered first and reduced last
 (root, shared embedding) is exposed as a whole. Compute is a roofline: matrix products at the device's rate for the
-compute dtype, everything else at its memory bandwidth.
+compute dtype, everything else at its memory bandwidth, and on the CPU the cost of dispatching each operator.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class TimeEstimate:
 
 
 def phase_seconds(phase: PhaseCost, samples: int, description: ModelDescription, hardware: Hardware) -> float:
-    """Roofline time of a phase on one device, in seconds."""
+    """Roofline time of a phase on one device, in seconds, with the time that dispatching its operators takes."""
     device = hardware.device
-    return max(0.0, phase.matmul_flops(samples)) / device.rate(description.compute_dtype) + (
-        max(0.0, phase.traffic_bytes(samples)) / device.memory_bytes_per_s
-    )
+    matmul_s = max(0.0, phase.matmul_flops(samples)) / device.rate(description.compute_dtype)
+    other_s = max(0.0, phase.traffic_bytes(samples)) / device.memory_bytes_per_s
+    return matmul_s + other_s + max(0.0, phase.operators(samples)) * device.operator_s
 
 
 def overlap_windows(description: ModelDescription, hardware: Hardware, samples: int) -> tuple[Windows, ...]:

@@ -12,7 +12,7 @@ from ..errors import HardwareError
 from ..planner.description import DType
 from ..planner.hardware import Backend, Collective, CollectiveTiming, DeviceSpec, Hardware, Link
 from .links import measure_collectives
-from .rates import copy_rate, matmul_rates
+from .rates import copy_rate, matmul_rates, operator_seconds
 
 
 def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Sequence[int] | None = None) -> Hardware:
@@ -57,17 +57,20 @@ def _measure_device(device: torch.device, local: int, seconds: float) -> DeviceS
     """The slowest rank's compute, the smallest rank's memory; all ranks measure at once, as they train at once."""
     if _distributed():
         dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
-    rates = matmul_rates(device, 0.8 * seconds)
+    rates = matmul_rates(device, 0.7 * seconds)
     dtypes = [dtype for dtype in DType if dtype.value.startswith(("float", "bfloat"))]
     available, reserved = _memory_bytes(device, local)
-    agreed = _minimum([copy_rate(device, 0.2 * seconds), available, -reserved, *(rates.get(dtype, 0.0) for dtype in dtypes)], device)
+    dispatching = operator_seconds(device, 0.1 * seconds)
+    known = [copy_rate(device, 0.2 * seconds), available, -reserved, -dispatching]
+    agreed = _minimum([*known, *(rates.get(dtype, 0.0) for dtype in dtypes)], device)
     return DeviceSpec(
         name=_device_name(device),
         memory_bytes=int(agreed[1]),
-        flops_per_s={dtype: rate for dtype, rate in zip(dtypes, agreed[3:], strict=True) if rate > 0},
+        flops_per_s={dtype: rate for dtype, rate in zip(dtypes, agreed[len(known) :], strict=True) if rate > 0},
         memory_bytes_per_s=agreed[0],
         source="measured",
         reserved_bytes=int(-agreed[2]),
+        operator_s=-agreed[3],
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..planner.description import DType
 
@@ -39,6 +42,36 @@ def copy_rate(device: torch.device, seconds: float) -> float:
     target = torch.empty_like(source)
     taken_s = median_seconds(lambda: target.copy_(source), device, seconds)
     return 2 * _COPY_BYTES[device.type] / taken_s
+
+
+def operator_seconds(device: torch.device, seconds: float) -> float:
+    """Seconds that dispatching one operator takes, forward and backward together, where its work is next to nothing.
+
+    A GPU runs behind the CPU that queues its kernels, so that dispatching costs nothing there: 0.
+    """
+    if device.type == "cuda":
+        return 0.0
+    with torch.random.fork_rng(devices=[]):  # the training's own random state stays as it is
+        layer = [nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)]
+        model = nn.Sequential(*(copy.deepcopy(part) for _ in range(8) for part in layer))
+        rows = torch.ones(2, 8, requires_grad=True)
+
+    def run() -> None:
+        model(rows).sum().backward()
+
+    with _Counter() as counter:
+        run()
+    return median_seconds(run, device, seconds) / counter.operators
+
+
+class _Counter(TorchDispatchMode):
+    """Counts operators."""
+
+    operators = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operators += 1
+        return func(*args, **(kwargs or {}))
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:

@@ -27,6 +27,7 @@ class PhaseRecord:
     """Live bytes when the phase began and after each of its operators."""
     matmul_flops: int = 0
     traffic_bytes: int = 0
+    operators: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,6 +115,7 @@ class Recorder(TorchDispatchMode):
         cost, phase = operator_cost(func, args, kwargs, result), self._phase()
         phase.matmul_flops += cost.matmul_flops
         phase.traffic_bytes += cost.traffic_bytes
+        phase.operators += 1
         phase.levels.append(self._live.current_bytes)
         return result
 

@@ -224,6 +224,7 @@ def _phase(records: Sequence[PhaseRecord], floors: Sequence[int], samples: _Samp
         peak_bytes=_line_above(levels, samples),
         matmul_flops=_line([record.matmul_flops for record in records[1:]], samples),
         traffic_bytes=_line([record.traffic_bytes for record in records[1:]], samples),
+        operators=_line([record.operators for record in records[1:]], samples),
     )
 
 
