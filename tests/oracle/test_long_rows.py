@@ -1,0 +1,197 @@
+"""Rows of more than SHORT_ROW equal units: what the rule of stations.py promises, against brute force over positions.
+
+Promised: the plan is optimal among those whose middle units are laid out by the rule. Not promised: that no other order
+of the middle would be faster. The brute force here is a second writing of memory.py over arrays, one entry a layout.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+
+from hf_osdp.errors import InfeasibleError
+from hf_osdp.planner.costs import Batch, unit_bytes, unit_seconds
+from hf_osdp.planner.description import DType, ModelDescription
+from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, Link
+from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from hf_osdp.planner.memory import estimate_memory, merging_stretch
+from hf_osdp.planner.search import batches, search
+from hf_osdp.planner.stations import SHORT_ROW, build_line
+from hf_osdp.planner.strategies import Strategy, search_spaces
+from hf_osdp.planner.timing import compute_seconds, estimate_time, overlap_windows, unit_time
+from tests.helpers.descriptions import at_random
+
+np = pytest.importorskip("numpy")
+
+WORLD = 2
+SEEDS = (0, 4, 5, 6, 8, 123, 201, 1)
+CHUNK = 2**14
+"""Layouts that are walked through at once: so many stay in the cache."""
+
+
+def row_of(seed: int, blocks: int) -> ModelDescription:
+    """A root and equal blocks in a row; the root may come before and after."""
+    small = at_random(seed, kinds=1, blocks=1)
+    root, block = small.units
+    units = [
+        replace(block, fqn=f"b{i}", parameters=tuple(replace(p, name=f"b{i}.{p.name}") for p in block.parameters)) for i in range(blocks)
+    ]
+    segments = [
+        part for segment in small.segments
+        for part in ([replace(segment, unit=1 + i) for i in range(blocks)] if segment.unit == 1 else [segment])
+    ]  # fmt: skip
+    return replace(small, units=(root, *units), segments=tuple(segments))
+
+
+def instance(seed: int) -> tuple[ModelDescription, Hardware, TrainingJob]:
+    dice = random.Random(seed)
+    hardware = Hardware(
+        device=DeviceSpec(name="toy", memory_bytes=10**9, flops_per_s={DType.FLOAT32: 1e9}, memory_bytes_per_s=1e9, source="made up"),
+        devices_per_node=WORLD,
+        intra_node=Link(latency_s=1e-6, bytes_per_s=dice.choice([1e7, 1e8]), source="made up"),
+        inter_node=Link(latency_s=1e-5, bytes_per_s=1e6, source="made up"),
+        backend=dice.choice(list(Backend)),
+    )
+    job = TrainingJob(
+        global_batch_size=WORLD * dice.choice([1, 2]),
+        micro_batch_size=1,
+        reduce_every_micro_step=dice.choice([True, False]),
+        precision=Precision.named(dice.choice(["no", "bf16"])),
+        optimizer=OptimizerSpec(states=dice.choice([0, 2]), step=dice.choice(list(OptimizerStep))),
+    )
+    # the last block has no reduction in flight before it, and where compute overlaps, the first has another window
+    return row_of(seed, SHORT_ROW + 3 if hardware.backend.overlaps else SHORT_ROW + 2), hardware, job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layouts:
+    """Every layout of the row for each choice of the root: peak, seconds, and whether the rule would make it."""
+
+    peaks: np.ndarray
+    seconds: np.ndarray
+    by_rule: np.ndarray
+
+    def fastest(self, limit: int, *, by_rule: bool) -> float:
+        """Least seconds within the limit, infinite where nothing fits."""
+        fits = (self.peaks <= limit) & (self.by_rule | (not by_rule))
+        return float(self.seconds[fits].min(initial=np.inf))
+
+
+def every_layout(description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch) -> Layouts:
+    """All of them; options that are worse in every term are left out, as test_brute_force.py shows they may be."""
+    (space,) = search_spaces(Strategy.OSDP, description, WORLD)
+    line = build_line(description, hardware, job, batch, space, 0.0)
+    group_of = {unit: group for group in line.groups for unit in group.units}
+    assert max(len(group.units) for group in line.groups) > 1, "the rule has nothing to lay out"
+    blocks = [[o.choice for o in group_of[index].options] for index in range(1, len(description.units))]
+    table = np.indices([len(choices) for choices in blocks], dtype=np.int8).reshape(len(blocks), -1)
+    by_rule = np.ones(table.shape[1], dtype=bool)
+    for group in line.groups:
+        for before, after in itertools.pairwise(group.units):  # backward meets the options in their order
+            by_rule &= table[before - 1] >= table[after - 1]
+    windows, compute = overlap_windows(description, hardware, 1), compute_seconds(description, hardware, 1)
+    peaks, seconds = [], []
+    for root in space[0]:
+        choices = [[root], *blocks]
+        terms = [[unit_bytes(u, c, WORLD, job, batch) for c in own] for u, own in zip(description.units, choices, strict=True)]
+        times = [
+            [unit_time(unit_seconds(u, c, hardware, job), window, s, batch).total_s for c in own]
+            for u, own, window, s in zip(description.units, choices, windows, compute, strict=True)
+        ]
+        parts = np.array_split(table, -(-table.shape[1] // CHUNK), axis=1)
+        peaks.append(np.concatenate([_peaks(description, job, terms[0][0], terms[1:], part) for part in parts]))
+        seconds.append(times[0][0] + sum(np.array(own)[column] for own, column in zip(times[1:], table, strict=True)))
+        _spot_check(description, hardware, job, batch, choices, table, peaks[-1], seconds[-1])
+    return Layouts(peaks=np.concatenate(peaks), seconds=np.concatenate(seconds), by_rule=np.tile(by_rule, len(space[0])))
+
+
+def _peaks(description: ModelDescription, job: TrainingJob, root, terms, table) -> np.ndarray:
+    """Peak of each layout (column of `table`): the walk of memory.py."""
+    highest, table, blocks = np.zeros(table.shape[1], dtype=np.int64), table.astype(np.intp), range(len(table))
+
+    def of(name: str, block: int) -> np.ndarray:
+        return np.array([getattr(t, name) for t in terms[block]], dtype=np.int64)[table[block]]
+
+    def moment(level) -> None:
+        np.maximum(highest, level, out=highest)
+
+    segments, merging = description.segments, merging_stretch(description, job)
+    level = root.held + root.gathered + sum(of("held", b) for b in blocks)
+    buffer = root.gather_buffer
+    for segment in segments:
+        workspace, saved = segment.forward.peak_bytes.bytes(1), segment.saved_bytes.bytes(1)
+        if segment.unit == 0:
+            moment(level + workspace + buffer)
+            level = level + saved
+            continue
+        block = segment.unit - 1
+        buffer = of("gather_buffer", block)
+        moment(level + workspace + buffer + of("gathered", block))
+        level = level + of("kept", block) + saved
+    owed, tail = root.unsharded_gradients, 0
+    buffers = 0
+    for index in range(len(segments) - 1, -1, -1):
+        segment = segments[index]
+        compute, saved = segment.backward.peak_bytes.bytes(1), segment.saved_bytes.bytes(1)
+        ahead = next((of("prefetched", s.unit - 1) for s in reversed(segments[:index]) if s.unit), 0)
+        if segment.unit == 0:
+            moment(level + compute + merging.get(index, 0) + ahead + tail)
+            level, owed = level - saved + owed, 0
+            continue
+        block = segment.unit - 1
+        gathered, kept = of("gathered", block), of("kept", block)
+        own = np.where(kept > 0, 0, gathered)
+        moment(level + own + of("prefetched", block) + tail + np.where(kept > 0, 0, of("cast_buffer", block)))
+        moment(level + own + compute + ahead + tail)
+        level = level - saved - kept
+        whole = level + segment.gradient_bytes.bytes(1) + ahead + of("reduce_input", block)
+        moment(whole + of("unsharded_gradients", block))
+        after, reduced = of("gradients_after", block), of("reduced_after", block)
+        moment(whole + after + reduced + np.maximum(0, of("reduce_output", block) - reduced))
+        level, buffers = level + after + reduced, buffers + reduced
+        tail = of("reduce_tail", block)
+    level = level + owed + sum(of("gradients_settled", b) for b in blocks) - root.gathered
+    moment(level + root.reduce_input)
+    level = level + root.gradients_after + root.gradients_settled - root.unsharded_gradients
+    moment(level + root.reduce_input + max(root.reduced_after, root.reduce_output))
+    scratch = [of("step_scratch", b) for b in blocks]
+    loop = job.optimizer.step is OptimizerStep.FOR_LOOP
+    moment(
+        level
+        - buffers
+        + (np.maximum.reduce([*scratch, np.full(table.shape[1], root.step_scratch)]) if loop else sum(scratch) + root.step_scratch)
+    )
+    return highest
+
+
+def _spot_check(description, hardware, job, batch, choices, table, peaks, seconds) -> None:
+    """The arrays say what the cost model says."""
+    for index in random.Random(0).sample(range(table.shape[1]), 5):
+        chosen = [choices[0][0], *(own[k] for own, k in zip(choices[1:], table[:, index], strict=True))]
+        assert estimate_memory(description, chosen, WORLD, job, batch).peak_bytes == peaks[index]
+        assert estimate_time(description, chosen, hardware, job, batch).step_s == pytest.approx(seconds[index], rel=1e-9)
+
+
+def limits_between(layouts: Layouts, count: int) -> list[int]:
+    """Peaks of layouts from the least by the rule to the highest."""
+    peaks = np.unique(layouts.peaks[layouts.by_rule])
+    return [int(peaks[i]) for i in np.unique(np.linspace(0, len(peaks) - 1, count).astype(int))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_plan_of_a_long_row_is_optimal_among_those_laid_out_by_the_rule(seed):
+    description, hardware, job = instance(seed)
+    (batch,) = batches(job, WORLD)
+    layouts = every_layout(description, hardware, job, batch)
+    limits = limits_between(layouts, 6)
+    for limit in limits:
+        result = search(description, hardware, job, limit)
+        assert result.memory.peak_bytes <= limit
+        assert result.time.step_s == pytest.approx(layouts.fastest(limit, by_rule=True), rel=1e-9)
+        assert result.time.step_s >= layouts.fastest(limit, by_rule=False) * (1 - 1e-9)
+    with pytest.raises(InfeasibleError) as caught:
+        search(description, hardware, job, limits[0] - 1)
+    assert caught.value.least_peak_bytes == limits[0]

@@ -1,0 +1,259 @@
+"""What must be true of searches on a transformer: the extremes, monotony, known strategies found again, true errors."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from hf_osdp.errors import InfeasibleError, OSDPError
+from hf_osdp.planner.description import Affine, DType, ModelDescription
+from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, Link
+from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.search import SearchResult, compare_strategies, search
+from hf_osdp.planner.strategies import Strategy
+from hf_osdp.quantities import parse_bytes
+from tests.helpers.descriptions import transformer
+
+AMPLE = 10**12
+JOB = TrainingJob(global_batch_size=8)
+MODEL = transformer(layers=6)
+
+
+def machine(
+    backend: Backend,
+    *,
+    nodes: int = 1,
+    devices_per_node: int = 4,
+    flops_per_s: float = 1e12,
+    intra: float = 1e8,
+    inter: float = 1e7,
+    hop_s: float = 1e-6,
+) -> Hardware:
+    """Devices whose copies and updates cost next to nothing, so that links and overlap decide."""
+    return Hardware(
+        device=DeviceSpec(
+            name="toy", memory_bytes=AMPLE, flops_per_s={DType.FLOAT32: flops_per_s}, memory_bytes_per_s=1e12, source="made up"
+        ),
+        nodes=nodes,
+        devices_per_node=devices_per_node,
+        intra_node=Link(latency_s=hop_s, bytes_per_s=intra, source="made up"),
+        inter_node=Link(latency_s=10 * hop_s, bytes_per_s=inter, source="made up"),
+        backend=backend,
+    )
+
+
+MACHINES = {
+    "4 x gloo": machine(Backend.GLOO),
+    "4 x nccl": machine(Backend.NCCL),
+    "2 x 2 gloo": machine(Backend.GLOO, nodes=2, devices_per_node=2),
+    "2 x 2 nccl": machine(Backend.NCCL, nodes=2, devices_per_node=2),
+    "2 x 2 nccl, slow compute": machine(Backend.NCCL, nodes=2, devices_per_node=2, flops_per_s=1e10),
+}
+NAMES = tuple(MACHINES)
+
+
+def shard_sizes(result: SearchResult) -> set[int]:
+    return {unit.shard_size for unit in result.plan.units}
+
+
+@cache
+def infeasible(name: str, strategy: Strategy = Strategy.OSDP, limit: int = 1) -> InfeasibleError:
+    with pytest.raises(InfeasibleError) as caught:
+        search(MODEL, MACHINES[name], JOB, limit, strategy=strategy)
+    return caught.value
+
+
+@cache
+def ample_peak(name: str) -> int:
+    return search(MODEL, MACHINES[name], JOB, AMPLE).plan.peak_bytes
+
+
+def limits(name: str, count: int) -> list[int]:
+    """From the least that can be met to more than the fastest plan needs."""
+    least, most = infeasible(name).least_peak_bytes, ample_peak(name) * 5 // 4
+    return [least + (most - least) * k // (count - 1) for k in range(count)]
+
+
+# the extremes
+
+
+def test_ample_memory_replicates_all_where_sharding_sends_more():
+    """Under gloo nothing hides a gather and a reduce-scatter sends an all-reduce: sharding only adds to the one all-reduce."""
+    result = search(MODEL, MACHINES["4 x gloo"], JOB, AMPLE)
+    assert shard_sizes(result) == {1}
+    assert result.plan.accumulation_steps == 1
+
+
+def test_ample_memory_replicates_all_where_micro_steps_would_gather_again():
+    """A fixed micro-batch of 1 makes 16 micro-steps: each gathers what is sharded, while replicas are reduced once.
+
+    Compute is so fast that no gather hides behind it, as it would in the forward of a slower device.
+    """
+    job = TrainingJob(global_batch_size=64, micro_batch_size=1)
+    assert shard_sizes(search(MODEL, machine(Backend.NCCL, flops_per_s=1e18), job, AMPLE)) == {1}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_least_possible_memory_shards_all_over_all(name):
+    least = infeasible(name).least_peak_bytes
+    result = search(MODEL, MACHINES[name], JOB, least)
+    assert shard_sizes(result) == {4}
+    assert result.plan.peak_bytes == least
+    assert result.plan.micro_batch_size == 1
+
+
+# monotony
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_more_memory_never_gives_a_slower_plan(name):
+    times = [search(MODEL, MACHINES[name], JOB, limit).plan.step_s for limit in limits(name, 12)]
+    assert all(after <= before * (1 + 1e-9) for before, after in itertools.pairwise(times))
+    assert times[-1] < times[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_osdp_is_never_slower_than_a_single_strategy(name):
+    met = 0
+    for limit in limits(name, 5):
+        osdp, *others = compare_strategies(MODEL, MACHINES[name], JOB, limit)
+        assert osdp.strategy is Strategy.OSDP
+        assert osdp.result.plan.peak_bytes <= limit
+        for other in others:
+            if other.result is None:
+                assert other.least_peak_bytes > limit
+                continue
+            met += 1
+            assert other.result.plan.peak_bytes <= limit
+            assert osdp.result.plan.step_s <= other.result.plan.step_s * (1 + 1e-9)
+    assert met >= 8
+
+
+def test_comparison_says_why_a_strategy_cannot_run():
+    rows = {row.strategy: row for row in compare_strategies(MODEL, machine(Backend.GLOO, devices_per_node=2), JOB, AMPLE)}
+    assert rows[Strategy.HSDP].result is None
+    assert rows[Strategy.HSDP].reason == "no group size between 1 and all"
+    assert all(row.result for strategy, row in rows.items() if strategy is not Strategy.HSDP)
+
+
+# known strategies
+
+
+def with_costly_loss() -> ModelDescription:
+    """The model with a forward peak at the head: there, every unit that is kept or replicated counts in full."""
+    *segments, head = MODEL.segments
+    forward = replace(head.forward, peak_bytes=Affine(per_sample=4 * 10**6))
+    return replace(MODEL, segments=(*segments, replace(head, forward=forward)))
+
+
+SINGLE = {
+    # nothing hides a gather, and reduce-scatter sends an all-reduce
+    Strategy.DDP: machine(Backend.GLOO),
+    # hops cost nothing, so that an all-gather with a reduce-scatter sends what an all-reduce does, and the update is cut in 4
+    Strategy.ZERO2: machine(Backend.NCCL, flops_per_s=1e18, hop_s=0.0),
+    # the memory for it is the least that will do
+    Strategy.FSDP: machine(Backend.NCCL),
+    # between nodes only the all-reduce of a half goes over the slow link
+    Strategy.HSDP: machine(Backend.NCCL, nodes=2, devices_per_node=2, inter=1e6),
+}
+
+
+@pytest.mark.parametrize("strategy", SINGLE)
+def test_single_strategy_is_found_again_where_it_is_best(strategy):
+    description, hardware = with_costly_loss(), SINGLE[strategy]
+    job = TrainingJob(global_batch_size=4)
+    single = search(description, hardware, job, AMPLE, strategy=strategy)
+    found = search(description, hardware, job, single.plan.peak_bytes)
+    assert found.plan.units == single.plan.units
+    assert found.plan.step_s == pytest.approx(single.plan.step_s, rel=1e-12)
+    assert found.plan.peak_bytes == single.plan.peak_bytes
+    others = [row for row in compare_strategies(description, hardware, job, single.plan.peak_bytes)[1:] if row.strategy is not strategy]
+    assert all(row.result is None or row.result.plan.step_s > single.plan.step_s for row in others)
+
+
+def test_hsdp_shards_within_the_node():
+    plan = search(with_costly_loss(), SINGLE[Strategy.HSDP], TrainingJob(global_batch_size=4), AMPLE, strategy="hsdp").plan
+    assert {unit.shard_size for unit in plan.units} == {2}
+
+
+# what does not fit
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("strategy", Strategy)
+def test_infeasible_error_gives_the_tightest_limit(name, strategy):
+    least = infeasible(name, strategy).least_peak_bytes
+    result = search(MODEL, MACHINES[name], JOB, least, strategy=strategy)
+    assert result.plan.peak_bytes == least
+    with pytest.raises(InfeasibleError) as caught:
+        search(MODEL, MACHINES[name], JOB, least - 1, strategy=strategy)
+    assert (caught.value.least_peak_bytes, caught.value.memory_limit_bytes) == (least, least - 1)
+
+
+def apply_remedy(remedy: str, limit: int, hardware: Hardware, strategy: Strategy) -> SearchResult | None:
+    """Search with the one change; None where the change is to the model and its precision, which need another trace."""
+    if remedy.startswith("strategy osdp"):
+        return search(MODEL, hardware, JOB, limit)
+    if match := re.fullmatch(r"(\d+) devices", remedy):
+        more = hardware.scaled(nodes=int(match.group(1)) // hardware.devices_per_node)
+        job = replace(JOB, global_batch_size=JOB.global_batch_size * more.world_size // hardware.world_size)
+        return search(MODEL, more, job, limit, strategy=strategy)
+    if match := re.fullmatch(r"a memory limit of (.*)", remedy):
+        return search(MODEL, hardware, JOB, parse_bytes(match.group(1)), strategy=strategy)
+    assert re.match(r"mixed_precision bf16|sequence length \d+", remedy), remedy
+    return None
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("strategy", Strategy)
+def test_remedies_are_true(name, strategy):
+    limit = infeasible(name, strategy).least_peak_bytes - 1
+    error = infeasible(name, strategy, limit)
+    applied = [apply_remedy(remedy, limit, MACHINES[name], strategy) for remedy in error.remedies]  # none of them raises
+    assert any(applied)
+    assert all(remedy in str(error) for remedy in error.remedies)
+    assert "\n" not in str(error)
+    if strategy is not Strategy.OSDP and limit >= infeasible(name).least_peak_bytes:
+        assert error.remedies[0].startswith("strategy osdp")
+
+
+def test_more_devices_are_a_remedy_where_states_fill_the_memory():
+    error = infeasible("4 x gloo", limit=infeasible("4 x gloo").least_peak_bytes * 9 // 10)
+    assert any(re.fullmatch(r"\d+ devices", remedy) for remedy in error.remedies)
+
+
+def test_reserved_memory_counts():
+    hardware = MACHINES["4 x gloo"]
+    reserving = replace(hardware, device=replace(hardware.device, reserved_bytes=10**6))
+    least = infeasible("4 x gloo").least_peak_bytes + 10**6
+    assert search(MODEL, reserving, JOB, least).plan.peak_bytes == least
+    with pytest.raises(InfeasibleError) as caught:
+        search(MODEL, reserving, JOB, least - 1)
+    assert caught.value.least_peak_bytes == least
+
+
+# the same question, the same answer
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_search_is_deterministic(name):
+    limit = limits(name, 4)[1]
+    assert search(MODEL, MACHINES[name], JOB, limit) == search(MODEL, MACHINES[name], JOB, limit)
+
+
+def test_unit_that_runs_twice_is_refused():
+    twice = replace(MODEL, segments=(*MODEL.segments, MODEL.segments[1]))
+    with pytest.raises(OSDPError, match=r"Unit 'layers.0' runs more than once"):
+        search(twice, MACHINES["4 x gloo"], JOB, AMPLE)
+
+
+def test_plan_of_a_search_is_for_its_model():
+    plan = search(MODEL, MACHINES["4 x gloo"], JOB, AMPLE).plan
+    plan.check(MODEL, 4)
+    assert plan.proven_optimal
+    assert plan.global_batch_size == JOB.global_batch_size
+    assert plan.memory_limit_bytes == AMPLE
