@@ -35,7 +35,7 @@ def parse_bytes(value: int | float | str, *, name: str = "memory_limit") -> int:
             raise ValueError(f"{name}={value!r} is not a number of bytes; {remedy}.")
         amount = float(match.group(1)) * _UNIT_BYTES[unit]
     else:
-        amount = float(value)
+        amount = value  # an int as it is: a float rounds above 2**53
     if not 1 <= amount < 2**60:
         raise ValueError(f"{name}={value!r} must be between 1 byte and 2**60 bytes; {remedy}.")
     return int(amount)

@@ -80,9 +80,9 @@ class _Fits:
 
 
 def _rounded_up(nbytes: int) -> int:
-    """To the next tenth of a GiB, or MiB where it is less than one, so that what is printed suffices."""
-    tenth = (2**30 if nbytes >= 2**30 else 2**20) / 10
-    return int(-(-nbytes // tenth) * tenth) + 1
+    """To the next tenth of a MiB or GiB, or hundredth of a TiB, as it is printed, so that what is printed suffices."""
+    step = 2**40 / 100 if nbytes >= 2**40 else (2**30 if nbytes >= 2**30 else 2**20) / 10
+    return int(-(-nbytes // step) * step) + 1
 
 
 def _shortened(description: ModelDescription, factor: int) -> ModelDescription:

@@ -1,0 +1,100 @@
+"""Orders that the cost model must keep, whatever the model and the layout."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_osdp.planner.bounds import frugal_choices, in_order, peak_floor
+from hf_osdp.planner.collectives import collective_seconds, replicate_ring, shard_ring
+from hf_osdp.planner.costs import Choice
+from hf_osdp.planner.description import ModelDescription
+from hf_osdp.planner.hardware import Backend, Collective, Hardware
+from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from hf_osdp.planner.memory import estimate_memory
+from hf_osdp.planner.presets import preset, preset_names
+from hf_osdp.planner.search import batches
+from hf_osdp.planner.stations import build_line
+from hf_osdp.planner.strategies import Strategy, divisors, search_spaces
+from hf_osdp.planner.timing import estimate_time
+from tests.helpers.descriptions import at_random
+
+quick = settings(max_examples=50, deadline=None)
+worlds = st.sampled_from([(1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (2, 4), (3, 2)])
+seeds = st.integers(0, 10**6)
+jobs = st.builds(
+    TrainingJob,
+    global_batch_size=st.just(48),
+    precision=st.sampled_from([Precision.named("no"), Precision.named("bf16")]),
+    optimizer=st.builds(OptimizerSpec, states=st.sampled_from([0, 1, 2]), step=st.sampled_from(OptimizerStep)),
+)
+
+
+def layout(seed: int, description: ModelDescription, world_size: int) -> list[Choice]:
+    """An arbitrary choice for each unit."""
+    (space,) = search_spaces(Strategy.OSDP, description, world_size)
+    dice = random.Random(seed)
+    return [dice.choice(choices) for choices in space]
+
+
+def hardware_of(world: tuple[int, int], backend: Backend = Backend.NCCL) -> Hardware:
+    return replace(preset("v100-16", nodes=world[0], devices_per_node=world[1]), backend=backend)
+
+
+@quick
+@given(seeds, worlds, jobs, st.booleans())
+def test_memory_rises_with_the_micro_batch(seed, world, job, every):
+    description, world_size = at_random(seed, kinds=2, blocks=4), world[0] * world[1]
+    choices = layout(seed, description, world_size)
+    for steps in (1, 3):
+        of_size = [
+            estimate_memory(description, choices, world_size, job, replace(batch, accumulation_steps=steps, reduce_every_micro_step=every))
+            for batch in sorted(batches(job, world_size), key=lambda b: b.micro_batch_size)
+        ]
+        peaks = [memory.peak_bytes for memory in of_size]
+        assert peaks == sorted(peaks)
+
+
+@quick
+@given(seeds, worlds, jobs, st.booleans())
+def test_no_plan_peaks_below_the_floor(seed, world, job, overlaps):
+    description, hardware = at_random(seed, kinds=2, blocks=4), hardware_of(world, Backend.NCCL if overlaps else Backend.GLOO)
+    (space,) = search_spaces(Strategy.OSDP, description, hardware.world_size)
+    for batch in batches(job, hardware.world_size):
+        line = build_line(description, hardware, job, batch, space, 0.0)
+        floor = peak_floor(description, line, job, batch)
+        plans = [in_order(frugal_choices(line)), *(layout(seed + k, description, hardware.world_size) for k in range(5))]
+        assert all(estimate_memory(description, c, hardware.world_size, job, batch).peak_bytes >= floor for c in plans)
+
+
+@quick
+@given(st.sampled_from(preset_names()), worlds, st.sampled_from(Collective), st.integers(0, 2**40), st.integers(0, 2**40))
+def test_collectives_take_longer_for_more_bytes(name, world, collective, one, other):
+    hardware = preset(name, nodes=world[0], devices_per_node=world[1])
+    fewer, more = sorted((one, other))
+    for size in divisors(hardware.world_size):
+        for ring in (shard_ring(hardware, size), replicate_ring(hardware, size)):
+            assert 0 <= collective_seconds(hardware, collective, ring, fewer) <= collective_seconds(hardware, collective, ring, more)
+
+
+@quick
+@given(worlds, st.integers(1, 2**40))
+def test_all_reduce_takes_as_long_as_reduce_scatter_and_all_gather(world, nbytes):
+    hardware = hardware_of(world)
+    for size in divisors(hardware.world_size):
+        ring = shard_ring(hardware, size)
+        both = sum(collective_seconds(hardware, c, ring, nbytes) for c in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER))
+        assert abs(collective_seconds(hardware, Collective.ALL_REDUCE, ring, nbytes) - both) <= 1e-9 * both
+
+
+@quick
+@given(seeds, worlds, jobs)
+def test_exposed_communication_is_never_more_than_all(seed, world, job):
+    description, hardware = at_random(seed, kinds=2, blocks=4), hardware_of(world)
+    choices = layout(seed, description, hardware.world_size)
+    for batch in batches(job, hardware.world_size):
+        for unit in estimate_time(description, choices, hardware, job, batch).units:
+            assert 0 <= unit.exposed_s <= unit.communication_s * (1 + 1e-9)
