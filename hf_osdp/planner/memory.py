@@ -15,7 +15,7 @@ in flight), and the copy of its gradients into the reduce buffer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 from .costs import Batch, Choice, UnitBytes, merged_gradients, unit_bytes
 from .description import GatherSpan, ModelDescription
@@ -40,7 +40,11 @@ class MemoryBreakdown:
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, f.name) for f in fields(self))
+        return sum(getattr(self, name) for name in self.__slots__)
+
+    def plus(self, **changes: int) -> MemoryBreakdown:
+        """The bytes after these changes, each of them positive or negative."""
+        return replace(self, **{name: getattr(self, name) + nbytes for name, nbytes in changes.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,23 +75,6 @@ class MemoryEstimate:
     @property
     def peak_bytes(self) -> int:
         return self.peak.total_bytes
-
-
-@dataclass(slots=True, kw_only=True)
-class _Level:
-    """Running bytes by kind while the step is walked through."""
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0
-    gathered: int = 0
-    buffers: int = 0
-    model_buffers: int = 0
-
-    def moment(self, phase: str, unit: str, **extra: int) -> Moment:
-        values = {f.name: getattr(self, f.name) + extra.get(f.name, 0) for f in fields(MemoryBreakdown)}
-        return Moment(phase=phase, unit=unit, breakdown=MemoryBreakdown(**values))
 
 
 def estimate_memory(
@@ -138,7 +125,7 @@ class _Walk:
         spans = [unit.span for unit in description.units]
         self.whole_step = [i for i, span in enumerate(spans) if span is GatherSpan.STEP]
         self.merging = merging_stretch(description, job)
-        self.level = _Level(
+        self.level = MemoryBreakdown(
             parameters=sum(u.parameters for u in units),
             optimizer=sum(u.optimizer for u in units),
             gradients=sum(u.gradients_held for u in units),
@@ -150,21 +137,24 @@ class _Walk:
         """Every moment in its order."""
         return (*self.forward(), *self.backward(), *self.finish())
 
+    def _moment(self, phase: str, unit: str, **extra: int) -> Moment:
+        return Moment(phase=phase, unit=unit, breakdown=self.level.plus(**extra))
+
     def forward(self):
         """Moments of the forward pass; what it leaves behind is added to the level."""
         buffer = max((self.units[i].gather_buffer for i in self.whole_step), default=0)
         for index, segment in enumerate(self.description.segments):
             unit, workspace = self.units[segment.unit], segment.forward.peak_bytes.bytes(self.samples)
             if segment.unit in self.whole_step:
-                yield self.level.moment("forward", self.labels[segment.unit], activations=workspace, gathered=buffer)
+                yield self._moment("forward", self.labels[segment.unit], activations=workspace, gathered=buffer)
             else:
                 buffer = unit.gather_buffer
-                yield self.level.moment(
+                yield self._moment(
                     "forward", self.labels[segment.unit], activations=workspace, gathered=buffer + unit.gathered,
                 )  # fmt: skip
                 if index == self.first_use[segment.unit]:
-                    self.level.gathered += unit.kept
-            self.level.activations += segment.saved_bytes.bytes(self.samples)
+                    self.level = self.level.plus(gathered=unit.kept)
+            self.level = self.level.plus(activations=segment.saved_bytes.bytes(self.samples))
 
     def backward(self):
         """Moments of the backward pass, in reverse order."""
@@ -177,30 +167,30 @@ class _Walk:
             ahead = self._prefetched_before(index)
             if segment.unit in self.whole_step:
                 compute += self.merging.get(index, 0)
-                yield self.level.moment("backward", label, activations=compute, gathered=ahead, buffers=in_flight)
-                self.level.activations -= segment.saved_bytes.bytes(self.samples)
-                self.level.gradients += owed  # from the head on, weights shared with the embedding have a gradient
+                yield self._moment("backward", label, activations=compute, gathered=ahead, buffers=in_flight)
+                self.level = self.level.plus(activations=-segment.saved_bytes.bytes(self.samples))
+                self.level = self.level.plus(gradients=owed)  # from the head on, weights shared with the embedding have a gradient
                 owed = 0
                 continue
             own = 0 if unit.kept else unit.gathered
-            yield self.level.moment(
+            yield self._moment(
                 "backward: gather", label, gathered=own + unit.prefetched, buffers=in_flight + (0 if unit.kept else unit.cast_buffer)
             )
-            yield self.level.moment("backward", label, activations=compute, gathered=own + ahead, buffers=in_flight)
-            self.level.activations -= segment.saved_bytes.bytes(self.samples)
+            yield self._moment("backward", label, activations=compute, gathered=own + ahead, buffers=in_flight)
+            self.level = self.level.plus(activations=-segment.saved_bytes.bytes(self.samples))
             last_use = index == self.first_use[segment.unit]
             if last_use:
-                self.level.gathered -= unit.kept
+                self.level = self.level.plus(gathered=-unit.kept)
                 yield from self._reduce(label, unit, segment.gradient_bytes.bytes(self.samples), ahead)
                 in_flight = unit.reduce_tail
-        self.level.gradients += owed
+        self.level = self.level.plus(gradients=owed)
 
     def _reduce(self, label: str, unit: UnitBytes, gradient: int, ahead: int):
         whole = {"activations": gradient + unit.unsharded_gradients, "gathered": ahead}
-        yield self.level.moment("backward: reduce", label, buffers=unit.reduce_input, **whole)
-        self.level.gradients += unit.gradients_after
-        self.level.buffers += unit.reduced_after
-        yield self.level.moment(
+        yield self._moment("backward: reduce", label, buffers=unit.reduce_input, **whole)
+        self.level = self.level.plus(gradients=unit.gradients_after)
+        self.level = self.level.plus(buffers=unit.reduced_after)
+        yield self._moment(
             "backward: reduce", label, activations=gradient, gathered=ahead,
             buffers=unit.reduce_input + max(0, unit.reduce_output - unit.reduced_after),
         )  # fmt: skip
@@ -208,16 +198,16 @@ class _Walk:
     def finish(self):
         """The reductions that come last, and the optimizer step."""
         running = {segment.unit for segment in self.description.segments} - set(self.whole_step)
-        self.level.gradients += sum(self.units[i].gradients_settled for i in running)
+        self.level = self.level.plus(gradients=sum(self.units[i].gradients_settled for i in running))
         for index in self.whole_step:
             unit, label = self.units[index], self.labels[index]
-            self.level.gathered -= unit.gathered
-            yield self.level.moment("reduce", label, buffers=unit.reduce_input)
-            self.level.gradients += unit.gradients_after + unit.gradients_settled - unit.unsharded_gradients
-            self.level.buffers += unit.reduced_after
-            yield self.level.moment("reduce", label, buffers=unit.reduce_input + max(0, unit.reduce_output - unit.reduced_after))
-        self.level.buffers = 0
-        yield self.level.moment("optimizer step", "(all)", buffers=combined_scratch(self.job, [u.step_scratch for u in self.units]))
+            self.level = self.level.plus(gathered=-unit.gathered)
+            yield self._moment("reduce", label, buffers=unit.reduce_input)
+            self.level = self.level.plus(gradients=unit.gradients_after + unit.gradients_settled - unit.unsharded_gradients)
+            self.level = self.level.plus(buffers=unit.reduced_after)
+            yield self._moment("reduce", label, buffers=unit.reduce_input + max(0, unit.reduce_output - unit.reduced_after))
+        self.level = replace(self.level, buffers=0)
+        yield self._moment("optimizer step", "(all)", buffers=combined_scratch(self.job, [u.step_scratch for u in self.units]))
 
     def _prefetched_before(self, index: int) -> int:
         for before in range(index - 1, -1, -1):

@@ -12,7 +12,7 @@ from .job import Precision, TrainingJob
 from .memory import estimate_memory
 from .solver import any_within
 from .stations import build_line
-from .strategies import Strategy, search_spaces
+from .strategies import Strategy, batches, search_spaces
 
 _MORE_DEVICES = (2, 4, 8, 16, 32, 64)
 _SHORTER = (2, 4, 8)
@@ -55,8 +55,6 @@ class _Fits:
         self.limit_bytes = limit_bytes
 
     def __call__(self, description: ModelDescription, hardware: Hardware, job: TrainingJob, strategy: Strategy) -> bool:
-        from .search import batches
-
         limit = self.limit_bytes - hardware.device.reserved_bytes
         smallest_first = list(batches(job, hardware.world_size))[::-1]
         try:

@@ -17,7 +17,7 @@ from .plan import Plan, UnitDecision
 from .remedies import remedies_for
 from .solver import Solution, any_within, fastest, least_peak
 from .stations import Line, build_line
-from .strategies import Strategy, search_spaces
+from .strategies import Strategy, batches, search_spaces
 from .timing import TimeEstimate, compute_seconds, estimate_time
 
 
@@ -122,15 +122,6 @@ def compare_strategies(
                 raise
             rows.append(StrategyResult(strategy=strategy, result=None, reason="no group size between 1 and all"))
     return tuple(rows)
-
-
-def batches(job: TrainingJob, world_size: int) -> Iterator[Batch]:
-    """Every way to run the global batch: micro-batch size, accumulation, when gradients are reduced."""
-    for size in job.micro_batch_sizes(world_size):
-        steps = job.global_batch_size // (world_size * size)
-        both = (True, False) if job.reduce_every_micro_step is None else (job.reduce_every_micro_step,)
-        for every in both if steps > 1 else (True,):
-            yield Batch(micro_batch_size=size, accumulation_steps=steps, reduce_every_micro_step=every)
 
 
 def _candidates(description: ModelDescription, hardware: Hardware, job: TrainingJob, strategy: Strategy) -> Iterator[_Candidate]:

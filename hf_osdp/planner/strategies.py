@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import Enum
 
-from .costs import Choice, choices_for
+from .costs import Batch, Choice, choices_for
 from .description import ModelDescription
+from .job import TrainingJob
 
 
 class Strategy(str, Enum):
@@ -72,3 +74,12 @@ def search_spaces(strategy: Strategy, description: ModelDescription, world_size:
             if not groups:
                 raise ValueError(f"strategy=hsdp needs a group size between 1 and {world_size} that divides it; use fsdp or ddp.")
     return tuple(tuple(choices_for(unit, sizes, keep=keep) for unit in description.units) for sizes in groups)
+
+
+def batches(job: TrainingJob, world_size: int) -> Iterator[Batch]:
+    """Every way to run the global batch: micro-batch size, accumulation, when gradients are reduced."""
+    for size in job.micro_batch_sizes(world_size):
+        steps = job.global_batch_size // (world_size * size)
+        both = (True, False) if job.reduce_every_micro_step is None else (job.reduce_every_micro_step,)
+        for every in both if steps > 1 else (True,):
+            yield Batch(micro_batch_size=size, accumulation_steps=steps, reduce_every_micro_step=every)

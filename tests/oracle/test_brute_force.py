@@ -8,13 +8,12 @@ import random
 import pytest
 
 from hf_osdp.errors import InfeasibleError
-from hf_osdp.planner.description import ModelDescription
+from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, Link
-from hf_osdp.planner.description import DType
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.memory import estimate_memory
-from hf_osdp.planner.search import batches, search
-from hf_osdp.planner.strategies import Strategy, search_spaces
+from hf_osdp.planner.search import search
+from hf_osdp.planner.strategies import Strategy, batches, search_spaces
 from hf_osdp.planner.timing import estimate_time
 from tests.helpers.descriptions import at_random
 

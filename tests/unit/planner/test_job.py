@@ -6,8 +6,7 @@ import pytest
 
 from hf_osdp.planner.description import DType, ParameterSpec
 from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
-from hf_osdp.planner.search import batches
-from hf_osdp.planner.strategies import Strategy, divisors, search_spaces
+from hf_osdp.planner.strategies import Strategy, batches, divisors, search_spaces
 from tests.helpers.descriptions import transformer
 
 WEIGHT = ParameterSpec(name="w", shape=(2,), dtype=DType.FLOAT32)

@@ -13,9 +13,8 @@ from hf_osdp.planner.description import Affine, DType, GatherSpan, ModelDescript
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from hf_osdp.planner.memory import MemoryBreakdown, combined_scratch, estimate_memory, merging_stretch
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.search import batches
 from hf_osdp.planner.stations import build_line
-from hf_osdp.planner.strategies import Strategy, search_spaces
+from hf_osdp.planner.strategies import Strategy, batches, search_spaces
 from tests.helpers.descriptions import at_random, transformer
 
 ONCE = Batch(micro_batch_size=1, accumulation_steps=1, reduce_every_micro_step=True)
