@@ -18,6 +18,8 @@ from ..planner.search import StrategyResult
 from ..quantities import format_bytes, format_count, format_seconds
 
 _NUMBER = re.compile(r"\d+")
+_NAMES_WIDTH = 46
+"""Columns that units and classes may take on one line: what layout and figures leave of 100."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +57,16 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
         f"OSDP plan {plan.fingerprint}: {plan.world_size} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps"
         f" = {plan.global_batch_size} a step"
     )
+    rows = plan_rows(plan, description)
+    names = [(f"{row.label} ({len(row.units)})" if len(row.units) > 1 else row.label, row.class_name) for row in rows]
+    short = sum(max(map(len, column)) for column in zip(*names, strict=True)) <= _NAMES_WIDTH
     for name in ("units", "class"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("layout")
+        table.add_column(name, no_wrap=short, overflow="fold")
+    table.add_column("layout", min_width=len("replicate,"))
     for name in ("params", "held", "compute", "exposed"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in plan_rows(plan, description):
-        table.add_row(f"{row.label} ({len(row.units)})" if len(row.units) > 1 else row.label, row.class_name, row.layout,
-                      *_row_values(row, description, estimate))  # fmt: skip
+    for row, (label, class_name) in zip(rows, names, strict=True):
+        table.add_row(label, class_name, row.layout, *_row_values(row, description, estimate))
     return table
 
 
