@@ -11,7 +11,10 @@ A measured timing for the group goes before the formula.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from .hardware import Collective, Hardware
 
@@ -24,28 +27,17 @@ class Ring:
     node_crossings: int
     """Hops of the ring that leave a node."""
     sharing: int
-    """Groups that share each node's outer link."""
+    """Groups that leave the same node at once and share its outer link."""
 
 
 def shard_ring(hardware: Hardware, shard_size: int) -> Ring:
-    """Group of `shard_size` neighbouring ranks: one copy of a unit's parameters."""
-    per_node = hardware.devices_per_node
-    if hardware.nodes == 1 or per_node % shard_size == 0:
-        return Ring(size=shard_size, node_crossings=0, sharing=1)
-    spanned = -(-shard_size // per_node)
-    aligned = shard_size % per_node == 0
-    if aligned:
-        return Ring(size=shard_size, node_crossings=spanned, sharing=1)
-    return Ring(size=shard_size, node_crossings=spanned + 1, sharing=-(-per_node // shard_size) + 1)
+    """Groups of `shard_size` neighbouring ranks: one copy of a unit's parameters."""
+    return _shard_ring(hardware.world_size, hardware.devices_per_node, shard_size)
 
 
 def replicate_ring(hardware: Hardware, shard_size: int) -> Ring:
-    """Group of the ranks that hold the same shard: every `shard_size`-th rank."""
-    size = hardware.world_size // shard_size
-    if hardware.nodes == 1:
-        return Ring(size=size, node_crossings=0, sharing=1)
-    sharing = min(shard_size, hardware.devices_per_node)
-    return Ring(size=size, node_crossings=min(size, hardware.nodes), sharing=sharing)
+    """Groups of the ranks that hold the same shard: every `shard_size`-th rank."""
+    return _replicate_ring(hardware.world_size, hardware.devices_per_node, shard_size)
 
 
 def collective_seconds(hardware: Hardware, collective: Collective, ring: Ring, nbytes: int) -> float:
@@ -71,6 +63,26 @@ def collective_seconds(hardware: Hardware, collective: Collective, ring: Ring, n
     return laps * _lap_seconds(hardware, ring, nbytes)
 
 
+@lru_cache(maxsize=256)
+def _shard_ring(world_size: int, per_node: int, shard_size: int) -> Ring:
+    return _ring_of([range(start, start + shard_size) for start in range(0, world_size, shard_size)], per_node)
+
+
+@lru_cache(maxsize=256)
+def _replicate_ring(world_size: int, per_node: int, shard_size: int) -> Ring:
+    return _ring_of([range(start, world_size, shard_size) for start in range(shard_size)], per_node)
+
+
+def _ring_of(groups: Sequence[range], per_node: int) -> Ring:
+    """The slowest of the groups: the most hops that leave a node, and the fullest outer link."""
+    left = []
+    for ranks in groups:
+        nodes = [rank // per_node for rank in ranks]
+        left.append([node for node, following in zip(nodes, [*nodes[1:], nodes[0]], strict=True) if node != following])
+    sharing = Counter(node for hops in left for node in hops)
+    return Ring(size=len(groups[0]), node_crossings=max(map(len, left)), sharing=max(sharing.values(), default=1))
+
+
 def _lap_seconds(hardware: Hardware, ring: Ring, nbytes: int) -> float:
     hops = ring.size - 1
     outer = min(hops, ring.node_crossings)
@@ -78,5 +90,5 @@ def _lap_seconds(hardware: Hardware, ring: Ring, nbytes: int) -> float:
     rate = hardware.intra_node.bytes_per_s
     if ring.node_crossings:
         share = hardware.inter_node.bytes_per_s / ring.sharing
-        rate = share if hops < 1 or ring.size <= ring.node_crossings else min(rate, share)
+        rate = share if ring.node_crossings == ring.size else min(rate, share)
     return latency + hops / ring.size * nbytes / rate

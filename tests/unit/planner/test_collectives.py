@@ -9,6 +9,7 @@ import pytest
 from hf_osdp.planner.collectives import Ring, collective_seconds, replicate_ring, shard_ring
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, DeviceSpec, Hardware, Link
+from hf_osdp.planner.strategies import divisors
 
 INSIDE, OUTSIDE = 1e-6, 1e-4
 """α of the two links; β is 1e-9 inside a node (1 GB/s), 1e-8 outside."""
@@ -104,6 +105,37 @@ def test_replicas_of_everything_cross_each_node_once():
     hardware = machine(nodes=2, devices_per_node=4)
     assert replicate_ring(hardware, 1) == Ring(size=8, node_crossings=2, sharing=1)
     assert replicate_ring(hardware, 8).size == 1
+
+
+def hops_out(groups: list[range], devices_per_node: int) -> list[list[int]]:
+    """For each group, the nodes that its ring leaves."""
+    return [
+        [
+            a // devices_per_node
+            for a, b in zip(ranks, [*ranks[1:], ranks[0]], strict=True)
+            if a // devices_per_node != b // devices_per_node
+        ]
+        for ranks in groups
+    ]
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 6])
+@pytest.mark.parametrize("devices_per_node", [1, 2, 3, 4, 8])
+def test_rings_cross_and_share_links_as_their_ranks_lie(nodes, devices_per_node):
+    hardware = machine(nodes, devices_per_node)
+    world = hardware.world_size
+    for size in divisors(world):
+        shards = [range(start, start + size) for start in range(0, world, size)]
+        replicas = [range(start, world, size) for start in range(size)]
+        for ring, groups in ((shard_ring(hardware, size), shards), (replicate_ring(hardware, size), replicas)):
+            out = hops_out(groups, devices_per_node)
+            busiest = max((sum(node in left for left in out) for node in range(nodes)), default=0)
+            assert ring == Ring(size=len(groups[0]), node_crossings=max(map(len, out)), sharing=max(1, busiest))
+
+
+def test_only_the_groups_that_leave_a_node_share_its_link():
+    """Pairs of 6 devices in 2 nodes: one of the three pairs lies across, and has the link to itself."""
+    assert shard_ring(machine(nodes=2, devices_per_node=3), 2) == Ring(size=2, node_crossings=2, sharing=1)
 
 
 def test_slower_inner_link_decides_where_it_is_slower():

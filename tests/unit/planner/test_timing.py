@@ -70,6 +70,13 @@ def test_phase_is_a_roofline_of_products_and_traffic():
     assert phase_seconds(phase, 2, transformer(), hardware()) == pytest.approx(2.0 + 1.0)
 
 
+def test_dispatch_of_operators_adds_to_the_roofline():
+    phase = PhaseCost(traffic_bytes=Affine(per_sample=1555e9), operators=Affine(constant=300, per_sample=10))
+    slow = replace(hardware(), device=replace(hardware().device, operator_s=1e-3))
+    assert phase_seconds(phase, 2, transformer(), slow) == pytest.approx(2.0 + 320e-3)
+    assert phase_seconds(phase, 2, transformer(), hardware()) == pytest.approx(2.0)
+
+
 def test_rate_of_an_unknown_dtype_is_an_error_that_lists_the_known():
     titan = preset("titan-rtx", devices_per_node=2)
     with pytest.raises(HardwareError, match=r"float64 rate of TITAN RTX is not known \(known: .*float32"):
