@@ -18,9 +18,9 @@ from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, Link
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.memory import estimate_memory, merging_stretch
-from hf_osdp.planner.search import batches, search
+from hf_osdp.planner.search import search
 from hf_osdp.planner.stations import SHORT_ROW, build_line
-from hf_osdp.planner.strategies import Strategy, search_spaces
+from hf_osdp.planner.strategies import Strategy, batches, search_spaces
 from hf_osdp.planner.timing import compute_seconds, estimate_time, overlap_windows, unit_time
 from tests.helpers.descriptions import at_random
 
