@@ -20,6 +20,7 @@ def peak_floor(description: ModelDescription, line: Line, job: TrainingJob, batc
     terms: dict[int, UnitBytes] = {}
     for group in line.groups:
         least = {f.name: min(getattr(o.bytes, f.name) for o in group.options) for f in fields(UnitBytes)}
+        least["cast_buffer"] = min(0 if o.bytes.kept else o.bytes.cast_buffer for o in group.options)  # what is kept is not cast again
         terms |= dict.fromkeys(group.units, UnitBytes(**least))
     return peak_of_terms(description, [terms[i] for i in range(len(terms))], job, batch)
 

@@ -130,18 +130,19 @@ def unit_bytes(unit: UnitDescription, choice: Choice, world_size: int, job: Trai
     """Memory terms of `unit` under `choice`."""
     g = choice.shard_size
     trainable = [p for p in unit.parameters if p.requires_grad]
-    precision, distributed = job.precision, world_size > 1
+    precision = job.precision
     gradients = _total(trainable, lambda p: p.sharded_numel(g) * p.dtype.itemsize)
-    gathered = _total(unit.parameters, lambda p: g * p.sharded_numel(g) * precision.gathered_dtype(p).itemsize) if distributed else 0
-    casts = any(precision.gathered_dtype(p) is not p.dtype for p in unit.parameters)
+    casts = _casts(unit, job)
+    copies = world_size > 1 or casts  # one process in its own precision trains the plain module
+    gathered = _total(unit.parameters, lambda p: g * p.sharded_numel(g) * precision.gathered_dtype(p).itemsize) if copies else 0
     reduced = _total(trainable, lambda p: p.sharded_numel(g) * precision.reduced_dtype(p).itemsize)
     recast = any(precision.reduced_dtype(p) is not p.dtype for p in trainable)
     whole = _total(trainable, lambda p: p.numel * precision.reduced_dtype(p).itemsize)
     holds = batch.holds_whole_gradients
     accumulates = batch.accumulation_steps > 1 and not holds
-    if not distributed:
+    if world_size == 1:
         holds, accumulates = False, batch.accumulation_steps > 1
-    partial = accumulates and distributed and g < world_size  # reduced in the shard group, not yet between replicas
+    partial = accumulates and g < world_size  # reduced in the shard group, not yet between replicas
     held = whole if holds else reduced if partial else gradients if accumulates else 0
     return UnitBytes(
         parameters=_total(unit.parameters, lambda p: p.sharded_numel(g) * p.dtype.itemsize),
@@ -149,14 +150,14 @@ def unit_bytes(unit: UnitDescription, choice: Choice, world_size: int, job: Trai
         gradients_held=held,
         gradients_after=0 if holds else gradients - held,
         gradients_settled=gradients - whole if holds else 0,
-        reduced_after=reduced if distributed and g < world_size and recast else 0,
+        reduced_after=reduced if g < world_size and recast else 0,
         gathered=gathered,
         gather_buffer=gathered if g > 1 else 0,
-        cast_buffer=_cast_buffer(unit, g, job) if casts and distributed else 0,
+        cast_buffer=_cast_buffer(unit, g, job) if casts else 0,
         unsharded_gradients=0 if holds and unit.span is GatherSpan.USE else _unsharded(trainable, job),
-        reduce_input=g * reduced if distributed else 0,
+        reduce_input=g * reduced if copies else 0,
         reduce_tail=reduce_tail(unit, world_size, job),
-        reduce_output=reduced if distributed and (recast or accumulates) else 0,
+        reduce_output=reduced if copies and (recast or accumulates) else 0,
         kept=gathered if choice.keep else 0,
         step_scratch=_step_scratch(trainable, g, job),
     )
@@ -164,7 +165,7 @@ def unit_bytes(unit: UnitDescription, choice: Choice, world_size: int, job: Trai
 
 def reduce_tail(unit: UnitDescription, world_size: int, job: TrainingJob) -> int:
     """Bytes of `UnitBytes.reduce_tail`, which is the same for every choice."""
-    if world_size == 1:
+    if world_size == 1 and not _casts(unit, job):
         return 0
     trainable = (p for p in unit.parameters if p.requires_grad)
     return _total(trainable, lambda p: world_size * p.sharded_numel(world_size) * job.precision.reduced_dtype(p).itemsize)
@@ -206,6 +207,10 @@ def unit_seconds(unit: UnitDescription, choice: Choice, hardware: Hardware, job:
 
 def _total(parameters: Iterable[ParameterSpec], value) -> int:
     return sum(value(p) for p in parameters)
+
+
+def _casts(unit: UnitDescription, job: TrainingJob) -> bool:
+    return any(job.precision.gathered_dtype(p) is not p.dtype for p in unit.parameters)
 
 
 def _unsharded(parameters: Iterable[ParameterSpec], job: TrainingJob) -> int:

@@ -169,6 +169,8 @@ class ModelDescription:
     """Buffers of the module (never sharded), in bytes."""
     input_bytes: Affine = Affine()
     """The batch itself, on the device."""
+    output_bytes: Affine = Affine()
+    """What forward returns beside the loss, such as logits; it counts where the training loop holds it."""
     trace: str = "none"
     """How activations were found: `fake tensors, device cpu, attention sdpa` or the formula that stood in."""
 

@@ -81,6 +81,8 @@ class TrainingJob:
     """Fixed micro-batch size, or None to let the planner choose it."""
     reduce_every_micro_step: bool | None = None
     """Fixed choice of when gradients are reduced, or None to let the planner choose it."""
+    holds_outputs: bool = False
+    """The loop keeps the model's outputs from forward through backward (`out = model(...); out.loss.backward()`)."""
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1:
@@ -105,6 +107,6 @@ class TrainingJob:
         if per_rank % self.micro_batch_size:
             raise ValueError(
                 f"micro_batch_size={self.micro_batch_size} does not divide the {per_rank} samples of each rank"
-                f" (global_batch_size={self.global_batch_size} over {world_size} processes)."
+                f" (global_batch_size={self.global_batch_size} over {world_size} processes); use a divisor of {per_rank}, or None."
             )
         return (self.micro_batch_size,)

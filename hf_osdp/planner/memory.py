@@ -36,7 +36,7 @@ class MemoryBreakdown:
     buffers: int = 0
     """Reduce buffers, casts and optimizer scratch."""
     model_buffers: int = 0
-    """The module's own buffers and the batch."""
+    """The module's own buffers, the batch, and outputs that the loop holds."""
 
     @property
     def total(self) -> int:
@@ -106,6 +106,12 @@ def combined_scratch(job: TrainingJob, scratch: Sequence[int]) -> int:
     return max(scratch, default=0) if job.optimizer.step is OptimizerStep.FOR_LOOP else sum(scratch)
 
 
+def resident_bytes(description: ModelDescription, job: TrainingJob, samples: int) -> int:
+    """Bytes that no choice changes: the module's buffers, the batch, and outputs where the loop holds them."""
+    outputs = description.output_bytes.bytes(samples) if job.holds_outputs else 0
+    return description.buffer_bytes + description.input_bytes.bytes(samples) + outputs
+
+
 def merging_stretch(description: ModelDescription, job: TrainingJob) -> dict[int, int]:
     """Where gradients of shared parameters meet: the first segment, which backward reaches last; and their sum's bytes."""
     sums = sum(merged_gradients(unit, job) for unit in description.units)
@@ -130,7 +136,7 @@ class _Walk:
             optimizer=sum(u.optimizer for u in units),
             gradients=sum(u.gradients_held for u in units),
             gathered=sum(units[i].gathered for i in self.whole_step),
-            model_buffers=description.buffer_bytes + description.input_bytes.bytes(self.samples),
+            model_buffers=resident_bytes(description, job, self.samples),
         )
 
     def moments(self) -> tuple[Moment, ...]:

@@ -85,7 +85,11 @@ class Plan:
     step_s: float | None = None
     """Estimated time of one optimizer step, in seconds."""
     proven_optimal: bool = False
-    """The search proved that no plan of its space is faster under the limit."""
+    """The search proved that no plan of its space is faster under the limit.
+
+    The space holds every layout of every unit where equal units come in rows of up to 8, and the layouts that the rule of
+    `planner/stations.py` gives where rows are longer.
+    """
     hardware: str = ""
     version: int = PLAN_VERSION
 
@@ -104,7 +108,7 @@ class Plan:
             if self.world_size % unit.shard_size:
                 raise PlanError(
                     f"Unit {unit.fqn or '(root)'!r} is sharded over {unit.shard_size} ranks, which does not divide the"
-                    f" world size {self.world_size}."
+                    f" world size {self.world_size}; plan again for {self.world_size} processes."
                 )
             if unit.fqn in seen:
                 raise PlanError(f"Unit {unit.fqn or '(root)'!r} is listed twice in the plan.")

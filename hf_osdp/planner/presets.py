@@ -6,7 +6,7 @@ from ..errors import HardwareError
 from .description import DType
 from .hardware import GB, GIB, Backend, DeviceSpec, Hardware, Link
 
-TERA = 10**12
+GIGA, TERA = 10**9, 10**12
 
 _NCCL_LATENCY = "hop latency: NCCL 2.18 src/graph/tuning.cc, ring, Simple protocol"
 _PCIE3_X16 = Link(latency_s=5.7e-6, bytes_per_s=15.75 * GB, source=f"PCI Express Base 3.0, 16 lanes; {_NCCL_LATENCY}")
@@ -57,16 +57,19 @@ _H100 = DeviceSpec(
 _CPU = DeviceSpec(
     name="CPU",
     memory_bytes=8 * GIB,
-    flops_per_s={DType.FLOAT32: 60.5 * GB, DType.FLOAT64: 31.9 * GB, DType.BFLOAT16: 201.5 * GB},
+    flops_per_s={DType.FLOAT32: 60.5 * GIGA, DType.FLOAT64: 31.9 * GIGA, DType.BFLOAT16: 201.5 * GIGA},
     memory_bytes_per_s=15.0 * GB,
     operator_s=3.9e-6,
-    source="one core of an AMD EPYC server, measured by measure_hardware(device_type='cpu') with one thread, torch 2.13.0, 2026-11-21",
+    source='one core of an AMD EPYC virtual machine, measured with one thread, torch 2.13.0, 2026-11-21, by python -c "import'
+    " hf_osdp; print(hf_osdp.measure_hardware(device_type='cpu').device)\"; the memory is nominal: give a limit",
 )
 _LOOPBACK = Link(
     latency_s=0.5e-3,
     bytes_per_s=0.306 * GB,
     source="all-gather over gloo between two processes of the same server, measured by measure_hardware, 2026-11-21",
 )
+
+_ETHERNET_10G_GLOO = Link(latency_s=0.5e-3, bytes_per_s=1.25 * GB, source="10GBASE-T line rate; hop latency as measured on loopback")
 
 _PRESETS: dict[str, tuple[DeviceSpec, Link, Link, Backend]] = {
     "v100-16": (_v100(16), _nvlink(150, "V100 data sheet: NVLink 300 GB/s in both directions"), _ETHERNET_25G, Backend.NCCL),
@@ -75,7 +78,7 @@ _PRESETS: dict[str, tuple[DeviceSpec, Link, Link, Backend]] = {
     "a100-40": (_a100(40, 1555), _nvlink(300, "A100 data sheet: NVLink 600 GB/s in both directions"), _FABRIC_400G, Backend.NCCL),
     "a100-80": (_a100(80, 2039), _nvlink(300, "A100 data sheet: NVLink 600 GB/s in both directions"), _FABRIC_400G, Backend.NCCL),
     "h100": (_H100, _nvlink(450, "H100 data sheet: NVLink 900 GB/s in both directions"), _FABRIC_3200G, Backend.NCCL),
-    "cpu": (_CPU, _LOOPBACK, _ETHERNET_10G, Backend.GLOO),
+    "cpu": (_CPU, _LOOPBACK, _ETHERNET_10G_GLOO, Backend.GLOO),
 }  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def remedies_for(
         more = hardware.scaled(devices_per_node=factor) if hardware.world_size == 1 else hardware.scaled(nodes=hardware.nodes * factor)
         grown = replace(job, global_batch_size=job.global_batch_size * factor)
         if fits(description, more, grown, strategy):
-            ways.append(f"{more.world_size} devices")
+            ways.append(f"{more.world_size} devices with a global batch of {grown.global_batch_size}")
             break
     ways.append(f"a memory limit of {format_bytes(_rounded_up(needed_bytes))}")
     return ways

@@ -18,7 +18,7 @@ from .costs import Batch, Choice, UnitBytes, reduce_tail, unit_bytes, unit_secon
 from .description import GatherSpan, ModelDescription, Segment, UnitDescription
 from .hardware import Hardware
 from .job import TrainingJob
-from .memory import merging_stretch
+from .memory import merging_stretch, resident_bytes
 from .strategies import Space
 from .timing import Windows, overlap_windows, unit_time
 
@@ -162,7 +162,7 @@ def build_line(description: ModelDescription, hardware: Hardware, job: TrainingJ
         stations=tuple(stations),
         whole_step=tuple(g for i, g in rest.items() if units[i].span is GatherSpan.STEP),
         idle=tuple(g for i, g in rest.items() if units[i].span is GatherSpan.USE),
-        model_bytes=description.buffer_bytes + description.input_bytes.bytes(batch.micro_batch_size),
+        model_bytes=resident_bytes(description, job, batch.micro_batch_size),
         fixed_s=batch.accumulation_steps * compute_s,
     )
 

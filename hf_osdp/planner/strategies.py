@@ -62,17 +62,19 @@ def search_spaces(strategy: Strategy, description: ModelDescription, world_size:
     """
     match strategy:
         case Strategy.OSDP:
-            groups, keep = [divisors(world_size)], None if world_size > 1 else False
+            groups, keep = [divisors(world_size)], None
         case Strategy.FSDP:
             groups, keep = [(world_size,)], False
         case Strategy.DDP:
             groups, keep = [(1,)], False
         case Strategy.ZERO2:
-            groups, keep = [(world_size,)], world_size > 1
+            groups, keep = [(world_size,)], True
         case Strategy.HSDP:
             groups, keep = [(size,) for size in divisors(world_size)[1:-1]], False
             if not groups:
                 raise ValueError(f"strategy=hsdp needs a group size between 1 and {world_size} that divides it; use fsdp or ddp.")
+    if world_size == 1:
+        keep = True  # there is nothing to free: what is cast to a lower precision is needed in backward
     return tuple(tuple(choices_for(unit, sizes, keep=keep) for unit in description.units) for sizes in groups)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,11 +65,15 @@ def describe(
     dtype = compute_dtype or _main_dtype(units)
     found_classes = _block_classes(units, model, block_classes)
     try:
-        segments = trace_segments(model, units, inputs, compute_dtype=_torch_dtype(compute_dtype), fused_kernels=device_type == "cuda")
+        segments, outputs = trace_segments(
+            model, units, inputs, compute_dtype=_torch_dtype(compute_dtype), fused_kernels=device_type == "cuda"
+        )
         trace = _how_traced(model, device_type)
     except Exception as error:  # a model may raise anything under fake tensors
+        outputs = Affine()
         segments = _segments_by_formula(model, units, found_classes, sequence_length, dtype, error)
         trace = f"formula ({SOURCE}); the trace failed with {type(error).__name__}"
+    units = _never_freed_where_repeated(units, segments)
     return ModelDescription(
         model_name=getattr(getattr(model, "config", None), "_name_or_path", "") or class_of(model).__name__,
         model_class=class_of(model).__name__,
@@ -78,8 +84,15 @@ def describe(
         segments=segments,
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
         input_bytes=_input_bytes(inputs),
+        output_bytes=outputs,
         trace=trace,
     )
+
+
+def _never_freed_where_repeated(units: tuple[UnitDescription, ...], segments: tuple[Segment, ...]) -> tuple[UnitDescription, ...]:
+    """A unit that runs several times, as ALBERT's one layer does, stays gathered for the whole step."""
+    runs = Counter(segment.unit for segment in segments)
+    return tuple(replace(unit, span=GatherSpan.STEP) if runs[i] > 1 else unit for i, unit in enumerate(units))
 
 
 def _segments_by_formula(

@@ -37,7 +37,7 @@ def trace_segments(
     fused_kernels: bool,
     shortcut: bool = True,
     samples: tuple[int, int, int] = SAMPLES,
-) -> tuple[Segment, ...]:
+) -> tuple[tuple[Segment, ...], Affine]:
     """Trace a model at three batch sizes and draw a line through each cost.
 
     Args:
@@ -50,8 +50,8 @@ def trace_segments(
         samples: the batch sizes, rising by one after the first.
 
     Returns:
-        Segments in forward order, in bytes and FLOPs for each micro-batch. The loss alone outlives forward: outputs that
-        the training loop keeps hold of, such as logits, come on top.
+        Segments in forward order, in bytes and FLOPs for each micro-batch, in which the loss alone outlives forward; and the
+        bytes of the other outputs, such as logits, which come on top where the training loop holds them.
 
     Raises:
         DescriptionError: the traces do not run through the same units.
@@ -70,7 +70,7 @@ def trace_segments(
     if len({tuple(stretch.unit for stretch in trace) for trace in traces}) > 1:
         raise DescriptionError(f"The model runs other units with {samples[0]} samples than with {samples[-1]}; its costs are no line.")
     segments = [_segment(stretches, samples) for stretches in zip(*traces, strict=True)]
-    return tuple(segment for segment in segments if not _is_idle(segment))
+    return tuple(segment for segment in segments if not _is_idle(segment)), _bytes_line(tracer.output_bytes, samples)
 
 
 class _Tracer:
@@ -87,6 +87,8 @@ class _Tracer:
         shortcut: bool,
     ) -> None:
         self._twin, self._mode = twin, mode
+        self.output_bytes: list[int] = []
+        """Of each run: bytes of what forward returned, the loss left out."""
         self._compute_dtype, self._fused_kernels, self._shortcut = compute_dtype, fused_kernels, shortcut
         modules = modules_by_name(twin)
         self._modules = {i: modules[u.module_names[0]] for i, u in enumerate(units) if u.span is GatherSpan.USE}
@@ -104,7 +106,10 @@ class _Tracer:
             if self._fused_kernels:
                 stack.enter_context(FusedKernels(recorder.count_flops))
             stack.enter_context(self._wrapped(recorder))
-            loss = loss_of(self._twin(**batch))
+            output = self._twin(**batch)
+            loss = loss_of(output)
+            self.output_bytes.append(_bytes_beside(output, loss))
+            del output
             recorder.begin_backward()
             loss.backward()
             del loss
@@ -177,6 +182,17 @@ def loss_of(output: Any) -> torch.Tensor:
             raise DescriptionError("The model's output holds no loss and nothing differentiable; pass inputs that include labels.")
         loss = sum(parts[1:], parts[0])
     return loss
+
+
+def _bytes_beside(output: Any, loss: torch.Tensor) -> int:
+    storages: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> None:
+        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+
+    tree_map_only(torch.Tensor, note, dict(output) if isinstance(output, Mapping) else output)
+    storages.pop(loss.untyped_storage()._cdata, None)
+    return sum(storages.values())
 
 
 def _fake_batch(batch: Mapping[str, Any], mode: FakeTensorMode, compute_dtype: torch.dtype | None) -> Mapping[str, Any]:

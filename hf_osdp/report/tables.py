@@ -85,7 +85,9 @@ def plan_caption(plan: Plan, estimate: PlanEstimate) -> tuple[str, ...]:
         when = "in every micro-step" if plan.reduce_every_micro_step else "once a step; whole gradients are held until then"
         lines.append(f"Gradients are reduced {when}.")
     if plan.strategy == "osdp" and plan.proven_optimal:
-        lines.append("Proven: no plan of the search space is faster under this limit, by the cost model.")
+        lines.append(
+            "Proven: no plan of the search space is faster under this limit, by the cost model (docs/design.md says what is in it)."
+        )
     return tuple(lines)
 
 

@@ -28,7 +28,7 @@ ARCHITECTURES = {
 def segments_of(model: nn.Module, **options):
     options = {"compute_dtype": None, "fused_kernels": False, **options}
     units = find_units(model)
-    return units, trace_segments(model, units, training_batch(model, TOKENS), **options)
+    return units, trace_segments(model, units, training_batch(model, TOKENS), **options)[0]
 
 
 def real_saved_bytes(block: nn.Module, hidden: torch.Tensor) -> int:
@@ -138,7 +138,7 @@ def test_fused_attention_keeps_no_square_matrix(meta_model):
     for tokens in (16, 32):
         model = meta_model("GPT2LMHeadModel")
         units = find_units(model)
-        found = trace_segments(model, units, training_batch(model, tokens), compute_dtype=torch.bfloat16, fused_kernels=True)
+        found, _ = trace_segments(model, units, training_batch(model, tokens), compute_dtype=torch.bfloat16, fused_kernels=True)
         lengths[tokens] = found[1].saved_bytes.per_sample
     assert lengths[32] == pytest.approx(2 * lengths[16], rel=0.1)
 
