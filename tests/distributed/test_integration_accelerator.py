@@ -176,7 +176,7 @@ def plan_first(limit: str):
     plan = accelerator.plan(model, sequence_length=LENGTH, global_batch_size=GLOBAL_BATCH, optimizer=optimizer)
     assert plan.global_batch_size == GLOBAL_BATCH
     assert accelerator.gradient_accumulation_steps == plan.accumulation_steps
-    assert accelerator.gradient_state.plugin_kwargs["sync_each_batch"] == plan.reduce_every_micro_step
+    assert accelerator.gradient_state.plugin_kwargs["sync_each_batch"] is False
     loader = DataLoader(tokens(), batch_size=plan.micro_batch_size)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses, _ = train_loop(accelerator, model, optimizer, loader)

@@ -31,6 +31,7 @@ def simulated_peak(
     *,
     mp_policy: MixedPrecisionPolicy | None = None,
     step: OptimizerStep = OptimizerStep.FUSED,
+    hold_outputs: bool = False,
 ) -> int:
     """Peak live bytes of rank 0 in one optimizer step under the plan.
 
@@ -41,6 +42,7 @@ def simulated_peak(
         batch: keyword arguments of forward for a number of samples.
         mp_policy: FSDP2's mixed precision.
         step: how AdamW steps.
+        hold_outputs: keep what forward returns until the next forward, as a loop does that names it.
     """
     dist.init_process_group("fake", rank=0, world_size=plan.world_size, store=FakeStore())
     try:
@@ -49,12 +51,12 @@ def simulated_peak(
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = build().train()
             apply_plan(model, plan, description.units, meshes=meshes, mp_policy=mp_policy, broadcast=False)
-            return _peak_of_steps(model, plan, batch, step)
+            return _peak_of_steps(model, plan, batch, step, hold_outputs)
     finally:
         dist.destroy_process_group()
 
 
-def _peak_of_steps(model: nn.Module, plan: Plan, batch: Callable[[int], dict], step: OptimizerStep) -> int:
+def _peak_of_steps(model: nn.Module, plan: Plan, batch: Callable[[int], dict], step: OptimizerStep, hold_outputs: bool) -> int:
     options = {OptimizerStep.FUSED: {"fused": True}, OptimizerStep.FOREACH: {"foreach": True}, OptimizerStep.FOR_LOOP: {"foreach": False}}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options[step])
     inputs = batch(plan.micro_batch_size)
@@ -65,7 +67,12 @@ def _peak_of_steps(model: nn.Module, plan: Plan, batch: Callable[[int], dict], s
             for number in range(plan.accumulation_steps):
                 last = number == plan.accumulation_steps - 1
                 with micro_step(model, is_last=last, reduce_every_micro_step=plan.reduce_every_micro_step):
-                    model(**inputs).loss.backward()
+                    output = model(**inputs)
+                    loss = output.loss
+                    if not hold_outputs:
+                        del output
+                    loss.backward()
+                    del loss
             optimizer.step()
             optimizer.zero_grad()
         return live.peak_bytes
