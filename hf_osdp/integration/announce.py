@@ -49,7 +49,7 @@ def announce_result(run: PlannedRun, measured: StepSummary, *, output_dir: str |
     console, estimate = _console(), _estimate(run)
     console.print(
         outcome_table(
-            estimated_peak=run.plan.peak_bytes or estimate.memory.peak_bytes,
+            estimated_peak=estimate.memory.peak_bytes,  # of tensors, as the measurement is
             measured_peak=measured.peak_bytes,
             estimated_step_s=run.plan.step_s if estimate.time is None else estimate.time.step_s,
             measured_step_s=measured.median_step_s,

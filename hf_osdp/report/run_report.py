@@ -57,7 +57,7 @@ def report_content(
         },
         "hardware": None if hardware is None else _hardware(hardware),
         "estimated": {
-            "peak_bytes": plan.peak_bytes or peak.total_bytes,
+            "peak_bytes": peak.total_bytes,
             "peak_phase": peak.phase,
             "peak_unit": peak.unit,
             "peak_breakdown": asdict(peak.breakdown),

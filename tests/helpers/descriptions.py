@@ -59,7 +59,10 @@ def at_random(seed: int, *, kinds: int, blocks: int) -> ModelDescription:
     dice = random.Random(seed)
     units = [_unit("", GatherSpan.STEP, {"root": (dice.randint(1, 40), dice.randint(1, 20))}, DType.FLOAT32)]
     segments = [_random_segment(dice, 0)] if dice.random() < 0.8 else []
-    made = [({f"w{j}": (dice.randint(1, 60), dice.randint(1, 40)) for j in range(dice.randint(1, 2))}, _random_segment(dice, 0)) for _ in range(kinds)]
+    made = [
+        ({f"w{j}": (dice.randint(1, 60), dice.randint(1, 40)) for j in range(dice.randint(1, 2))}, _random_segment(dice, 0))
+        for _ in range(kinds)
+    ]
     for index in range(blocks):
         shapes, segment = made[index * kinds // blocks]
         units.append(_unit(f"b{index}", GatherSpan.USE, {f"b{index}.{k}": v for k, v in shapes.items()}, DType.FLOAT32))
@@ -93,7 +96,11 @@ def _random_segment(dice: random.Random, unit: int) -> Segment:
 def _unit(fqn: str, span: GatherSpan, shapes: dict[str, tuple[int, ...]], dtype: DType) -> UnitDescription:
     parameters = tuple(ParameterSpec(name=name, shape=shape, dtype=dtype) for name, shape in shapes.items())
     return UnitDescription(
-        fqn=fqn, module_names=tuple(fqn.split("+")), class_name="Block" if span is GatherSpan.USE else "Root", span=span, parameters=parameters
+        fqn=fqn,
+        module_names=tuple(fqn.split("+")),
+        class_name="Block" if span is GatherSpan.USE else "Root",
+        span=span,
+        parameters=parameters,
     )
 
 
