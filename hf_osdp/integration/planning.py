@@ -110,7 +110,7 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
     if config.plan is not None:
         return _given(config, facts, job, description, started)
     hardware = _hardware(config, facts)
-    limit = config.memory_limit_bytes or hardware.device.memory_bytes - hardware.device.reserved_bytes
+    limit = _memory_limit(config, hardware)
 
     found: SearchResult | None = None
 
@@ -132,6 +132,21 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
         comparison=comparison,
         planning_s=time.perf_counter() - started,
     )
+
+
+def _memory_limit(config: OSDPConfig, hardware: Hardware) -> int:
+    """Bytes of each device for tensors and what the device reserves: what was asked for, or all that it has.
+
+    Raises:
+        ValueError: more was asked for than there is.
+    """
+    limit, there = config.memory_limit_bytes, hardware.device.memory_bytes
+    if limit is not None and limit > there:
+        raise ValueError(
+            f"memory_limit={format_bytes(limit)} is more than the {format_bytes(there)} of {hardware.device.name};"
+            f" use at most {there} bytes, or leave it out for all of them."
+        )
+    return there if limit is None else limit
 
 
 def keep_master_weights(model: nn.Module, precision: Precision) -> None:

@@ -48,6 +48,23 @@ def test_without_a_limit_the_device_is_the_limit(model):
     assert run.memory_limit_bytes == HARDWARE.device.memory_bytes
 
 
+def test_what_the_device_reserves_counts_once(model):
+    """The search takes it off the limit; the limit that it is given is whole."""
+    plain = plan_run(model, OSDPConfig(hardware=HARDWARE, compare=False), facts())
+    own = plain.search.plan.peak_bytes
+    device = dataclasses.replace(HARDWARE.device, memory_bytes=own + 1000, reserved_bytes=1000)
+    run = plan_run(model, OSDPConfig(hardware=dataclasses.replace(HARDWARE, device=device), compare=False), facts())
+    assert run.memory_limit_bytes == own + 1000
+    assert run.plan.units == plain.plan.units
+
+
+@pytest.mark.parametrize("source", ["cpu", HARDWARE])
+def test_a_limit_above_the_device_is_refused(model, source):
+    with pytest.raises(ValueError, match=r"memory_limit=900.00? TiB is more than the .* of .*use at most \d+ bytes") as caught:
+        plan_run(model, OSDPConfig(hardware=source, memory_limit="900TiB"), facts())
+    assert "\n" not in str(caught.value)
+
+
 def test_names_of_hardware_are_presets(model):
     assert "CPU" in plan_run(model, OSDPConfig(hardware="cpu", compare=False), facts()).hardware.summary
 
