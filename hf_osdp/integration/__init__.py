@@ -1,1 +1,1 @@
-"""Accelerate, the Trainer and notebooks."""
+"""Accelerate and the Trainer of transformers."""

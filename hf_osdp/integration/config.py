@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ..planner.hardware import Hardware
@@ -34,7 +34,8 @@ class OSDPConfig:
     micro_batch_size: int | None = None
     """Samples that one process runs at once; None lets the planner decide."""
     reduce_every_micro_step: bool | None = None
-    """Reduce gradients in each micro-step or only in the last; None lets the planner decide."""
+    """True reduce-scatters gradients in each micro-step, and replicas all-reduce once, in the last; False reduces all in the
+    last; None lets the planner decide."""
     plan: Plan | str | Path | None = None
     """A plan, or the file of one, to run as it is instead of searching."""
     hardware: Hardware | str | None = None
@@ -58,8 +59,8 @@ class OSDPConfig:
                 raise ValueError(f"{name}={value!r} is not a switch; use true or false.")
         _check_type("plan", self.plan, (Plan, str, Path), "a Plan or the path of a plan file")
         _check_type("hardware", self.hardware, (Hardware, str), "a Hardware or the name of a preset")
-        if self.plan is not None and (self.strategy != "osdp" or self.hardware is not None):
-            clash = f"strategy={self.strategy!r}" if self.strategy != "osdp" else "hardware"
+        clashes = {f"strategy={self.strategy!r}": self.strategy != "osdp", "hardware": self.hardware, f"nodes={self.nodes}": self.nodes}
+        if self.plan is not None and (clash := next((name for name, given in clashes.items() if given), None)):
             raise ValueError(f"plan runs a given plan as it is, so {clash} would have no effect; leave one of the two out.")
         if self.nodes is not None and isinstance(self.hardware, Hardware):
             raise ValueError(f"nodes={self.nodes} was given beside a hardware description with {self.hardware.nodes}; leave nodes out.")
@@ -86,9 +87,29 @@ class OSDPConfig:
             raise ValueError(f"OSDP has no option {', '.join(map(repr, unknown))}; its options are {', '.join(known)}.")
         return cls(**options)  # type: ignore[arg-type]
 
-    def updated(self, **changes: object) -> OSDPConfig:
-        """A copy with some fields changed."""
-        return replace(self, **changes)  # type: ignore[arg-type]
+
+def stated_options(asked: OSDPConfig | Mapping[str, object] | None) -> dict[str, object]:
+    """What the caller set: every key of a mapping, the fields of a configuration that are not at their default."""
+    if isinstance(asked, OSDPConfig):
+        return {field.name: value for field in fields(asked) if (value := getattr(asked, field.name)) != field.default}
+    return dict(asked or {})
+
+
+def merged_config(asked: OSDPConfig | Mapping[str, object] | None, *below: OSDPConfig | Mapping[str, object] | None) -> OSDPConfig:
+    """One configuration from several places; what the caller set goes before what stands below it.
+
+    Args:
+        asked: what the caller gave. A mapping states each key that it has; a configuration states the fields that are not
+            at their default.
+        *below: the same from other places, the strongest first, and so the accelerate file last.
+
+    Raises:
+        ValueError: an option is not known, its value cannot be used, or options of several places exclude each other.
+    """
+    merged: dict[str, object] = {}
+    for place in (*reversed(below), asked):
+        merged.update(stated_options(place))
+    return OSDPConfig.from_options(merged)
 
 
 def _class_names(names: tuple[str, ...] | list[str] | str | None) -> tuple[str, ...] | None:

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from ..runtime.apply import apply_plan
 from ..runtime.optimizer import check_optimizer, parameter_names, rebind_parameters, release_parameters
-from ..runtime.state import load_full_state_dict
+from ..runtime.state import free_gathered, load_full_state_dict
 from ..runtime.verify import verify_applied
 from .planning import PlannedRun
 from .plugin import OSDPPlugin
@@ -51,14 +50,6 @@ def shard_model(
     for optimizer in optimizers:
         rebind_parameters(optimizer, names, model)
     return model
-
-
-def free_gathered(model: nn.Module) -> None:
-    """Go back to shards everywhere. After a forward without backward, units that are kept still show their gathered
-    parameters, and an optimizer made from those would update what nobody reads."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def check_bound(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:

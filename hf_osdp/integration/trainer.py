@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
+from ..runtime.state import free_gathered
 from .accelerator import OSDPAccelerator
 from .announce import announce_plan, announce_result
 from .config import OSDPConfig
@@ -24,7 +25,6 @@ from .optimizers import spec_of_optimizer, spec_of_trainer_name
 from .planning import PlannedRun, RunFacts, keep_master_weights, plan_run
 from .plugin import OSDPPlugin
 from .samples import longest_sample
-from .sharding import free_gathered
 from .trainer_options import asked_config, plugin_options, refuse_unplanned
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_osdp.integration.config import STRATEGIES, OSDPConfig
+from hf_osdp.integration.config import STRATEGIES, OSDPConfig, merged_config
 from hf_osdp.planner.presets import preset
 
 
@@ -34,7 +34,6 @@ def test_is_immutable_and_hashable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.strategy = "ddp"
     assert config == OSDPConfig(memory_limit="1GiB", block_classes="A")
-    assert config.updated(strategy="ddp").strategy == "ddp"
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -61,6 +60,7 @@ def test_every_strategy_is_accepted(strategy):
         ({"hardware": 3}, ("hardware=3", "preset")),
         ({"plan": "p.json", "strategy": "ddp"}, ("strategy='ddp'", "no effect")),
         ({"plan": Path("p.json"), "hardware": "h100"}, ("hardware", "no effect")),
+        ({"plan": "p.json", "nodes": 7}, ("nodes=7", "no effect")),
         ({"memorylimit": "1GiB"}, ("no option 'memorylimit'", "memory_limit, strategy, block_classes")),
     ],
 )
@@ -79,3 +79,28 @@ def test_nodes_beside_a_hardware_description_is_refused():
 
 def test_from_options_accepts_the_switch_of_the_accelerate_file():
     assert OSDPConfig.from_options({"osdp": True, "strategy": "hsdp"}) == OSDPConfig(strategy="hsdp")
+
+
+FILE = {"strategy": "ddp", "memory_limit": "1GiB", "compare": False}
+
+
+@pytest.mark.parametrize(
+    ("asked", "want"),
+    [
+        (None, OSDPConfig(strategy="ddp", memory_limit="1GiB", compare=False)),
+        (OSDPConfig(memory_limit="2GiB"), OSDPConfig(strategy="ddp", memory_limit="2GiB", compare=False)),
+        ({"memory_limit": "2GiB"}, OSDPConfig(strategy="ddp", memory_limit="2GiB", compare=False)),
+        ({"strategy": "osdp", "compare": True}, OSDPConfig(memory_limit="1GiB")),
+    ],
+)
+def test_what_the_caller_set_goes_before_the_file(asked, want):
+    assert merged_config(asked, FILE) == want
+
+
+def test_the_nearer_place_goes_before_the_farther():
+    assert merged_config({}, {"strategy": "fsdp"}, FILE) == OSDPConfig(strategy="fsdp", memory_limit="1GiB", compare=False)
+
+
+def test_options_of_two_places_that_exclude_each_other_are_refused():
+    with pytest.raises(ValueError, match="strategy='ddp' would have no effect"):
+        merged_config(OSDPConfig(plan="p.json"), FILE)
