@@ -26,8 +26,8 @@ from .config import OSDPConfig
 from .launch import launch_request, launched_world_size
 from .optimizers import spec_of_optimizer, spec_of_trainer_name
 from .planning import PlannedRun, RunFacts, keep_master_weights, plan_run
-from .plugin import OSDPPlugin, precision_of
-from .samples import batch_length
+from .plugin import OSDPPlugin, plugin_for, precision_of
+from .samples import batch_length, batch_size_of
 from .sharding import check_bound, shard_model
 
 
@@ -35,13 +35,15 @@ class OSDPAccelerator(Accelerator):
     """An `Accelerator` that plans when a model is prepared, and shards each unit as the plan says.
 
     The plan is made at `prepare`, for the batch size of the first DataLoader given there. To let the planner choose the
-    batch size as well, call `plan` first and build the DataLoader with `batch_size=plan.micro_batch_size`.
+    batch size as well, call `plan` first and build the DataLoader with `batch_size=plan.micro_batch_size`. The first
+    DataLoader is the one to train with; others, for evaluation, may have batches of any size.
 
     A single process without a process group has nobody to share with: its plan only sets the batch size.
 
     Args:
-        osdp: what to plan for; None takes it from the plugin, else from the file given to `accelerate launch`.
-        fsdp_plugin: an `OSDPPlugin`, where more than the plan is to be set.
+        osdp: what to plan for; what it leaves open comes from the file given to `accelerate launch`.
+        osdp_plugin: an `OSDPPlugin`, where more than the plan is to be set.
+        fsdp_plugin: the same under Accelerate's name.
         cpu: run on the CPU; None does so where the launcher asks for it or there is no accelerator.
         **kwargs: as for `Accelerator`.
 
@@ -53,12 +55,13 @@ class OSDPAccelerator(Accelerator):
         self,
         *,
         osdp: OSDPConfig | Mapping[str, object] | None = None,
+        osdp_plugin: OSDPPlugin | None = None,
         fsdp_plugin: OSDPPlugin | None = None,
         cpu: bool | None = None,
         **kwargs: Any,
     ):
         request = launch_request()
-        plugin = _plugin(osdp, fsdp_plugin, {} if request is None else request.options)
+        plugin = plugin_for(osdp, osdp_plugin, fsdp_plugin, request)
         if cpu is None:
             cpu = bool(request and request.use_cpu) or not torch.accelerator.is_available()
         self._run: PlannedRun | None = None
@@ -132,7 +135,7 @@ class OSDPAccelerator(Accelerator):
         global_batch = config.global_batch_size
         if loader is not None:
             length = length or batch_length(loader.dataset, loader.collate_fn)
-            size = _batch_size(loader, self.num_processes if self.split_batches else 1)
+            size = batch_size_of(loader, share=self.num_processes if self.split_batches else 1)
             if micro not in (None, size):
                 raise ValueError(f"micro_batch_size={micro}, but the DataLoader's batches hold {size}; make them agree.")
             micro = size
@@ -197,13 +200,16 @@ class OSDPAccelerator(Accelerator):
         return result if len(result) > 1 else result[0]
 
     def _check_loaders(self, objects: Iterable[Any]) -> None:
-        """Refuse batches that the plan was not made for."""
+        """Refuse training batches that the plan was not made for. The first loader trains; others may be for evaluation."""
         share = self.num_processes if self.split_batches else 1
-        sizes = [_batch_size(o, share) for o in objects if isinstance(o, DataLoader)]
-        sizes = [size for size in sizes if size is not None]
+        loader = next((o for o in objects if isinstance(o, DataLoader)), None)
+        size = None if loader is None else batch_size_of(loader, share=share)
         wanted = self._run.plan.micro_batch_size
-        if sizes and wanted not in sizes:
-            raise ValueError(f"The plan runs {wanted} samples at once, but the DataLoader gives {sizes[0]}; use batch_size={wanted}.")
+        if size not in (None, wanted):
+            raise ValueError(
+                f"The plan runs {wanted} samples at once, but the first DataLoader gives {size};"
+                f" use batch_size={wanted * share} for training, and give that DataLoader first."
+            )
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
         """Shard the model by the plan and hand the optimizers its new parameters, found by name."""
@@ -288,21 +294,3 @@ class OSDPAccelerator(Accelerator):
         options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
         self.scaler = OSDPGradScaler(device=self.device.type, **options)
         self.native_amp = True
-
-
-def _plugin(osdp: OSDPConfig | Mapping[str, object] | None, plugin: Any, launched: Mapping[str, object]) -> OSDPPlugin:
-    """The plugin given, or one for the configuration given, or for what the launcher was told."""
-    if plugin is not None and not isinstance(plugin, OSDPPlugin):
-        raise ValueError(f"fsdp_plugin is a {type(plugin).__name__}; OSDPAccelerator needs an OSDPPlugin.")
-    if plugin is not None and osdp is not None:
-        raise ValueError("Both osdp and fsdp_plugin were given; put the configuration into OSDPPlugin(osdp=...).")
-    if plugin is not None:
-        return plugin
-    config = osdp if isinstance(osdp, OSDPConfig) else OSDPConfig.from_options(launched if osdp is None else osdp)
-    return OSDPPlugin(osdp=config)
-
-
-def _batch_size(loader: DataLoader, share: int) -> int | None:
-    """Samples that one process gets at once, or None where the loader does not say."""
-    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-    return None if size is None else size // share

@@ -81,6 +81,8 @@ class OSDPConfig:
             ValueError: an option is not known, or its value cannot be used.
         """
         known = [field.name for field in fields(cls)]
+        if options.get("osdp", True) is not True:
+            raise ValueError(f"osdp: {options['osdp']!r} stands among the options of OSDP; only osdp: true can.")
         options = {name: value for name, value in options.items() if name != "osdp"}
         unknown = sorted(str(name) for name in options if name not in known)
         if unknown:
@@ -88,8 +90,15 @@ class OSDPConfig:
         return cls(**options)  # type: ignore[arg-type]
 
 
+def every_option(config: OSDPConfig) -> dict[str, object]:
+    """All fields as stated, defaults too: what nothing can be merged into any more."""
+    return {field.name: getattr(config, field.name) for field in fields(config)}
+
+
 def stated_options(asked: OSDPConfig | Mapping[str, object] | None) -> dict[str, object]:
     """What the caller set: every key of a mapping, the fields of a configuration that are not at their default."""
+    if asked is not None and not isinstance(asked, (OSDPConfig, Mapping)):
+        raise ValueError(f"osdp={asked!r} is a {type(asked).__name__}; use an OSDPConfig or a mapping of its fields.")
     if isinstance(asked, OSDPConfig):
         return {field.name: value for field in fields(asked) if (value := getattr(asked, field.name)) != field.default}
     return dict(asked or {})

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from ..errors import OSDPError
 from .launch import launched_rank
@@ -21,16 +23,27 @@ logger = logging.getLogger(__name__)
 def run_script(main: Callable[[], None]) -> None:
     """Run `main`; where input is at fault, rank 0 prints `error: ...` in one line and the process exits with 2.
 
-    Other errors are bugs or broken machines and keep their traceback.
+    Input is at fault where hf_osdp or the script's own folder says so. What other libraries raise is a bug or a broken machine,
+    and keeps its traceback.
 
     Args:
         main: the script.
     """
     try:
         main()
-    except (ValueError, OSDPError, FileNotFoundError) as error:
+    except (ValueError, OSDPError) as error:
+        if not isinstance(error, OSDPError) and not _is_ours(error, main):
+            raise
         logger.debug("Input cannot be used", exc_info=True)
         if launched_rank() != 0:
             time.sleep(_RANK_ZERO_FIRST_S)
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(USER_ERROR)
+
+
+def _is_ours(error: BaseException, main: Callable[[], None]) -> bool:
+    """Whether the error was raised in hf_osdp, or in the folder of the script."""
+    frames = traceback.extract_tb(error.__traceback__)
+    raised = Path(frames[-1].filename).resolve()
+    script = Path(main.__code__.co_filename).resolve()
+    return raised.is_relative_to(Path(__file__).resolve().parents[1]) or raised.parent == script.parent

@@ -22,6 +22,8 @@ _REMEDY = "write `fsdp_sharding_strategy: {osdp: true, memory_limit: 8GiB}` unde
 class LaunchRequest:
     """OSDP as the accelerate configuration file asks for it."""
 
+    osdp: bool = True
+    """Whether to plan where the script leaves it open."""
     options: Mapping[str, object] = field(default_factory=dict)
     """Options of `OSDPConfig` by name; `fsdp_transformer_layer_cls_to_wrap` counts as `block_classes`."""
     use_cpu: bool = False
@@ -35,10 +37,10 @@ def launch_request(environment: Mapping[str, str] | None = None) -> LaunchReques
         environment: variables to read; None reads this process's.
 
     Returns:
-        The request, or None where OSDP was not asked for.
+        The request, which may be `osdp: false`; None where the file says nothing about OSDP.
 
     Raises:
-        ValueError: OSDP was asked for, but its options cannot be read.
+        ValueError: OSDP was asked for, but its options cannot be read, or the file also sets what a plan decides.
     """
     environment = os.environ if environment is None else environment
     raw = environment.get("FSDP_SHARDING_STRATEGY", "").strip()
@@ -46,20 +48,20 @@ def launch_request(environment: Mapping[str, str] | None = None) -> LaunchReques
     if environment.get("ACCELERATE_USE_FSDP", "false").lower() != "true" or not asked:
         return None
     if environment.get("FSDP_VERSION", "1") != "2":
-        raise ValueError(f"OSDP was asked for with fsdp_version {environment.get('FSDP_VERSION', '1')}; {_REMEDY}.")
+        raise ValueError(f"The options of OSDP were given with fsdp_version {environment.get('FSDP_VERSION', '1')}; {_REMEDY}.")
     options = _mapping(raw)
     wanted = options.pop("osdp")
     if not isinstance(wanted, bool):
         raise ValueError(f"fsdp_sharding_strategy has osdp: {wanted!r}; write osdp: true or osdp: false.")
-    if not wanted:
-        return None
     use_cpu = options.pop("use_cpu", False)
     if not isinstance(use_cpu, bool):
         raise ValueError(f"fsdp_sharding_strategy has use_cpu: {use_cpu!r}; write use_cpu: true or use_cpu: false.")
+    if wanted and environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false":
+        raise ValueError("fsdp_reshard_after_forward: false is for the plan to decide; leave it out, or write strategy: zero2 beside osdp.")
     classes = environment.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
     if classes and "block_classes" not in options:
         options["block_classes"] = classes
-    return LaunchRequest(options=options, use_cpu=use_cpu)
+    return LaunchRequest(osdp=wanted, options=options, use_cpu=use_cpu)
 
 
 def _mapping(raw: str) -> dict[str, object]:

@@ -13,8 +13,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from ..planner.description import DType
 from ..planner.job import Precision
 from ..profiling.units import class_of, dtype_of
-from .config import OSDPConfig
-from .launch import state_dict_type
+from .config import OSDPConfig, merged_config
+from .fsdp_options import DECIDED, refuse_decided, with_block_classes
+from .launch import LaunchRequest, launch_request, state_dict_type
 
 _COMPUTE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -24,26 +25,26 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
     """FSDP2 under a plan: what is sharded, over how many ranks, and when it is freed is decided unit by unit.
 
     All other fields are those of `FullyShardedDataParallelPlugin` (`state_dict_type`, `activation_checkpointing`,
-    `cpu_offload`, `cpu_ram_efficient_loading`, `mixed_precision_policy`).
+    `cpu_offload`, `cpu_ram_efficient_loading`, `mixed_precision_policy`); `transformer_cls_names_to_wrap` counts as
+    `block_classes`.
 
     Raises:
         ValueError: a field was set that the plan decides, or that FSDP2 does not have.
     """
 
     osdp: OSDPConfig | Mapping[str, object] = field(default_factory=OSDPConfig)
-    """What to plan for."""
+    """What to plan for. What is not set here comes from the file given to `accelerate launch`."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.osdp, OSDPConfig):
-            self.osdp = OSDPConfig.from_options(self.osdp)
+        refuse_decided({name: getattr(self, name) for name in DECIDED})
+        request = launch_request()
+        asked = with_block_classes(self.osdp, self.transformer_cls_names_to_wrap, option="transformer_cls_names_to_wrap")
+        self.osdp = merged_config(asked, {} if request is None else request.options)
         if self.fsdp_version not in (None, 2):
             raise ValueError(f"fsdp_version={self.fsdp_version} cannot run a plan; leave it out or use 2.")
-        decided = [name for name in ("reshard_after_forward", "sharding_strategy", "ignored_modules") if getattr(self, name) is not None]
-        if decided:
-            raise ValueError(f"{decided[0]} is for the plan to decide; leave it out, or use OSDPConfig(strategy=...).")
         self.fsdp_version = 2
         self.reshard_after_forward = True
-        self.backward_prefetch = "NO_PREFETCH"
+        self.backward_prefetch = "NO_PREFETCH"  # or the base class would read the launcher's default
         self.auto_wrap_policy = self.auto_wrap_policy or "transformer_based_wrap"
         if self.state_dict_type is None:
             self.state_dict_type = state_dict_type()
@@ -65,6 +66,34 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
             present = {class_of(module).__name__ for module in model.modules()}
             self.transformer_cls_names_to_wrap = [name for name in self.transformer_cls_names_to_wrap if name in present] or None
         super().set_auto_wrap_policy(model)
+
+
+def plugin_for(
+    osdp: OSDPConfig | Mapping[str, object] | None, osdp_plugin: object, fsdp_plugin: object, request: LaunchRequest | None
+) -> OSDPPlugin:
+    """The plugin given, or one for the configuration given, or for what the launcher was told.
+
+    Args:
+        osdp: the configuration, or None.
+        osdp_plugin: the plugin, or None.
+        fsdp_plugin: the same under Accelerate's name, or None.
+        request: what the launcher was told.
+
+    Raises:
+        ValueError: more than one was given, another kind of plugin, or none where the launcher was told `osdp: false`.
+    """
+    if osdp_plugin is not None and fsdp_plugin is not None:
+        raise ValueError("Both osdp_plugin and fsdp_plugin were given; they name the same thing, give osdp_plugin only.")
+    name, plugin = ("fsdp_plugin", fsdp_plugin) if osdp_plugin is None else ("osdp_plugin", osdp_plugin)
+    if plugin is not None and not isinstance(plugin, OSDPPlugin):
+        raise ValueError(f"{name} is a {type(plugin).__name__}; OSDPAccelerator needs an OSDPPlugin.")
+    if plugin is not None and osdp is not None:
+        raise ValueError(f"Both osdp and {name} were given; put the configuration into OSDPPlugin(osdp=...).")
+    if plugin is not None:
+        return plugin
+    if osdp is None and request is not None and not request.osdp:
+        raise ValueError("The launcher's file has osdp: false, but OSDPAccelerator always plans; use accelerate's Accelerator instead.")
+    return OSDPPlugin(osdp={} if osdp is None else osdp)
 
 
 def precision_of(mixed_precision: str, policy: MixedPrecisionPolicy | None) -> Precision:

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 _LOOKED_AT = 256
 """Samples that are looked at; the longest of them counts."""
@@ -44,6 +45,20 @@ def batch_length(dataset: Any, collate: Callable[[list[Any]], Any]) -> int | Non
     with torch.random.fork_rng(devices=[]):
         samples = list(_first_samples(dataset))
         return _batch_tokens(collate(samples)) if samples else None
+
+
+def batch_size_of(loader: DataLoader, *, share: int) -> int | None:
+    """Samples that one process gets at once.
+
+    Args:
+        loader: not yet prepared.
+        share: processes that one of its batches is split over.
+
+    Returns:
+        The number, or None where the loader does not say.
+    """
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    return None if size is None else size // share
 
 
 def _first_samples(dataset: Any) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from ..planner.plan import Plan
 from ..runtime.state import free_gathered
 from .accelerator import OSDPAccelerator
 from .announce import announce_plan, announce_result
-from .config import OSDPConfig
+from .config import OSDPConfig, every_option
 from .launch import launched_world_size
 from .measuring import StepCallback
 from .optimizers import spec_of_optimizer, spec_of_trainer_name
@@ -38,7 +38,8 @@ class Trainer(transformers.Trainer):
     Args:
         *args: as for `transformers.Trainer`.
         osdp: None is on where the launcher or `TrainingArguments(fsdp_config={"osdp": {...}})` asks for it; True is on;
-            False is the stock Trainer; an `OSDPConfig` or a mapping of its fields is on with those options.
+            False is the stock Trainer; an `OSDPConfig` or a mapping of its fields is on with those options. What it leaves
+            open comes from `fsdp_config`, then from the launcher.
         **kwargs: as for `transformers.Trainer`.
 
     Raises:
@@ -132,7 +133,7 @@ class Trainer(transformers.Trainer):
         """The arguments of the accelerator, with the plan's plugin."""
         options = super()._build_accelerator_args(**kwargs)
         if self._osdp is not None:
-            options["fsdp_plugin"] = OSDPPlugin(osdp=self._osdp, **plugin_options(self.args))
+            options["fsdp_plugin"] = OSDPPlugin(osdp=every_option(self._osdp), **plugin_options(self.args))
             options["cpu"] = self.args.device.type == "cpu"
         return options
 

@@ -9,15 +9,19 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from .config import OSDPConfig
+from .config import OSDPConfig, merged_config, stated_options
+from .fsdp_options import refuse_decided, with_block_classes
 from .launch import launch_request
 
 _PLUGIN_OPTIONS = ("cpu_offload", "cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing")
 """What of `TrainingArguments.fsdp_config` OSDP passes on; the rest is for the plan to decide."""
+_ADDED = ("min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
+"""What transformers writes into `fsdp_config` by itself, switched off."""
 
 
 def asked_config(osdp: OSDPConfig | Mapping[str, object] | bool | None, args: TrainingArguments | None) -> OSDPConfig | None:
-    """What was asked for: by the argument, else by `fsdp_config`, else by the launcher.
+    """What was asked for: by the argument, then by `fsdp_config`, then by the launcher; the first that says so switches it
+    on or off, and each option comes from the first that sets it.
 
     Args:
         osdp: the Trainer's argument.
@@ -31,23 +35,39 @@ def asked_config(osdp: OSDPConfig | Mapping[str, object] | bool | None, args: Tr
     """
     if osdp is False:
         return None
-    if isinstance(osdp, OSDPConfig):
-        return osdp
-    if isinstance(osdp, Mapping):
-        return OSDPConfig.from_options(osdp)
-    if osdp not in (None, True):
+    if osdp not in (None, True) and not isinstance(osdp, (OSDPConfig, Mapping)):
         raise ValueError(f"osdp={osdp!r} is a {type(osdp).__name__}; use True, False, an OSDPConfig or a mapping of its fields.")
-    options = _fsdp_config(args).get("osdp")
-    if options is None or options is True:
-        request = launch_request()
-        if request is not None:
-            return OSDPConfig.from_options(request.options)
-        return OSDPConfig() if osdp or options else None
-    if options is False:
-        return OSDPConfig() if osdp else None
-    if not isinstance(options, Mapping):
-        raise ValueError(f"fsdp_config has osdp={options!r}; use true, false or a mapping of options.")
-    return OSDPConfig.from_options(options)
+    beside = _fsdp_config(args)
+    here, request = beside.get("osdp"), launch_request()
+    if here is not None and not isinstance(here, (bool, Mapping)):
+        raise ValueError(f"fsdp_config has osdp={here!r}; use true, false or a mapping of options.")
+    launched = request is not None and request.osdp
+    if osdp is None and (here is False or (here is None and not launched)):
+        return None
+    _refuse_ignored(beside)
+    near = {**stated_options(here if isinstance(here, Mapping) else None), **stated_options(None if osdp is True else osdp)}
+    classes = beside.get("transformer_layer_cls_to_wrap")
+    return merged_config(
+        with_block_classes(near, classes, option="transformer_layer_cls_to_wrap"), {} if request is None else request.options
+    )
+
+
+def _refuse_ignored(beside: Mapping[str, Any]) -> None:
+    """Refuse what stands in `fsdp_config` and would have no effect. What transformers adds by itself, switched off, may stand.
+
+    Raises:
+        ValueError: the plan decides it, or it is not known.
+    """
+    if beside.get("version", 2) not in (2, "2"):
+        raise ValueError(f"fsdp_config has version={beside['version']!r}, which cannot run a plan; leave it out or use 2.")
+    set_here = {name: value for name, value in beside.items() if name not in _ADDED or value not in (0, None)}
+    refuse_decided(set_here)
+    known = ("osdp", "version", "transformer_layer_cls_to_wrap", "auto_wrap_policy", *_PLUGIN_OPTIONS)
+    if unknown := [name for name in set_here if name not in known and set_here[name] is not None]:
+        raise ValueError(
+            f"fsdp_config has {unknown[0]}={set_here[unknown[0]]!r}, which has no effect under a plan; leave it out (known are"
+            f" {', '.join(known)}; options of OSDPConfig go into osdp)."
+        )
 
 
 def plugin_options(args: TrainingArguments) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def test_without_a_launcher_nothing_is_asked_for():
     assert (launched_rank({}), launched_world_size({}), state_dict_type({})) == (0, 1, "FULL_STATE_DICT")
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "1", "", "{'osdp': False, 'memory_limit': '1GiB'}"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "1", ""])
 def test_plain_fsdp_is_left_alone(strategy):
     assert launch_request(environment(strategy)) is None
 
@@ -29,6 +29,16 @@ def test_options_arrive_as_they_stand_in_the_file():
     request = launch_request(environment("{'osdp': True, 'memory_limit': '8GiB', 'compare': False}"))
     assert dict(request.options) == {"memory_limit": "8GiB", "compare": False}
     assert not request.use_cpu
+
+
+def test_switched_off_is_told_apart_from_nothing_said():
+    request = launch_request(environment("{'osdp': False, 'memory_limit': '1GiB', 'use_cpu': True}"))
+    assert (request.osdp, request.use_cpu, dict(request.options)) == (False, True, {"memory_limit": "1GiB"})
+
+
+def test_a_setting_that_the_plan_decides_is_refused():
+    with pytest.raises(ValueError, match=r"fsdp_reshard_after_forward: false.*strategy"):
+        launch_request(environment("{'osdp': True}", FSDP_RESHARD_AFTER_FORWARD="false"))
 
 
 def test_use_cpu_is_for_the_launch_not_for_the_plan():

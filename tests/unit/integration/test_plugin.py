@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainingArguments
 
-from hf_osdp.integration.config import OSDPConfig
-from hf_osdp.integration.plugin import OSDPPlugin, precision_of
+from hf_osdp.integration.config import OSDPConfig, every_option
+from hf_osdp.integration.launch import launch_request
+from hf_osdp.integration.plugin import OSDPPlugin, plugin_for, precision_of
 from hf_osdp.integration.trainer_options import asked_config, plugin_options, refuse_unplanned
 from hf_osdp.planner.description import DType
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    for name in ("ACCELERATE_USE_FSDP", "FSDP_SHARDING_STRATEGY", "FSDP_VERSION", "FSDP_CPU_RAM_EFFICIENT_LOADING", "FSDP_STATE_DICT_TYPE"):
-        monkeypatch.setenv(name, "")
+    """No launcher, and no variables of FSDP left behind."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "")
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "")
+    for name in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP"))]:
         monkeypatch.delenv(name)
 
 
@@ -41,10 +47,103 @@ def test_plugin_is_fsdp2_with_float32_reduction():
     assert plugin.mixed_precision_policy == MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-@pytest.mark.parametrize("options", [{"fsdp_version": 1}, {"reshard_after_forward": False}, {"ignored_modules": "x"}])
-def test_plugin_refuses_what_the_plan_decides(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"fsdp_version": 1}, "use 2"),
+        ({"reshard_after_forward": True}, r"OSDPConfig\(strategy"),
+        ({"reshard_after_forward": False}, r"OSDPConfig\(strategy"),
+        ({"sharding_strategy": "FULL_SHARD"}, r"OSDPConfig\(strategy"),
+        ({"min_num_params": 1000}, r"OSDPConfig\(block_classes"),
+        ({"auto_wrap_policy": "size_based_wrap"}, r"OSDPConfig\(block_classes"),
+        ({"ignored_modules": "x"}, r"OSDPConfig\(block_classes"),
+        ({"backward_prefetch": "BACKWARD_PRE"}, "leave it out"),
+        ({"limit_all_gathers": False}, "leave it out"),
+    ],
+)
+def test_plugin_refuses_what_the_plan_decides(options, remedy):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}.*{remedy}") as caught:
         OSDPPlugin(**options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("names", [["GPT2Block", "BertLayer"], "GPT2Block,BertLayer"])
+def test_classes_to_wrap_are_block_classes(names):
+    assert OSDPPlugin(transformer_cls_names_to_wrap=names).osdp.block_classes == ("GPT2Block", "BertLayer")
+    with pytest.raises(ValueError, match=r"transformer_cls_names_to_wrap.*OSDPConfig\(block_classes"):
+        OSDPPlugin(osdp=OSDPConfig(block_classes="GPT2Block"), transformer_cls_names_to_wrap=names)
+
+
+def test_defaults_that_the_launcher_exports_pass(monkeypatch):
+    flags = ["--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    args = launch_command_parser().parse_args([*flags, "--dynamo_backend", "no", "train.py"])
+    for name, value in prepare_multi_gpu_env(args).items():
+        if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP")):
+            monkeypatch.setenv(name, value)
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "{'osdp': True, 'memory_limit': '1GiB'}")
+    assert OSDPPlugin().osdp == OSDPConfig(memory_limit="1GiB")
+
+
+def test_plugin_for_takes_either_name_and_one_of_them():
+    plugin = OSDPPlugin()
+    assert plugin_for(None, plugin, None, None) is plugin
+    assert plugin_for(None, None, plugin, None) is plugin
+    with pytest.raises(ValueError, match="Both osdp_plugin and fsdp_plugin"):
+        plugin_for(None, plugin, plugin, None)
+    with pytest.raises(ValueError, match="Both osdp and osdp_plugin"):
+        plugin_for(OSDPConfig(), plugin, None, None)
+
+
+def test_an_accelerator_that_is_switched_off_says_so(monkeypatch):
+    launched(monkeypatch, "{'osdp': False, 'memory_limit': '1GiB'}")
+    with pytest.raises(ValueError, match=r"osdp: false.*use accelerate's Accelerator"):
+        plugin_for(None, None, None, launch_request())
+    assert plugin_for({"strategy": "ddp"}, None, None, launch_request()).osdp == OSDPConfig(strategy="ddp", memory_limit="1GiB")
+
+
+def test_an_explicit_configuration_and_the_file_are_merged_everywhere(tmp_path, monkeypatch):
+    launched(monkeypatch, "{'osdp': True, 'memory_limit': '1GiB', 'strategy': 'ddp'}")
+    args = arguments(tmp_path)
+    for asked, want in (
+        (OSDPConfig(memory_limit="2GiB"), OSDPConfig(memory_limit="2GiB", strategy="ddp")),
+        ({"strategy": "osdp"}, OSDPConfig(memory_limit="1GiB")),
+    ):
+        assert asked_config(asked, args) == want
+        assert OSDPPlugin(osdp=asked).osdp == want
+        assert plugin_for(asked, None, None, launch_request()).osdp == want
+        assert OSDPPlugin(osdp=every_option(want)).osdp == want
+
+
+def test_the_file_can_switch_off(tmp_path, monkeypatch):
+    launched(monkeypatch, "{'osdp': False, 'memory_limit': '1GiB'}")
+    args = arguments(tmp_path)
+    assert asked_config(None, args) is None
+    assert asked_config(True, args) == OSDPConfig(memory_limit="1GiB")
+
+
+@pytest.mark.parametrize(
+    ("beside", "part"),
+    [
+        ({"reshard_after_forward": True}, r"reshard_after_forward=True.*OSDPConfig\(strategy"),
+        ({"fsdp_min_num_params": 10}, r"min_num_params=10.*OSDPConfig\(block_classes"),
+        ({"no_such_key": 1}, "no_such_key=1.*no effect"),
+        ({"xla": True}, "xla=True.*no effect"),
+        ({"version": 1}, "version=1"),
+    ],
+)
+def test_fsdp_config_without_effect_is_refused(tmp_path, beside, part):
+    with pytest.raises(ValueError, match=part) as caught:
+        asked_config(True, arguments(tmp_path, fsdp_config=beside))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("fsdp", [None, True])
+def test_layers_of_fsdp_config_are_block_classes(tmp_path, fsdp):
+    options = {} if fsdp is None else {"fsdp": fsdp}
+    args = arguments(tmp_path, fsdp_config={"transformer_layer_cls_to_wrap": ["GPT2Block"]}, **options)
+    assert asked_config(True, args) == OSDPConfig(block_classes="GPT2Block")
+    with pytest.raises(ValueError, match=r"transformer_layer_cls_to_wrap.*OSDPConfig\(block_classes"):
+        asked_config(OSDPConfig(block_classes="BertLayer"), args)
 
 
 def test_precision_from_name_or_policy():
@@ -60,16 +159,18 @@ def test_off_unless_asked_for(tmp_path, monkeypatch):
     launched(monkeypatch)
     assert asked_config(None, args) == OSDPConfig(memory_limit="1GiB")
     assert asked_config(False, args) is None
-    assert asked_config({"strategy": "ddp"}, args) == OSDPConfig(strategy="ddp")
+    assert asked_config({"strategy": "ddp"}, args) == OSDPConfig(strategy="ddp", memory_limit="1GiB")
 
 
 def test_asked_for_in_fsdp_config(tmp_path, monkeypatch):
     launched(monkeypatch)
-    assert asked_config(None, arguments(tmp_path, fsdp_config={"osdp": {"strategy": "hsdp"}})) == OSDPConfig(strategy="hsdp")
+    assert asked_config(None, arguments(tmp_path, fsdp_config={"osdp": {"strategy": "hsdp"}})) == OSDPConfig(
+        strategy="hsdp", memory_limit="1GiB"
+    )
     file = tmp_path / "fsdp.json"
     file.write_text(json.dumps({"osdp": {"strategy": "zero2"}, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}))
     args = arguments(tmp_path, fsdp_config=str(file))
-    assert asked_config(None, args) == OSDPConfig(strategy="zero2")
+    assert asked_config(None, args) == OSDPConfig(strategy="zero2", memory_limit="1GiB")
     assert plugin_options(args) == {"state_dict_type": "SHARDED_STATE_DICT"}
 
 
