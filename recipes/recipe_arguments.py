@@ -13,7 +13,6 @@ import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
-from hf_osdp.integration.config import OSDPConfig
 from hf_osdp.integration.launch import launch_request
 
 
@@ -68,25 +67,29 @@ class DataArguments:
 class OSDPArguments:
     """How to shard. What stands here goes before what stands in the accelerate configuration file."""
 
-    osdp: bool = field(default=True, metadata={"help": "False trains with the stock Trainer."})
+    osdp: bool | None = field(
+        default=None,
+        metadata={"help": "False trains with the stock Trainer; by default the accelerate file decides, and without one it is on."},
+    )
     memory_limit: str | None = field(default=None, metadata={"help": "Memory of each device that training may use, such as 8GiB."})
     strategy: str | None = field(default=None, metadata={"help": "osdp (default), fsdp, ddp, zero2 or hsdp."})
     block_classes: str | None = field(default=None, metadata={"help": "Classes that become units, such as GPT2Block,BertLayer."})
     micro_batch_size: int | None = field(default=None, metadata={"help": "Samples to run at once; by default the planner chooses."})
-    reduce_every_micro_step: bool | None = field(default=None, metadata={"help": "Reduce gradients in each micro-step, or in the last."})
+    reduce_every_micro_step: bool | None = field(
+        default=None, metadata={"help": "Reduce-scatter gradients in each micro-step; replicas all-reduce once, in the last."}
+    )
     plan: str | None = field(default=None, metadata={"help": "File of a plan to run as it is."})
     hardware: str | None = field(default=None, metadata={"help": "Preset to plan for; by default this machine is measured."})
     nodes: int | None = field(default=None, metadata={"help": "Machines that the processes are spread over."})
     compare: bool | None = field(default=None, metadata={"help": "Estimate the other strategies beside the plan."})
 
-    def config(self, sequence_length: int) -> OSDPConfig | bool:
-        """These options over those of the accelerate file; False for the stock Trainer."""
-        if not self.osdp:
-            return False
+    def options(self, sequence_length: int) -> dict[str, object] | bool:
+        """What was stated here, for the Trainer to lay over the accelerate file; False for the stock Trainer."""
         request = launch_request()
+        if self.osdp is False or (self.osdp is None and request is not None and not request.osdp):
+            return False
         stated = {f.name: value for f in dataclasses.fields(self) if f.name != "osdp" and (value := getattr(self, f.name)) is not None}
-        options = {**(request.options if request else {}), **stated}
-        return OSDPConfig.from_options({**options, "sequence_length": sequence_length})
+        return {**stated, "sequence_length": sequence_length}
 
 
 class RecipeParser(HfArgumentParser):
@@ -116,7 +119,10 @@ def parse_arguments(types: Sequence[type], argv: Sequence[str]) -> tuple[Any, ..
     argv = list(argv)
     if argv and Path(argv[0]).suffix in (".yaml", ".yml", ".json"):
         parser.set_defaults(**_read_defaults(Path(argv.pop(0)), types))
-    return parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
+    try:
+        return parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
+    except ValueError as error:  # TrainingArguments refuses some values itself
+        raise ValueError(str(error)) from error
 
 
 def _read_defaults(path: Path, types: Sequence[type]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def main() -> None:
     tokenizer = load_tokenizer(model_args, text, checkpoint)
     config = load_config(model_args, tokenizer)
     block_size = choose_block_size(data_args.block_size, config)
-    osdp = osdp_args.config(block_size)
+    osdp = osdp_args.options(block_size)
     with args.main_process_first(desc="tokens"):
         source = data_args.train_file or data_args.dataset_name or "Python's language reference"
         blocks = to_blocks(text, tokenizer, block_size, source=source)

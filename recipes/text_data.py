@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from pydoc_data import topics
 
 from datasets import Dataset, DatasetDict, load_dataset
-from datasets.exceptions import DatasetNotFoundError
+from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from recipe_arguments import DataArguments
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -26,7 +27,7 @@ def load_text(data: DataArguments) -> DatasetDict:
         Splits `train` and `validation`.
 
     Raises:
-        ValueError: a file is missing, empty or of an unknown kind, or there is no column `text`.
+        ValueError: a file is missing, unreadable or of an unknown kind, it holds too little, or there is no column `text`.
     """
     if data.dataset_name:
         text = _from_hub(data)
@@ -36,8 +37,13 @@ def load_text(data: DataArguments) -> DatasetDict:
         return _language_reference(data.validation_split_percentage)
     if "train" not in text or "text" not in text["train"].column_names:
         raise ValueError(f"The data set needs a split `train` with a column `text`; it has {dict(text.column_names)}.")
+    if (kind := text["train"].features["text"].dtype) not in ("string", "large_string"):
+        raise ValueError(f"The column `text` holds {kind}; it must hold text.")
     text = text.select_columns("text")
     if "validation" not in text:
+        if (rows := text["train"].num_rows) < 2:
+            source = data.train_file or data.dataset_name
+            raise ValueError(f"{source} has too little text to split ({rows} line); give more lines, or a validation_file.")
         parts = text["train"].train_test_split(test_size=data.validation_split_percentage / 100, shuffle=False)
         text = DatasetDict(train=parts["train"], validation=parts["test"])
     return text
@@ -118,15 +124,37 @@ def _from_files(data: DataArguments) -> DatasetDict:
         path = Path(name)
         if not path.is_file():
             raise ValueError(f"{split} file {name} does not exist; give a .txt, .json, .jsonl or .csv file.")
-        if path.suffix not in _FORMATS:
+        if path.suffix.lower() not in _FORMATS:
             raise ValueError(f"{split} file {name} is of no known kind; give a .txt, .json, .jsonl or .csv file.")
-        if not path.read_bytes()[: 2**16].strip():
-            raise ValueError(f"{split} file {name} is empty; give a file with text.")
-    suffixes = {Path(name).suffix for name in files.values()}
+        _check_readable(path, split)
+    suffixes = {Path(name).suffix.lower() for name in files.values()}
     if len({_FORMATS[suffix] for suffix in suffixes}) > 1:
         raise ValueError(f"train_file and validation_file are of different kinds ({', '.join(sorted(suffixes))}); use one kind.")
     kind = _FORMATS[suffixes.pop()]
-    return load_dataset(kind, data_files=files, **({"keep_linebreaks": True} if kind == "text" else {}))
+    try:
+        return load_dataset(kind, data_files=files, **({"keep_linebreaks": True} if kind == "text" else {}))
+    except DatasetGenerationError as error:
+        names = " and ".join(files.values())
+        raise ValueError(f"{names} cannot be read as {kind}: {error.__cause__ or error}. Correct the file.") from error
+
+
+def _check_readable(path: Path, split: str) -> None:
+    """Refuse what is no UTF-8 text, holds nothing, or has a line that is not JSON; the loader's words name no line."""
+    empty, lines = True, path.suffix.lower() == ".jsonl"
+    try:
+        with path.open(encoding="utf-8") as content:
+            for number, line in enumerate(content, 1):
+                empty = empty and not line.strip()
+                if lines and line.strip():
+                    json.loads(line)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{split} file {path} is not UTF-8 text ({error.reason}); save it as UTF-8.") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{split} file {path}, line {number}, is not JSON ({error.msg}); write one object a line.") from None
+    except OSError as error:
+        raise ValueError(f"{split} file {path} cannot be read: {error.strerror}.") from None
+    if empty:
+        raise ValueError(f"{split} file {path} is empty; give a file with text.")
 
 
 def _language_reference(validation_percentage: int) -> DatasetDict:

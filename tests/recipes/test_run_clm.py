@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).parents[2]
 
 
 def perplexities(output: str) -> dict[str, float]:
@@ -104,6 +107,13 @@ BAD_INPUT = {
     "empty training file": (dict(train_file="empty.txt"), "empty.txt is empty"),
     "too short for a block": (dict(train_file="some.txt", validation_file="some.txt"), "less than one block of 32"),
     "unknown kind of file": (dict(train_file="some.pdf"), "of no known kind"),
+    "one line, nothing to split": (dict(train_file="line.txt"), "line.txt has too little text to split (1 line)"),
+    "another encoding": (dict(train_file="latin.txt"), "latin.txt is not UTF-8 text"),
+    "malformed line of JSON": (dict(train_file="lines.jsonl"), "lines.jsonl, line 2, is not JSON"),
+    "malformed JSON": (dict(train_file="whole.json"), "whole.json cannot be read as json"),
+    "numbers for text": (dict(train_file="numbers.jsonl"), "`text` holds int64"),
+    "upper-case extension, too short": (dict(train_file="UPPER.TXT", validation_file="UPPER.TXT"), "less than one block of 32"),
+    "upper-case extension of JSON": (dict(train_file="LINES.JSONL"), "LINES.JSONL, line 2, is not JSON"),
     "longer than the positions": (dict(block_size=64), "block_size=64 is longer than the model's 32 positions"),
     "unknown strategy": (dict(strategy="zero3"), "strategy='zero3' is not known"),
     "unknown block class": (dict(block_classes="NoSuchBlock"), "NoSuchBlock"),
@@ -129,6 +139,13 @@ BAD_INPUT = {
 def bad_files(recipe):
     (recipe.folder / "empty.txt").write_text(" \n")
     (recipe.folder / "some.txt").write_text("A few words only.\n")
+    (recipe.folder / "UPPER.TXT").write_text("A few words only.\n")
+    (recipe.folder / "line.txt").write_text("A few words only. " * 200)
+    (recipe.folder / "latin.txt").write_bytes("Été à la mer.\n".encode("latin-1") * 50)
+    (recipe.folder / "lines.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    (recipe.folder / "LINES.JSONL").write_text('{"text": "fine"}\n{"text": \n')
+    (recipe.folder / "whole.json").write_text('{"text": "fine"}\n{"text": \n')
+    (recipe.folder / "numbers.jsonl").write_text('{"text": 1}\n{"text": 2}\n')
     (recipe.folder / "some.pdf").write_text("A few words only.\n")
     (recipe.folder / "broken.json").write_text("{ not a plan")
     plan = {
@@ -148,6 +165,29 @@ def test_bad_input_is_one_clear_line(recipe, bad_files, in_process, case):
     assert code == 2, errors
     assert len(lines) == 1 and part in lines[0], errors
     assert not recipe.output.exists()
+
+
+@pytest.mark.parametrize(
+    ("launched", "flag", "want"),
+    [
+        (None, None, {"sequence_length": 32}),
+        (None, False, False),
+        ("{'osdp': True}", None, {"sequence_length": 32}),
+        ("{'osdp': True}", False, False),
+        ("{'osdp': False}", None, False),
+        ("{'osdp': False}", True, {"sequence_length": 32}),
+    ],
+)
+def test_the_launcher_decides_unless_a_flag_does(monkeypatch, launched, flag, want):
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    from recipe_arguments import OSDPArguments
+
+    environment = {} if launched is None else {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": launched}
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_VERSION", "FSDP_SHARDING_STRATEGY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert OSDPArguments(osdp=flag).options(32) == want
 
 
 @pytest.mark.parametrize(
