@@ -68,15 +68,17 @@ class OSDPArguments:
     """How to shard. What stands here goes before what stands in the accelerate configuration file."""
 
     osdp: bool | None = field(
-        default=None,
-        metadata={"help": "False trains with the stock Trainer; by default the accelerate file decides, and without one it is on."},
+        default=None, metadata={"help": "False is the stock Trainer; by default the accelerate file decides, without one it is on."}
     )
     memory_limit: str | None = field(default=None, metadata={"help": "Memory of each device that training may use, such as 8GiB."})
     strategy: str | None = field(default=None, metadata={"help": "osdp (default), fsdp, ddp, zero2 or hsdp."})
     block_classes: str | None = field(default=None, metadata={"help": "Classes that become units, such as GPT2Block,BertLayer."})
     micro_batch_size: int | None = field(default=None, metadata={"help": "Samples to run at once; by default the planner chooses."})
     reduce_every_micro_step: bool | None = field(
-        default=None, metadata={"help": "Reduce-scatter gradients in each micro-step; replicas all-reduce once, in the last."}
+        default=None,
+        metadata={
+            "help": "True reduce-scatters gradients in each micro-step, replicas all-reduce once, in the last; False: all in the last."
+        },
     )
     plan: str | None = field(default=None, metadata={"help": "File of a plan to run as it is."})
     hardware: str | None = field(default=None, metadata={"help": "Preset to plan for; by default this machine is measured."})

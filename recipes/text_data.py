@@ -140,10 +140,11 @@ def _from_files(data: DataArguments) -> DatasetDict:
 
 def _check_readable(path: Path, split: str) -> None:
     """Refuse what is no UTF-8 text, holds nothing, or has a line that is not JSON; the loader's words name no line."""
-    empty, lines = True, path.suffix.lower() == ".jsonl"
+    empty, lines, number = True, path.suffix.lower() == ".jsonl", 0
     try:
         with path.open(encoding="utf-8") as content:
-            for number, line in enumerate(content, 1):
+            for line in content:
+                number += 1
                 empty = empty and not line.strip()
                 if lines and line.strip():
                     json.loads(line)

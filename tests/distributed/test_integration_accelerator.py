@@ -96,7 +96,7 @@ def planned(kind: str, micro: int, reduce: bool, checkpointing: bool = False, fr
         model, world, sequence_length=LENGTH, micro_batch_size=micro, accumulation_steps=accumulation, reduce=reduce
     )  # fmt: skip
     plugin = OSDPPlugin(osdp=OSDPConfig(plan=plan), activation_checkpointing=checkpointing, cpu_ram_efficient_loading=from_rank_zero)
-    accelerator = OSDPAccelerator(fsdp_plugin=plugin, gradient_accumulation_steps=accumulation)
+    accelerator = OSDPAccelerator(osdp_plugin=plugin, gradient_accumulation_steps=accumulation)
     loader = DataLoader(tokens()[: GLOBAL_BATCH * STEPS], batch_size=micro)
     model, optimizer, loader = accelerator.prepare(model, new_optimizer(model), loader)
     losses, norms = train_loop(accelerator, model, optimizer, loader)
@@ -178,7 +178,8 @@ def plan_first(limit: str):
     assert accelerator.gradient_accumulation_steps == plan.accumulation_steps
     assert accelerator.gradient_state.plugin_kwargs["sync_each_batch"] is False
     loader = DataLoader(tokens(), batch_size=plan.micro_batch_size)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    other = DataLoader(tokens(), batch_size=plan.micro_batch_size + 1)  # for evaluation, in batches of another size
+    model, optimizer, loader, _ = accelerator.prepare(model, optimizer, loader, other)
     losses, _ = train_loop(accelerator, model, optimizer, loader)
     with pytest.raises(ValueError, match=f"use batch_size={plan.micro_batch_size}"):
         accelerator.prepare(tiny_model(), DataLoader(tokens(), batch_size=plan.micro_batch_size + 1))
@@ -221,9 +222,18 @@ def cannot_run() -> list[str]:
         objects += [DataLoader(tokens(), batch_size=4)] if loader else []
         OSDPAccelerator(osdp=OSDPConfig(**{"hardware": hardware, "compare": False, **options})).prepare(*objects)
 
+    def another_batch_size():
+        """The loader for training does not match the plan; the one for evaluation, which does, does not help."""
+        model = tiny_model()
+        accelerator = OSDPAccelerator(osdp=OSDPConfig(hardware=hardware, compare=False, micro_batch_size=4))
+        accelerator.plan(model, sequence_length=LENGTH, global_batch_size=8)
+        accelerator.prepare(model, new_optimizer(model), DataLoader(tokens(), batch_size=3), DataLoader(tokens(), batch_size=4))
+
     cases = [
         lambda: OSDPAccelerator(osdp=OSDPConfig(), fsdp_plugin=OSDPPlugin()),
+        lambda: OSDPAccelerator(osdp_plugin=OSDPPlugin(), fsdp_plugin=OSDPPlugin()),
         lambda: OSDPAccelerator(fsdp_plugin=object()),
+        another_batch_size,
         lambda: prepared(loader=False),
         lambda: prepared(loader=False, sequence_length=LENGTH),
         lambda: prepared(micro_batch_size=3),
@@ -251,7 +261,9 @@ def test_what_cannot_run_says_so_in_one_line():
     assert first == second
     parts = [
         "Both osdp and fsdp_plugin",
+        "Both osdp_plugin and fsdp_plugin",
         "needs an OSDPPlugin",
+        "first DataLoader gives 3; use batch_size=4 for training, and give that DataLoader first",
         "sequence length is not known",
         "batch size is not known",
         "micro_batch_size=3, but the DataLoader",
