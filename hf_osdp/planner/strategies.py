@@ -18,7 +18,7 @@ class Strategy(str, Enum):
     FSDP = "fsdp"
     """Every unit sharded over all ranks and freed after forward (ZeRO-3)."""
     DDP = "ddp"
-    """Every unit replicated."""
+    """Every unit replicated; the copy that FSDP2 computes with is kept for all units or freed for all, whichever is better."""
     ZERO2 = "zero2"
     """Every unit sharded over all ranks and kept after forward."""
     HSDP = "hsdp"
@@ -55,27 +55,28 @@ def search_spaces(strategy: Strategy, description: ModelDescription, world_size:
         world_size: ranks.
 
     Returns:
-        One space, but for HSDP one for each group size.
+        One space, but for HSDP one for each group size, and for DDP one for each answer to whether copies are kept.
 
     Raises:
         ValueError: HSDP in a world that has no group size between 1 and all.
     """
+    whole = (world_size,)
     match strategy:
         case Strategy.OSDP:
-            groups, keep = [divisors(world_size)], None
+            kinds = [(divisors(world_size), None)]
         case Strategy.FSDP:
-            groups, keep = [(world_size,)], False
+            kinds = [(whole, False)]
         case Strategy.DDP:
-            groups, keep = [(1,)], False
+            kinds = [((1,), False), ((1,), True)]
         case Strategy.ZERO2:
-            groups, keep = [(world_size,)], True
+            kinds = [(whole, True)]
         case Strategy.HSDP:
-            groups, keep = [(size,) for size in divisors(world_size)[1:-1]], False
-            if not groups:
+            kinds = [((size,), False) for size in divisors(world_size)[1:-1]]
+            if not kinds:
                 raise ValueError(f"strategy=hsdp needs a group size between 1 and {world_size} that divides it; use fsdp or ddp.")
     if world_size == 1:
-        keep = True  # there is nothing to free: what is cast to a lower precision is needed in backward
-    return tuple(tuple(choices_for(unit, sizes, keep=keep) for unit in description.units) for sizes in groups)
+        kinds = [((1,), True)]  # there is nothing to free: what is cast to a lower precision is needed in backward
+    return tuple(tuple(choices_for(unit, sizes, keep=keep) for unit in description.units) for sizes, keep in kinds)
 
 
 def batches(job: TrainingJob, world_size: int) -> Iterator[Batch]:
