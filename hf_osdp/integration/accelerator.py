@@ -182,6 +182,7 @@ class OSDPAccelerator(Accelerator):
             micro_batch_size=micro_batch_size,
             reduce_every_micro_step=config.reduce_every_micro_step if not wants_sync else True,
             optimizer=optimizer,
+            holds_outputs=True,  # the usual loop names them: `out = model(**batch); accelerator.backward(out.loss)`
         )
 
     # ------------------------------------------------------------------------------------------------------- preparing

@@ -60,6 +60,8 @@ class RunFacts:
     """Samples of one batch where the data loader has fixed it."""
     reduce_every_micro_step: bool | None
     optimizer: OptimizerSpec
+    holds_outputs: bool
+    """The training loop may keep the model's outputs through backward."""
 
     def job(self) -> TrainingJob:
         """The job to search for.
@@ -73,6 +75,7 @@ class RunFacts:
             global_batch_size=self.global_batch_size,
             precision=self.precision,
             optimizer=self.optimizer,
+            holds_outputs=self.holds_outputs,
             micro_batch_size=self.micro_batch_size,
             reduce_every_micro_step=self.reduce_every_micro_step,
         )

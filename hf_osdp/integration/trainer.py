@@ -102,6 +102,7 @@ class Trainer(transformers.Trainer):
             micro_batch_size=config.micro_batch_size,
             reduce_every_micro_step=config.reduce_every_micro_step,
             optimizer=self._optimizer_spec(),
+            holds_outputs=False,
         )
         keep_master_weights(self.model, facts.precision)
         run = plan_run(self.model, config, facts)

@@ -26,7 +26,7 @@ def model() -> GPT2LMHeadModel:
 def facts(**changes: object) -> RunFacts:
     options: dict[str, object] = {
         "world_size": 1, "device_type": "cpu", "precision": Precision(), "sequence_length": 16, "global_batch_size": 8,
-        "micro_batch_size": None, "reduce_every_micro_step": None, "optimizer": OptimizerSpec(),
+        "micro_batch_size": None, "reduce_every_micro_step": None, "optimizer": OptimizerSpec(), "holds_outputs": False,
     }  # fmt: skip
     return RunFacts(**{**options, **changes})
 
