@@ -34,8 +34,8 @@ class StepSummary:
 class StepMeter:
     """Measures optimizer steps between `step_begins` and `step_ends`; what lies between steps does not count.
 
-    CUDA: times come from events on the current stream, without synchronising; the peak is the allocator's
-    (`max_memory_allocated`) over all steps. The first step warms up and is not timed.
+    CUDA: times come from events on the current stream, without synchronising; the peak is the largest of the steps' peaks
+    in the allocator (`max_memory_allocated`, which is reset as each step begins). The first step warms up and is not timed.
 
     CPU: the peak is that of the second step, from live tensor bytes (`LiveBytes`: what is held when the step begins, and
     what its operators make). Counting slows that step down, so neither it nor the first is timed.
@@ -56,7 +56,7 @@ class StepMeter:
         self._durations: deque[float | tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=_KEPT_STEPS)
         self._began: float | torch.cuda.Event | None = None
         self._live: LiveBytes | None = None
-        self._cpu_peak: int | None = None
+        self._peak_bytes: int | None = None
         self.steps = 0
         """Optimizer steps that ended."""
 
@@ -68,16 +68,13 @@ class StepMeter:
     @property
     def peak_bytes(self) -> int | None:
         """Peak on this rank; None before it was measured."""
-        if not self._on_cuda:
-            return self._cpu_peak
-        return torch.cuda.max_memory_allocated(self._device) if self.steps else None
+        return self._peak_bytes
 
     def step_begins(self) -> None:
         """The first micro-batch of an optimizer step starts. A step that was begun and did not end is forgotten."""
         self._stop_counting()
         if self._on_cuda:
-            if not self.steps:
-                torch.cuda.reset_peak_memory_stats(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
         elif self.steps == 1:
             self._start_counting()
         self._began = self._now()
@@ -93,8 +90,10 @@ class StepMeter:
         if self.steps >= self._untimed:
             ended = self._now()
             self._durations.append((self._began, ended) if self._on_cuda else ended - self._began)
-        if self._live is not None:
-            self._cpu_peak = self._live.peak_bytes
+        if self._on_cuda:
+            self._peak_bytes = max(self._peak_bytes or 0, torch.cuda.max_memory_allocated(self._device))
+        elif self._live is not None:
+            self._peak_bytes = self._live.peak_bytes
         self._stop_counting()
         self._began = None
         self.steps += 1
