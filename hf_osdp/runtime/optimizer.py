@@ -38,7 +38,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             if part in name:
                 raise OSDPError(
                     f"{type(optimizer).__name__} {reason}, which shards of a parameter do not allow;"
-                    " use an element-wise optimizer such as AdamW, Adam, SGD, Adagrad or RMSprop."
+                    " use an element-wise optimizer such as AdamW, Adam, SGD or RMSprop."
                 )
 
 
@@ -56,7 +56,10 @@ def release_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.P
         OSDPError: the optimizer has state already, or holds a parameter that the model does not have; it is left as it was.
     """
     if optimizer.state:
-        raise OSDPError("The optimizer has taken steps before the model was sharded; make it anew, or load its state afterwards.")
+        raise OSDPError(
+            f"{type(optimizer).__name__} has state from before the model was sharded: it has taken steps, or makes state when it is"
+            " made, as Adagrad does; make it from the sharded model's parameters, or give a new AdamW, Adam, SGD or RMSprop."
+        )
     names = [[_name(parameter, old_names) for parameter in group["params"]] for group in optimizer.param_groups]
     for group, group_names in zip(optimizer.param_groups, names, strict=True):
         group["params"] = group_names
