@@ -26,6 +26,7 @@ _PUBLIC = {
     "describe": "profiling.describe",
     "measure_hardware": "profiling.machine",
     "OptimalShardedDataParallel": "runtime.parallel",
+    "OSDPGradScaler": "runtime.scaler",
     "OSDPAccelerator": "integration.accelerator",
     "OSDPConfig": "integration.config",
     "OSDPPlugin": "integration.plugin",
@@ -67,3 +68,4 @@ if TYPE_CHECKING:
     from .profiling.describe import describe
     from .profiling.machine import measure_hardware
     from .runtime.parallel import OptimalShardedDataParallel
+    from .runtime.scaler import OSDPGradScaler

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from ..planner.description import DType
 from ..planner.hardware import Hardware
-from ..planner.job import OptimizerSpec, Precision, TrainingJob
+from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
 from ..profiling.units import find_units
-from ..quantities import parse_bytes
 from .accumulation import micro_step
-from .agree import broadcast_plan, on_rank_zero
-from .apply import apply_plan, default_device_type
+from .agree import on_rank_zero
+from .apply import apply_plan
 from .clip import clip_grad_norm_
-from .mesh import world_size
+from .environment import form_process_group, hold_master_weights, mp_policy, training_device
+from .scaler import OSDPGradScaler
 from .state import free_gathered, full_state_dict, load_full_state_dict
 from .verify import verify_applied
+from .wanted import Wanted
 
 if TYPE_CHECKING:
     from ..planner.search import SearchResult
+    from ..profiling.batch import Inputs
 
 
 class OptimalShardedDataParallel(nn.Module):
@@ -39,16 +38,21 @@ class OptimalShardedDataParallel(nn.Module):
     model = OptimalShardedDataParallel(
         GPT2LMHeadModel(config), memory_limit="8GiB", sequence_length=512, global_batch_size=64
     )
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters())
     for batches in loader:                       # model.plan.accumulation_steps micro-batches of model.plan.micro_batch_size
         for number, batch in enumerate(batches, start=1):
             with model.micro_step(is_last=number == len(batches)):
-                (model(**batch).loss / len(batches)).backward()
+                loss = model(**batch).loss
+                (loss / len(batches)).backward()
         model.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
     model.save_pretrained("out")
     ```
+
+    fp16 needs loss scaling, with `scaler = model.grad_scaler()`: `scaler.scale(loss / len(batches)).backward()`, then
+    `scaler.unscale_(optimizer)` before clipping, `scaler.step(optimizer)` and `scaler.update()`. It is an `OSDPGradScaler`;
+    torch's own GradScaler asks one mesh only, so that where units lie on several, some ranks step and others skip.
 
     Under torchrun the process group is formed if there is none: NCCL with CUDA, else gloo. The optimizer is made afterwards,
     from `model.parameters()`. Parameters and state dicts have the model's own names.
@@ -68,52 +72,73 @@ class OptimalShardedDataParallel(nn.Module):
         sequence_length: int | None = None,
         global_batch_size: int | None = None,
         micro_batch_size: int | None = None,
-        strategy: str = "osdp",
-        block_classes: Sequence[str] | None = None,
+        strategy: str | None = None,
+        block_classes: str | Sequence[str] | None = None,
         mixed_precision: str = "no",
-        hardware: Hardware | None = None,
+        hardware: Hardware | str | None = None,
         optimizer: OptimizerSpec | None = None,
+        inputs: Inputs | None = None,
     ) -> None:
         """
         Args:
             model: unsharded, equal in structure on every rank; rank 0's weights count.
-            plan: a plan or its file; None plans here, and then the arguments from `memory_limit` on count.
+            plan: a plan or its file; None plans here. A given plan is held against `memory_limit` and the three sizes below,
+                where they are given; `strategy`, `hardware`, `optimizer` and `inputs` are for planning only.
             memory_limit: bytes on each device, or text such as `"8GiB"`; None takes what the hardware has.
             sequence_length: tokens of one sample.
             global_batch_size: samples of one optimizer step over all ranks.
             micro_batch_size: samples a rank runs at once; None lets the planner choose.
-            strategy: `"osdp"`, or the name of a single strategy.
-            block_classes: class names of the blocks; None finds them. Counts for a given plan too.
-            mixed_precision: `"no"`, `"bf16"` or `"fp16"`. Counts for a given plan too.
-            hardware: what to plan for; None measures this machine.
-            optimizer: what the optimizer will hold; None stands for fused AdamW.
+            strategy: the name of a single strategy; None is `"osdp"`.
+            block_classes: class names of the blocks, in a sequence or as text with commas; None finds them.
+            mixed_precision: `"no"`, `"bf16"` or `"fp16"`.
+            hardware: what to plan for, or the name of a preset: one node with a device for each process. None measures this
+                machine.
+            optimizer: what the optimizer will hold; None stands for `torch.optim.AdamW(model.parameters())`, which steps with
+                foreach kernels on CUDA and one tensor after the other on the CPU.
+            inputs: for models that are not from transformers: a function from a number of samples to forward's keyword
+                arguments, labels included.
 
         Raises:
             InfeasibleError: no plan meets the limit.
-            PlanError: the given plan cannot be read, or is for another model or number of processes.
-            ValueError: an argument is missing or out of range.
+            PlanError: the given plan cannot be read, is for another model, number of processes or batch, or does not fit.
+            HardwareError: the hardware's name is not known.
+            ValueError: an argument is missing, out of range, or of no use beside a plan.
         """
         super().__init__()
-        precision = Precision.named(mixed_precision)
-        _form_process_group(needed=precision.compute is not None)
-        _hold_master_weights(model, precision)
-        units = find_units(model, block_classes)
+        self._precision = Precision.named(mixed_precision)
+        wanted = Wanted(
+            memory_limit=memory_limit,
+            sequence_length=sequence_length,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            strategy=strategy,
+            block_classes=_names(block_classes),
+            precision=self._precision,
+            hardware=hardware,
+            optimizer=optimizer,
+            inputs=inputs,
+        )
+        wanted.check(planning=plan is None)
+        form_process_group(needed=self._precision.compute is not None)
+        hold_master_weights(model, self._precision)
+        units = find_units(model, wanted.block_classes)
         self.report: SearchResult | None = None
         if plan is None:
-            job = _job(sequence_length, global_batch_size, micro_batch_size, precision, optimizer)
-            self.plan, self.report = _plan(
-                model, job, sequence_length, block_classes, strategy=strategy, memory_limit=memory_limit, hardware=hardware
-            )
+            self.plan, self.report = wanted.search(model)
         else:
-            self.plan = broadcast_plan(on_rank_zero(lambda: plan if isinstance(plan, Plan) else Plan.load(plan)))
-        apply_plan(model, self.plan, units, mp_policy=_policy(precision))
+            self.plan = wanted.load(plan)
+        apply_plan(model, self.plan, units, mp_policy=mp_policy(self._precision))
         verify_applied(model, self.plan, units)
-        self.module = model.to(_device())
+        self.module = model.to(training_device())
 
     # ------------------------------------------------------------------------------------------------------- training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward pass."""
+        """The model's forward pass.
+
+        The estimate counts the loss alone as kept until backward. Outputs that are held meanwhile keep their logits too:
+        write `loss = model(**batch).loss`.
+        """
         return self.module(*args, **kwargs)
 
     def micro_step(self, *, is_last: bool = True) -> AbstractContextManager[None]:
@@ -128,6 +153,16 @@ class OptimalShardedDataParallel(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip all gradients as one vector. Collective. Returns the norm before clipping."""
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
+    def grad_scaler(self, **kwargs: Any) -> OSDPGradScaler:
+        """The loss scaler for the model's device; without fp16 it is disabled, and the same loop runs.
+
+        Args:
+            **kwargs: for `torch.amp.GradScaler`, for example `init_scale`.
+        """
+        kwargs.setdefault("device", training_device().type)
+        kwargs.setdefault("enabled", self._precision.compute is DType.FLOAT16)
+        return OSDPGradScaler(**kwargs)
 
     # ---------------------------------------------------------------------------------------------------------- state
 
@@ -184,105 +219,9 @@ class OptimalShardedDataParallel(nn.Module):
             return getattr(self.module, name)
 
 
-# ------------------------------------------------------------------------------------------------------------ planning
-
-
-def _job(
-    sequence_length: int | None,
-    global_batch_size: int | None,
-    micro_batch_size: int | None,
-    precision: Precision,
-    optimizer: OptimizerSpec | None,
-) -> TrainingJob:
-    if sequence_length is None or global_batch_size is None:
-        missing = [
-            name for name, value in (("sequence_length", sequence_length), ("global_batch_size", global_batch_size)) if value is None
-        ]
-        raise ValueError(f"Planning needs {' and '.join(missing)}; pass them, or give a plan.")
-    job = TrainingJob(
-        global_batch_size=global_batch_size,
-        precision=precision,
-        optimizer=optimizer or OptimizerSpec(),
-        micro_batch_size=micro_batch_size,
-    )
-    job.micro_batch_sizes(world_size())
-    return job
-
-
-def _plan(
-    model: nn.Module,
-    job: TrainingJob,
-    sequence_length: int | None,
-    block_classes: Sequence[str] | None,
-    *,
-    strategy: str,
-    memory_limit: int | float | str | None,
-    hardware: Hardware | None,
-) -> tuple[Plan, SearchResult | None]:
-    """Measure together, describe and search on rank 0, and give every rank the plan."""
-    from ..planner.search import search
-    from ..profiling.describe import describe
-
-    device_type = _device().type
-    machine = hardware or _measured(device_type)
-    if machine.world_size != world_size():
-        raise ValueError(f"hardware has {machine.world_size} devices, but {world_size()} processes are running; use hardware.scaled.")
-    limit = machine.device.memory_bytes - machine.device.reserved_bytes if memory_limit is None else parse_bytes(memory_limit)
-    found: list[SearchResult] = []
-
-    def find() -> Plan:
-        description = describe(
-            model,
-            sequence_length=sequence_length,
-            block_classes=block_classes,
-            compute_dtype=job.precision.compute,
-            device_type=device_type,
-        )
-        found.append(search(description, machine, job, limit, strategy=strategy))
-        return found[0].plan
-
-    plan = broadcast_plan(on_rank_zero(find))
-    return plan, found[0] if found else None
-
-
-def _measured(device_type: str) -> Hardware:
-    from ..profiling.machine import measure_hardware
-
-    return measure_hardware(device_type=device_type)
-
-
-# --------------------------------------------------------------------------------------------------------- environment
-
-
-def _form_process_group(*, needed: bool) -> None:
-    """Form the process group that torchrun's variables describe; where they are not set, one of this process if `needed`."""
-    if dist.is_initialized():
-        return
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend)
-    elif needed:
-        # Mixed precision is FSDP2's, with one process as with many.
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
-
-def _device() -> torch.device:
-    device_type = default_device_type() if dist.is_initialized() else ("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
-
-
-def _hold_master_weights(model: nn.Module, precision: Precision) -> None:
-    """Trainable parameters in float32 where training computes in less: the optimizer updates those."""
-    if precision.compute in (DType.BFLOAT16, DType.FLOAT16):
-        for parameter in model.parameters():
-            if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
-                parameter.data = parameter.data.float()
-
-
-def _policy(precision: Precision) -> MixedPrecisionPolicy | None:
-    if precision.compute is None:
+def _names(block_classes: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """Class names from a sequence, or from text with commas."""
+    if block_classes is None:
         return None
-    reduce = precision.reduce or precision.compute
-    return MixedPrecisionPolicy(param_dtype=getattr(torch, precision.compute.value), reduce_dtype=getattr(torch, reduce.value))
+    listed = block_classes.split(",") if isinstance(block_classes, str) else block_classes
+    return tuple(name.strip() for name in listed if name.strip())

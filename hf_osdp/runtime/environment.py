@@ -1,0 +1,50 @@
+"""Process group, device and precision of a plain loop. What torchrun says is read here."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from ..planner.description import DType
+from ..planner.job import Precision
+from .apply import default_device_type
+
+
+def form_process_group(*, needed: bool) -> None:
+    """Form the process group that torchrun's variables describe; where they are not set, one of this process if `needed`."""
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    elif needed:
+        # Mixed precision is FSDP2's, with one process as with many.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def training_device() -> torch.device:
+    """This process's device: CUDA where the process group moves CUDA tensors or, without one, where there is CUDA."""
+    device_type = default_device_type() if dist.is_initialized() else ("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+
+
+def hold_master_weights(model: nn.Module, precision: Precision) -> None:
+    """Trainable parameters in float32 where training computes in less: the optimizer updates those."""
+    if precision.compute in (DType.BFLOAT16, DType.FLOAT16):
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = parameter.data.float()
+
+
+def mp_policy(precision: Precision) -> MixedPrecisionPolicy | None:
+    """FSDP2's policy for a precision; None where each parameter keeps its dtype."""
+    if precision.compute is None:
+        return None
+    reduce = precision.reduce or precision.compute
+    return MixedPrecisionPolicy(param_dtype=getattr(torch, precision.compute.value), reduce_dtype=getattr(torch, reduce.value))

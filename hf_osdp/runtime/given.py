@@ -1,0 +1,51 @@
+"""A plan that a user gives, held against what else the user says."""
+
+from __future__ import annotations
+
+from ..errors import PlanError
+from ..planner.plan import Plan
+from ..quantities import format_bytes
+
+_REMEDY = "Plan again, or change the arguments."
+
+
+def check_given(
+    plan: Plan,
+    *,
+    memory_limit_bytes: int | None = None,
+    peak_bytes: int | None = None,
+    global_batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    reduce_every_micro_step: bool | None = None,
+    sequence_length: int | None = None,
+) -> None:
+    """Refuse a plan that would run another training than was asked for, or not fit. None asks for nothing.
+
+    Args:
+        plan: the plan that was given.
+        memory_limit_bytes: bytes that a rank may use.
+        peak_bytes: the plan's peak where the caller has estimated it; None takes what the plan states.
+        global_batch_size: samples of one optimizer step over all ranks.
+        micro_batch_size: samples that a rank runs at once.
+        reduce_every_micro_step: when gradients are reduced.
+        sequence_length: tokens of the longest sample.
+
+    Raises:
+        PlanError: they differ, samples are longer than the plan's, or its peak is above the limit or not known.
+    """
+    if global_batch_size not in (None, plan.global_batch_size):
+        raise PlanError(f"The plan takes {plan.global_batch_size} samples a step, but {global_batch_size} are asked for. {_REMEDY}")
+    if micro_batch_size not in (None, plan.micro_batch_size):
+        raise PlanError(f"The plan runs {plan.micro_batch_size} samples at once, but batches hold {micro_batch_size}. {_REMEDY}")
+    if reduce_every_micro_step not in (None, plan.reduce_every_micro_step):
+        raise PlanError(f"The plan has reduce_every_micro_step={plan.reduce_every_micro_step}, but the opposite is asked for. {_REMEDY}")
+    if sequence_length is not None and sequence_length > plan.sequence_length:
+        raise PlanError(f"The plan is for {plan.sequence_length} tokens a sample, but samples have {sequence_length}. {_REMEDY}")
+    if memory_limit_bytes is None:
+        return
+    peak = plan.peak_bytes if peak_bytes is None else peak_bytes
+    if peak is None:
+        limit = format_bytes(memory_limit_bytes)
+        raise PlanError(f"The plan states no peak to hold against memory_limit={limit}. Plan again, or leave memory_limit out.")
+    if peak > memory_limit_bytes:
+        raise PlanError(f"The plan needs {format_bytes(peak)}, more than memory_limit={format_bytes(memory_limit_bytes)}. {_REMEDY}")

@@ -1,0 +1,225 @@
+"""OptimalShardedDataParallel's arguments: each is used, or refused in one line. One process, and two for fp16."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hf_osdp
+from hf_osdp.errors import HardwareError, PlanError
+from hf_osdp.planner.job import OptimizerSpec, OptimizerStep
+from hf_osdp.planner.presets import preset
+from hf_osdp.profiling.units import find_units
+from hf_osdp.runtime.given import check_given
+from hf_osdp.runtime.parallel import OptimalShardedDataParallel
+from hf_osdp.runtime.scaler import OSDPGradScaler
+from hf_osdp.runtime.wanted import plain_adamw
+from tests.helpers.distributed import run_ranks
+from tests.helpers.layouts import plan_of
+from tests.helpers.models import SAMPLES, SEQUENCE_LENGTH, tiny_batch, tiny_loss, tiny_model
+
+PLANNING = {"sequence_length": SEQUENCE_LENGTH, "global_batch_size": SAMPLES, "hardware": "cpu"}
+
+
+def planned(model: nn.Module | None = None, **arguments: Any) -> OptimalShardedDataParallel:
+    return OptimalShardedDataParallel(model or tiny_model("gpt2"), **{**PLANNING, **arguments})
+
+
+def given(**arguments: Any) -> OptimalShardedDataParallel:
+    """A plan for 1 sample of 12 tokens at once, 2 a step, with a peak of 1 MiB."""
+    model = tiny_model("gpt2")
+    plan = replace(plan_of(find_units(model), 1, "replicate", accumulation_steps=2), sequence_length=SEQUENCE_LENGTH, peak_bytes=2**20)
+    return OptimalShardedDataParallel(model, plan, **arguments)
+
+
+def refusal(error: type[Exception], make, **arguments: Any) -> str:
+    with pytest.raises(error) as caught:
+        make(**arguments)
+    assert type(caught.value) is error and "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------------- a given plan
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"strategy": "fsdp"},
+        {"strategy": "osdp"},
+        {"hardware": "cpu"},
+        {"optimizer": OptimizerSpec()},
+        {"inputs": lambda samples: {}},
+    ],
+)
+def test_what_only_planning_uses_is_refused_beside_a_plan(arguments):
+    assert f"no use for {next(iter(arguments))}; " in refusal(ValueError, given, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"memory_limit": 2**20 - 1}, "needs 1.0 MiB, more than memory_limit"),
+        ({"global_batch_size": 4}, "takes 2 samples a step, but 4 are asked for"),
+        ({"micro_batch_size": 2}, "runs 1 samples at once, but batches hold 2"),
+        ({"sequence_length": SEQUENCE_LENGTH + 1}, "is for 12 tokens a sample, but samples have 13"),
+    ],
+)
+def test_a_plan_for_another_run_is_refused(arguments, said):
+    message = refusal(PlanError, given, **arguments)
+    assert said in message and "Plan again" in message
+
+
+def test_a_plan_that_meets_what_is_asked_for_runs():
+    given(memory_limit="1MiB", global_batch_size=2, micro_batch_size=1, sequence_length=SEQUENCE_LENGTH - 1)
+
+
+def test_a_plan_without_a_peak_cannot_be_held_against_a_limit():
+    plan = plan_of(find_units(tiny_model("gpt2")), 1, "replicate")
+    with pytest.raises(PlanError, match="states no peak"):
+        check_given(plan, memory_limit_bytes=2**30)
+    check_given(plan, memory_limit_bytes=2**30, peak_bytes=2**20)
+
+
+def test_reducing_otherwise_than_the_plan_is_refused():
+    plan = plan_of(find_units(tiny_model("gpt2")), 1, "replicate")
+    check_given(plan, reduce_every_micro_step=True)
+    with pytest.raises(PlanError, match="reduce_every_micro_step=True, but the opposite"):
+        check_given(plan, reduce_every_micro_step=False)
+
+
+# ------------------------------------------------------------------------------------------------------------ planning
+
+
+def jobs_of(monkeypatch) -> list[tuple[Any, ...]]:
+    """What `search` is called with from here on: description, hardware, job, limit."""
+    from hf_osdp.planner import search as module
+
+    calls, search = [], module.search
+
+    def recorded(*args: Any, **kwargs: Any):
+        calls.append(args)
+        return search(*args, **kwargs)
+
+    monkeypatch.setattr(module, "search", recorded)
+    return calls
+
+
+def test_the_optimizer_counted_by_default_is_plain_adamw(monkeypatch):
+    calls = jobs_of(monkeypatch)
+    planned()
+    planned(optimizer=OptimizerSpec(name="sgd", states=0))
+    assert [call[2].optimizer for call in calls] == [
+        OptimizerSpec(name="adamw", states=2, step=OptimizerStep.FOR_LOOP),
+        OptimizerSpec(name="sgd", states=0),
+    ]
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_plain_adamw_is_what_the_integration_makes_of_it(device_type):
+    from hf_osdp.integration.optimizers import spec_of_optimizer
+
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    assert plain_adamw(device_type) == spec_of_optimizer(optimizer, device_type=device_type)
+
+
+def test_an_optimizer_of_torch_is_refused():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    assert "type SGD; give an OptimizerSpec" in refusal(ValueError, planned, optimizer=optimizer)
+
+
+def test_hardware_by_name():
+    assert planned().plan.hardware == planned(hardware=preset("cpu")).plan.hardware
+    assert "'abacus' is not known" in refusal(HardwareError, planned, hardware="abacus")
+
+
+def test_what_the_device_reserves_is_taken_off_once(monkeypatch):
+    calls = jobs_of(monkeypatch)
+    cpu = preset("cpu")
+    hardware = replace(cpu, device=replace(cpu.device, reserved_bytes=cpu.device.memory_bytes // 2))
+    planned(hardware=hardware)
+    planned(hardware=hardware, memory_limit="6GiB")
+    assert [call[3] for call in calls] == [cpu.device.memory_bytes, 6 * 2**30]
+
+
+def test_a_limit_above_the_device_is_refused():
+    planned(memory_limit="8GiB")
+    message = refusal(ValueError, planned, memory_limit=8 * 2**30 + 1)
+    assert "memory_limit=8589934593 is more than CPU has: 8589934592 bytes (8.0 GiB); use at most that" in message
+
+
+@pytest.mark.parametrize("names", ["GPT2Block", ["GPT2Block"], "Absent, GPT2Block"])
+def test_block_classes_as_text_or_in_a_sequence(names):
+    assert planned(block_classes=names).plan == planned().plan
+
+
+class Perceptrons(nn.Module):
+    """Not from transformers: no config, arguments of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, features: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        for block in self.blocks:
+            features = block(features).relu()
+        return {"loss": nn.functional.mse_loss(features, labels)}
+
+
+def test_inputs_of_a_model_that_is_not_from_transformers():
+    def inputs(samples: int) -> dict[str, torch.Tensor]:
+        return {"features": torch.zeros(samples, 8), "labels": torch.zeros(samples, 8)}
+
+    parallel = planned(Perceptrons(), sequence_length=1, inputs=inputs)
+    parallel.backward(parallel(**inputs(2))["loss"])
+    assert parallel.report.memory.peak_bytes > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------- fp16
+
+
+def test_the_scaler_is_public_and_off_without_fp16():
+    assert hf_osdp.OSDPGradScaler is OSDPGradScaler
+    scaler = given().grad_scaler(init_scale=8.0)
+    assert type(scaler) is OSDPGradScaler and not scaler.is_enabled()
+    assert scaler.scale(torch.ones(())).item() == 1
+    assert given().grad_scaler(enabled=True, init_scale=8.0).get_scale() == 8
+
+
+def train_in_fp16() -> dict[str, Any]:
+    """The docstring's loop; one rank's shard overflows before the second of three steps."""
+    model = tiny_model("gpt2", dtype=torch.float32)
+    parallel = OptimalShardedDataParallel(model, plan_of(find_units(model), dist.get_world_size(), "mixed"), mixed_precision="fp16")
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
+    scaler = parallel.grad_scaler(init_scale=64.0)
+    found: dict[str, Any] = {"scales": [], "moved": [], "enabled": scaler.is_enabled()}
+    for step in range(3):
+        with parallel.micro_step():
+            scaler.scale(tiny_loss(parallel, tiny_batch(step, part=dist.get_rank(), parts=2)).float()).backward()
+        if step == 1 and dist.get_rank() == 1:
+            next(p for p in parallel.parameters() if p.grad._local_tensor.numel()).grad._local_tensor.view(-1)[0] = torch.inf
+        before = [p._local_tensor.clone() for p in parallel.parameters()]
+        scaler.unscale_(optimizer)
+        parallel.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found["moved"].append(any(not torch.equal(a, p._local_tensor) for a, p in zip(before, parallel.parameters(), strict=True)))
+        found["scales"].append(scaler.get_scale())
+    return found
+
+
+@functools.cache
+def fp16_outcome() -> list[dict[str, Any]]:
+    return run_ranks(train_in_fp16, 2)
+
+
+def test_fp16_in_a_plain_loop_skips_the_same_steps_on_every_rank():
+    for found in fp16_outcome():
+        assert found == {"enabled": True, "scales": [64, 32, 32], "moved": [True, False, True]}
