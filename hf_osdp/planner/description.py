@@ -194,7 +194,7 @@ class ModelDescription:
     def fingerprint(self) -> str:
         """Hash of the units and their parameters (names, shapes, dtypes): two models that it joins can share a plan."""
         content = [
-            [u.fqn, list(u.module_names), u.span.value, [[p.name, list(p.shape), p.dtype.value, p.requires_grad] for p in u.parameters]]
+            [u.fqn, list(u.module_names), [[p.name, list(p.shape), p.dtype.value, p.requires_grad] for p in u.parameters]]
             for u in self.units
         ]
         return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()[:16]
