@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..errors import PlanError
 from ..planner.description import DType, ModelDescription
 from ..planner.evaluate import estimate_plan
 from ..planner.hardware import Hardware
@@ -21,6 +20,7 @@ from ..profiling.describe import describe
 from ..profiling.machine import measure_hardware
 from ..quantities import format_bytes
 from ..runtime.agree import broadcast_plan, on_rank_zero
+from ..runtime.given import check_given
 from .config import OSDPConfig
 
 
@@ -193,18 +193,16 @@ def _check_given(plan: Plan, config: OSDPConfig, facts: RunFacts, description: M
         PlanError: model, world, batch, sequence length or memory limit differ.
     """
     plan.check(description, facts.world_size)
-    remedy = "Plan again, or change the arguments."
-    if plan.global_batch_size != facts.global_batch_size:
-        raise PlanError(f"The plan takes {plan.global_batch_size} samples a step, but {facts.global_batch_size} are asked for. {remedy}")
-    if facts.micro_batch_size not in (None, plan.micro_batch_size):
-        raise PlanError(f"The plan runs {plan.micro_batch_size} samples at once, but batches hold {facts.micro_batch_size}. {remedy}")
-    if facts.reduce_every_micro_step not in (None, plan.reduce_every_micro_step):
-        raise PlanError(f"The plan has reduce_every_micro_step={plan.reduce_every_micro_step}, but the opposite is asked for. {remedy}")
-    if facts.sequence_length > plan.sequence_length:
-        raise PlanError(f"The plan is for {plan.sequence_length} tokens a sample, but samples have {facts.sequence_length}. {remedy}")
     limit = config.memory_limit_bytes
-    if limit is not None and (peak := estimate_plan(plan, description, job).memory.peak_bytes) > limit:
-        raise PlanError(f"The plan needs {format_bytes(peak)}, more than memory_limit={format_bytes(limit)}. {remedy}")
+    check_given(
+        plan,
+        memory_limit_bytes=limit,
+        peak_bytes=None if limit is None else estimate_plan(plan, description, job).memory.peak_bytes,
+        global_batch_size=facts.global_batch_size,
+        micro_batch_size=facts.micro_batch_size,
+        reduce_every_micro_step=facts.reduce_every_micro_step,
+        sequence_length=facts.sequence_length,
+    )
 
 
 def _hardware(config: OSDPConfig, facts: RunFacts) -> Hardware:
