@@ -135,6 +135,8 @@ class PhaseCost:
     """Bytes read and written by all other operations."""
     operators: Affine = Affine()
     """Operators that torch dispatches, views included."""
+    seconds: Affine | None = None
+    """Time of the phase where it was measured on the device; None leaves it to the roofline of FLOPs and traffic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

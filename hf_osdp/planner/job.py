@@ -83,6 +83,9 @@ class TrainingJob:
     """Fixed choice of when gradients are reduced, or None to let the planner choose it."""
     holds_outputs: bool = False
     """The loop keeps the model's outputs from forward through backward (`out = model(...); out.loss.backward()`)."""
+    correction_bytes: int = 0
+    """Added to every moment: what a simulation or a measurement of an earlier plan found beside its estimate, see
+    `planner/correction.py`."""
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1:

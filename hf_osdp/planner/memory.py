@@ -37,6 +37,8 @@ class MemoryBreakdown:
     """Reduce buffers, casts and optimizer scratch."""
     model_buffers: int = 0
     """The module's own buffers, the batch, and outputs that the loop holds."""
+    correction: int = 0
+    """What a simulation or a measurement found beside the estimate."""
 
     @property
     def total(self) -> int:
@@ -107,7 +109,11 @@ def combined_scratch(job: TrainingJob, scratch: Sequence[int]) -> int:
 
 
 def resident_bytes(description: ModelDescription, job: TrainingJob, samples: int) -> int:
-    """Bytes that no choice changes: the module's buffers, the batch, and outputs where the loop holds them."""
+    """Bytes that no choice changes: the module's buffers, the batch, outputs where the loop holds them, and the correction."""
+    return _model_buffers(description, job, samples) + job.correction_bytes
+
+
+def _model_buffers(description: ModelDescription, job: TrainingJob, samples: int) -> int:
     outputs = description.output_bytes.bytes(samples) if job.holds_outputs else 0
     return description.buffer_bytes + description.input_bytes.bytes(samples) + outputs
 
@@ -136,7 +142,8 @@ class _Walk:
             optimizer=sum(u.optimizer for u in units),
             gradients=sum(u.gradients_held for u in units),
             gathered=sum(units[i].gathered for i in self.whole_step),
-            model_buffers=resident_bytes(description, job, self.samples),
+            model_buffers=_model_buffers(description, job, self.samples),
+            correction=job.correction_bytes,
         )
 
     def moments(self) -> tuple[Moment, ...]:

@@ -10,8 +10,9 @@ with A accumulation steps. A collective is exposed by what does not fit beside t
 
 The second takes the steady state of a run of equal units: while one computes, the next is gathered and the one before is
 reduced, and the two share the links. Under gloo nothing overlaps, so F = B = 0. What is gathered first and reduced last
-(root, shared embedding) is exposed as a whole. Compute is a roofline: matrix products at the device's rate for the
-compute dtype, everything else at its memory bandwidth, and on the CPU the cost of dispatching each operator.
+(root, shared embedding) is exposed as a whole. Compute is what was measured; without a measurement it is a roofline:
+matrix products at the device's rate for the compute dtype, everything else at its memory bandwidth, and on the CPU the
+cost of dispatching each operator.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .costs import Batch, Choice, UnitSeconds, unit_seconds
-from .description import GatherSpan, ModelDescription, PhaseCost
+from .description import Affine, GatherSpan, ModelDescription, PhaseCost
 from .hardware import Hardware
 from .job import TrainingJob
 
@@ -70,12 +71,25 @@ class TimeEstimate:
         return sum(getattr(unit, term) for unit in self.units)
 
 
-def phase_seconds(phase: PhaseCost, samples: int, description: ModelDescription, hardware: Hardware) -> float:
-    """Roofline time of a phase on one device, in seconds, with the time that dispatching its operators takes."""
+def phase_affine(phase: PhaseCost, description: ModelDescription, hardware: Hardware) -> Affine:
+    """Seconds of a phase on one device against samples: measured where it was, else a roofline with the cost of dispatching."""
+    if phase.seconds is not None:
+        return phase.seconds
     device = hardware.device
-    matmul_s = max(0.0, phase.matmul_flops(samples)) / device.rate(description.compute_dtype)
-    other_s = max(0.0, phase.traffic_bytes(samples)) / device.memory_bytes_per_s
-    return matmul_s + other_s + max(0.0, phase.operators(samples)) * device.operator_s
+    parts = (
+        (phase.matmul_flops, 1 / device.rate(description.compute_dtype)),
+        (phase.traffic_bytes, 1 / device.memory_bytes_per_s),
+        (phase.operators, device.operator_s),
+    )
+    return Affine(
+        constant=sum(part.constant * seconds for part, seconds in parts),
+        per_sample=sum(part.per_sample * seconds for part, seconds in parts),
+    )
+
+
+def phase_seconds(phase: PhaseCost, samples: int, description: ModelDescription, hardware: Hardware) -> float:
+    """Time of a phase on one device, in seconds."""
+    return max(0.0, phase_affine(phase, description, hardware)(samples))
 
 
 def overlap_windows(description: ModelDescription, hardware: Hardware, samples: int) -> tuple[Windows, ...]:
