@@ -194,7 +194,7 @@ class Plan:
         """Read a plan and validate it.
 
         Args:
-            text: JSON as `to_json` writes it.
+            text: JSON as `to_json` writes it, or a report that holds it under `plan`.
             source: what the text is called in errors, for example the file's name.
 
         Raises:
@@ -208,6 +208,8 @@ class Plan:
             raise PlanError(f"{source} is not JSON ({error}). Write it again with Plan.save.") from None
         if not isinstance(data, dict):
             raise PlanError(f"{source} holds a {type(data).__name__}, not a plan. Write it again with Plan.save.")
+        if isinstance(data.get("plan"), dict):
+            data = data["plan"]
         stated = data.pop("fingerprint", None)
         adapter = TypeAdapter(with_config(ConfigDict(extra="forbid"))(cls))
         try:

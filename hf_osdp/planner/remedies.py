@@ -48,6 +48,15 @@ def remedies_for(
     return ways
 
 
+def fits(description: ModelDescription, hardware: Hardware, job: TrainingJob, limit_bytes: int, strategy: Strategy) -> bool:
+    """Whether some plan stays within the limit; quicker than searching for the best one.
+
+    Raises:
+        ValueError: the world size does not divide the global batch.
+    """
+    return _Fits(limit_bytes)(description, hardware, job, strategy)
+
+
 class _Fits:
     """Whether some plan stays within the limit."""
 

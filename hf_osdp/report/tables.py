@@ -53,7 +53,7 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
 
     `held` is parameters, gradients and optimizer states; `exposed` is communication that compute waits for.
     """
-    table = _table(
+    table = bare_table(
         f"OSDP plan {plan.fingerprint}: {plan.world_size} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps"
         f" = {plan.global_batch_size} a step"
     )
@@ -93,7 +93,7 @@ def plan_caption(plan: Plan, estimate: PlanEstimate) -> tuple[str, ...]:
 
 def comparison_table(rows: Sequence[StrategyResult], memory_limit_bytes: int) -> Table:
     """Each strategy at its own best batch."""
-    table = _table(f"Strategies at their own best batch, estimated, limit {format_bytes(memory_limit_bytes)}")
+    table = bare_table(f"Strategies at their own best batch, estimated, limit {format_bytes(memory_limit_bytes)}")
     table.add_column("strategy", no_wrap=True)
     for name in ("batch", "peak", "step", "samples/s", "osdp gain"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -115,7 +115,7 @@ def outcome_table(
     *, estimated_peak: int | None, measured_peak: int | None, estimated_step_s: float | None, measured_step_s: float | None
 ) -> Table:
     """Estimated beside measured; bytes and seconds on the slowest and fullest rank."""
-    table = _table("Estimated beside measured")
+    table = bare_table("Estimated beside measured")
     for name in ("", "estimated", "measured", "estimate / measured"):
         table.add_column(name, justify="right" if name else "left")
     for name, estimated, measured, text in (
@@ -153,5 +153,6 @@ def _range_label(units: Sequence[UnitDescription]) -> str:
     return f"{first[: match.end()]}-{ends[changed]}{first[match.end() :]}"
 
 
-def _table(title: str) -> Table:
+def bare_table(title: str) -> Table:
+    """A table with nothing but a rule under its head."""
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))

@@ -1,0 +1,244 @@
+"""Why a plan is as it is: where bytes and seconds go, what other layouts would cost, and what binds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from ..errors import InfeasibleError
+from ..planner.costs import Choice, UnitSeconds, choices_for, unit_seconds
+from ..planner.description import ModelDescription
+from ..planner.evaluate import PlanEstimate, batch_of, choices_of, estimate_plan
+from ..planner.hardware import Hardware
+from ..planner.job import TrainingJob
+from ..planner.memory import estimate_memory
+from ..planner.plan import Plan
+from ..planner.search import search
+from ..planner.strategies import divisors
+from ..planner.timing import overlap_windows, unit_time
+from .tables import PlanRow, plan_rows
+
+_GAIN = 1.001
+"""Throughput ratio from which a change counts as a gain: smaller ones are rounding of the objective."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamTime:
+    """One kind of work in a step."""
+
+    name: str
+    """`compute`, `all-gather`, `reduce-scatter`, `all-reduce`, `copies` or `optimizer`."""
+    total_s: float
+    exposed_s: float
+    """What the step is longer by; the rest is hidden behind compute. Their sum over the streams is the step's time."""
+
+    @property
+    def hidden_s(self) -> float:
+        return max(0.0, self.total_s - self.exposed_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Another layout for one row of the plan, all else left as it is."""
+
+    choice: Choice
+    added_s: float
+    """Seconds that it adds to a step; negative where it is quicker."""
+    peak_bytes: int
+    over_bytes: int
+    """Peak less limit; positive where it does not fit, and never so without a limit."""
+    single_over_bytes: int
+    """The same where the first or the last unit of the row alone changes, whichever peaks lower."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowReason:
+    """Why a row of equal units is laid out as it is."""
+
+    row: PlanRow
+    choice: Choice
+    quicker: Alternative | None
+    """The quickest other layout that would save time, if there is one."""
+    next_fitting: Alternative | None
+    """The other layout that costs least time among those that fit, where it is not the quicker one."""
+
+
+class Binds(str, Enum):
+    """What keeps a plan from being faster."""
+
+    MEMORY = "memory"
+    MICRO_BATCH = "micro-batch"
+    """The micro-batch size that was asked for."""
+    BATCH = "batch"
+    """The global batch: more samples a step would share the step's communication and update."""
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """What binds, and what loosening it would bring."""
+
+    kind: Binds
+    gain: float
+    """Throughput without it over throughput now; 1 where nothing binds."""
+    peak_bytes: int | None = None
+    """Peak of the plan that has no memory limit, where memory binds."""
+    batch_size: int | None = None
+    """The larger global batch, or the better micro-batch size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """A plan, taken apart."""
+
+    plan: Plan
+    description: ModelDescription
+    estimate: PlanEstimate
+    reserved_bytes: int
+    """Device memory that no tensor can have."""
+    streams: tuple[StreamTime, ...]
+    """Empty where the hardware is not known."""
+    reasons: tuple[RowReason, ...]
+    binding: Binding | None
+
+
+def explain(
+    plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware | None, memory_limit_bytes: int | None
+) -> Explanation:
+    """Take a plan apart.
+
+    Args:
+        plan: what runs; it must be for this description (`Plan.check`).
+        description: the model.
+        job: precision, optimizer, global batch.
+        hardware: devices and links; without them there are no seconds and no reasons.
+        memory_limit_bytes: the limit that it was made for; None for none.
+
+    Returns:
+        Bytes, seconds, the layouts that were not taken, and what binds.
+    """
+    estimate = estimate_plan(plan, description, job, hardware)
+    known = hardware is not None
+    return Explanation(
+        plan=plan,
+        description=description,
+        estimate=estimate,
+        reserved_bytes=hardware.device.reserved_bytes if known else 0,
+        streams=stream_times(plan, description, job, hardware) if known else (),
+        reasons=row_reasons(plan, description, job, hardware, memory_limit_bytes) if known else (),
+        binding=what_binds(plan, description, job, hardware, memory_limit_bytes) if known and memory_limit_bytes is not None else None,
+    )
+
+
+def stream_times(plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware) -> tuple[StreamTime, ...]:
+    """Seconds of a step by kind of work.
+
+    The model knows how much communication of a unit's backward is exposed, not which collective it is that waits: it is
+    shared out among them in proportion to their time.
+    """
+    choices, batch = choices_of(plan, description), batch_of(plan)
+    windows = overlap_windows(description, hardware, batch.micro_batch_size)
+    totals = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce"), (0.0, 0.0))
+    for unit, choice, window in zip(description.units, choices, windows, strict=True):
+        terms = unit_seconds(unit, choice, hardware, job)
+        phases = [({"all-gather": terms.gather_forward}, window.forward, batch.accumulation_steps)]
+        phases += _backward_phases(terms, window.backward, batch.accumulation_steps, batch.reduce_scatters)
+        for work, hides, times in phases:
+            whole = sum(work.values())
+            share = max(0.0, whole - hides) / whole if whole else 0.0
+            for name, seconds in work.items():
+                total, exposed = totals[name]
+                totals[name] = total + times * seconds, exposed + times * seconds * share
+    time = estimate_plan(plan, description, job, hardware).time
+    serial = {"compute": "compute_s", "copies": "copy_s", "optimizer": "optimizer_s"}
+    rest = {name: (time.total(term), time.total(term)) for name, term in serial.items()}
+    named = {"compute": rest.pop("compute"), **totals, **rest}
+    return tuple(StreamTime(name=name, total_s=total, exposed_s=exposed) for name, (total, exposed) in named.items())
+
+
+def _backward_phases(terms: UnitSeconds, window: float, micro_steps: int, scatters: int) -> list[tuple[dict[str, float], float, int]]:
+    """Collectives of the last micro-step's backward and of the earlier ones', the compute beside them, and how often."""
+    earlier = {"all-gather": terms.gather_backward, "reduce-scatter": terms.reduce_scatter if scatters > 1 else 0.0}
+    last = {"all-gather": terms.gather_backward, "reduce-scatter": terms.reduce_scatter, "all-reduce": terms.all_reduce}
+    return [(earlier, window, micro_steps - 1), (last, window, 1)]
+
+
+def row_reasons(
+    plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware, memory_limit_bytes: int | None
+) -> tuple[RowReason, ...]:
+    """For each row of the plan, the layouts that were nearly taken.
+
+    A row changes as a whole, and all other units and the batch stay. Where a quicker layout is over the limit by that, it
+    also says by how much one unit alone would be.
+    """
+    question = _Question(plan, description, job, hardware, memory_limit_bytes)
+    return tuple(question.reason(row) for row in plan_rows(plan, description))
+
+
+class _Question:
+    """What if one row of a plan were laid out otherwise."""
+
+    def __init__(self, plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware, limit: int | None):
+        self.plan, self.description, self.job, self.hardware, self.limit = plan, description, job, hardware, limit
+        self.choices, self.batch = choices_of(plan, description), batch_of(plan)
+        self.windows = overlap_windows(description, hardware, self.batch.micro_batch_size)
+
+    def reason(self, row: PlanRow) -> RowReason:
+        unit, choice = row.units[0], self.choices[row.units[0]]
+        space = choices_for(self.description.units[unit], divisors(self.plan.world_size))
+        added = {other: sum(self._seconds(i, other) - self._seconds(i, choice) for i in row.units) for other in space if other != choice}
+        ranked = sorted(added, key=lambda other: (added[other], other))
+        quicker = next((other for other in ranked if added[other] < 0), None)
+        fitting = next((other for other in ranked if other != quicker and self._over(self._peak(row.units, other)) <= 0), None)
+        return RowReason(
+            row=row,
+            choice=choice,
+            quicker=None if quicker is None else self._alternative(row, quicker, added[quicker]),
+            next_fitting=None if fitting is None else self._alternative(row, fitting, added[fitting]),
+        )
+
+    def _alternative(self, row: PlanRow, choice: Choice, added_s: float) -> Alternative:
+        peak = self._peak(row.units, choice)
+        alone = min(self._peak((unit,), choice) for unit in {row.units[0], row.units[-1]})
+        return Alternative(
+            choice=choice, added_s=added_s, peak_bytes=peak, over_bytes=self._over(peak), single_over_bytes=self._over(alone)
+        )
+
+    def _over(self, peak_bytes: int) -> int:
+        return 0 if self.limit is None else peak_bytes - self.limit
+
+    def _peak(self, units: tuple[int, ...], choice: Choice) -> int:
+        changed = [choice if index in units else own for index, own in enumerate(self.choices)]
+        memory = estimate_memory(self.description, changed, self.plan.world_size, self.job, self.batch)
+        return memory.peak_bytes + self.hardware.device.reserved_bytes
+
+    def _seconds(self, index: int, choice: Choice) -> float:
+        terms = unit_seconds(self.description.units[index], choice, self.hardware, self.job)
+        return unit_time(terms, self.windows[index], 0.0, self.batch).choice_s
+
+
+def what_binds(plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware, memory_limit_bytes: int) -> Binding:
+    """What keeps the plan's strategy from more samples a second: the first of memory, a fixed micro-batch, the global batch.
+
+    Each is loosened alone: no limit; any micro-batch size; twice the global batch under the same limit.
+    """
+    now = plan.global_batch_size / estimate_plan(plan, description, job, hardware).time.step_s
+
+    def found(job: TrainingJob, limit: int):
+        try:
+            return search(description, hardware, job, limit, strategy=plan.strategy).plan
+        except InfeasibleError:
+            return None
+
+    unlimited = 2**60 - 1  # the most that a limit can be
+    free = found(job, unlimited)
+    if free is not None and free.samples_per_s > _GAIN * now:
+        return Binding(kind=Binds.MEMORY, gain=free.samples_per_s / now, peak_bytes=free.peak_bytes)
+    if job.micro_batch_size is not None:
+        other = found(replace(job, micro_batch_size=None), memory_limit_bytes)
+        if other is not None and other.samples_per_s > _GAIN * now:
+            return Binding(kind=Binds.MICRO_BATCH, gain=other.samples_per_s / now, batch_size=other.micro_batch_size)
+    twice = found(replace(job, global_batch_size=2 * plan.global_batch_size), memory_limit_bytes)
+    if twice is not None and twice.samples_per_s > _GAIN * now:
+        return Binding(kind=Binds.BATCH, gain=twice.samples_per_s / now, batch_size=twice.global_batch_size)
+    return Binding(kind=Binds.NOTHING, gain=1.0)

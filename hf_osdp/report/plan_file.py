@@ -1,0 +1,78 @@
+"""A plan with what it was made from in one file, so that it can run and be explained from it alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from ..errors import PlanError
+from ..planner.description import ModelDescription
+from ..planner.hardware import Hardware
+from ..planner.job import TrainingJob
+from ..planner.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanInputs:
+    """What a plan was made from."""
+
+    description: ModelDescription
+    job: TrainingJob
+    hardware: Hardware | None
+    """None where a given plan ran and nothing was measured."""
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses, enums, mappings and sequences as what JSON has."""
+    if isinstance(value, Enum):
+        return value.value
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [plain(item) for item in value]
+    return value
+
+
+def plan_file_content(plan: Plan, inputs: PlanInputs) -> dict:
+    """What a plan file holds: `plan` as `Plan.to_json` writes it, and `inputs`."""
+    return {"plan": json.loads(plan.to_json()), "inputs": plain(inputs)}
+
+
+def write_json(content: dict, path: str | Path) -> None:
+    """Write JSON into an existing folder, whole or not at all."""
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def read_plan_file(path: str | Path) -> tuple[Plan, PlanInputs | None]:
+    """Read a plan file, a run's `osdp_report.json`, or a bare plan as `Plan.save` writes it.
+
+    Returns:
+        The plan, and what it was made from; None where the file holds the plan alone.
+
+    Raises:
+        PlanError: the file cannot be read, its plan is not valid, or its inputs are of another version or another model.
+    """
+    plan = Plan.load(path)
+    data = json.loads(Path(path).read_bytes())
+    if "inputs" not in data:
+        return plan, None
+    from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+
+    adapter = TypeAdapter(with_config(ConfigDict(extra="forbid"))(PlanInputs))
+    try:
+        inputs = adapter.validate_json(json.dumps(data["inputs"]), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "top level"
+        raise PlanError(f"The inputs in {path} cannot be read: {where}: {first['msg']}. Plan again with this version.") from None
+    plan.check(inputs.description, plan.world_size)
+    return plan, inputs
