@@ -11,6 +11,10 @@ class DescriptionError(OSDPError):
     """A model could not be described: no block matches, or its forward pass could not be traced."""
 
 
+class CheckpointingError(DescriptionError):
+    """The model's activations cannot be checkpointed."""
+
+
 class HardwareError(OSDPError):
     """A device, link or topology is unknown or cannot be measured."""
 

@@ -119,10 +119,30 @@ def _model_buffers(description: ModelDescription, job: TrainingJob, samples: int
 
 
 def merging_stretch(description: ModelDescription, job: TrainingJob) -> dict[int, int]:
-    """Where gradients of shared parameters meet: the first segment, which backward reaches last; and their sum's bytes."""
-    sums = sum(merged_gradients(unit, job) for unit in description.units)
-    stretches = (i for i, s in enumerate(description.segments) if description.units[s.unit].span is GatherSpan.STEP)
-    return {index: sums for index in [next(stretches, None)] if index is not None}
+    """Where gradients of shared parameters meet: the unit's first segment, which backward reaches last; and their sum's bytes."""
+    first: dict[int, int] = {}
+    for index, segment in enumerate(description.segments):
+        first.setdefault(segment.unit, index)
+    return {first[i]: merged_gradients(u, job) for i, u in enumerate(description.units) if u.shared and i in first}
+
+
+def gathered_ahead(description: ModelDescription) -> tuple[int | None, ...]:
+    """For each segment, the unit whose gather is in flight while the segment's backward computes; None where there is none.
+
+    FSDP2 prefetches the group whose forward ended before that of the group whose backward begins
+    (`FSDPParamGroup._backward_prefetch`). The root's forward ends last, so that its stretches have no place in that order;
+    before shared weights nothing runs ahead, for they are still gathered.
+    """
+    ahead: list[int | None] = []
+    before: int | None = None
+    for segment in description.segments:
+        ahead.append(before)
+        unit = description.units[segment.unit]
+        if unit.span is GatherSpan.USE:
+            before = segment.unit
+        elif unit.fqn:
+            before = None
+    return tuple(ahead)
 
 
 class _Walk:
@@ -136,7 +156,7 @@ class _Walk:
             self.first_use.setdefault(segment.unit, index)
         spans = [unit.span for unit in description.units]
         self.whole_step = [i for i, span in enumerate(spans) if span is GatherSpan.STEP]
-        self.merging = merging_stretch(description, job)
+        self.merging, self.ahead = merging_stretch(description, job), gathered_ahead(description)
         self.level = MemoryBreakdown(
             parameters=sum(u.parameters for u in units),
             optimizer=sum(u.optimizer for u in units),
@@ -173,17 +193,16 @@ class _Walk:
         """Moments of the backward pass, in reverse order."""
         segments = self.description.segments
         in_flight = 0  # the reduce input that the unit before left behind
-        owed = sum(self.units[i].unsharded_gradients for i in self.whole_step)
+        owed = {i: self.units[i].unsharded_gradients for i in self.whole_step}
         for index in range(len(segments) - 1, -1, -1):
             segment, unit = segments[index], self.units[segments[index].unit]
             label, compute = self.labels[segment.unit], segment.backward.peak_bytes.bytes(self.samples)
-            ahead = self._prefetched_before(index)
+            ahead = 0 if self.ahead[index] is None else self.units[self.ahead[index]].prefetched
             if segment.unit in self.whole_step:
                 compute += self.merging.get(index, 0)
                 yield self._moment("backward", label, activations=compute, gathered=ahead, buffers=in_flight)
                 self.level = self.level.plus(activations=-segment.saved_bytes.bytes(self.samples))
-                self.level = self.level.plus(gradients=owed)  # from the head on, weights shared with the embedding have a gradient
-                owed = 0
+                self.level = self.level.plus(gradients=owed.pop(segment.unit, 0))  # a tied weight has one from the head on
                 continue
             own = 0 if unit.kept else unit.gathered
             yield self._moment(
@@ -196,7 +215,7 @@ class _Walk:
                 self.level = self.level.plus(gathered=-unit.kept)
                 yield from self._reduce(label, unit, segment.gradient_bytes.bytes(self.samples), ahead)
                 in_flight = unit.reduce_tail
-        self.level = self.level.plus(gradients=owed)
+        self.level = self.level.plus(gradients=sum(owed.values()))
 
     def _reduce(self, label: str, unit: UnitBytes, gradient: int, ahead: int):
         whole = {"activations": gradient + unit.unsharded_gradients, "gathered": ahead}
@@ -221,10 +240,3 @@ class _Walk:
             yield self._moment("reduce", label, buffers=unit.reduce_input + max(0, unit.reduce_output - unit.reduced_after))
         self.level = replace(self.level, buffers=0)
         yield self._moment("optimizer step", "(all)", buffers=combined_scratch(self.job, [u.step_scratch for u in self.units]))
-
-    def _prefetched_before(self, index: int) -> int:
-        for before in range(index - 1, -1, -1):
-            unit = self.description.segments[before].unit
-            if unit not in self.whole_step:
-                return self.units[unit].prefetched
-        return 0

@@ -137,22 +137,22 @@ class Program:
             self._fits(level - option.left_by_forward + option.forward_peak, used)
 
     def _constrain_backward(self, level):
-        stations, owed = self._line.stations, True
+        stations = self._line.stations
+        owed = {group.units[0]: group for group in self._line.whole_step}
         for index in range(len(stations) - 1, -1, -1):
             station, ahead = stations[index], self._gathered_ahead(index)
             if isinstance(station, Stretch):
                 self._fits(level + station.backward_peak + station.tail + ahead)
                 level = level - station.saved
-                if owed:
-                    level, owed = level + self._sum(self._line.whole_step, lambda o: o.bytes.unsharded_gradients), False
+                level = level + self._sum([owed.pop(station.unit)] if station.unit in owed else [], _unsharded_gradients)
                 continue
             level = self._constrain_group(station, level, ahead)
-        if owed:
-            level = level + self._sum(self._line.whole_step, lambda o: o.bytes.unsharded_gradients)
-        return level
+        return level + self._sum(list(owed.values()), _unsharded_gradients)
 
     def _gathered_ahead(self, index: int):
         """Bytes that are gathered while the station at `index` computes in backward."""
+        if not self._line.stations[index].prefetches:
+            return 0
         for station in reversed(self._line.stations[:index]):
             if isinstance(station, Group):
                 return self._picked(station, self._last[station], _prefetched)
@@ -213,6 +213,10 @@ def _change(option: Option) -> int:
 
 def _prefetched(option: Option) -> int:
     return option.bytes.prefetched
+
+
+def _unsharded_gradients(option: Option) -> int:
+    return option.bytes.unsharded_gradients
 
 
 def _gather_buffer(option: Option) -> int:

@@ -12,13 +12,13 @@ by the rule.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .costs import Batch, Choice, UnitBytes, reduce_tail, unit_bytes, unit_seconds
 from .description import GatherSpan, ModelDescription, Segment, UnitDescription
 from .hardware import Hardware
 from .job import TrainingJob
-from .memory import merging_stretch, resident_bytes
+from .memory import gathered_ahead, merging_stretch, resident_bytes
 from .strategies import Space
 from .timing import Windows, overlap_windows, unit_time
 
@@ -79,6 +79,8 @@ class Group:
     """Indices in forward order."""
     options: tuple[Option, ...]
     """Not dominated, in the order in which backward meets them."""
+    prefetches: bool = False
+    """The unit before the first is gathered while that one's backward computes."""
 
     def assign(self, counts: Sequence[int]) -> dict[int, Choice]:
         """Give `counts[k]` units the k-th option, by the rule."""
@@ -96,6 +98,8 @@ class Stretch:
     backward_peak: int
     tail: int
     """Reduce buffer of the unit after it, still in flight in backward."""
+    prefetches: bool
+    """The unit before it is gathered while its backward computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,20 +140,21 @@ def build_line(description: ModelDescription, hardware: Hardware, job: TrainingJ
     units, tails = description.units, _tails(description, hardware.world_size, job)
     stations: list[Group | Stretch] = []
     key_before = None
-    merging = merging_stretch(description, job)
+    merging, ahead = merging_stretch(description, job), gathered_ahead(description)
     for index, (segment, tail) in enumerate(zip(description.segments, tails, strict=True)):
         unit = units[segment.unit]
         if unit.span is GatherSpan.STEP:
-            stations.append(_stretch(segment, tail, merging.get(index, 0), batch.micro_batch_size))
+            stations.append(_stretch(segment, tail, merging.get(index, 0), ahead[index] is not None, batch.micro_batch_size))
             key_before = None
             continue
         key = (_shape_key(unit), segment.saved_bytes, segment.gradient_bytes, segment.forward, segment.backward, tail,
                maker.windows[segment.unit], space[segment.unit])  # fmt: skip
         if key == key_before:
             last = stations[-1]
-            stations[-1] = Group(units=(*last.units, segment.unit), options=last.options)
+            stations[-1] = replace(last, units=(*last.units, segment.unit))
         else:
-            stations.append(Group(units=(segment.unit,), options=maker.options(segment.unit, segment, tail)))
+            options = maker.options(segment.unit, segment, tail)
+            stations.append(Group(units=(segment.unit,), options=options, prefetches=ahead[index] is not None))
         key_before = key
     stations = [part for station in stations for part in (_split(station) if isinstance(station, Group) else (station,))]
     running = {segment.unit for segment in description.segments}
@@ -169,12 +174,14 @@ def build_line(description: ModelDescription, hardware: Hardware, job: TrainingJ
 
 def _split(row: Group) -> list[Group]:
     """Take a row apart where position matters."""
-    units, options = row.units, row.options
-    if len(units) <= SHORT_ROW:
-        return [Group(units=(unit,), options=options) for unit in units]
-    ends = [*range(ROW_END), *range(len(units) - ROW_END, len(units))]
-    first, last = ([Group(units=(units[i],), options=options) for i in part] for part in (ends[:ROW_END], ends[ROW_END:]))
-    return [*first, Group(units=units[ROW_END:-ROW_END], options=options), *last]
+
+    def part(*units: int) -> Group:
+        return replace(row, units=units, prefetches=row.prefetches or units[0] != row.units[0])
+
+    if len(row.units) <= SHORT_ROW:
+        return [part(unit) for unit in row.units]
+    first, middle, last = row.units[:ROW_END], row.units[ROW_END:-ROW_END], row.units[-ROW_END:]
+    return [*map(part, first), part(*middle), *map(part, last)]
 
 
 class _OptionMaker:
@@ -221,13 +228,14 @@ class _OptionMaker:
         )
 
 
-def _stretch(segment: Segment, tail: int, merging: int, samples: int) -> Stretch:
+def _stretch(segment: Segment, tail: int, merging: int, prefetches: bool, samples: int) -> Stretch:
     return Stretch(
         unit=segment.unit,
         saved=segment.saved_bytes.bytes(samples),
         forward_peak=segment.forward.peak_bytes.bytes(samples),
         backward_peak=segment.backward.peak_bytes.bytes(samples) + merging,
         tail=tail,
+        prefetches=prefetches,
     )
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from ..errors import DescriptionError
+from ..errors import CheckpointingError, DescriptionError
+from .units import class_of
 
 _SEQ_TO_SEQ = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
 _BY_PREFERENCE = (
@@ -39,6 +43,33 @@ def build_on_meta(config: Any, auto_class: Any = None) -> nn.Module:
         raise DescriptionError(
             f"{cls.__name__} cannot be built from {type(config).__name__}: {_first_line(error)}. Pass auto_class, or the model itself."
         ) from error
+
+
+def checkpoint_blocks(model: nn.Module, block_classes: Sequence[str]) -> None:
+    """Switch activation checkpointing of a model's blocks on, without reentrance, in place.
+
+    A transformers model does it by itself (`gradient_checkpointing_enable`); blocks of another module are made to run under
+    `torch.utils.checkpoint`.
+
+    Args:
+        model: real, fake or on the meta device.
+        block_classes: class names of the blocks, for a module that is not of transformers.
+
+    Raises:
+        CheckpointingError: the model cannot do it.
+    """
+    enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, "gradient_checkpointing_enable", None)
+    if enable is not None:
+        try:
+            enable({"use_reentrant": False})
+        except ValueError as error:
+            raise CheckpointingError(f"{_first_line(error)}. Leave activation checkpointing off.") from None
+        return
+    blocks = [module for module in model.modules() if class_of(module).__name__ in block_classes]
+    if not blocks:
+        raise CheckpointingError(f"{class_of(model).__name__} has no blocks to checkpoint; give block_classes.")
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def _model_class(config: Any, auto_class: Any) -> Any:

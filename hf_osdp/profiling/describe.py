@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..errors import DescriptionError
+from ..errors import CheckpointingError, DescriptionError
 from ..planner.description import Affine, DType, GatherSpan, ModelDescription, Segment, UnitDescription
 from .batch import Inputs, check_sequence_length, training_batch
 from .build import build_on_meta
@@ -32,6 +32,7 @@ def describe(
     device_type: str = "cpu",
     auto_class: Any = None,
     inputs: Inputs | None = None,
+    activation_checkpointing: bool = False,
 ) -> ModelDescription:
     """Describe a model for the planner: its units, and what each costs in memory and work.
 
@@ -47,13 +48,16 @@ def describe(
         auto_class: for a configuration, which class to build, see `build_on_meta`.
         inputs: from a number of samples to forward's keyword arguments, labels included; None makes a training batch for
             a transformers model.
+        activation_checkpointing: the blocks will be recomputed in backward. A model that has it switched on already needs
+            no word of it here.
 
     Returns:
         The description; its `trace` says how the costs were found.
 
     Raises:
         ValueError: `sequence_length` exceeds the model's positions, or `device_type` is neither of the two.
-        DescriptionError: no blocks were found, or the model can neither be traced nor be described by formula.
+        DescriptionError: no blocks were found, the model can neither be traced nor be described by formula, or its
+            activations cannot be checkpointed.
     """
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"device_type={device_type!r} is not known; use cpu or cuda.")
@@ -66,12 +70,15 @@ def describe(
     found_classes = _block_classes(units, model, block_classes)
     try:
         segments, outputs = trace_segments(
-            model, units, inputs, compute_dtype=_torch_dtype(compute_dtype), fused_kernels=device_type == "cuda"
-        )
-        trace = _how_traced(model, device_type)
+            model, units, inputs, compute_dtype=_torch_dtype(compute_dtype), fused_kernels=device_type == "cuda",
+            checkpointed_blocks=found_classes if activation_checkpointing else None,
+        )  # fmt: skip
+        trace = _how_traced(model, device_type, activation_checkpointing)
+    except CheckpointingError:
+        raise
     except Exception as error:  # a model may raise anything under fake tensors
         outputs = Affine()
-        segments = _segments_by_formula(model, units, found_classes, sequence_length, dtype, error)
+        segments = _segments_by_formula(model, units, found_classes, sequence_length, dtype, error, activation_checkpointing)
         trace = f"formula ({SOURCE}); the trace failed with {type(error).__name__}"
     units = _never_freed_where_repeated(units, segments)
     return ModelDescription(
@@ -102,6 +109,7 @@ def _segments_by_formula(
     sequence_length: int,
     dtype: DType,
     error: Exception,
+    checkpointed: bool,
 ) -> tuple[Segment, ...]:
     """What stands in for a trace that failed with `error`."""
     name, config = class_of(model).__name__, getattr(model, "config", None)
@@ -110,14 +118,15 @@ def _segments_by_formula(
         raise DescriptionError(f"{name} could not be traced ({reason}); pass inputs that its forward accepts.") from error
     shape = TransformerShape.of(config, tokens=sequence_length, itemsize=dtype.itemsize)
     _log.warning("%s could not be traced (%s); its activations are estimated by formula (%s).", name, reason, SOURCE)
-    return formula_segments(units, block_classes, shape)
+    return formula_segments(units, block_classes, shape, checkpointed=checkpointed)
 
 
-def _how_traced(model: nn.Module, device_type: str) -> str:
+def _how_traced(model: nn.Module, device_type: str, activation_checkpointing: bool) -> str:
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     parts = [f"fake tensors, device {device_type}"]
     parts += [f"attention {attention}"] if attention else []
     parts += ["fused kernels emulated"] if device_type == "cuda" else []
+    parts += ["blocks checkpointed"] if activation_checkpointing or getattr(model, "is_gradient_checkpointing", False) else []
     return ", ".join(parts)
 
 

@@ -61,13 +61,16 @@ class TransformerShape:
         return self.tokens * self.vocabulary * 4
 
 
-def formula_segments(units: Sequence[UnitDescription], block_classes: Sequence[str], shape: TransformerShape) -> tuple[Segment, ...]:
+def formula_segments(
+    units: Sequence[UnitDescription], block_classes: Sequence[str], shape: TransformerShape, *, checkpointed: bool = False
+) -> tuple[Segment, ...]:
     """Segments of a stack of transformer blocks: the embedding, each block once, the head with its loss.
 
     Args:
         units: the model's units in execution order.
         block_classes: which of them are blocks; other units that span their use are embedding and head.
         shape: the transformer's dimensions.
+        checkpointed: blocks keep their input alone and run again in backward (equation 2 is then part of backward's peak).
 
     Returns:
         One segment for the root's embedding, one for each unit used, one for the root's loss.
@@ -79,7 +82,7 @@ def formula_segments(units: Sequence[UnitDescription], block_classes: Sequence[s
         backward=PhaseCost(peak_bytes=Affine(constant=_gradient_bytes(units[0], shape), per_sample=2 * shape.hidden_bytes)),
     )
     used = [
-        _block(index, unit, shape) if unit.class_name in block_classes else _matrix(index, unit, shape)
+        _block(index, unit, shape, checkpointed) if unit.class_name in block_classes else _matrix(index, unit, shape)
         for index, unit in enumerate(units)
         if unit.span is GatherSpan.USE
     ]
@@ -92,22 +95,23 @@ def formula_segments(units: Sequence[UnitDescription], block_classes: Sequence[s
     return embedding, *used, loss
 
 
-def _block(index: int, unit: UnitDescription, shape: TransformerShape) -> Segment:
+def _block(index: int, unit: UnitDescription, shape: TransformerShape, checkpointed: bool) -> Segment:
     """A block; a gradient of the wide intermediate and of its input are live in backward beside the parameters' gradients."""
     flops = 2.0 * unit.numel * shape.tokens + 4.0 * shape.tokens**2 * shape.width
     transient = 8 * shape.hidden_bytes
+    saved, again = (shape.hidden_bytes, shape.saved_bytes) if checkpointed else (shape.saved_bytes, 0)
     return Segment(
         unit=index,
-        saved_bytes=Affine(per_sample=shape.saved_bytes),
+        saved_bytes=Affine(per_sample=saved),
         forward=PhaseCost(
-            peak_bytes=Affine(per_sample=shape.saved_bytes + transient),
+            peak_bytes=Affine(per_sample=saved + transient),
             matmul_flops=Affine(per_sample=flops),
             traffic_bytes=Affine(per_sample=2 * shape.saved_bytes),
         ),
         backward=PhaseCost(
-            peak_bytes=Affine(constant=_gradient_bytes(unit, shape), per_sample=2 * transient),
-            matmul_flops=Affine(per_sample=2 * flops),
-            traffic_bytes=Affine(per_sample=4 * shape.saved_bytes),
+            peak_bytes=Affine(constant=_gradient_bytes(unit, shape), per_sample=2 * transient + again),
+            matmul_flops=Affine(per_sample=(3 if checkpointed else 2) * flops),
+            traffic_bytes=Affine(per_sample=(6 if checkpointed else 4) * shape.saved_bytes),
         ),
     )
 

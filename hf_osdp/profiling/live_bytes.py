@@ -66,7 +66,7 @@ class LiveBytes(TorchDispatchMode):
             tensors: tensors of any kind; None entries are skipped, storages already counted stay counted once.
         """
         for tensor in tensors:
-            for local in _plain_tensors(tensor) if tensor is not None else ():
+            for local in plain_tensors(tensor) if tensor is not None else ():
                 self._note(local)
 
     def __enter__(self) -> LiveBytes:
@@ -87,8 +87,8 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **kwargs)
         before: set[int] | None = None
         for tensor in _tensors(result):
-            for local in _plain_tensors(tensor):
-                storage = _storage(local)
+            for local in plain_tensors(tensor):
+                storage = storage_of(local)
                 if storage is None:
                     continue
                 if storage._cdata not in self._sizes:
@@ -102,7 +102,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _note(self, tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> None:
         """Count a plain tensor's storage at its present size."""
-        storage = _storage(tensor) if storage is None else storage
+        storage = storage_of(tensor) if storage is None else storage
         if storage is None or not self._counts(tensor):
             return
         self._note_storage(storage)
@@ -157,19 +157,19 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
         yield from _tensors(list(value.values()))
 
 
-def _plain_tensors(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+def plain_tensors(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     """The tensor itself, or those inside a wrapper such as `DTensor`."""
     if isinstance(tensor, DTensor):
-        yield from _plain_tensors(tensor._local_tensor)
+        yield from plain_tensors(tensor._local_tensor)
     elif is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
-            yield from _plain_tensors(getattr(tensor, name))
+            yield from plain_tensors(getattr(tensor, name))
     else:
         yield tensor
 
 
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """The tensor's storage; sparse tensors have none of their own."""
     try:
         return tensor.untyped_storage()
@@ -178,5 +178,5 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def _storage_keys(value: Any) -> set[int]:
-    storages = (_storage(local) for tensor in _tensors(value) for local in _plain_tensors(tensor))
+    storages = (storage_of(local) for tensor in _tensors(value) for local in plain_tensors(tensor))
     return {storage._cdata for storage in storages if storage is not None}

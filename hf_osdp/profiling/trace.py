@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from ..errors import DescriptionError
 from ..planner.description import Affine, GatherSpan, PhaseCost, Segment, UnitDescription
 from .batch import Inputs, without_packing
+from .build import checkpoint_blocks
 from .fused import FusedKernels
 from .live_bytes import CUDA_BLOCK_BYTES, LiveBytes
 from .recorder import PhaseRecord, Recorder, Stretch
@@ -35,6 +36,7 @@ def trace_segments(
     *,
     compute_dtype: torch.dtype | None,
     fused_kernels: bool,
+    checkpointed_blocks: Sequence[str] | None = None,
     shortcut: bool = True,
     samples: tuple[int, int, int] = SAMPLES,
 ) -> tuple[tuple[Segment, ...], Affine]:
@@ -46,6 +48,7 @@ def trace_segments(
         inputs: keyword arguments of forward for a number of samples.
         compute_dtype: dtype of gathered parameters and of floating-point inputs; None leaves both.
         fused_kernels: allocate as CUDA's fused attention and dropout do, else as the CPU does.
+        checkpointed_blocks: classes whose activations are recomputed in backward, see `checkpoint_blocks`; None for none.
         shortcut: trace only the first of equal blocks.
         samples: the batch sizes, rising by one after the first.
 
@@ -58,8 +61,11 @@ def trace_segments(
         Exception: whatever the model raises under fake tensors.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    twin = fake_twin(model, mode, compute_dtype)
+    if checkpointed_blocks is not None:
+        checkpoint_blocks(twin, checkpointed_blocks)
     tracer = _Tracer(
-        twin=fake_twin(model, mode, compute_dtype),
+        twin=twin,
         mode=mode,
         units=units,
         compute_dtype=compute_dtype,
@@ -89,10 +95,11 @@ class _Tracer:
         self._twin, self._mode = twin, mode
         self.output_bytes: list[int] = []
         """Of each run: bytes of what forward returned, the loss left out."""
-        self._compute_dtype, self._fused_kernels, self._shortcut = compute_dtype, fused_kernels, shortcut
+        self._compute_dtype, self._fused_kernels = compute_dtype, fused_kernels
         modules = modules_by_name(twin)
-        self._modules = {i: modules[u.module_names[0]] for i, u in enumerate(units) if u.span is GatherSpan.USE}
-        self._keys = {i: block_key(module) for i, module in self._modules.items()} if shortcut else {}
+        self._modules = [(i, modules[name]) for i, unit in enumerate(units) if unit.fqn for name in unit.module_names]
+        blocks = {i for i, unit in enumerate(units) if unit.span is GatherSpan.USE}
+        self._keys = {i: block_key(module) for i, module in self._modules if i in blocks} if shortcut else {}
 
     def run(self, batch: Mapping[str, Any]) -> list[Stretch]:
         """One forward and backward pass."""
@@ -121,7 +128,7 @@ class _Tracer:
         """Put recording forwards on the twin's units and gradient hooks on its parameters, and take them off again."""
         with ExitStack() as stack:
             known: dict[Any, tuple[Stretch, CallRecord]] = {}
-            for unit, module in self._modules.items():
+            for unit, module in self._modules:
                 own = module.__dict__.get("forward")
                 stack.callback(_restore_forward, module, own)
                 module.forward = self._recording(module.forward, unit, module, recorder, known)
@@ -139,7 +146,7 @@ class _Tracer:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if recorder.inside or torch._C._current_graph_task_id() != -1:
                 return original(*args, **kwargs)  # a call inside another, or recomputed in backward
-            key = (self._keys[unit], call_key(args, kwargs)) if self._shortcut else None
+            key = (self._keys[unit], call_key(args, kwargs)) if unit in self._keys else None
             if key in known:
                 stretch, record = known[key]
                 recorder.enter(unit, copy_of=stretch)
@@ -151,7 +158,7 @@ class _Tracer:
             output = original(*args, **kwargs)
             recorder.leave()
             record = CallRecord.of(args, kwargs, output)
-            if record is not None and self._shortcut:
+            if record is not None and key is not None:
                 known[key] = (stretch, record)
             return output
 

@@ -14,10 +14,10 @@ DEVICE = torch.device("cpu")
 
 
 def fake_twin(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype | None) -> nn.Module:
-    """Copy a module with fake parameters and buffers; the original stays as it is.
+    """Copy a module with fake parameters and buffers for a trace of one micro-batch.
 
     Args:
-        model: real or on the meta device.
+        model: real or on the meta device; it stays as it is.
         mode: the mode that the fake tensors belong to.
         compute_dtype: dtype of floating-point parameters, as FSDP2's mixed precision casts them; None keeps theirs.
 
@@ -25,15 +25,29 @@ def fake_twin(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype
         The copy in training mode. A parameter that has several names becomes one parameter for each: the gradients of
         the uses then appear where they arise, not at the last of them.
     """
+    twin = fake_copy(model, mode, compute_dtype)
+    _untie(twin)
+    return twin
+
+
+def fake_copy(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype | None = None) -> nn.Module:
+    """Copy a module with fake parameters and buffers; what was shared stays shared.
+
+    Args:
+        model: real or on the meta device; it stays as it is.
+        mode: the mode that the fake tensors belong to.
+        compute_dtype: dtype of floating-point parameters; None keeps theirs.
+
+    Returns:
+        The copy in training mode.
+    """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         fake = fake_like(parameter, mode, compute_dtype)
         memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = fake_like(buffer, mode, None)
-    twin = copy.deepcopy(model, memo)
-    _untie(twin)
-    return twin.train()
+    return copy.deepcopy(model, memo).train()
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, floating_dtype: torch.dtype | None) -> torch.Tensor:

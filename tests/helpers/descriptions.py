@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from hf_osdp.planner.description import (
     Affine,
@@ -49,13 +50,16 @@ def transformer(
         sequence_length=sequence_length,
         compute_dtype=dtype,
         units=(root, tied, *blocks),
-        segments=(embedding, *(_segment(middle, unit=2 + i) for i in range(layers)), head),
+        segments=(_segment(embedding, unit=1), *(_segment(middle, unit=2 + i) for i in range(layers)), _segment(head, unit=1)),
         input_bytes=Affine(per_sample=16 * sequence_length),
     )
 
 
-def at_random(seed: int, *, kinds: int, blocks: int) -> ModelDescription:
-    """A few blocks of `kinds` kinds in runs, with arbitrary bytes and times; the root may or may not come between."""
+def at_random(seed: int, *, kinds: int, blocks: int, tied: bool = False) -> ModelDescription:
+    """A few blocks of `kinds` kinds in runs, with arbitrary bytes and times; the root may or may not come between.
+
+    `tied` adds weights that are shared by an embedding, a head, and sometimes something between.
+    """
     dice = random.Random(seed)
     units = [_unit("", GatherSpan.STEP, {"root": (dice.randint(1, 40), dice.randint(1, 20))}, DType.FLOAT32)]
     segments = [_random_segment(dice, 0)] if dice.random() < 0.8 else []
@@ -69,6 +73,12 @@ def at_random(seed: int, *, kinds: int, blocks: int) -> ModelDescription:
         segments.append(_segment(segment, unit=len(units) - 1))
         if dice.random() < 0.1:
             segments.append(_random_segment(dice, 0))
+    if tied:
+        shared = _unit("tied", GatherSpan.STEP, {"tied.w": (dice.randint(1, 60), dice.randint(1, 40))}, DType.FLOAT32)
+        units.append(replace(shared, shared=(("tied.w", "head.w"),)))
+        between = [dice.randint(1, len(segments) - 1)] if dice.random() < 0.3 and len(segments) > 1 else []
+        for place in (len(segments), *between, dice.choice([0, 1])):
+            segments.insert(place, _random_segment(dice, len(units) - 1))
     if dice.random() < 0.8:
         segments.append(_random_segment(dice, 0))
     return ModelDescription(

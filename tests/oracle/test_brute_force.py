@@ -53,7 +53,7 @@ def instance(seed: int):
     dice = random.Random(seed)
     hardware = small_hardware(dice)
     blocks = {2: 4, 3: 3, 4: 3}[hardware.world_size]
-    description = at_random(seed, kinds=dice.choice([1, 1, 2]), blocks=blocks)
+    description = at_random(seed, kinds=dice.choice([1, 1, 2]), blocks=blocks, tied=dice.random() < 0.3)
     return description, hardware, small_job(dice, hardware), dice
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config, LlamaConfig
 
-from hf_osdp.planner.costs import Batch, Choice
-from hf_osdp.planner.description import GatherSpan, ModelDescription
+from hf_osdp.planner.costs import Batch
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.memory import estimate_memory
-from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.profiling.describe import describe
-from tests.helpers.simulation import simulated_peak
+from hf_osdp.runtime.simulate import simulate
+from tests.helpers.simulation import LAYOUTS, as_plan, choices_of_layout
 
 WORLD = 8
 MOST_UNDER, MOST_OVER = -0.01, 0.05
@@ -29,30 +26,6 @@ LLAMA = LlamaConfig(
     vocab_size=8000, max_position_embeddings=256, tie_word_embeddings=False,
 )  # fmt: skip
 MODELS = {"gpt2": (GPT2, AutoModelForCausalLM), "bert": (BERT, AutoModelForMaskedLM), "llama": (LLAMA, AutoModelForCausalLM)}
-LAYOUTS = ("ddp", "zero2", "zero3", "hsdp", "mixed")
-
-
-def choice(layout: str, index: int, whole_step: bool) -> Choice:
-    mixed = [(1, False), (WORLD, False), (4, True), (2, False), (WORLD, True)][index % 5]
-    shard_size, keep = {
-        "ddp": (1, False), "zero2": (WORLD, True), "zero3": (WORLD, False), "hsdp": (4, False), "mixed": mixed,
-    }[layout]  # fmt: skip
-    return Choice(shard_size=shard_size, keep=keep or whole_step)
-
-
-def as_plan(description: ModelDescription, choices: list[Choice], batch: Batch, world: int) -> Plan:
-    return Plan(
-        world_size=world,
-        strategy="osdp",
-        units=tuple(
-            UnitDecision(fqn=unit.fqn, shard_size=c.shard_size, reshard_after_forward=not c.keep)
-            for unit, c in zip(description.units, choices, strict=True)
-        ),
-        micro_batch_size=batch.micro_batch_size,
-        accumulation_steps=batch.accumulation_steps,
-        reduce_every_micro_step=batch.reduce_every_micro_step,
-        model_fingerprint=description.fingerprint,
-    )
 
 
 def relative_error(
@@ -65,6 +38,7 @@ def relative_error(
     step: OptimizerStep = OptimizerStep.FUSED,
     world: int = WORLD,
     hold_outputs: bool = False,
+    device_type: str = "cpu",
 ) -> float:
     config, auto = MODELS[name]
     job = TrainingJob(
@@ -73,24 +47,13 @@ def relative_error(
         optimizer=OptimizerSpec(step=step),
         holds_outputs=hold_outputs,
     )
-    description = describe(config, sequence_length=length, compute_dtype=job.precision.compute, auto_class=auto)
-    choices = [choice(layout, i, unit.span is GatherSpan.STEP or world == 1) for i, unit in enumerate(description.units)]
+    description = describe(config, sequence_length=length, compute_dtype=job.precision.compute, auto_class=auto, device_type=device_type)
+    choices = choices_of_layout(layout, description, world)
     estimate = estimate_memory(description, choices, world, job, batch).peak_bytes
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if precision == "bf16" else None
-
-    def inputs(samples: int) -> dict:
-        ids = torch.randint(0, config.vocab_size, (samples, length))
-        mask = {"attention_mask": torch.ones_like(ids)} if name == "bert" else {"use_cache": False}
-        return {"input_ids": ids, "labels": ids, **mask}
-
-    def tensors(samples: int) -> dict:
-        return {k: v for k, v in inputs(samples).items() if isinstance(v, torch.Tensor)}
-
     plan = as_plan(description, choices, batch, world)
-    simulated = simulated_peak(
-        lambda: auto.from_config(config), plan, description, tensors, mp_policy=policy, step=step, hold_outputs=hold_outputs
-    )
-    return estimate / simulated - 1
+    simulated = simulate(config, plan, description=description, job=job, auto_class=auto, device_type=device_type)
+    assert simulated.breakdown.total == simulated.peak_bytes
+    return estimate / simulated.peak_bytes - 1
 
 
 def one(samples: int) -> Batch:

@@ -1,0 +1,174 @@
+"""The real FSDP2 step of a plan on fake tensors: what it allocates, without memory, devices or peers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..errors import OSDPError
+from ..planner.description import DType, ModelDescription
+from ..planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from ..planner.memory import MemoryBreakdown
+from ..planner.plan import Plan
+from ..profiling.batch import Inputs, training_batch, without_packing
+from ..profiling.build import build_on_meta, checkpoint_blocks
+from ..profiling.fused import FusedKernels
+from ..profiling.ledger import Kind, Ledger
+from ..profiling.live_bytes import CUDA_BLOCK_BYTES
+from ..profiling.trace import loss_of
+from ..profiling.twin import fake_copy, fake_like
+from .accumulation import micro_step
+from .apply import apply_plan
+from .mesh import Meshes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """What one optimizer step of a plan allocates on rank 0, the fullest."""
+
+    peak_bytes: int
+    """Most bytes of live tensors at once; what the device reserves for itself is not among them."""
+    breakdown: MemoryBreakdown
+    """The same by kind, at the highest moment."""
+    seconds: float
+    """How long the simulation took."""
+
+
+def simulate(
+    model_or_config: Any,
+    plan: Plan,
+    *,
+    description: ModelDescription,
+    job: TrainingJob,
+    device_type: str = "cpu",
+    auto_class: Any = None,
+    inputs: Inputs | None = None,
+    activation_checkpointing: bool = False,
+) -> Simulation:
+    """Run one optimizer step of a plan for real, in a fake process group of its world size, on fake tensors.
+
+    Layout, gathers, prefetch, reductions and the optimizer are FSDP2's and torch's own; no weight is touched and nothing is
+    sent. This process must not have a process group.
+
+    Args:
+        model_or_config: as `describe` takes it; left as it is.
+        plan: what runs.
+        description: the model's, for its units and sequence length.
+        job: precision, optimizer, and whether the loop holds outputs.
+        device_type: `"cpu"` or `"cuda"`: whose attention, dropout and allocation granularity count.
+        auto_class: for a configuration, which class to build, see `build_on_meta`.
+        inputs: from a number of samples to forward's keyword arguments; None makes a training batch for a transformers model.
+        activation_checkpointing: recompute the model's blocks in backward, see `describe`.
+
+    Returns:
+        Peak bytes with their breakdown, and the seconds that it took.
+
+    Raises:
+        ValueError: `device_type` is neither of the two, or the optimizer has more than two states.
+        PlanError: the plan is for another model.
+        OSDPError: this process has a process group.
+    """
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(f"device_type={device_type!r} is not known; use cpu or cuda.")
+    started = time.perf_counter()
+    model = model_or_config if isinstance(model_or_config, nn.Module) else build_on_meta(model_or_config, auto_class)
+    batch = (inputs or training_batch(model, description.sequence_length))(plan.micro_batch_size)
+    with _fake_process_group(plan.world_size), ExitStack() as stack:
+        meshes = Meshes("cpu")
+        meshes.prepare([plan.world_size, *(unit.shard_size for unit in plan.units)])  # ranks cannot be read from fake tensors
+        stack.enter_context(without_packing())
+        mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        twin = fake_copy(model, mode)
+        if activation_checkpointing:
+            checkpoint_blocks(twin, description.block_classes)
+        apply_plan(twin, plan, description.units, meshes=meshes, mp_policy=policy_of(job.precision), broadcast=False)
+        fakes = tree_map_only(torch.Tensor, lambda tensor: fake_like(tensor, mode, None), dict(batch))
+        ledger = stack.enter_context(Ledger(block_bytes=CUDA_BLOCK_BYTES if device_type == "cuda" else 1))
+        if device_type == "cuda":
+            stack.enter_context(FusedKernels(lambda flops: None))
+        _run_step(twin, fakes, plan, job, ledger)
+        at_peak = {kind.value: nbytes for kind, nbytes in ledger.at_peak.items()}
+        return Simulation(
+            peak_bytes=ledger.peak_bytes + job.correction_bytes,
+            breakdown=MemoryBreakdown(**at_peak, correction=job.correction_bytes),
+            seconds=time.perf_counter() - started,
+        )
+
+
+def policy_of(precision: Precision) -> MixedPrecisionPolicy | None:
+    """FSDP2's form of the planner's precision; None where parameters keep their own dtype."""
+    if precision.compute is None and precision.reduce is None:
+        return None
+    return MixedPrecisionPolicy(param_dtype=_torch_dtype(precision.compute), reduce_dtype=_torch_dtype(precision.reduce))
+
+
+def _run_step(model: nn.Module, batch: Mapping[str, Any], plan: Plan, job: TrainingJob, ledger: Ledger) -> None:
+    """One optimizer step under the ledger, with optimizer states as after an earlier one."""
+    optimizer = _optimizer(model, job.optimizer)
+    ledger.track_as(Kind.PARAMETERS, model.parameters())
+    _make_states(model, optimizer)
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    ledger.relabel(Kind.OPTIMIZER, states)
+    tensors = [leaf for leaf in tree_leaves(dict(batch)) if isinstance(leaf, torch.Tensor)]
+    ledger.track_as(Kind.MODEL_BUFFERS, [*model.buffers(), *tensors])
+    ledger.reset_peak()
+    for number in range(plan.accumulation_steps):
+        last = number == plan.accumulation_steps - 1
+        with micro_step(model, is_last=last, reduce_every_micro_step=plan.reduce_every_micro_step):
+            output = model(**batch)
+            loss = loss_of(output)
+            if not job.holds_outputs:
+                del output
+            loss.backward()
+            del loss
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.Optimizer:
+    """An element-wise optimizer of torch with as many states."""
+    options = {
+        OptimizerStep.FUSED: {"fused": True}, OptimizerStep.FOREACH: {"foreach": True}, OptimizerStep.FOR_LOOP: {"foreach": False},
+    }[spec.step]  # fmt: skip
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    match spec.states:
+        case 2:
+            return torch.optim.AdamW(parameters, lr=1e-3, **options)
+        case 1 | 0:
+            return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9 * spec.states, **options)
+    raise ValueError(f"OptimizerSpec.states={spec.states} cannot be simulated; use 0, 1 or 2.")
+
+
+@contextmanager
+def _fake_process_group(world_size: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise OSDPError("This process has a process group already, so no other can be simulated here; simulate in a process of its own.")
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _torch_dtype(dtype: DType | None) -> torch.dtype | None:
+    return None if dtype is None else getattr(torch, dtype.value)
