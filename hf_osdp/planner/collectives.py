@@ -6,7 +6,7 @@ Ring algorithm, α-β model (Thakur, Rabenseifner, Gropp 2005): in a group of n 
     all-reduce:                  2 (n - 1) α + 2 (n - 1)/n N β
 
 Where a group spans nodes, β is the slower of the link inside a node and this group's share of the node's outer link.
-A measured timing for the group goes before the formula.
+A measured timing for the group, inside a node or across nodes as it lies, goes before the formula.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def collective_seconds(hardware: Hardware, collective: Collective, ring: Ring, n
     """
     if ring.size == 1 or nbytes == 0:
         return 0.0
-    measured = hardware.timing(collective, ring.size)
+    measured = hardware.timing(collective, ring.size, crosses_nodes=ring.node_crossings > 0)
     if measured is not None:
         return measured.latency_s + measured.seconds_per_byte * nbytes
     laps = 2 if collective is Collective.ALL_REDUCE else 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from .collectives import collective_seconds, replicate_ring, shard_ring
 from .description import GatherSpan, ParameterSpec, UnitDescription
 from .hardware import Collective, Hardware
-from .job import OptimizerStep, TrainingJob
+from .job import OptimizerSpec, OptimizerStep, TrainingJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -110,11 +110,11 @@ class UnitSeconds:
     all_reduce: float
     """All-reduce between replicas, once a step."""
     copy_forward: float
-    """Copies into and out of the gather buffers in forward, on the compute stream."""
+    """FSDP2's own work to gather in forward, on the compute stream: copies into and out of buffers, hooks, views."""
     copy_backward: float
-    """The same in backward, with the copy of the gradients."""
+    """The same in backward, with its work to reduce the gradients."""
     optimizer: float
-    """Optimizer step on the unit's shard, once a step."""
+    """Clipping and optimizer step on the unit's shard, once a step."""
 
 
 def choices_for(unit: UnitDescription, shard_sizes: Sequence[int], *, keep: bool | None = None) -> tuple[Choice, ...]:
@@ -180,20 +180,16 @@ def merged_gradients(unit: UnitDescription, job: TrainingJob) -> int:
 def unit_seconds(unit: UnitDescription, choice: Choice, hardware: Hardware, job: TrainingJob) -> UnitSeconds:
     """Time terms of `unit` under `choice`."""
     g, world_size = choice.shard_size, hardware.world_size
-    precision, rate = job.precision, hardware.device.memory_bytes_per_s
+    precision = job.precision
     trainable = [p for p in unit.parameters if p.requires_grad]
     gathered = _total(unit.parameters, lambda p: g * p.sharded_numel(g) * precision.gathered_dtype(p).itemsize)
     reduced = _total(trainable, lambda p: g * p.sharded_numel(g) * precision.reduced_dtype(p).itemsize)
     elements = _total(trainable, lambda p: p.sharded_numel(g) * p.dtype.itemsize)
-    distributed = world_size > 1
     shard, replicate = shard_ring(hardware, g), replicate_ring(hardware, g)
     gather = collective_seconds(hardware, Collective.ALL_GATHER, shard, gathered)
     scatter = collective_seconds(hardware, Collective.REDUCE_SCATTER, shard, reduced)
     all_reduce = collective_seconds(hardware, Collective.ALL_REDUCE, replicate, reduced // g)
-    copy_out = 2 * gathered / rate if distributed else 0.0
-    copy_in = 2 * reduced / rate if distributed else 0.0
-    if g == 1:
-        copy_in *= 2  # the reduce-scatter of one rank is a second copy
+    copy_out, copy_in = _handling_seconds(unit, g, gathered, reduced, hardware) if world_size > 1 else (0.0, 0.0)
     return UnitSeconds(
         gather_forward=gather,
         gather_backward=0.0 if choice.keep else gather,
@@ -201,8 +197,32 @@ def unit_seconds(unit: UnitDescription, choice: Choice, hardware: Hardware, job:
         all_reduce=all_reduce,
         copy_forward=copy_out,
         copy_backward=copy_in + (0.0 if choice.keep else copy_out),
-        optimizer=job.optimizer.traffic_per_element * elements / rate,
+        optimizer=_update_seconds(len(trainable), elements, hardware, job),
     )
+
+
+def _handling_seconds(unit: UnitDescription, g: int, gathered: int, reduced: int, hardware: Hardware) -> tuple[float, float]:
+    """What FSDP2 does beside the collectives to gather a unit and to reduce it: as measured, else copies at the speed of memory."""
+    rate, handling = hardware.device.memory_bytes_per_s, hardware.handling
+    reductions = 2 if g == 1 else 1  # the reduce-scatter of one rank is a second copy
+    if handling is None:
+        return 2 * gathered / rate, reductions * 2 * reduced / rate
+    copied = gathered if g == 1 else gathered + gathered // g
+    trainable = sum(p.requires_grad for p in unit.parameters)
+    return handling.gather(len(unit.parameters), copied), handling.reduce(trainable, reductions * reduced)
+
+
+def _update_seconds(tensors: int, nbytes: int, hardware: Hardware, job: TrainingJob) -> float:
+    """Optimizer step on a rank's `tensors` parameters of `nbytes`, and clipping: its norm reads each gradient, its factor
+    reads and writes it."""
+    device, optimizer = hardware.device, job.optimizer
+    if hardware.handling is None:
+        update = optimizer.traffic_per_element * nbytes / device.memory_bytes_per_s
+    else:
+        share = optimizer.traffic_per_element / OptimizerSpec().traffic_per_element  # AdamW was measured
+        update = share * hardware.handling.updates[optimizer.step](tensors, nbytes)
+    clipping = 3 * nbytes / device.memory_bytes_per_s + 2 * tensors * device.operator_s if job.clips_gradients else 0.0
+    return update + clipping
 
 
 def _total(parameters: Iterable[ParameterSpec], value) -> int:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from ..errors import HardwareError
 from .description import DType
+from .job import OptimizerStep
 
 GB = 10**9
 GIB = 2**30
@@ -94,6 +95,52 @@ class CollectiveTiming:
     group_size: int
     latency_s: float
     seconds_per_byte: float
+    crosses_nodes: bool = False
+    """The group has ranks on several nodes. All-gather and reduce-scatter run between neighbours, all-reduce between the
+    ranks that hold the same shard, so that groups of one size may lie inside a node for one and across for another."""
+
+    def __post_init__(self) -> None:
+        if self.group_size < 2 or not _finite(self.latency_s, self.seconds_per_byte):
+            raise ValueError(
+                f"A timing needs a group of at least 2 ranks and finite times of at least 0, not group_size={self.group_size},"
+                f" latency_s={self.latency_s} and seconds_per_byte={self.seconds_per_byte}."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkTime:
+    """Time of handling a list of tensors: `call_s + tensors * tensor_s + bytes * seconds_per_byte`."""
+
+    call_s: float = 0.0
+    tensor_s: float = 0.0
+    seconds_per_byte: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not _finite(self.call_s, self.tensor_s, self.seconds_per_byte):
+            raise ValueError(f"Times must be finite and at least 0: {self.call_s}, {self.tensor_s}, {self.seconds_per_byte}.")
+
+    def __call__(self, tensors: int, nbytes: float) -> float:
+        """Seconds for so many tensors of `nbytes` together; 0 where there are none."""
+        return self.call_s + tensors * self.tensor_s + nbytes * self.seconds_per_byte if tensors else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handling:
+    """What FSDP2 and the optimizer do beside compute and links, measured on the machine."""
+
+    gather: WorkTime
+    """Gathering a unit without what the collective takes: hooks, views, the copy into the buffer and out of it. Bytes are
+    those that are copied: all parameters once out, and once 1/g of them in where something is sent."""
+    reduce: WorkTime
+    """Reducing a unit's gradients without the collective. Bytes are those of all gradients, twice where nothing is sent:
+    FSDP2 then copies the buffer again."""
+    updates: Mapping[OptimizerStep, WorkTime]
+    """AdamW on sharded parameters, by the kind of step. Bytes are those of the rank's parameters."""
+
+    def __post_init__(self) -> None:
+        if absent := [step.value for step in OptimizerStep if step not in self.updates]:
+            raise ValueError(f"The time of the optimizer step {absent[0]!r} is missing.")
+        object.__setattr__(self, "updates", MappingProxyType(dict(self.updates)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +157,8 @@ class Hardware:
     backend: Backend
     timings: tuple[CollectiveTiming, ...] = field(default=())
     """Measured collectives; they go before what the links would give."""
+    handling: Handling | None = None
+    """Measured work of FSDP2 and the optimizer; None takes their copies and updates at the speed of memory."""
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.devices_per_node < 1:
@@ -126,7 +175,7 @@ class Hardware:
         return f"{nodes}{self.devices_per_node} x {self.device.name} ({self.backend.value})"
 
     def scaled(self, *, nodes: int | None = None, devices_per_node: int | None = None) -> Hardware:
-        """The same machine with another number of nodes or devices. Measured timings, which hold for this size, are dropped."""
+        """The same machine with another number of nodes or devices. Measured collectives, which hold for this size, are dropped."""
         return replace(
             self,
             nodes=self.nodes if nodes is None else nodes,
@@ -134,9 +183,14 @@ class Hardware:
             timings=(),
         )
 
-    def timing(self, collective: Collective, group_size: int) -> CollectiveTiming | None:
-        """The measured timing of a collective in groups of `group_size`, or None."""
+    def timing(self, collective: Collective, group_size: int, *, crosses_nodes: bool = False) -> CollectiveTiming | None:
+        """The measured timing of a collective in groups of `group_size`, inside a node or across nodes, or None."""
+        wanted = (collective, group_size, crosses_nodes)
         for timing in self.timings:
-            if timing.collective is collective and timing.group_size == group_size:
+            if (timing.collective, timing.group_size, timing.crosses_nodes) == wanted:
                 return timing
         return None
+
+
+def _finite(*seconds: float) -> bool:
+    return all(0 <= value < float("inf") for value in seconds)

@@ -83,6 +83,8 @@ class TrainingJob:
     """Fixed choice of when gradients are reduced, or None to let the planner choose it."""
     holds_outputs: bool = False
     """The loop keeps the model's outputs from forward through backward (`out = model(...); out.loss.backward()`)."""
+    clips_gradients: bool = False
+    """Gradients are clipped by their norm before each optimizer step."""
     correction_bytes: int = 0
     """Added to every moment: what a simulation or a measurement of an earlier plan found beside its estimate, see
     `planner/correction.py`."""

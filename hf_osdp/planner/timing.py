@@ -12,7 +12,9 @@ The second takes the steady state of a run of equal units: while one computes, t
 reduced, and the two share the links. Under gloo nothing overlaps, so F = B = 0. What is gathered first and reduced last
 (root, shared embedding) is exposed as a whole. Compute is what was measured; without a measurement it is a roofline:
 matrix products at the device's rate for the compute dtype, everything else at its memory bandwidth, and on the CPU the
-cost of dispatching each operator.
+cost of dispatching each operator. Copies (with all that FSDP2 does beside collectives) and update are measured terms of
+the form `call + tensors * per tensor + bytes * per byte` where the hardware has them (`Hardware.handling`), else copies
+at the speed of memory.
 """
 
 from __future__ import annotations
