@@ -19,6 +19,10 @@ class HardwareError(OSDPError):
     """A device, link or topology is unknown or cannot be measured."""
 
 
+class ProfileError(OSDPError):
+    """A profile cannot be read, or has no times for this model."""
+
+
 class InfeasibleError(OSDPError):
     """No plan meets the memory limit.
 

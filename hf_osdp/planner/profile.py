@@ -1,0 +1,268 @@
+"""What was measured on a machine, kept as a file: its devices and links, and times of a model's blocks on it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import Enum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ..errors import OSDPError, ProfileError
+from .description import Affine, DType, ModelDescription, PhaseCost, Segment
+from .hardware import Hardware
+from .lines import fit_line
+
+PROFILE_VERSION = 1
+_MAX_PROFILE_BYTES = 16 * 2**20
+_WORK_SAMPLES = 2
+"""Samples for which the work of segments is compared."""
+_SAME_WORK = 0.02
+"""Segments whose work differs by no more than this part are equal: traces of a short and a long model may differ by a mask."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLink:
+    """Copies between the host's memory and one device, all devices of a node at once; on the CPU a copy in memory."""
+
+    to_device_bytes_per_s: float
+    to_host_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not all(0 < rate < math.inf for rate in (self.to_device_bytes_per_s, self.to_host_bytes_per_s)):
+            raise ValueError(f"Rates must be positive and finite, not {self.to_device_bytes_per_s} and {self.to_host_bytes_per_s}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentWork:
+    """What a trace counts for two samples; it tells segments apart that have the same parameters: the root's stretches,
+    other attention, dropout, checkpointing."""
+
+    forward_flops: float
+    forward_bytes: float
+    backward_flops: float
+    backward_bytes: float
+
+    @classmethod
+    def of(cls, segment: Segment) -> SegmentWork:
+        """The work of a traced segment."""
+        forward, backward = segment.forward, segment.backward
+        return cls(
+            forward_flops=forward.matmul_flops(_WORK_SAMPLES),
+            forward_bytes=forward.traffic_bytes(_WORK_SAMPLES),
+            backward_flops=backward.matmul_flops(_WORK_SAMPLES),
+            backward_bytes=backward.traffic_bytes(_WORK_SAMPLES),
+        )
+
+    def difference(self, other: SegmentWork) -> float:
+        """The largest relative difference of the four numbers, bytes and FLOPs each against their sum."""
+        flops = max(self.forward_flops + self.backward_flops, other.forward_flops + other.backward_flops, 1.0)
+        nbytes = max(self.forward_bytes + self.backward_bytes, other.forward_bytes + other.backward_bytes, 1.0)
+        return max(
+            abs(self.forward_flops - other.forward_flops) / flops,
+            abs(self.backward_flops - other.backward_flops) / flops,
+            abs(self.forward_bytes - other.forward_bytes) / nbytes,
+            abs(self.backward_bytes - other.backward_bytes) / nbytes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePoint:
+    """Seconds of a segment at one micro-batch size, on the slowest rank."""
+
+    samples: int
+    forward_s: float
+    backward_s: float
+
+    def __post_init__(self) -> None:
+        if self.samples < 1 or not all(0 <= seconds < math.inf for seconds in (self.forward_s, self.backward_s)):
+            raise ValueError(f"A time needs samples >= 1 and finite seconds, not {self.samples}, {self.forward_s}, {self.backward_s}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentTimes:
+    """Measured times of one kind of segment, and what makes another segment equal to it."""
+
+    class_name: str
+    """Class of the unit's module."""
+    parameter_shapes: tuple[tuple[int, ...], ...]
+    """Shapes of the unit's parameters."""
+    sequence_length: int
+    compute_dtype: DType
+    work: SegmentWork
+    points: tuple[TimePoint, ...]
+
+    def __post_init__(self) -> None:
+        if not self.points:
+            raise ValueError(f"Segment of {self.class_name}: there is no time.")
+
+    def fits(self, description: ModelDescription, segment: Segment) -> bool:
+        """Whether the segment is of this kind."""
+        unit = description.units[segment.unit]
+        mine = (self.class_name, self.parameter_shapes, self.sequence_length, self.compute_dtype)
+        theirs = (unit.class_name, tuple(p.shape for p in unit.parameters), description.sequence_length, description.compute_dtype)
+        return mine == theirs and self.work.difference(SegmentWork.of(segment)) <= _SAME_WORK
+
+    def line(self, phase: str) -> Affine:
+        """Seconds of `forward_s` or `backward_s` against samples: a line through the measured sizes."""
+        points = [(point.samples, max(getattr(point, phase), 1e-9)) for point in self.points]
+        constant, per_sample = fit_line(points)
+        return Affine(constant=constant, per_sample=per_sample)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Measurements of a machine, with all that says where and when they were made."""
+
+    hardware: Hardware
+    segments: tuple[SegmentTimes, ...] = ()
+    """Times of a model's blocks, embedding and head; empty where the machine alone was measured."""
+    host_link: HostLink | None = None
+    device_names: tuple[str, ...] = ()
+    """One a rank."""
+    model: str = ""
+    """Which model's segments were timed."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Package versions: hf_osdp, torch and others."""
+    date: str = ""
+    """ISO 8601, UTC."""
+    version: int = PROFILE_VERSION
+
+    def __post_init__(self) -> None:
+        if self.version != PROFILE_VERSION:
+            raise ProfileError(f"The profile has version {self.version}; this hf_osdp reads version {PROFILE_VERSION}. Profile again.")
+        object.__setattr__(self, "versions", MappingProxyType(dict(self.versions)))
+
+    @property
+    def micro_batch_sizes(self) -> tuple[int, ...]:
+        """Micro-batch sizes at which segments were timed."""
+        return tuple(sorted({point.samples for segment in self.segments for point in segment.points}))
+
+    def to_json(self) -> str:
+        """The profile as JSON."""
+        return json.dumps(_plain(self), indent=1) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile to a file.
+
+        Raises:
+            ProfileError: the file cannot be written.
+        """
+        try:
+            Path(path).write_text(self.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise ProfileError(f"Cannot write the profile {path}: {error.strerror}.") from None
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, source: str = "the profile") -> Profile:
+        """Read a profile and check every value.
+
+        Args:
+            text: JSON as `to_json` writes it.
+            source: how errors call it, for example the file's name.
+
+        Raises:
+            ProfileError: it is not JSON, a value is missing, unknown or out of range, or its version is another.
+        """
+        from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+
+        adapter = TypeAdapter(with_config(ConfigDict(extra="forbid"))(cls))
+        try:
+            return adapter.validate_json(text, strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "top level"
+            raise ProfileError(f"{source} is not a valid profile: {where}: {first['msg'].removeprefix('Value error, ').rstrip('.')}.") from None
+        except OSDPError as error:
+            raise ProfileError(f"{source} is not a valid profile: {error}") from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read a profile from a file.
+
+        Raises:
+            ProfileError: the file is missing, too large, or not a valid profile.
+        """
+        path = Path(path)
+        try:
+            if path.stat().st_size > _MAX_PROFILE_BYTES:
+                raise ProfileError(f"{path} has more than {_MAX_PROFILE_BYTES} bytes; it is not a profile.")
+            text = path.read_bytes()
+        except OSError as error:
+            raise ProfileError(f"Cannot read the profile {path}: {error.strerror}.") from None
+        return cls.from_json(text, source=str(path))
+
+
+def with_block_times(description: ModelDescription, profile: Profile) -> ModelDescription:
+    """The description with the profile's measured times in place of the roofline.
+
+    A segment takes the times of the measured one that has the same class, parameter shapes, sequence length and compute dtype
+    and the nearest work, at most 2 % apart. Either all segments are found or it is an error: a step of which half is measured
+    and half is a roofline would be told from its parts by their source. A profile of the machine alone changes nothing.
+
+    Args:
+        description: the model.
+        profile: measured on the machine that will train.
+
+    Returns:
+        The description with `PhaseCost.seconds` set for every segment, or as it was where the profile holds no blocks.
+
+    Raises:
+        ProfileError: the profile holds blocks, but not all of this model's.
+    """
+    if not profile.segments:
+        return description
+    return replace(description, segments=tuple(_timed(segment, description, profile) for segment in description.segments))
+
+
+def _timed(segment: Segment, description: ModelDescription, profile: Profile) -> Segment:
+    work = SegmentWork.of(segment)
+    found = min(
+        (times for times in profile.segments if times.fits(description, segment)),
+        key=lambda times: times.work.difference(work),
+        default=None,
+    )
+    if found is None:
+        raise ProfileError(_mismatch(segment, description, profile))
+
+    def phase(cost: PhaseCost, name: str) -> PhaseCost:
+        return replace(cost, seconds=found.line(name))
+
+    return replace(segment, forward=phase(segment.forward, "forward_s"), backward=phase(segment.backward, "backward_s"))
+
+
+def _mismatch(segment: Segment, description: ModelDescription, profile: Profile) -> str:
+    """Which segment was not found, and what the profile has instead."""
+    unit = description.units[segment.unit]
+    kin = [times for times in profile.segments if times.class_name == unit.class_name]
+    lengths = sorted({times.sequence_length for times in kin})
+    dtypes = sorted({times.compute_dtype.value for times in kin})
+    if not kin:
+        classes = ", ".join(sorted({times.class_name for times in profile.segments}))
+        there = f"it has times of {classes}"
+    elif description.sequence_length not in lengths:
+        there = f"it was measured at {', '.join(map(str, lengths))}"
+    elif description.compute_dtype.value not in dtypes:
+        there = f"it was measured in {', '.join(dtypes)}"
+    else:
+        there = "its segments of that class have other parameter shapes, attention, dropout or checkpointing"
+    return (
+        f"The profile has no times for {unit.class_name} {unit.label!r} at {description.sequence_length} tokens in"
+        f" {description.compute_dtype.value}; {there}. Profile this model, or plan with the profile's hardware alone."
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses, enums, tuples and mappings as JSON has them."""
+    if is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value
