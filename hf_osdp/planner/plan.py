@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from ..errors import PlanError
+from .costs import Batch, Choice
 from .description import ModelDescription
 
 PLAN_VERSION = 1
@@ -113,6 +116,32 @@ class Plan:
             if unit.fqn in seen:
                 raise PlanError(f"Unit {unit.fqn or '(root)'!r} is listed twice in the plan.")
             seen.add(unit.fqn)
+
+    @classmethod
+    def of(cls, description: ModelDescription, choices: Sequence[Choice], batch: Batch, *, world_size: int, **stated: Any) -> Plan:
+        """The plan of these choices.
+
+        Args:
+            description: the model.
+            choices: one a unit, in the description's order.
+            batch: micro-batch size and accumulation.
+            world_size: ranks.
+            **stated: other fields, such as `strategy` (default `osdp`) and estimates.
+        """
+        units = (
+            UnitDecision(fqn=unit.fqn, shard_size=choice.shard_size, reshard_after_forward=not choice.keep)
+            for unit, choice in zip(description.units, choices, strict=True)
+        )
+        return cls(
+            world_size=world_size,
+            strategy=stated.pop("strategy", "osdp"),
+            units=tuple(units),
+            **asdict(batch),
+            model_fingerprint=description.fingerprint,
+            model_name=description.model_name,
+            sequence_length=description.sequence_length,
+            **stated,
+        )
 
     @property
     def global_batch_size(self) -> int:

@@ -13,7 +13,7 @@ from .description import GatherSpan, ModelDescription
 from .hardware import Hardware
 from .job import TrainingJob
 from .memory import MemoryEstimate, estimate_memory
-from .plan import Plan, UnitDecision
+from .plan import Plan
 from .remedies import remedies_for
 from .solver import Solution, any_within, fastest, least_peak
 from .stations import Line, build_line
@@ -154,19 +154,12 @@ def _decode(
     memory = estimate_memory(description, choices, hardware.world_size, job, batch)
     time = estimate_time(description, choices, hardware, job, batch)
     assert memory.peak_bytes + hardware.device.reserved_bytes <= memory_limit_bytes, "the solver's moments are those of the walk"
-    plan = Plan(
+    plan = Plan.of(
+        description,
+        choices,
+        batch,
         world_size=hardware.world_size,
         strategy=strategy.value,
-        units=tuple(
-            UnitDecision(fqn=unit.fqn, shard_size=choice.shard_size, reshard_after_forward=not choice.keep)
-            for unit, choice in zip(description.units, choices, strict=True)
-        ),
-        micro_batch_size=batch.micro_batch_size,
-        accumulation_steps=batch.accumulation_steps,
-        reduce_every_micro_step=batch.reduce_every_micro_step,
-        model_fingerprint=description.fingerprint,
-        model_name=description.model_name,
-        sequence_length=description.sequence_length,
         memory_limit_bytes=memory_limit_bytes,
         peak_bytes=memory.peak_bytes + hardware.device.reserved_bytes,
         step_s=time.step_s,

@@ -45,7 +45,7 @@ def report_content(
     peak = estimate.memory.peak
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": _versions(),
+        "versions": package_versions(),
         "plan": {**json.loads(plan.to_json())},
         "model": {
             "name": description.model_name,
@@ -114,7 +114,8 @@ def _strategy(row: StrategyResult) -> dict:
     }
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """Versions of Python, the system and the packages that estimates depend on."""
     found = {"python": sys.version.split()[0], "system": f"{platform.system()} {platform.machine()}"}
     for package in _PACKAGES:
         try:

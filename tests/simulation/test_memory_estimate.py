@@ -8,9 +8,10 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig,
 from hf_osdp.planner.costs import Batch
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.memory import estimate_memory
+from hf_osdp.planner.plan import Plan
 from hf_osdp.profiling.describe import describe
 from hf_osdp.runtime.simulate import simulate
-from tests.helpers.simulation import LAYOUTS, as_plan, choices_of_layout
+from tests.helpers.simulation import LAYOUTS, choices_of_layout
 
 WORLD = 8
 MOST_UNDER, MOST_OVER = -0.01, 0.05
@@ -50,7 +51,7 @@ def relative_error(
     description = describe(config, sequence_length=length, compute_dtype=job.precision.compute, auto_class=auto, device_type=device_type)
     choices = choices_of_layout(layout, description, world)
     estimate = estimate_memory(description, choices, world, job, batch).peak_bytes
-    plan = as_plan(description, choices, batch, world)
+    plan = Plan.of(description, choices, batch, world_size=world)
     simulated = simulate(config, plan, description=description, job=job, auto_class=auto, device_type=device_type)
     assert simulated.breakdown.total == simulated.peak_bytes
     return estimate / simulated.peak_bytes - 1
