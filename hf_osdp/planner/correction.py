@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .description import Affine, ModelDescription, PhaseCost
+from .evaluate import batch_of, choices_of, estimate_plan
 from .hardware import CollectiveTiming, Hardware
 from .job import TrainingJob
-from .timing import phase_affine
+from .plan import Plan
+from .timing import estimate_time, phase_affine
+
+_LEAST_FACTOR, _MOST_FACTOR = 0.05, 20.0
+"""Compute that is further off than this has another cause than a rate: the factor stops here."""
+_HALVINGS = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +26,7 @@ class Correction:
     compute_factor: float = 1.0
     """Observed over estimated compute time of a step."""
     timings: tuple[CollectiveTiming, ...] = ()
-    """Collectives as they were observed; they replace those of the same kind and group size."""
+    """Collectives as they were observed; they replace those of the same kind, group size and place."""
 
     def __post_init__(self) -> None:
         if not 0 < self.compute_factor < float("inf"):
@@ -31,8 +38,8 @@ class Correction:
 
     def of_hardware(self, hardware: Hardware) -> Hardware:
         """The hardware, with the observed collectives before those it had."""
-        seen = {(timing.collective, timing.group_size) for timing in self.timings}
-        kept = (timing for timing in hardware.timings if (timing.collective, timing.group_size) not in seen)
+        seen = {(timing.collective, timing.group_size, timing.crosses_nodes) for timing in self.timings}
+        kept = (timing for timing in hardware.timings if (timing.collective, timing.group_size, timing.crosses_nodes) not in seen)
         return replace(hardware, timings=(*self.timings, *kept))
 
     def of_description(self, description: ModelDescription, hardware: Hardware) -> ModelDescription:
@@ -45,3 +52,48 @@ class Correction:
 
         segments = (replace(s, forward=scaled(s.forward), backward=scaled(s.backward)) for s in description.segments)
         return replace(description, segments=tuple(segments))
+
+
+def correction_of(
+    plan: Plan,
+    description: ModelDescription,
+    hardware: Hardware,
+    job: TrainingJob,
+    *,
+    peak_bytes: int | None,
+    step_s: float | None,
+    timings: Sequence[CollectiveTiming] = (),
+) -> Correction:
+    """What an observation of a plan says about estimates made from these values.
+
+    The peak gives `extra_bytes`. Collectives count as observed; the compute factor is the one with which the estimated step
+    then takes as long as the observed one:  step(factor) = step_s, and step rises with factor, exposed communication included.
+
+    Args:
+        plan: what was observed; it must be for this description.
+        description, hardware, job: what the plan was made from, with earlier corrections in them.
+        peak_bytes: peak of tensors that was observed, or None.
+        step_s: seconds of an optimizer step that were observed, or None.
+        timings: collectives that were observed.
+
+    Returns:
+        The correction, to be applied to the same description, hardware and job.
+    """
+    estimate = estimate_plan(plan, description, job)
+    observed = Correction(
+        extra_bytes=0 if peak_bytes is None else peak_bytes - estimate.memory.peak_bytes,
+        timings=tuple(timings),
+    )
+    if step_s is None:
+        return observed
+    choices, batch, measured = choices_of(plan, description), batch_of(plan), observed.of_hardware(hardware)
+
+    def seconds(factor: float) -> float:
+        scaled = replace(observed, compute_factor=factor).of_description(description, hardware)
+        return estimate_time(scaled, choices, measured, job, batch).step_s
+
+    low, high = _LEAST_FACTOR, _MOST_FACTOR
+    for _ in range(_HALVINGS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if seconds(middle) < step_s else (low, middle)
+    return replace(observed, compute_factor=(low * high) ** 0.5)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .costs import Batch, Choice, UnitBytes, unit_bytes
+from .costs import Batch, Choice, UnitBytes, unit_bytes, unit_seconds
 from .description import GatherSpan, ModelDescription
-from .hardware import Hardware
+from .hardware import Collective, Hardware
 from .job import TrainingJob
 from .memory import MemoryEstimate, estimate_memory
 from .plan import Plan
@@ -22,6 +23,8 @@ class PlanEstimate:
     memory: MemoryEstimate
     time: TimeEstimate | None
     """None where the hardware is not known."""
+    collectives: Mapping[Collective, float] | None = None
+    """Seconds of one optimizer step in each collective, hidden or not; None where the hardware is not known."""
 
 
 def choices_of(plan: Plan, description: ModelDescription) -> tuple[Choice, ...]:
@@ -63,4 +66,17 @@ def estimate_plan(plan: Plan, description: ModelDescription, job: TrainingJob, h
         units=tuple(unit_bytes(unit, choice, plan.world_size, job, batch) for unit, choice in pairs),
         memory=estimate_memory(description, choices, plan.world_size, job, batch),
         time=None if hardware is None else estimate_time(description, choices, hardware, job, batch),
+        collectives=None if hardware is None else _collectives(description, choices, hardware, job, batch),
     )
+
+
+def _collectives(
+    description: ModelDescription, choices: Sequence[Choice], hardware: Hardware, job: TrainingJob, batch: Batch
+) -> dict[Collective, float]:
+    """Gathers in every micro-step, reduce-scatters as often as the batch says, all-reduces between replicas once."""
+    terms = [unit_seconds(unit, choice, hardware, job) for unit, choice in zip(description.units, choices, strict=True)]
+    return {
+        Collective.ALL_GATHER: batch.accumulation_steps * sum(t.gather_forward + t.gather_backward for t in terms),
+        Collective.REDUCE_SCATTER: batch.reduce_scatters * sum(t.reduce_scatter for t in terms),
+        Collective.ALL_REDUCE: sum(t.all_reduce for t in terms),
+    }

@@ -1,34 +1,57 @@
-"""Time and peak memory of real steps, to hold estimates against."""
+"""Time, peak memory and collectives of real steps, to hold estimates against."""
 
 from __future__ import annotations
 
 import gc
 import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from ..planner.hardware import Collective, CollectiveTiming
+from ..profiling.links import fit_line
 from ..profiling.live_bytes import LiveBytes
+from .collective_clock import CollectiveCall, CollectiveClock, of_last_rank
 from .mesh import collective_device, world_size
 
 _KEPT_STEPS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepSummary:
-    """What was measured, over all ranks."""
+class CollectiveTotal:
+    """All calls of one collective in groups of one size, in one optimizer step."""
+
+    collective: Collective
+    group_size: int
+    calls: int
+    nbytes: int
+    """Of whole tensors, over all calls."""
+    seconds: float
+    """Over all calls, without waiting for ranks that come late."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What real steps of a plan showed, over all ranks."""
 
     steps: int
     """Optimizer steps that ended."""
     median_step_s: float | None
     """Median over the timed steps on the slowest rank, in seconds; None before any was timed."""
     peak_bytes: int | None
-    """Peak on the fullest rank; None before it was measured."""
+    """Peak of tensors on the fullest rank; None before it was measured."""
+    collectives: tuple[CollectiveTotal, ...] = ()
+    """One step's; empty before it was measured and where there is one rank."""
+    timings: tuple[CollectiveTiming, ...] = ()
+    """The same as lines over bytes, for the planner."""
+    out_of_memory: bool = False
+    """The device had not enough memory for a step; nothing else was measured then."""
 
 
 class StepMeter:
@@ -36,9 +59,10 @@ class StepMeter:
 
     CUDA: times come from events on the current stream, without synchronising; the peak is the largest of the steps' peaks
     in the allocator (`max_memory_allocated`, which is reset as each step begins). The first step warms up and is not timed.
+    Among several ranks the second has its collectives timed (`CollectiveClock`), and counts for nothing else.
 
     CPU: the peak is that of the second step, from live tensor bytes (`LiveBytes`: what is held when the step begins, and
-    what its operators make). Counting slows that step down, so neither it nor the first is timed.
+    what its operators make). Among several ranks the third has its collectives timed. Neither these nor the first is timed.
     """
 
     def __init__(self, device: torch.device | str, held: Callable[[], Iterable[torch.Tensor]] | None = None) -> None:
@@ -52,11 +76,12 @@ class StepMeter:
         self._held = held or existing_tensors
         self._device = torch.device(device)
         self._on_cuda = self._device.type == "cuda"
-        self._untimed = 1 if self._on_cuda else 2
         self._durations: deque[float | tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=_KEPT_STEPS)
         self._began: float | torch.cuda.Event | None = None
-        self._live: LiveBytes | None = None
+        self._mode: LiveBytes | CollectiveClock | None = None
+        self._left: list[TorchDispatchMode] = []
         self._peak_bytes: int | None = None
+        self._clock: CollectiveClock | None = None
         self.steps = 0
         """Optimizer steps that ended."""
 
@@ -70,13 +95,17 @@ class StepMeter:
         """Peak on this rank; None before it was measured."""
         return self._peak_bytes
 
+    @property
+    def untimed(self) -> int:
+        """Steps at the start that are not timed."""
+        return (1 if self._on_cuda else 2) + (world_size() > 1)
+
     def step_begins(self) -> None:
         """The first micro-batch of an optimizer step starts. A step that was begun and did not end is forgotten."""
-        self._stop_counting()
+        self._leave()
         if self._on_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
-        elif self.steps == 1:
-            self._start_counting()
+        self._enter()
         self._began = self._now()
 
     def step_ends(self) -> None:
@@ -87,26 +116,40 @@ class StepMeter:
         """
         if self._began is None:
             raise ValueError("step_ends was called without step_begins; call the two around each optimizer step.")
-        if self.steps >= self._untimed:
+        if self.steps >= self.untimed:
             ended = self._now()
             self._durations.append((self._began, ended) if self._on_cuda else ended - self._began)
-        if self._on_cuda:
+        if isinstance(self._mode, CollectiveClock):
+            self._clock = self._mode
+        elif isinstance(self._mode, LiveBytes):
+            self._peak_bytes = self._mode.peak_bytes
+        elif self._on_cuda:
             self._peak_bytes = max(self._peak_bytes or 0, torch.cuda.max_memory_allocated(self._device))
-        elif self._live is not None:
-            self._peak_bytes = self._live.peak_bytes
-        self._stop_counting()
+        self._leave()
         self._began = None
         self.steps += 1
 
-    def summary(self) -> StepSummary:
-        """Steps, median time and peak over all ranks, the worst rank counting. Collective."""
+    def abandon(self) -> None:
+        """Forget a step that was begun, and count no more."""
+        self._leave()
+        self._began = None
+
+    def summary(self) -> Observation:
+        """What was measured over all ranks, the worst rank counting. Collective."""
         values = [-1.0 if value is None else float(value) for value in (self.steps, self.median_step_s, self.peak_bytes)]
         if world_size() > 1:
             worst = torch.tensor(values, dtype=torch.float64, device=collective_device())
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
             values = worst.tolist()
         steps, median, peak = values
-        return StepSummary(steps=int(steps), median_step_s=None if median < 0 else median, peak_bytes=None if peak < 0 else int(peak))
+        calls = of_last_rank(() if self._clock is None else self._clock.calls())
+        return Observation(
+            steps=int(steps),
+            median_step_s=None if median < 0 else median,
+            peak_bytes=None if peak < 0 else int(peak),
+            collectives=_totals(calls),
+            timings=_timings(calls),
+        )
 
     def _now(self) -> float | torch.cuda.Event:
         if not self._on_cuda:
@@ -115,15 +158,26 @@ class StepMeter:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _start_counting(self) -> None:
-        self._live = LiveBytes(block_bytes=1, device_type=self._device.type)
-        self._live.track(self._held())
-        self._live.__enter__()
+    def _enter(self) -> None:
+        """Start counting where this step's turn has come."""
+        count_at, clock_at = (None, 1) if self._on_cuda else (1, 2)
+        if self._left:
+            return
+        if self.steps == count_at:
+            self._mode = LiveBytes(block_bytes=1, device_type=self._device.type)
+            self._mode.track(self._held())
+        elif self.steps == clock_at and world_size() > 1:
+            self._mode = CollectiveClock(self._device)
+        if self._mode is not None:
+            self._mode.__enter__()
 
-    def _stop_counting(self) -> None:
-        if self._live is not None:
-            self._live.__exit__(None, None, None)
-            self._live = None
+    def _leave(self) -> None:
+        """Stop counting. Modes are a stack: beneath another one, opened since, ours stays without use until that has gone."""
+        if self._mode is not None:
+            self._left.append(self._mode)
+            self._mode = None
+        while self._left and _get_current_dispatch_mode() is self._left[-1]:
+            self._left.pop().__exit__(None, None, None)
 
 
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -145,6 +199,39 @@ def existing_tensors() -> Iterator[torch.Tensor]:
             yield candidate
             if candidate.is_leaf and candidate.grad is not None:
                 yield candidate.grad
+
+
+def _totals(calls: Sequence[CollectiveCall]) -> tuple[CollectiveTotal, ...]:
+    groups = _grouped(calls)
+    return tuple(
+        CollectiveTotal(
+            collective=collective,
+            group_size=size,
+            calls=len(members),
+            nbytes=sum(call.nbytes for call in members),
+            seconds=sum(call.seconds for call in members),
+        )
+        for (collective, size), members in sorted(groups.items())
+    )
+
+
+def _timings(calls: Sequence[CollectiveCall]) -> tuple[CollectiveTiming, ...]:
+    """A line through the median time of each size of message."""
+    timings = []
+    for (collective, size), members in sorted(_grouped(calls).items()):
+        by_bytes: dict[int, list[float]] = defaultdict(list)
+        for call in members:
+            by_bytes[call.nbytes].append(max(call.seconds, 1e-9))
+        latency_s, seconds_per_byte = fit_line([(nbytes, statistics.median(taken)) for nbytes, taken in by_bytes.items()])
+        timings.append(CollectiveTiming(collective=collective, group_size=size, latency_s=latency_s, seconds_per_byte=seconds_per_byte))
+    return tuple(timings)
+
+
+def _grouped(calls: Sequence[CollectiveCall]) -> dict[tuple[Collective, int], list[CollectiveCall]]:
+    groups: dict[tuple[Collective, int], list[CollectiveCall]] = defaultdict(list)
+    for call in calls:
+        groups[call.collective, call.group_size].append(call)
+    return groups
 
 
 def _seconds(duration: float | tuple[torch.cuda.Event, torch.cuda.Event]) -> float:

@@ -49,8 +49,12 @@ class Meshes:
             whole = shard_size == self.world_size
             shape = (self.world_size,) if whole else (self.world_size // shard_size, shard_size)
             names = (SHARD_AXIS,) if whole else (REPLICATE_AXIS, SHARD_AXIS)
-            self._by_shard_size[shard_size] = init_device_mesh(self.device_type, shape, mesh_dim_names=names)
+            self._by_shard_size[shard_size] = self.form(shape, names)
         return self._by_shard_size[shard_size]
+
+    def form(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        """Make one mesh. Collective."""
+        return init_device_mesh(self.device_type, shape, mesh_dim_names=names)
 
     def prepare(self, shard_sizes: Iterable[int]) -> None:
         """Make the meshes of these sizes, in ascending order whatever the order given. Collective."""

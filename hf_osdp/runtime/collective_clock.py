@@ -1,0 +1,131 @@
+"""How long each collective of a step takes, seen where torch dispatches it: the same on gloo and on NCCL."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..planner.hardware import Collective
+from .mesh import collective_device, world_size
+
+_OPERATORS = {
+    "_allgather_base_": Collective.ALL_GATHER,
+    "_reduce_scatter_base_": Collective.REDUCE_SCATTER,
+    "allreduce_": Collective.ALL_REDUCE,
+}
+"""Names in the namespace `c10d` of what FSDP2 issues, equal in torch 2.11 and 2.13."""
+_SMALLEST_BYTES = 1024
+"""What is smaller is a loss or a gradient norm, not a unit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveCall:
+    """One collective, once its group is complete."""
+
+    collective: Collective
+    group_size: int
+    nbytes: int
+    """Of the whole tensor: all shards together for all-gather and reduce-scatter."""
+    seconds: float
+
+
+class CollectiveClock(TorchDispatchMode):
+    """Times all-gathers, reduce-scatters and all-reduces that are issued inside the context.
+
+    On the CPU each is waited for where it is issued, as FSDP2 does on gloo anyway. On CUDA events are recorded on the stream that
+    waits for it, and nothing blocks. A profiler would tell the same, but on CUDA it takes device memory, of which a run near
+    its limit has none.
+
+    Args:
+        device: where the tensors lie.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._on_cuda = device.type == "cuda"
+        self._seen: list[tuple[Collective, int, int, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(cls, DTensor) for cls in types):
+            return NotImplemented  # let it unfold into operators on local tensors, which come here again
+        kwargs = kwargs or {}
+        known = isinstance(func, OpOverload) and func.namespace == "c10d"
+        collective = _OPERATORS.get(func.overloadpacket.__name__) if known else None
+        nbytes = max((t.numel() * t.element_size() for t in _tensors(args)), default=0) if known else 0
+        if collective is None or nbytes < _SMALLEST_BYTES:
+            return func(*args, **kwargs)
+        began = self._now()
+        result = func(*args, **kwargs)
+        for work in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(work, torch.ScriptObject):
+                work.wait()
+        self._seen.append((collective, _group_size(args), nbytes, began, self._now()))
+        return result
+
+    def calls(self) -> tuple[CollectiveCall, ...]:
+        """What this rank saw, waiting for other ranks included. On CUDA this waits for the last of them."""
+        return tuple(
+            CollectiveCall(collective=collective, group_size=size, nbytes=nbytes, seconds=self._seconds(began, ended))
+            for collective, size, nbytes, began, ended in self._seen
+            if size > 1
+        )
+
+    def _now(self) -> Any:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _seconds(self, began: Any, ended: Any) -> float:
+        if not self._on_cuda:
+            return ended - began
+        ended.synchronize()
+        return began.elapsed_time(ended) / 1e3
+
+
+def of_last_rank(calls: Sequence[CollectiveCall]) -> tuple[CollectiveCall, ...]:
+    """The calls with the seconds of the rank that came to each one last: what is left is the collective, not the waiting. Collective.
+
+    Args:
+        calls: this rank's; every rank issues the same ones in the same order, as one plan makes it do.
+
+    Returns:
+        The same on every rank; empty where ranks saw different numbers of calls.
+    """
+    if world_size() == 1:
+        return tuple(calls)
+    count = torch.tensor([len(calls), -len(calls)], dtype=torch.float64, device=collective_device())
+    dist.all_reduce(count, op=dist.ReduceOp.MIN)
+    least, most = count.tolist()
+    if least != -most or not calls:
+        return ()
+    seconds = torch.tensor([call.seconds for call in calls], dtype=torch.float64, device=collective_device())
+    dist.all_reduce(seconds, op=dist.ReduceOp.MIN)
+    return tuple(
+        CollectiveCall(collective=call.collective, group_size=call.group_size, nbytes=call.nbytes, seconds=quickest)
+        for call, quickest in zip(calls, seconds.tolist(), strict=True)
+    )
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _group_size(args: Sequence[Any]) -> int:
+    """Ranks of the process group, the first script object among the arguments."""
+    group = next(value for value in args if isinstance(value, torch.ScriptObject))
+    return dist.ProcessGroup.unbox(group).size()

@@ -1,0 +1,261 @@
+"""A few real steps of a plan on a throw-away copy of the model: what the plan needs, before training starts.
+
+No rank holds a second whole model: the copy is made on the meta device, sharded there, and only then given memory. Weights are
+small random numbers; peak and time do not depend on them.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ..planner.description import UnitDescription
+from ..planner.job import OptimizerSpec, OptimizerStep, TrainingJob
+from ..planner.plan import Plan
+from ..profiling.batch import Inputs
+from ..profiling.build import checkpoint_blocks
+from ..profiling.trace import loss_of
+from .accumulation import micro_step
+from .apply import apply_plan
+from .measure import Observation, StepMeter, training_tensors
+from .mesh import Meshes, collective_device, world_size
+from .simulate import policy_of
+
+TIMED_STEPS = 3
+"""Steps that are timed; their median counts."""
+_SPREAD = 0.02
+"""Weights are uniform within this: as transformers are initialised, and finite in float16."""
+_LEARNING_RATE = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What is tried, beside the plan. Every rank has the same."""
+
+    model: nn.Module
+    """Unsharded; it is copied and stays as it is. On any rank it may be on the meta device."""
+    units: tuple[UnitDescription, ...]
+    job: TrainingJob
+    inputs: Inputs
+    """From a number of samples to forward's keyword arguments, as `describe` takes them."""
+    device: torch.device
+    block_classes: tuple[str, ...] = ()
+    """Blocks that are recomputed in backward."""
+    activation_checkpointing: bool = False
+
+
+def probe(plan: Plan, trial: Trial, meshes: Meshes | None, *, timed_steps: int = TIMED_STEPS) -> Observation:
+    """Run a plan for a few steps and throw everything away but the observation. Collective.
+
+    Random number generators are left as they were found. On CUDA each rank first takes its steps alone, with collectives that
+    send nothing (the same allocations): a rank that runs out of memory there keeps no other waiting.
+
+    Args:
+        plan: the same on every rank.
+        trial: model, job and inputs.
+        meshes: of the process group; None where there is none.
+        timed_steps: steps that are timed, at least 1.
+
+    Returns:
+        Peak, step time and collectives, the same on every rank.
+    """
+    with _generators_kept(trial.device):
+        seen = (_on_cuda if trial.device.type == "cuda" else _observe)(plan, trial, meshes, timed_steps)
+    _give_back(trial.device)
+    return seen
+
+
+def _on_cuda(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int) -> Observation:
+    """Memory alone first, then time among all."""
+    before = torch.cuda.memory_allocated(trial.device)
+    alone = None if meshes is None else SilentMeshes(meshes.device_type)
+    failed = False
+    try:
+        _observe(plan, trial, alone, timed_steps=1, summed=False)
+    except torch.OutOfMemoryError:
+        failed = True  # what follows must not run inside the handler: the traceback keeps the copy alive
+    finally:
+        if alone is not None:
+            alone.close()
+    _give_back(trial.device)
+    if _any_rank(failed):
+        return Observation(steps=0, median_step_s=None, peak_bytes=None, out_of_memory=True)
+    seen = _observe(plan, trial, meshes, timed_steps)
+    peak = None if seen.peak_bytes is None else seen.peak_bytes - before
+    return Observation(
+        steps=seen.steps, median_step_s=seen.median_step_s, peak_bytes=peak, collectives=seen.collectives, timings=seen.timings
+    )
+
+
+def _observe(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int, *, summed: bool = True) -> Observation | None:
+    """Measured steps on a copy that is gone when this returns; `summed` asks for the figures over all ranks."""
+    model = sharded_copy(plan, trial, meshes)
+    optimizer = make_optimizer(model, trial.job.optimizer)
+    batch = batch_on(trial.inputs, plan.micro_batch_size, trial.device)
+    tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
+    meter = StepMeter(trial.device, lambda: [*training_tensors(model, optimizer), *tensors])
+    try:
+        for _ in range(meter.untimed + timed_steps):
+            meter.step_begins()
+            train_step(model, optimizer, batch, plan, holds_outputs=trial.job.holds_outputs)
+            meter.step_ends()
+        return meter.summary() if summed else None
+    finally:
+        meter.abandon()
+        optimizer.zero_grad()
+        optimizer.state.clear()
+
+
+# ------------------------------------------------------------------------------------------------------------- pieces
+
+
+def sharded_copy(plan: Plan, trial: Trial, meshes: Meshes | None) -> nn.Module:
+    """The model anew under the plan, on the device, with weights of its own. Collective."""
+    policy = policy_of(trial.job.precision)
+    whole = plan.world_size == 1 and policy is None
+    model = _empty_copy(trial.model, trial.device if whole else torch.device("meta"))
+    if trial.activation_checkpointing:
+        checkpoint_blocks(model, trial.block_classes)
+    apply_plan(model, plan, trial.units, meshes=meshes, mp_policy=policy, broadcast=False)
+    if isinstance(model, FSDPModule):
+        model.to_empty(device=trial.device)
+    _fill(model, trial.model)
+    return model
+
+
+def make_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.Optimizer:
+    """An optimizer of torch that holds and steps as the description says.
+
+    Raises:
+        ValueError: torch has no element-wise optimizer with so many states.
+    """
+    kernels: dict[str, Any] = {
+        OptimizerStep.FUSED: {"fused": True},
+        OptimizerStep.FOREACH: {"foreach": True},
+        OptimizerStep.FOR_LOOP: {"foreach": False},
+    }[spec.step]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    match spec.states:
+        case 0 | 1:
+            return torch.optim.SGD(parameters, lr=_LEARNING_RATE, momentum=0.9 * spec.states, **kernels)
+        case 2 | 3:
+            return torch.optim.AdamW(parameters, lr=_LEARNING_RATE, amsgrad=spec.states == 3, **kernels)
+    raise ValueError(f"An optimizer with {spec.states} states a parameter cannot be tried; leave recalibrate out.")
+
+
+def batch_on(inputs: Inputs, samples: int, device: torch.device) -> dict[str, Any]:
+    """A batch on the device."""
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs(samples).items()}
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Any], plan: Plan, *, holds_outputs: bool = False
+) -> None:
+    """One optimizer step as the plan runs it, each micro-step on the same batch."""
+    output = None
+    for number in range(1, plan.accumulation_steps + 1):
+        last = number == plan.accumulation_steps
+        with micro_step(model, is_last=last, reduce_every_micro_step=plan.reduce_every_micro_step):
+            output = model(**batch)
+            loss = loss_of(output)
+            if not holds_outputs:
+                output = None
+            loss.backward()
+            del loss
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class SilentMeshes(Meshes):
+    """Meshes of the same shapes whose collectives send nothing: a rank runs alone, and allocates what it does among all."""
+
+    def __init__(self, device_type: str) -> None:
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
+
+        super().__init__(device_type)
+        self._made: list[DeviceMesh] = []
+
+    def form(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        """A mesh on the backend `fake`."""
+        mesh = init_device_mesh(self.device_type, shape, mesh_dim_names=names, backend_override=dict.fromkeys(names, "fake"))
+        self._made.append(mesh)
+        return mesh
+
+    def close(self) -> None:
+        """Give the process groups back. Collective."""
+        for mesh in self._made:
+            for group in mesh.get_all_groups():
+                dist.destroy_process_group(group)
+        self._made.clear()
+
+
+def _empty_copy(model: nn.Module, device: torch.device) -> nn.Module:
+    """The module with parameters and buffers without content on a device; what was shared stays shared."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device=device, requires_grad=False)
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device=device)
+    return copy.deepcopy(model, memo).train()
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, source: nn.Module) -> None:
+    """Random weights from a generator of their own; buffers as they are, or zeros where the source has none in memory."""
+    generators: dict[torch.device, torch.Generator] = {}
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        generator = generators.setdefault(local.device, torch.Generator(local.device).manual_seed(0))
+        if local.is_floating_point():
+            local.uniform_(-_SPREAD, _SPREAD, generator=generator)
+        else:
+            local.zero_()
+    for buffer, original in zip(model.buffers(), source.buffers(), strict=True):
+        if original.is_meta:
+            buffer.zero_()
+        else:
+            buffer.copy_(original)
+
+
+@contextmanager
+def _generators_kept(device: torch.device) -> Iterator[None]:
+    """Leave the random number generators of Python, NumPy and torch as they are: models draw from each of them."""
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    array = None if numpy is None else numpy.random.get_state()
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(array)
+
+
+def _any_rank(flag: bool) -> bool:
+    if world_size() == 1:
+        return flag
+    flags = torch.tensor([float(flag)], device=collective_device())
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags.item())
+
+
+def _give_back(device: torch.device) -> None:
+    """Free the copy, whose modules and hooks refer to each other, and what it left in torch's cache."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

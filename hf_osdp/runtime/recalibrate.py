@@ -1,0 +1,185 @@
+"""Try a plan, correct the estimates by what was seen, plan again, until the plan stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ..errors import InfeasibleError
+from ..planner.correction import Correction, correction_of
+from ..planner.description import ModelDescription
+from ..planner.evaluate import estimate_plan
+from ..planner.hardware import Hardware
+from ..planner.job import TrainingJob
+from ..planner.plan import Plan
+from ..planner.search import search
+from ..quantities import format_bytes
+from .agree import broadcast_plan, on_rank_zero
+from .measure import Observation
+
+MOST_ROUNDS = 3
+_OUT_OF_MEMORY_MARGIN = 0.02
+"""How far above the limit a plan is taken to be that ran out of memory; how far it really is nobody saw."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What a search is given."""
+
+    description: ModelDescription
+    hardware: Hardware
+    job: TrainingJob
+    memory_limit_bytes: int
+    strategy: str = "osdp"
+
+    def solve(self) -> Plan:
+        """The fastest plan that fits.
+
+        Raises:
+            InfeasibleError: none fits.
+        """
+        return search(self.description, self.hardware, self.job, self.memory_limit_bytes, strategy=self.strategy).plan
+
+    def corrected(self, correction: Correction) -> Problem:
+        """The same problem by what was seen."""
+        return replace(
+            self,
+            description=correction.of_description(self.description, self.hardware),
+            hardware=correction.of_hardware(self.hardware),
+            job=correction.of_job(self.job),
+        )
+
+    def restated(self, plan: Plan) -> Plan:
+        """The plan with this problem's estimates of it."""
+        estimate = estimate_plan(plan, self.description, self.job, self.hardware)
+        assert estimate.time is not None
+        return replace(plan, peak_bytes=estimate.memory.peak_bytes + self.hardware.device.reserved_bytes, step_s=estimate.time.step_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One plan that was tried."""
+
+    plan: Plan
+    estimated_peak_bytes: int
+    """Of tensors, by what was known before the round."""
+    estimated_step_s: float
+    observed: Observation
+    correction: Correction
+    """What the observation changed."""
+    fits: bool
+    """The observed peak, with what the device reserves, is within the limit."""
+
+
+class Recalibration:
+    """Rounds so far. It lives on rank 0."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        """With the corrections of all rounds."""
+        self.rounds: list[Round] = []
+
+    def record(self, plan: Plan, observed: Observation) -> tuple[Round, Plan, bool]:
+        """Learn from a round.
+
+        Returns:
+            The round, the plan to go on with, and whether that is the one to run.
+
+        Raises:
+            InfeasibleError: no plan fits by what was seen.
+        """
+        self.rounds.append(self._round(plan, observed))
+        self.problem = self.problem.corrected(self.rounds[-1].correction)
+        tried = {past.plan.fingerprint for past in self.rounds}
+        try:
+            following = self.problem.solve()
+        except InfeasibleError as error:
+            if not any(past.fits for past in self.rounds):
+                raise self._infeasible(error.remedies) from error
+            following = plan
+        if following.fingerprint not in tried and len(self.rounds) < MOST_ROUNDS:
+            return self.rounds[-1], following, False
+        return self.rounds[-1], self._best(), True
+
+    def _round(self, plan: Plan, observed: Observation) -> Round:
+        problem = self.problem
+        reserved = problem.hardware.device.reserved_bytes
+        limit = problem.memory_limit_bytes - reserved
+        estimate = estimate_plan(plan, problem.description, problem.job, problem.hardware)
+        assert estimate.time is not None
+        peak = int(limit * (1 + _OUT_OF_MEMORY_MARGIN)) + 1 if observed.out_of_memory else observed.peak_bytes
+        correction = correction_of(
+            plan, problem.description, problem.hardware, problem.job,
+            peak_bytes=peak, step_s=observed.median_step_s, timings=observed.timings,
+        )  # fmt: skip
+        return Round(
+            plan=plan,
+            estimated_peak_bytes=estimate.memory.peak_bytes,
+            estimated_step_s=estimate.time.step_s,
+            observed=observed,
+            correction=correction,
+            fits=peak is None or peak <= limit,
+        )
+
+    def _best(self) -> Plan:
+        """The fastest of those that were tried and fit."""
+        fitting = [past for past in self.rounds if past.fits]
+        if not fitting:
+            raise self._infeasible(())
+        best = min(fitting, key=lambda past: past.observed.median_step_s or float("inf"))
+        return self.problem.restated(best.plan)
+
+    def _infeasible(self, remedies: tuple[str, ...]) -> InfeasibleError:
+        reserved, limit = self.problem.hardware.device.reserved_bytes, self.problem.memory_limit_bytes
+        seen = "; ".join(
+            f"plan {past.plan.fingerprint} needed {_peak_text(past, reserved)}, estimated"
+            f" {format_bytes(past.estimated_peak_bytes + reserved)}"
+            for past in self.rounds
+        )
+        ways = remedies or ("a higher memory_limit", "more devices", "a shorter sequence_length")
+        peaks = [past.observed.peak_bytes + reserved for past in self.rounds if past.observed.peak_bytes is not None]
+        return InfeasibleError(
+            f"No plan that was tried fits {format_bytes(limit)} per device: {seen}. Use {'; or '.join(ways)}.",
+            memory_limit_bytes=limit,
+            least_peak_bytes=min(peaks, default=limit + 1),
+            remedies=tuple(ways),
+        )
+
+
+def recalibrate(
+    plan: Plan, problem: Problem | None, probe: Callable[[Plan], Observation]
+) -> tuple[Plan, tuple[Round, ...], Problem | None]:
+    """Try the plan and those that follow from what is seen. Collective.
+
+    Args:
+        plan: the first, the same on every rank.
+        problem: what it was found for; rank 0's counts, other ranks may give None.
+        probe: tries a plan; collective, with the same observation on every rank.
+
+    Returns:
+        The plan to run, the same on every rank: the fastest of those that were tried and fit; the rounds; and on rank 0 the
+        problem with all corrections.
+
+    Raises:
+        InfeasibleError: every plan that was tried passed the limit, or none fits by what was seen.
+    """
+    session: list[Recalibration] = []
+    rounds: list[Round] = []
+    done = False
+    while not done:
+        observed = probe(plan)
+
+        def record(plan: Plan = plan, observed: Observation = observed) -> tuple[Round, Plan, bool]:
+            if not session:
+                assert problem is not None, "rank 0 knows what was searched for"
+                session.append(Recalibration(problem))
+            return session[0].record(plan, observed)
+
+        past, plan, done = on_rank_zero(record)
+        rounds.append(past)
+    return broadcast_plan(plan), tuple(rounds), session[0].problem if session else None
+
+
+def _peak_text(past: Round, reserved: int) -> str:
+    peak = past.observed.peak_bytes
+    return "more memory than there is" if peak is None else format_bytes(peak + reserved)

@@ -1,0 +1,109 @@
+"""A plan tried on a throw-away copy: what is seen is what training then shows, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import numpy
+import torch
+import torch.distributed as dist
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from hf_osdp.planner.evaluate import estimate_plan
+from hf_osdp.planner.hardware import Collective
+from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from hf_osdp.planner.presets import preset
+from hf_osdp.profiling.batch import training_batch
+from hf_osdp.profiling.describe import describe
+from hf_osdp.runtime.mesh import Meshes
+from hf_osdp.runtime.probe import SilentMeshes, Trial, _observe, probe
+from tests.helpers.distributed import run_ranks
+from tests.helpers.mixed import mixed_plan
+
+LENGTH = 32
+
+
+def model_of(dropout: float = 0.1) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=4, n_head=2, n_embd=64, vocab_size=301, n_positions=LENGTH, bos_token_id=0, eos_token_id=0,
+            resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+        )
+    )  # fmt: skip
+
+
+def groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def state_of_everything(model) -> tuple:
+    weights = [(name, value.clone()) for name, value in model.state_dict().items()]
+    return weights, torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
+
+
+def same(before: tuple, after: tuple) -> bool:
+    weights = all(torch.equal(a, b) for (_, a), (_, b) in zip(before[0], after[0], strict=True))
+    return weights and torch.equal(before[1], after[1]) and before[2:] == after[2:]
+
+
+def tried(precision: str, checkpointing: bool, on_meta: bool) -> dict:
+    model, world = model_of().eval(), dist.get_world_size()
+    plan = mixed_plan(model, world, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=True)
+    job = TrainingJob(
+        global_batch_size=plan.global_batch_size,
+        precision=Precision.named(precision),
+        optimizer=OptimizerSpec(step=OptimizerStep.FOR_LOOP),
+    )
+    description = describe(
+        model, sequence_length=LENGTH, compute_dtype=job.precision.compute, activation_checkpointing=checkpointing
+    )  # fmt: skip
+    if on_meta and dist.get_rank():
+        model = model.to("meta")
+        model.tie_weights()
+    trial = Trial(
+        model=model,
+        units=description.units,
+        job=job,
+        inputs=training_batch(model, LENGTH),
+        device=torch.device("cpu"),
+        block_classes=description.block_classes,
+        activation_checkpointing=checkpointing,
+    )
+    meshes = Meshes("cpu")
+    meshes.prepare([plan.world_size, *(unit.shard_size for unit in plan.units)])
+    before, formed = state_of_everything(model), groups()
+    observed = probe(plan, trial, meshes, timed_steps=1)
+    unchanged = same(before, state_of_everything(model)) if not on_meta else True
+    kept = groups() == formed and not model.training
+    copies = sum(type(value) is type(model) for value in gc.get_objects()) - 1
+    alone = SilentMeshes("cpu")
+    quiet = _observe(plan, trial, alone, timed_steps=1)
+    alone.close()
+    estimate = estimate_plan(plan, description, job, preset("cpu", devices_per_node=world))
+    return {
+        "observed": observed,
+        "alone": quiet.peak_bytes,
+        "estimated": estimate.memory.peak_bytes,
+        "collectives": estimate.collectives,
+        "unchanged": (unchanged, kept, copies),
+    }
+
+
+def tried_in_turn() -> list[dict]:
+    return [tried("no", False, False), tried("bf16", True, True)]
+
+
+def test_a_trial_shows_peak_time_and_collectives_and_leaves_nothing():
+    first, second = run_ranks(tried_in_turn, 2)
+    assert [case["observed"] for case in first] == [case["observed"] for case in second]
+    for case in first:
+        observed = case["observed"]
+        assert abs(case["estimated"] / observed.peak_bytes - 1) < 0.05, (case["estimated"], observed.peak_bytes)
+        assert case["alone"] == observed.peak_bytes, "silent collectives allocate what real ones do"
+        assert observed.median_step_s > 0 and observed.steps == 4
+        assert case["unchanged"] == (True, True, 0)
+        assert {total.collective for total in observed.collectives} == set(Collective)
+        assert all(total.group_size == 2 and total.seconds > 0 for total in observed.collectives)
+        assert {(t.collective, t.group_size) for t in observed.timings} == {(t.collective, t.group_size) for t in observed.collectives}
