@@ -73,6 +73,8 @@ def answer(question: str, changed: Changed) -> Answer:
     except InfeasibleError as error:
         reason = f"needs {format_bytes(error.least_peak_bytes)}"
         return Answer(question=question, change=changed.change, case=changed.case, reason=reason)
+    except ValueError as error:  # hybrid sharding has no group size for this number of devices
+        return Answer(question=question, change=changed.change, case=changed.case, reason=str(error))
     return Answer(question=question, change=changed.change, case=changed.case, result=result)
 
 

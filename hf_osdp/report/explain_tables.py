@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 
 from ..planner.description import Segment
+from ..planner.memory import MemoryBreakdown, Moment
 from ..planner.plan import Plan, UnitDecision
 from ..planner.search import SearchResult
 from ..planner.what_if import Answer
@@ -159,6 +160,19 @@ def what_if_table(answers: Sequence[Answer]) -> Table:
             row.question, row.change, f"{plan.micro_batch_size} x {plan.accumulation_steps}", format_bytes(plan.peak_bytes),
             format_seconds(plan.step_s), f"{plan.samples_per_s:.1f}", format_count(rate), gain,
         )  # fmt: skip
+    return table
+
+
+def simulation_table(estimated: Moment, simulated_bytes: int, simulated: MemoryBreakdown, seconds: float) -> Table:
+    """Bytes at the peak by kind: estimated beside what FSDP2's real step allocates on fake tensors."""
+    table = bare_table(f"Peak of tensors: estimated beside simulated (FSDP2's step on fake tensors, {format_seconds(seconds)})")
+    table.add_column("")
+    for name in ("estimated", "simulated", "error"):
+        table.add_column(name, justify="right")
+    rows = [(name.replace("_", " "), getattr(estimated.breakdown, name), getattr(simulated, name)) for name in simulated.__slots__]
+    for name, ours, theirs in (*rows, ("peak", estimated.total_bytes, simulated_bytes)):
+        if ours or theirs:
+            table.add_row(name, format_bytes(ours), format_bytes(theirs), f"{100 * (ours / theirs - 1):+.1f} %" if theirs else "-")
     return table
 
 

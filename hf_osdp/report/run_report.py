@@ -66,7 +66,7 @@ def report_content(
                 term: estimate.time.total(term) for term in ("compute_s", "communication_s", "exposed_s", "copy_s", "optimizer_s")
             },
         },
-        "strategies": None if comparison is None else [_strategy(row) for row in comparison],
+        "strategies": None if comparison is None else [strategy_content(row) for row in comparison],
         "planning_s": planning_s,
         "measured": measured,
     }  # fmt: skip
@@ -100,7 +100,8 @@ def _hardware(hardware: Hardware) -> dict:
     }
 
 
-def _strategy(row: StrategyResult) -> dict:
+def strategy_content(row: StrategyResult) -> dict:
+    """A strategy's best plan in short, or why it has none."""
     if row.result is None:
         return {"strategy": row.strategy.value, "reason": row.reason, "least_peak_bytes": row.least_peak_bytes}
     plan = row.result.plan

@@ -1,0 +1,1 @@
+"""`hf-osdp`: the planner from the shell."""

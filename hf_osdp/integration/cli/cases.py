@@ -1,0 +1,185 @@
+"""From what stands on the command line to what the planner takes."""
+
+from __future__ import annotations
+
+import socket
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...planner.description import ModelDescription
+from ...planner.hardware import Backend, Hardware
+from ...planner.job import OptimizerSpec, Precision, TrainingJob
+from ...planner.presets import preset, preset_names
+from ...planner.what_if import Case
+from ...quantities import format_bytes, parse_bytes
+from .options import Request
+
+_OPTIMIZERS = {"adamw": OptimizerSpec(), "momentum": OptimizerSpec(name="momentum", states=1), "sgd": OptimizerSpec(name="sgd", states=0)}
+
+
+def hardware_of(request: Request) -> Hardware:
+    """The devices that were named or measured, as many as asked for.
+
+    Raises:
+        HardwareError: the name is not known.
+        ValueError: neither a name nor a profile is given, or both are.
+    """
+    if (request.device is None) == (request.profile is None):
+        given = "Both were given" if request.device else "Neither was given"
+        raise ValueError(f"{given}: use either --device with one of {', '.join(preset_names())}, or --profile FILE.")
+    if request.device is not None:
+        return preset(request.device, nodes=request.num_nodes or 1, devices_per_node=request.devices_per_node or 1)
+    measured = profile_of(request).hardware
+    nodes, devices = request.num_nodes or measured.nodes, request.devices_per_node or measured.devices_per_node
+    same = (nodes, devices) == (measured.nodes, measured.devices_per_node)
+    return measured if same else measured.scaled(nodes=nodes, devices_per_node=devices)
+
+
+def profile_of(request: Request) -> Any:
+    """The profile that `--profile` names."""
+    from ...planner.profile import Profile
+
+    return Profile.load(request.profile)
+
+
+def job_of(request: Request, hardware: Hardware) -> TrainingJob:
+    """The job, with sizes that fit together.
+
+    Raises:
+        ValueError: the devices do not divide the batch, or the micro-batch size does not divide each one's share.
+        HardwareError: the device's rate in this precision is not known.
+    """
+    job = TrainingJob(
+        global_batch_size=request.global_batch_size,
+        precision=Precision.named(request.precision),
+        optimizer=_OPTIMIZERS[request.optimizer],
+        micro_batch_size=request.micro_batch_size,
+    )
+    job.micro_batch_sizes(hardware.world_size)
+    if job.precision.compute is not None:
+        hardware.device.rate(job.precision.compute)
+    return job
+
+
+def memory_limit_of(request: Request, hardware: Hardware) -> int:
+    """Bytes of each device that training may use.
+
+    Raises:
+        ValueError: the text is no number of bytes, or more than the device has.
+    """
+    there = hardware.device.memory_bytes
+    limit = there if request.memory_limit is None else parse_bytes(request.memory_limit, name="--memory-limit")
+    if limit > there:
+        raise ValueError(
+            f"--memory-limit {request.memory_limit} is more than the {format_bytes(there)} of {hardware.device.name};"
+            f" use at most {there} bytes, or leave it out for all of them."
+        )
+    return limit
+
+
+def device_type_of(hardware: Hardware) -> str:
+    """Whose kernels and allocation granularity count."""
+    return "cuda" if hardware.backend is Backend.NCCL else "cpu"
+
+
+def describer(request: Request, hardware: Hardware) -> Callable[..., ModelDescription]:
+    """A function that describes a configuration at a sequence length as the request wants it."""
+    profile = profile_of(request) if request.profile is not None else None
+    precision = Precision.named(request.precision)
+    names = [name.strip() for name in (request.block_classes or "").split(",") if name.strip()]
+
+    def describe_at(config: Any, sequence_length: int) -> ModelDescription:
+        from ...profiling.describe import describe
+
+        description = describe(
+            config,
+            sequence_length=sequence_length,
+            block_classes=names or None,
+            compute_dtype=precision.compute,
+            device_type=device_type_of(hardware),
+            auto_class=request.auto_class,
+            **({"activation_checkpointing": True} if request.activation_checkpointing else {}),
+        )
+        if profile is None:
+            return description
+        from ...planner.profile import with_block_times
+
+        return with_block_times(description, profile)
+
+    return describe_at
+
+
+def case_of(request: Request) -> tuple[Case, Any]:
+    """The whole question, and the configuration that it is about. Cheap checks come before the model is read.
+
+    Raises:
+        OSDPError: the device or the model is not known, or it cannot be described.
+        ValueError: an option cannot be used.
+    """
+    hardware = hardware_of(request)
+    job = job_of(request, hardware)
+    limit = memory_limit_of(request, hardware)
+    config = load_config(request.model)
+    description = describer(request, hardware)(config, request.sequence_length)
+    return Case(description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=request.strategy), config
+
+
+def load_config(model: str) -> Any:
+    """A transformers configuration from a hub id, a folder or a file; the hub's cache goes before the hub.
+
+    Raises:
+        ValueError: there is none, or the hub cannot be reached.
+    """
+    path = Path(model).expanduser()
+    local = path.exists()
+    if not local and (model.endswith(".json") or model.startswith((".", "/", "~")) or model.count("/") > 1):
+        raise ValueError(f"MODEL {model!r}: there is no such file or folder; give a config.json, a folder that has one, or a hub id.")
+    _quiet()
+    from transformers import AutoConfig
+
+    if local:
+        return _read(AutoConfig, str(path), model)
+    try:
+        return AutoConfig.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError):
+        _check_hub(model)
+    return _read(AutoConfig, model, model)
+
+
+def _read(auto_config: Any, source: str, model: str) -> Any:
+    try:
+        return auto_config.from_pretrained(source)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # what a malformed file makes transformers raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise ValueError(f"MODEL {model!r} has no configuration that transformers can read: {reason}.") from None
+
+
+def _check_hub(model: str) -> None:
+    """Say at once that there is no network, before five retries do; behind a proxy names need not resolve here."""
+    from huggingface_hub import constants
+
+    unreachable = (
+        f"MODEL {model!r} is no file or folder here and is not in the hub's cache, and the hub ({constants.ENDPOINT}) cannot be reached;"
+        " give a config.json, a folder that has one, or connect."
+    )
+    if constants.HF_HUB_OFFLINE:
+        raise ValueError(unreachable)
+    if urllib.request.getproxies():
+        return
+    try:
+        socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, 443)
+    except OSError:
+        raise ValueError(unreachable) from None
+
+
+def _quiet() -> None:
+    """What transformers and the hub log about a configuration is of no use here."""
+    import logging
+
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)

@@ -1,0 +1,55 @@
+"""The same model with longer samples or wider, as a changed configuration."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_source_positions")
+_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "embedding_size", "word_embed_proj_dim")
+"""Sizes that grow with the width, where a configuration has them as numbers."""
+
+
+def position_names(config: Any) -> tuple[str, ...]:
+    """Fields of a configuration that bound its positions."""
+    return tuple(name for name in _POSITIONS if isinstance(getattr(config, name, None), int))
+
+
+def with_positions(config: Any, positions: int) -> Any:
+    """A copy whose tables of positions hold at least so many."""
+    changed = copy.deepcopy(config)
+    for name in position_names(config):
+        setattr(changed, name, max(positions, getattr(config, name)))
+    return changed
+
+
+def head_step(config: Any) -> int:
+    """Heads come in multiples of this: as many as share one key-value head.
+
+    Raises:
+        ValueError: the configuration has no width and heads that can be changed.
+    """
+    width, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    if not isinstance(width, int) or not isinstance(heads, int) or width % heads:
+        raise ValueError(f"{type(config).__name__} has no hidden_size that is a multiple of its num_attention_heads.")
+    pairs = getattr(config, "num_key_value_heads", None) or heads
+    return heads // pairs if heads % pairs == 0 else heads
+
+
+def with_heads(config: Any, heads: int) -> Any:
+    """A copy with so many heads of the same size; width, inner width and key-value heads grow in proportion.
+
+    Args:
+        config: a transformers configuration.
+        heads: a multiple of `head_step(config)`.
+    """
+    changed, before = copy.deepcopy(config), config.num_attention_heads
+    pairs = getattr(config, "num_key_value_heads", None)
+    for name in _WIDTHS:
+        if isinstance(size := getattr(config, name, None), int):
+            setattr(changed, name, size * heads // before)
+    if isinstance(pairs, int):
+        changed.num_key_value_heads = pairs * heads // before
+    changed.hidden_size = config.hidden_size // before * heads
+    changed.num_attention_heads = heads
+    return changed
