@@ -30,7 +30,7 @@ from rich.table import Table
 from transformers.utils import logging
 
 from hf_osdp.planner.costs import Batch, Choice
-from hf_osdp.planner.description import GatherSpan, ModelDescription
+from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.memory import estimate_memory
 from hf_osdp.planner.plan import Plan
@@ -257,8 +257,9 @@ def as_markdown(tables: Sequence[Cells], rows: Sequence[Row], seconds: float) ->
     versions = ", ".join(f"{name} {version}" for name, version in package_versions().items())
     lines = [
         "# Estimated against simulated peak memory", "",
-        f"Made by `python benchmarks/memory_error.py --markdown FILE` in {seconds / 60:.0f} minutes on two CPU cores, {time.strftime('%Y-%m-%d')}:"
-        f" {versions}.", "", (__doc__ or "").split("\n\n")[2].replace("\n", " "), "", headline(rows)[0] + ".", "",
+        f"Made by `python benchmarks/memory_error.py --markdown FILE` in {seconds / 60:.0f} minutes on two CPU cores,"
+        f" {time.strftime('%Y-%m-%d')}: {versions}.", "", (__doc__ or "").split("\n\n")[2].replace("\n", " "), "",
+        headline(rows)[0] + ".", "",
     ]  # fmt: skip
     for title, cells in tables:
         lines += [f"## {title}", "", *_markdown_table(_HEADER, cells), ""]

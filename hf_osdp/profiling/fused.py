@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 from .operators import attention_backward_flops, attention_flops
@@ -31,6 +32,9 @@ class FusedKernels(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.Tensor.backward and not any(kwargs.values()):
+            with self:  # torch leaves the mode while it handles a call, but blocks that are recomputed in backward need it
+                return _backward(*args)
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if func is torch.dropout:
@@ -53,6 +57,11 @@ class FusedKernels(TorchFunctionMode):
         if attn_mask is not None and attn_mask.dtype is torch.bool:
             attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)  # the kernels take an additive bias
         return _FusedAttention.apply(query, key, value, attn_mask, self._count_flops)
+
+
+def _backward(loss: torch.Tensor) -> None:
+    """`loss.backward()` without asking the function modes again."""
+    _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class _FusedAttention(torch.autograd.Function):
