@@ -63,6 +63,7 @@ def announce_result(run: PlannedRun, measured: StepSummary, *, output_dir: str |
         comparison=run.comparison,
         planning_s=run.planning_s,
         measured=asdict(measured),
+        job=run.job,
     )
     path = write_report(content, output_dir)
     console.print(f"Report: {path}", highlight=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..errors import InfeasibleError
 from .description import ModelDescription
 from .hardware import Hardware
@@ -11,6 +13,9 @@ from .strategies import Strategy
 
 POINTS = 12
 """Searches of one front, unless the caller wants another number: enough for a curve, and a few seconds at most."""
+
+_STEP = 0.99
+"""Each limit is at most this part of the peak before it: what is nearer is the same to a person."""
 
 
 def frontier(
@@ -25,7 +30,7 @@ def frontier(
     """Points of the Pareto front of peak memory and throughput, between the least memory that any plan needs and `most_bytes`.
 
     Each point is the fastest plan under its own limit (the ε-constraint method: Haimes, Lasdon, Wismer 1971); limits fall in
-    equal ratios, and each is below the peak of the plan before it.
+    equal ratios, and each is at least 1 % below the peak of the plan before it.
 
     Args:
         description: the model.
@@ -49,14 +54,14 @@ def frontier(
     ratio = (least / found[0].plan.peak_bytes) ** (1 / (points - 1))
     limit = found[0].plan.peak_bytes
     for _ in range(points - 1):
-        limit = max(least, min(int(limit * ratio), found[-1].plan.peak_bytes - 1))
         if found[-1].plan.peak_bytes <= least:
             break
+        limit = max(least, int(min(limit * ratio, found[-1].plan.peak_bytes * _STEP)))
         found.append(search(description, hardware, job, limit, strategy=strategy))
     return not_dominated(found)
 
 
-def not_dominated(results: list[SearchResult]) -> tuple[SearchResult, ...]:
+def not_dominated(results: Sequence[SearchResult]) -> tuple[SearchResult, ...]:
     """Those to which no other is equal or better in both peak and step time, by rising peak."""
     front: list[SearchResult] = []
     for result in sorted(results, key=lambda r: (r.plan.peak_bytes, r.plan.step_s)):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich.table import Table
 
-from ..planner.description import Segment
 from ..planner.memory import MemoryBreakdown, Moment
 from ..planner.plan import Plan, UnitDecision
 from ..planner.search import SearchResult
@@ -16,7 +15,13 @@ from ..quantities import format_bytes, format_count, format_seconds
 from .explain import Alternative, Binding, Binds, Explanation, RowReason
 from .tables import PlanRow, bare_table, plan_rows
 
-_UNIT_TERMS = (("compute", "compute_s"), ("exposed", "exposed_s"), ("copies", "copy_s"), ("update", "optimizer_s"))
+_UNIT_TERMS = (
+    ("compute", "compute_s"),
+    ("communication", "communication_s"),
+    ("exposed", "exposed_s"),
+    ("copies", "copy_s"),
+    ("optimizer", "optimizer_s"),
+)
 
 
 def peak_table(explanation: Explanation) -> Table:
@@ -51,31 +56,42 @@ def stream_table(explanation: Explanation) -> Table:
     return table
 
 
-def unit_table(explanation: Explanation) -> Table:
-    """Bytes that each row of units holds, and its seconds in a step.
+def unit_bytes_table(explanation: Explanation) -> Table:
+    """Bytes that each row of units has on one device.
 
-    `saved` is what forward leaves for backward: activations, and parameters that are kept.
+    `activations` and `kept` lie between its forward and its backward; `while it runs` is the most that one unit of the row
+    gathers and copies.
     """
-    table = bare_table("By unit: bytes on each device, seconds of a step")
+    table = bare_table("Bytes on each device, by unit")
     table.add_column("units", overflow="fold")
-    for name in ("params", "grads", "optimizer", "saved", *(name for name, _ in _UNIT_TERMS)):
+    for name in ("parameters", "optimizer", "gradients", "activations", "kept", "while it runs"):
         table.add_column(name, justify="right", no_wrap=True)
+    samples = explanation.plan.micro_batch_size
     for row in plan_rows(explanation.plan, explanation.description):
-        table.add_row(row_label(row), *unit_cells(row, explanation))
+        units = [explanation.estimate.units[i] for i in row.units]
+        saved = sum(s.saved_bytes.bytes(samples) for s in explanation.description.segments if s.unit in row.units)
+        figures = (
+            sum(unit.parameters for unit in units),
+            sum(unit.optimizer for unit in units),
+            sum(unit.gradients_held + unit.gradients_after + unit.gradients_settled for unit in units),
+            saved,
+            sum(unit.kept for unit in units),
+            max(unit.gathered - unit.kept + unit.gather_buffer for unit in units),
+        )
+        table.add_row(row_label(row), *map(format_bytes, figures))
     return table
 
 
-def unit_cells(row: PlanRow, explanation: Explanation) -> Iterator[str]:
-    """The figures of one row of `unit_table`."""
-    estimate, description = explanation.estimate, explanation.description
-    units = [estimate.units[i] for i in row.units]
-    segments = [segment for segment in description.segments if segment.unit in row.units]
-    yield format_bytes(sum(unit.parameters for unit in units))
-    yield format_bytes(sum(unit.gradients_held + unit.gradients_after + unit.gradients_settled for unit in units))
-    yield format_bytes(sum(unit.optimizer for unit in units))
-    yield format_bytes(_saved(segments, explanation.plan.micro_batch_size) + sum(unit.kept for unit in units))
-    for _, term in _UNIT_TERMS:
-        yield "-" if estimate.time is None else format_seconds(sum(getattr(estimate.time.units[i], term) for i in row.units))
+def unit_seconds_table(explanation: Explanation) -> Table:
+    """Seconds of each row of units in a step; `exposed` is the communication that compute waits for."""
+    table = bare_table("Seconds of a step, by unit")
+    table.add_column("units", overflow="fold")
+    for name, _ in _UNIT_TERMS:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in plan_rows(explanation.plan, explanation.description):
+        times = [explanation.estimate.time.units[i] for i in row.units]
+        table.add_row(row_label(row), *(format_seconds(sum(getattr(time, term) for time in times)) for _, term in _UNIT_TERMS))
+    return table
 
 
 def reason_table(explanation: Explanation) -> Table:
@@ -163,9 +179,9 @@ def what_if_table(answers: Sequence[Answer]) -> Table:
     return table
 
 
-def simulation_table(estimated: Moment, simulated_bytes: int, simulated: MemoryBreakdown, seconds: float) -> Table:
+def simulation_table(estimated: Moment, simulated_bytes: int, simulated: MemoryBreakdown) -> Table:
     """Bytes at the peak by kind: estimated beside what FSDP2's real step allocates on fake tensors."""
-    table = bare_table(f"Peak of tensors: estimated beside simulated (FSDP2's step on fake tensors, {format_seconds(seconds)})")
+    table = bare_table("Peak of tensors, estimated beside simulated")
     table.add_column("")
     for name in ("estimated", "simulated", "error"):
         table.add_column(name, justify="right")
@@ -199,10 +215,6 @@ def _overrun(other: Alternative, units: int) -> str:
         one = other.single_over_bytes
         alone = f" (one unit: {format_bytes(one)} over)" if one > 0 else " (one unit fits)"
     return f"{format_bytes(other.over_bytes)} over the limit{alone}"
-
-
-def _saved(segments: Sequence[Segment], samples: int) -> int:
-    return sum(segment.saved_bytes.bytes(samples) for segment in segments)
 
 
 def _share(part: float, whole: float) -> str:

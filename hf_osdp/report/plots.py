@@ -103,9 +103,7 @@ def memory_chart(memory: MemoryEstimate, reserved_bytes: int, limit_bytes: int |
     if limit_bytes:
         at = alt.Data(values=[{"GiB": limit_bytes / GIB, "text": f"limit {format_bytes(limit_bytes)}"}])
         layers.append(alt.Chart(at).mark_rule(color="#d62728", strokeWidth=2).encode(y="GiB:Q"))
-        layers.append(
-            alt.Chart(at).mark_text(align="right", dy=-7, color="#d62728").encode(x=alt.value(_WIDTH - 4), y="GiB:Q", text="text:N")
-        )
+        layers.append(alt.Chart(at).mark_text(align="left", dy=-7, color="#d62728").encode(x=alt.value(4), y="GiB:Q", text="text:N"))
     title = f"Memory over the step: peak {format_bytes(memory.peak_bytes + reserved_bytes)} in {memory.peak.phase} of {memory.peak.unit}"
     return alt.layer(*layers).properties(width=_WIDTH, height=300, title=title)
 

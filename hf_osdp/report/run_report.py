@@ -14,8 +14,10 @@ from pathlib import Path
 from ..planner.description import ModelDescription
 from ..planner.evaluate import PlanEstimate
 from ..planner.hardware import Hardware
+from ..planner.job import TrainingJob
 from ..planner.plan import Plan
 from ..planner.search import StrategyResult
+from .plan_file import PlanInputs, plain, write_json
 
 REPORT_FILE = "osdp_report.json"
 _PACKAGES = ("hf_osdp", "torch", "accelerate", "transformers")
@@ -30,6 +32,7 @@ def report_content(
     comparison: Sequence[StrategyResult] | None,
     planning_s: float,
     measured: dict | None,
+    job: TrainingJob | None = None,
 ) -> dict:
     """The report as plain values; bytes and seconds throughout.
 
@@ -41,6 +44,7 @@ def report_content(
         comparison: the other strategies, where they were estimated.
         planning_s: seconds that planning took.
         measured: `steps`, `median_step_s` and `peak_bytes` of the run, or None.
+        job: precision, optimizer, batch; with it the report holds all that `hf-osdp explain` needs.
     """
     peak = estimate.memory.peak
     return {
@@ -69,15 +73,14 @@ def report_content(
         "strategies": None if comparison is None else [strategy_content(row) for row in comparison],
         "planning_s": planning_s,
         "measured": measured,
+        **({} if job is None else {"inputs": plain(PlanInputs(description=description, job=job, hardware=hardware))}),
     }  # fmt: skip
 
 
 def write_report(content: dict, output_dir: str | Path) -> Path:
     """Write the report into an existing folder, whole or not at all; returns its path."""
     path = Path(output_dir) / REPORT_FILE
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_json(content, path)
     return path
 
 

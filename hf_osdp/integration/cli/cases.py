@@ -101,7 +101,7 @@ def describer(request: Request, hardware: Hardware) -> Callable[..., ModelDescri
             compute_dtype=precision.compute,
             device_type=device_type_of(hardware),
             auto_class=request.auto_class,
-            **({"activation_checkpointing": True} if request.activation_checkpointing else {}),
+            activation_checkpointing=request.activation_checkpointing,
         )
         if profile is None:
             return description
@@ -141,7 +141,9 @@ def load_config(model: str) -> Any:
     from transformers import AutoConfig
 
     if local:
-        return _read(AutoConfig, str(path), model)
+        config = _read(AutoConfig, str(path), model)
+        config._name_or_path = path.resolve().parent.name if path.name == "config.json" else path.stem  # tables have no room for a path
+        return config
     try:
         return AutoConfig.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError):
@@ -178,7 +180,9 @@ def _check_hub(model: str) -> None:
 def _quiet() -> None:
     """What transformers and the hub log about a configuration is of no use here."""
     import logging
+    import warnings
 
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()

@@ -23,8 +23,9 @@ def compare(
     check_outputs(None, plot)
     with screen.working("Describing the model"):
         case, _ = case_of(request)
-    from ...planner.frontier import frontier
+    from ...planner.frontier import frontier, not_dominated
     from ...planner.search import compare_strategies
+    from ...planner.strategies import Strategy
     from ...report.contents import comparison_content
     from ...report.explain_tables import frontier_table
     from ...report.tables import comparison_table
@@ -32,6 +33,7 @@ def compare(
     with screen.working("Searching"):
         rows = compare_strategies(case.description, case.hardware, case.job, case.memory_limit_bytes)
         front = frontier(case.description, case.hardware, case.job, case.hardware.device.memory_bytes, points=points)
+        front = not_dominated([*front, *(row.result for row in rows if row.strategy is Strategy.OSDP and row.result)])
     screen.print(comparison_table(rows, case.memory_limit_bytes), frontier_table(front, case.memory_limit_bytes))
     screen.print(f"Estimated for {case.hardware.summary}; activations: {case.description.trace}.")
     if plot is not None:

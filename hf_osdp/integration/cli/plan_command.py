@@ -83,6 +83,7 @@ def draw_plan(path: Path, plan, estimate, hardware, streams) -> None:
 
 def _simulated(screen: Output, request: Request, case, config, plan, estimate) -> dict:
     """Estimate beside simulation."""
+    from ...quantities import format_seconds
     from ...report.explain_tables import simulation_table
     from ...report.plan_file import plain
     from ...runtime.simulate import simulate
@@ -92,5 +93,6 @@ def _simulated(screen: Output, request: Request, case, config, plan, estimate) -
             config, plan, description=case.description, job=case.job, device_type=device_type_of(case.hardware),
             auto_class=request.auto_class, activation_checkpointing=request.activation_checkpointing,
         )  # fmt: skip
-    screen.print(simulation_table(estimate.memory.peak, simulation.peak_bytes, simulation.breakdown, simulation.seconds))
+    screen.print(simulation_table(estimate.memory.peak, simulation.peak_bytes, simulation.breakdown))
+    screen.print(f"Simulated FSDP2's step on fake tensors in {format_seconds(simulation.seconds)}.")
     return plain(simulation)

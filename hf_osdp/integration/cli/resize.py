@@ -12,7 +12,8 @@ _WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "encoder_ffn_dim",
 
 def position_names(config: Any) -> tuple[str, ...]:
     """Fields of a configuration that bound its positions."""
-    return tuple(name for name in _POSITIONS if isinstance(getattr(config, name, None), int))
+    aliases = getattr(config, "attribute_map", {})
+    return tuple(name for name in _POSITIONS if name not in aliases and isinstance(getattr(config, name, None), int))
 
 
 def with_positions(config: Any, positions: int) -> Any:
