@@ -175,7 +175,8 @@ class Profile:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "top level"
-            raise ProfileError(f"{source} is not a valid profile: {where}: {first['msg'].removeprefix('Value error, ').rstrip('.')}.") from None
+            what = first["msg"].removeprefix("Value error, ").rstrip(".")
+            raise ProfileError(f"{source} is not a valid profile: {where}: {what}.") from None
         except OSDPError as error:
             raise ProfileError(f"{source} is not a valid profile: {error}") from None
 

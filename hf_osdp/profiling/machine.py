@@ -11,8 +11,10 @@ import torch.distributed as dist
 from ..errors import HardwareError
 from ..planner.description import DType
 from ..planner.hardware import Backend, Collective, CollectiveTiming, DeviceSpec, Hardware, Link
+from .handling import measure_handling
 from .links import measure_collectives
 from .rates import copy_rate, matmul_rates, operator_seconds
+from .together import distributed, smallest, wait_for_all, world_size
 
 
 def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Sequence[int] | None = None) -> Hardware:
@@ -20,7 +22,8 @@ def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Seq
 
     Args:
         device_type: `"cpu"` or `"cuda"`.
-        seconds: about how long compute is measured, and again the collectives; setting up groups comes on top.
+        seconds: about how long compute is measured, again the collectives, and a third of it what FSDP2 does beside them;
+            setting up groups comes on top.
         group_sizes: sizes of the groups whose collectives are measured; None takes every divisor of the world size.
 
     Returns:
@@ -31,16 +34,12 @@ def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Seq
         ValueError: the device type is not known, or a group size does not divide the world size.
         HardwareError: the device is missing, or ranks do not fill the nodes evenly.
     """
-    if device_type not in ("cpu", "cuda"):
-        raise ValueError(f"device_type={device_type!r} is not known; use cpu or cuda.")
-    if device_type == "cuda" and not torch.cuda.is_available():
-        raise HardwareError("device_type=cuda, but torch sees no CUDA device here; use cpu, or a preset of the hardware to plan for.")
-    device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
-    world = dist.get_world_size() if _distributed() else 1
+    device = measuring_device(device_type)
+    world = world_size()
     local = _local_world_size(world, device)
     sizes = _group_sizes(world, group_sizes)
     spec = _measure_device(device, local, seconds)
-    timings = measure_collectives(device, sizes, seconds) if world > 1 else ()
+    timings = measure_collectives(device, sizes, seconds, local_world_size=local) if world > 1 else ()
     intra_node, inter_node = _links(spec, timings, local=local, world=world)
     return Hardware(
         device=spec,
@@ -50,19 +49,33 @@ def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Seq
         inter_node=inter_node,
         backend=Backend.NCCL if device_type == "cuda" else Backend.GLOO,
         timings=timings,
+        handling=measure_handling(device, 0.3 * seconds),
     )
+
+
+def measuring_device(device_type: str) -> torch.device:
+    """This process's device.
+
+    Raises:
+        ValueError: the type is not known.
+        HardwareError: the device is missing.
+    """
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(f"device_type={device_type!r} is not known; use cpu or cuda.")
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise HardwareError("device_type=cuda, but torch sees no CUDA device here; use cpu, or a preset of the hardware to plan for.")
+    return torch.device("cpu") if device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
 
 
 def _measure_device(device: torch.device, local: int, seconds: float) -> DeviceSpec:
     """The slowest rank's compute, the smallest rank's memory; all ranks measure at once, as they train at once."""
-    if _distributed():
-        dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+    wait_for_all(device)
     rates = matmul_rates(device, 0.7 * seconds)
     dtypes = [dtype for dtype in DType if dtype.value.startswith(("float", "bfloat"))]
     available, reserved = _memory_bytes(device, local)
     dispatching = operator_seconds(device, 0.1 * seconds)
     known = [copy_rate(device, 0.2 * seconds), available, -reserved, -dispatching]
-    agreed = _minimum([*known, *(rates.get(dtype, 0.0) for dtype in dtypes)], device)
+    agreed = smallest([*known, *(rates.get(dtype, 0.0) for dtype in dtypes)], device)
     return DeviceSpec(
         name=_device_name(device),
         memory_bytes=int(agreed[1]),
@@ -87,7 +100,7 @@ def _memory_bytes(device: torch.device, local: int) -> tuple[int, int]:
 def _device_name(device: torch.device) -> str:
     threads = torch.get_num_threads()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({threads} thread{'s' if threads > 1 else ''})"
-    if not _distributed():
+    if not distributed():
         return name
     names = [name]
     dist.broadcast_object_list(names, src=0, device=device)
@@ -97,7 +110,7 @@ def _device_name(device: torch.device) -> str:
 def _local_world_size(world: int, device: torch.device) -> int:
     """Ranks on this node: what the launcher says, else as many as there are devices."""
     said = os.environ.get("LOCAL_WORLD_SIZE")
-    local = int(said) if said and _distributed() else world
+    local = int(said) if said and distributed() else world
     if not said and device.type == "cuda":
         local = min(world, torch.cuda.device_count())
     if local < 1 or world % local:
@@ -134,15 +147,3 @@ def _ring_link(timing: CollectiveTiming) -> Link:
         bytes_per_s=hops / timing.group_size / timing.seconds_per_byte,
         source=f"measured: all-gather over {timing.group_size} ranks",
     )
-
-
-def _minimum(values: Sequence[float], device: torch.device) -> list[float]:
-    """The smallest of each value over all ranks."""
-    tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    if _distributed():
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
-    return tensor.tolist()
-
-
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
