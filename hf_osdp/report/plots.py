@@ -169,6 +169,7 @@ def frontier_chart(title: str, front: Sequence[SearchResult], strategies: Sequen
     """Throughput against peak memory: the front as a line, each strategy at its own best batch as a point, the limit as a rule."""
     import altair as alt
 
+    names = [row.strategy.value for row in strategies if row.result is not None]
     points = [_point(result, "front") for result in front]
     marks = [_point(row.result, row.strategy.value) for row in strategies if row.result is not None]
     domain = _padded([p["GiB"] for p in (*points, *marks)] + [limit_bytes / GIB]), _padded([p["rate"] for p in (*points, *marks)])
@@ -176,10 +177,13 @@ def frontier_chart(title: str, front: Sequence[SearchResult], strategies: Sequen
     y = alt.Y("rate:Q", title="samples/s", scale=alt.Scale(domain=domain[1], nice=False))
     tooltip = ["name:N", "batch:N", "peak:N", "step:N", "rate:Q"]
     line = (
-        alt.Chart(alt.Data(values=points)).mark_line(interpolate="step-after", point=True, color="#888").encode(x=x, y=y, tooltip=tooltip)
+        alt.Chart(alt.Data(values=points))
+        .mark_line(interpolate="step-after", point={"color": "#888"}, color="#888")
+        .encode(x=x, y=y, tooltip=tooltip)
     )
     shown = alt.Chart(alt.Data(values=marks)).mark_point(size=130, filled=True, opacity=0.9).encode(
-        x=x, y=y, color=alt.Color("name:N", title="strategy"), shape=alt.Shape("name:N", title="strategy"), tooltip=tooltip
+        x=x, y=y, tooltip=tooltip,
+        color=alt.Color("name:N", title="strategy", sort=names), shape=alt.Shape("name:N", title="strategy", sort=names),
     )  # fmt: skip
     at = alt.Data(values=[{"GiB": limit_bytes / GIB, "text": f"limit {format_bytes(limit_bytes)}"}])
     rule = alt.Chart(at).mark_rule(color="#d62728", strokeWidth=2).encode(x="GiB:Q")

@@ -33,6 +33,7 @@ def report_content(
     planning_s: float,
     measured: dict | None,
     job: TrainingJob | None = None,
+    recalibration: Sequence[dict] = (),
 ) -> dict:
     """The report as plain values; bytes and seconds throughout.
 
@@ -43,8 +44,9 @@ def report_content(
         hardware: what the estimate was made for, or None.
         comparison: the other strategies, where they were estimated.
         planning_s: seconds that planning took.
-        measured: `steps`, `median_step_s` and `peak_bytes` of the run, or None.
+        measured: `steps`, `median_step_s`, `peak_bytes` and `collectives` of the run, or None.
         job: precision, optimizer, batch; with it the report holds all that `hf-osdp explain` needs.
+        recalibration: plans that were tried before training, with what was seen.
     """
     peak = estimate.memory.peak
     return {
@@ -69,7 +71,11 @@ def report_content(
             "step_breakdown": None if estimate.time is None else {
                 term: estimate.time.total(term) for term in ("compute_s", "communication_s", "exposed_s", "copy_s", "optimizer_s")
             },
+            "collectives": None if estimate.collectives is None else {
+                collective.value: seconds for collective, seconds in estimate.collectives.items()
+            },
         },
+        "recalibration": list(recalibration),
         "strategies": None if comparison is None else [strategy_content(row) for row in comparison],
         "planning_s": planning_s,
         "measured": measured,

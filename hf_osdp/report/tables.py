@@ -112,15 +112,24 @@ def comparison_table(rows: Sequence[StrategyResult], memory_limit_bytes: int) ->
 
 
 def outcome_table(
-    *, estimated_peak: int | None, measured_peak: int | None, estimated_step_s: float | None, measured_step_s: float | None
+    *,
+    estimated_peak: int | None,
+    measured_peak: int | None,
+    estimated_step_s: float | None,
+    measured_step_s: float | None,
+    collectives: Sequence[tuple[str, float | None, float | None]] = (),
 ) -> Table:
-    """Estimated beside measured; bytes and seconds on the slowest and fullest rank."""
+    """Estimated beside measured; bytes and seconds on the slowest and fullest rank.
+
+    `collectives` has a name, seconds of a step estimated and seconds measured for each kind.
+    """
     table = bare_table("Estimated beside measured")
     for name in ("", "estimated", "measured", "estimate / measured"):
         table.add_column(name, justify="right" if name else "left")
     for name, estimated, measured, text in (
         ("peak memory", estimated_peak, measured_peak, format_bytes),
         ("step time", estimated_step_s, measured_step_s, format_seconds),
+        *((name, estimated, measured, format_seconds) for name, estimated, measured in collectives),
     ):
         ratio = f"{estimated / measured:.2f}" if estimated and measured else "-"
         table.add_row(name, *("-" if value is None else text(value) for value in (estimated, measured)), ratio)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ...planner.frontier import POINTS, frontier
 from .cases import case_of
 from .options import JsonFile, PlotFile, Request
 from .output import Output
@@ -14,7 +15,7 @@ from .plan_command import check_outputs
 
 def compare(
     request: Request,
-    points: Annotated[int, typer.Option(min=2, help="Points of the front, each one search.")] = 12,
+    points: Annotated[int, typer.Option(min=2, metavar="N", help="Points of the front, each one search.")] = POINTS,
     json_file: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
@@ -23,17 +24,22 @@ def compare(
     check_outputs(None, plot)
     with screen.working("Describing the model"):
         case, _ = case_of(request)
-    from ...planner.frontier import frontier, not_dominated
     from ...planner.search import compare_strategies
-    from ...planner.strategies import Strategy
     from ...report.contents import comparison_content
     from ...report.explain_tables import frontier_table
     from ...report.tables import comparison_table
 
     with screen.working("Searching"):
         rows = compare_strategies(case.description, case.hardware, case.job, case.memory_limit_bytes)
-        front = frontier(case.description, case.hardware, case.job, case.hardware.device.memory_bytes, points=points)
-        front = not_dominated([*front, *(row.result for row in rows if row.strategy is Strategy.OSDP and row.result)])
+        peaks = [row.result.plan.peak_bytes for row in rows if row.result is not None]
+        front = frontier(
+            case.description,
+            case.hardware,
+            case.job,
+            case.hardware.device.memory_bytes,
+            points=points,
+            at=[case.memory_limit_bytes, *peaks],
+        )
     screen.print(comparison_table(rows, case.memory_limit_bytes), frontier_table(front, case.memory_limit_bytes))
     screen.print(f"Estimated for {case.hardware.summary}; activations: {case.description.trace}.")
     if plot is not None:
