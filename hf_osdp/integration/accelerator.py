@@ -26,7 +26,7 @@ from .config import OSDPConfig
 from .launch import launch_request, launched_world_size
 from .optimizers import spec_of_optimizer, spec_of_trainer_name
 from .planning import PlannedRun, RunFacts, keep_master_weights, plan_run
-from .plugin import OSDPPlugin, plugin_for, precision_of
+from .plugin import OSDPPlugin, offloads, plugin_for, precision_of
 from .samples import batch_length, batch_size_of
 from .sharding import check_bound, shard_model
 
@@ -183,6 +183,8 @@ class OSDPAccelerator(Accelerator):
             reduce_every_micro_step=config.reduce_every_micro_step if not wants_sync else True,
             optimizer=optimizer,
             holds_outputs=True,  # the usual loop names them: `out = model(**batch); accelerator.backward(out.loss)`
+            activation_checkpointing=bool(self.plugin.activation_checkpointing),
+            cpu_offload=offloads(self.plugin),
         )
 
     # ------------------------------------------------------------------------------------------------------- preparing

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from ..planner.evaluate import PlanEstimate, estimate_plan
+from ..planner.hardware import Collective
 from ..quantities import format_seconds
 from ..report.run_report import REPORT_FILE, report_content, write_report
 from ..report.tables import comparison_table, outcome_table, plan_caption, plan_table
-from ..runtime.measure import StepSummary
+from ..report.trials import TrialRow, trials_table
+from ..runtime.measure import CollectiveTotal, Observation
+from ..runtime.recalibrate import Round
 from .planning import PlannedRun
 
 __all__ = ["REPORT_FILE", "announce_plan", "announce_result"]
@@ -21,10 +24,12 @@ _WIDTH = 100
 
 
 def announce_plan(run: PlannedRun, *, is_rank_zero: bool) -> None:
-    """Print the plan, with the other strategies beside it where they were estimated."""
+    """Print the plan, with the other strategies and the plans that were tried beside it, where there are any."""
     if not is_rank_zero:
         return
     console, estimate = _console(), _estimate(run)
+    if run.rounds:
+        console.print(trials_table(_trial_rows(run)))
     console.print(plan_table(run.plan, run.description, estimate))
     for line in plan_caption(run.plan, estimate):
         console.print(line, highlight=False)
@@ -35,13 +40,13 @@ def announce_plan(run: PlannedRun, *, is_rank_zero: bool) -> None:
     console.print(f"Planned{where} in {format_seconds(run.planning_s)}; activations: {run.description.trace}.", highlight=False)
 
 
-def announce_result(run: PlannedRun, measured: StepSummary, *, output_dir: str | Path, is_rank_zero: bool) -> None:
-    """Print estimated beside measured peak and step time, and write `osdp_report.json`.
+def announce_result(run: PlannedRun, measured: Observation, *, output_dir: str | Path | None, is_rank_zero: bool) -> None:
+    """Print estimated beside measured peak, step time and collectives, and write `osdp_report.json`.
 
     Args:
         run: what was planned.
         measured: summary of the step meter.
-        output_dir: an existing folder.
+        output_dir: an existing folder; None writes nothing.
         is_rank_zero: whether this process reports.
     """
     if not is_rank_zero:
@@ -53,8 +58,11 @@ def announce_result(run: PlannedRun, measured: StepSummary, *, output_dir: str |
             measured_peak=measured.peak_bytes,
             estimated_step_s=run.plan.step_s if estimate.time is None else estimate.time.step_s,
             measured_step_s=measured.median_step_s,
+            collectives=_collectives(estimate, measured),
         )
     )
+    if output_dir is None:
+        return
     content = report_content(
         plan=run.plan,
         description=run.description,
@@ -62,11 +70,69 @@ def announce_result(run: PlannedRun, measured: StepSummary, *, output_dir: str |
         hardware=run.hardware,
         comparison=run.comparison,
         planning_s=run.planning_s,
-        measured=asdict(measured),
+        measured=observation_content(measured),
         job=run.job,
+        recalibration=[_round_content(past, runs=past.plan.fingerprint == run.plan.fingerprint) for past in run.rounds],
     )
     path = write_report(content, output_dir)
     console.print(f"Report: {path}", highlight=False)
+
+
+def observation_content(observed: Observation) -> dict:
+    """An observation as plain values; bytes and seconds of one optimizer step."""
+    return {
+        "steps": observed.steps,
+        "median_step_s": observed.median_step_s,
+        "peak_bytes": observed.peak_bytes,
+        "out_of_memory": observed.out_of_memory,
+        "collectives": [
+            {"collective": t.collective.value, "group_size": t.group_size, "calls": t.calls, "bytes": t.nbytes, "seconds": t.seconds}
+            for t in observed.collectives
+        ],
+    }
+
+
+def _round_content(past: Round, *, runs: bool) -> dict:
+    return {
+        "plan": past.plan.fingerprint,
+        "estimated": {"peak_bytes": past.estimated_peak_bytes, "step_s": past.estimated_step_s},
+        "measured": observation_content(past.observed),
+        "correction": {"extra_bytes": past.correction.extra_bytes, "compute_factor": past.correction.compute_factor},
+        "fits": past.fits,
+        "runs": runs,
+    }
+
+
+def _trial_rows(run: PlannedRun) -> list[TrialRow]:
+    return [
+        TrialRow(
+            fingerprint=past.plan.fingerprint,
+            estimated_peak_bytes=past.estimated_peak_bytes,
+            measured_peak_bytes=past.observed.peak_bytes,
+            estimated_step_s=past.estimated_step_s,
+            measured_step_s=past.observed.median_step_s,
+            extra_bytes=past.correction.extra_bytes,
+            compute_factor=past.correction.compute_factor,
+            fits=past.fits,
+            runs=past.plan.fingerprint == run.plan.fingerprint,
+        )
+        for past in run.rounds
+    ]
+
+
+def _collectives(estimate: PlanEstimate, measured: Observation) -> list[tuple[str, float | None, float | None]]:
+    """Each kind that the plan uses: seconds of a step, estimated and measured."""
+    rows = []
+    for kind in Collective:
+        estimated = None if estimate.collectives is None else estimate.collectives[kind]
+        seen = _seconds_of(measured.collectives, kind)
+        if estimated or seen:
+            rows.append((kind.value.replace("_", "-"), estimated, seen))
+    return rows
+
+
+def _seconds_of(totals: Sequence[CollectiveTotal], kind: Collective) -> float | None:
+    return sum(total.seconds for total in totals if total.collective is kind) if totals else None
 
 
 def _estimate(run: PlannedRun) -> PlanEstimate:

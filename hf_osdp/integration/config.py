@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
+from ..planner.profile import Profile
 from ..quantities import parse_bytes
 
 STRATEGIES = ("osdp", "fsdp", "ddp", "zero2", "hsdp")
@@ -41,7 +42,12 @@ class OSDPConfig:
     hardware: Hardware | str | None = None
     """A description or the name of a preset; None measures this machine when the run starts."""
     nodes: int | None = None
-    """Machines that the processes are spread over; None finds out. A given description or plan already says so."""
+    """Machines that the processes are spread over; None finds out. A given description, profile or plan already says so."""
+    profile: Profile | str | Path | None = None
+    """What `hf-osdp profile` measured on this machine, or the file of it: hardware and times of blocks, measured no more."""
+    recalibrate: bool = False
+    """Before training starts, try the plan for a few steps on a throw-away copy of the model, correct the estimates by what is
+    seen, and plan again, until the plan stands (at most 3 rounds). The plan that runs is one that was tried and fits."""
     compare: bool = True
     """Estimate DDP, ZeRO-2, FSDP and HSDP beside the plan."""
 
@@ -53,15 +59,22 @@ class OSDPConfig:
         object.__setattr__(self, "block_classes", _class_names(self.block_classes))
         for name in ("sequence_length", "global_batch_size", "micro_batch_size", "nodes"):
             _check_count(name, getattr(self, name))
-        for name in ("reduce_every_micro_step", "compare"):
+        for name in ("reduce_every_micro_step", "recalibrate", "compare"):
             value = getattr(self, name)
-            if not isinstance(value, bool) and (value is not None or name == "compare"):
+            if not isinstance(value, bool) and (value is not None or name != "reduce_every_micro_step"):
                 raise ValueError(f"{name}={value!r} is not a switch; use true or false.")
         _check_type("plan", self.plan, (Plan, str, Path), "a Plan or the path of a plan file")
         _check_type("hardware", self.hardware, (Hardware, str), "a Hardware or the name of a preset")
-        clashes = {f"strategy={self.strategy!r}": self.strategy != "osdp", "hardware": self.hardware, f"nodes={self.nodes}": self.nodes}
+        _check_type("profile", self.profile, (Profile, str, Path), "a Profile or the path of a profile file")
+        clashes = {
+            f"strategy={self.strategy!r}": self.strategy != "osdp", "hardware": self.hardware, "profile": self.profile,
+            f"nodes={self.nodes}": self.nodes, "recalibrate=True": self.recalibrate,
+        }  # fmt: skip
         if self.plan is not None and (clash := next((name for name, given in clashes.items() if given), None)):
             raise ValueError(f"plan runs a given plan as it is, so {clash} would have no effect; leave one of the two out.")
+        if self.profile is not None and (self.hardware is not None or self.nodes is not None):
+            beside = "hardware" if self.hardware is not None else f"nodes={self.nodes}"
+            raise ValueError(f"profile already says what the hardware is, so {beside} would have no effect; leave one of the two out.")
         if self.nodes is not None and isinstance(self.hardware, Hardware):
             raise ValueError(f"nodes={self.nodes} was given beside a hardware description with {self.hardware.nodes}; leave nodes out.")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..planner.description import DType, ModelDescription
@@ -15,12 +16,17 @@ from ..planner.hardware import Hardware
 from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.plan import Plan
 from ..planner.presets import preset
-from ..planner.search import SearchResult, StrategyResult, compare_strategies, search
+from ..planner.profile import Profile, with_block_times
+from ..planner.search import SearchResult, StrategyResult, compare_strategies
+from ..profiling.batch import training_batch
 from ..profiling.describe import describe
 from ..profiling.machine import measure_hardware
 from ..quantities import format_bytes
 from ..runtime.agree import broadcast_plan, on_rank_zero
 from ..runtime.given import check_given
+from ..runtime.mesh import Meshes
+from ..runtime.probe import Trial, probe
+from ..runtime.recalibrate import Problem, Round, recalibrate
 from .config import OSDPConfig
 
 
@@ -37,11 +43,15 @@ class PlannedRun:
     hardware: Hardware | None
     """None where a plan was given: nothing was measured."""
     search: SearchResult | None
-    """The search's estimates; on rank 0 only, and None where a plan was given."""
+    """The plan's estimates; on rank 0 only, and None where a plan was given."""
     comparison: tuple[StrategyResult, ...] | None
     """Other strategies at their own best batch sizes; on rank 0 only, where they were asked for."""
     planning_s: float
-    """Seconds that describing, measuring and searching took."""
+    """Seconds that describing, measuring, searching and trying took."""
+    rounds: tuple[Round, ...] = ()
+    """Plans that were tried; description, job and hardware have the corrections in them on rank 0."""
+    meshes: Meshes | None = None
+    """Made for the trials, for training to use again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +72,10 @@ class RunFacts:
     optimizer: OptimizerSpec
     holds_outputs: bool
     """The training loop may keep the model's outputs through backward."""
+    activation_checkpointing: bool = False
+    """Blocks will be recomputed in backward; a model that has it switched on already needs no word of it here."""
+    cpu_offload: bool = False
+    """Parameters and optimizer states live in the host's memory."""
 
     def job(self) -> TrainingJob:
         """The job to search for.
@@ -103,38 +117,77 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
     """
     started = time.perf_counter()
     job = facts.job()
+    if config.recalibrate:
+        _check_recalibration(facts)
     description = describe(
         model,
         sequence_length=facts.sequence_length,
         block_classes=config.block_classes,
         compute_dtype=facts.precision.compute,
         device_type=facts.device_type,
+        activation_checkpointing=facts.activation_checkpointing,
     )
     if config.plan is not None:
         return _given(config, facts, job, description, started)
-    hardware = _hardware(config, facts)
+    profile = _profile(config)
+    if profile is not None:
+        description = with_block_times(description, profile)
+    hardware = _hardware(config, facts, profile)
     limit = _memory_limit(config, hardware)
-
-    found: SearchResult | None = None
-
-    def find() -> Plan:
-        nonlocal found
-        found = search(description, hardware, job, limit, strategy=config.strategy)
-        return found.plan
-
-    plan = broadcast_plan(on_rank_zero(find))
+    problem = Problem(description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=config.strategy)
+    plan = broadcast_plan(on_rank_zero(problem.solve))
     plan.check(description, facts.world_size)
-    comparison = compare_strategies(description, hardware, job, limit) if found is not None and config.compare else None
+    rounds: tuple[Round, ...] = ()
+    meshes: Meshes | None = None
+    if config.recalibrate:
+        plan, rounds, problem, meshes = _tried(model, plan, problem, facts)
+    first = not dist.is_initialized() or dist.get_rank() == 0
     return PlannedRun(
         plan=plan,
-        description=description,
-        job=job,
+        description=problem.description,
+        job=problem.job,
         memory_limit_bytes=limit,
-        hardware=hardware,
-        search=found,
-        comparison=comparison,
+        hardware=problem.hardware,
+        search=problem.result(plan) if first else None,
+        comparison=compare_strategies(problem.description, problem.hardware, problem.job, limit) if first and config.compare else None,
         planning_s=time.perf_counter() - started,
+        rounds=rounds,
+        meshes=meshes,
     )
+
+
+def _tried(model: nn.Module, plan: Plan, problem: Problem, facts: RunFacts) -> tuple[Plan, tuple[Round, ...], Problem, Meshes | None]:
+    """The plan that stands after trials; what the problem is by what was seen, on rank 0; meshes of the plan."""
+    device = torch.device("cuda", torch.cuda.current_device()) if facts.device_type == "cuda" else torch.device(facts.device_type)
+    meshes = Meshes(facts.device_type) if dist.is_initialized() else None
+    trial = Trial(
+        model=model,
+        units=problem.description.units,
+        job=problem.job,
+        inputs=training_batch(model, facts.sequence_length),
+        device=device,
+        block_classes=problem.description.block_classes,
+        activation_checkpointing=facts.activation_checkpointing,
+    )
+    plan, rounds, corrected = recalibrate(plan, problem, lambda tried: probe(tried, trial, meshes))
+    if meshes is not None:
+        meshes.keep([plan.world_size, *(decision.shard_size for decision in plan.units)])
+    return plan, rounds, corrected or problem, meshes
+
+
+def _check_recalibration(facts: RunFacts) -> None:
+    """Refuse trials that would not be of what then runs.
+
+    Raises:
+        ValueError: for offloading, and for low precision in one process without a process group.
+    """
+    if facts.cpu_offload:
+        raise ValueError("recalibrate=True tries plans on the device, but cpu_offload moves the states off it; leave one of the two out.")
+    if not dist.is_initialized() and facts.precision.compute is not None:
+        raise ValueError(
+            f"recalibrate=True in one process without a process group cannot try {facts.precision.compute.value};"
+            " start the program with accelerate launch or torchrun, or leave recalibrate out."
+        )
 
 
 def _memory_limit(config: OSDPConfig, hardware: Hardware) -> int:
@@ -205,18 +258,32 @@ def _check_given(plan: Plan, config: OSDPConfig, facts: RunFacts, description: M
     )
 
 
-def _hardware(config: OSDPConfig, facts: RunFacts) -> Hardware:
+def _profile(config: OSDPConfig) -> Profile | None:
+    """The profile that the user named, from rank 0's file.
+
+    Raises:
+        ProfileError: it cannot be read.
+    """
+    if config.profile is None or isinstance(config.profile, Profile):
+        return config.profile
+    text = on_rank_zero(lambda: Profile.load(config.profile).to_json())
+    return Profile.from_json(text, source=str(config.profile))
+
+
+def _hardware(config: OSDPConfig, facts: RunFacts, profile: Profile | None) -> Hardware:
     """The hardware that the user named, or what this machine turns out to be.
 
     Raises:
         ValueError: the hardware has another number of devices or nodes than this run.
     """
-    if config.hardware is None:
+    if profile is not None:
+        hardware = profile.hardware
+    elif config.hardware is None:
         hardware = measure_hardware(device_type=facts.device_type)
         if config.nodes not in (None, hardware.nodes):
             raise ValueError(f"nodes={config.nodes}, but the processes are spread over {hardware.nodes}; leave nodes out.")
         return hardware
-    if isinstance(config.hardware, Hardware):
+    elif isinstance(config.hardware, Hardware):
         hardware = config.hardware
     else:
         nodes = config.nodes or 1

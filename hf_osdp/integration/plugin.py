@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from accelerate import FullyShardedDataParallelPlugin
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
 from ..planner.description import DType
 from ..planner.job import Precision
@@ -94,6 +94,11 @@ def plugin_for(
     if osdp is None and request is not None and not request.osdp:
         raise ValueError("The launcher's file has osdp: false, but OSDPAccelerator always plans; use accelerate's Accelerator instead.")
     return OSDPPlugin(osdp={} if osdp is None else osdp)
+
+
+def offloads(plugin: OSDPPlugin) -> bool:
+    """Whether parameters and optimizer states are to live in the host's memory."""
+    return isinstance(plugin.cpu_offload, CPUOffloadPolicy)
 
 
 def precision_of(mixed_precision: str, policy: MixedPrecisionPolicy | None) -> Precision:

@@ -41,7 +41,10 @@ def shard_model(
     for optimizer in optimizers:
         release_parameters(optimizer, names)
     weights = _take_weights(model) if plugin.cpu_ram_efficient_loading and run.plan.world_size > 1 else None
-    apply_plan(model, run.plan, run.description.units, mp_policy=plugin.mixed_precision_policy, offload_policy=plugin.cpu_offload or None)
+    apply_plan(
+        model, run.plan, run.description.units, meshes=run.meshes,
+        mp_policy=plugin.mixed_precision_policy, offload_policy=plugin.cpu_offload or None,
+    )  # fmt: skip
     if weights is not None:
         _give_weights(model, weights, device)
     elif run.plan.world_size == 1:

@@ -23,7 +23,7 @@ from .launch import launched_world_size
 from .measuring import StepCallback
 from .optimizers import spec_of_optimizer, spec_of_trainer_name
 from .planning import PlannedRun, RunFacts, keep_master_weights, plan_run
-from .plugin import OSDPPlugin
+from .plugin import OSDPPlugin, offloads
 from .samples import longest_sample
 from .trainer_options import asked_config, plugin_options, refuse_unplanned
 
@@ -92,6 +92,7 @@ class Trainer(transformers.Trainer):
                 f"{launched_world_size()} processes were launched, but TrainingArguments sees one;"
                 " pass TrainingArguments(use_cpu=True) to run them on the CPU."
             )
+        plugin = self._plugin()
         facts = RunFacts(
             world_size=args.world_size,
             device_type=args.device.type,
@@ -103,11 +104,17 @@ class Trainer(transformers.Trainer):
             reduce_every_micro_step=config.reduce_every_micro_step,
             optimizer=self._optimizer_spec(),
             holds_outputs=False,
+            activation_checkpointing=bool(args.gradient_checkpointing or plugin.activation_checkpointing),
+            cpu_offload=offloads(plugin),
         )
         keep_master_weights(self.model, facts.precision)
         run = plan_run(self.model, config, facts)
         announce_plan(run, is_rank_zero=args.process_index == 0)
         return run
+
+    def _plugin(self) -> OSDPPlugin:
+        """The plugin as arguments and launcher set it."""
+        return OSDPPlugin(osdp=every_option(self._osdp), **plugin_options(self.args))
 
     def _sequence_length(self, config: OSDPConfig) -> int:
         """Tokens of a sample, from the configuration or the data."""
@@ -134,7 +141,7 @@ class Trainer(transformers.Trainer):
         """The arguments of the accelerator, with the plan's plugin."""
         options = super()._build_accelerator_args(**kwargs)
         if self._osdp is not None:
-            options["fsdp_plugin"] = OSDPPlugin(osdp=every_option(self._osdp), **plugin_options(self.args))
+            options["fsdp_plugin"] = self._plugin()
             options["cpu"] = self.args.device.type == "cpu"
         return options
 

@@ -8,15 +8,28 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import DescriptionError, HardwareError, InfeasibleError, OSDPError, PlanError, PlanMismatchError
+from ..errors import (
+    CheckpointingError,
+    DescriptionError,
+    HardwareError,
+    InfeasibleError,
+    OSDPError,
+    PlanError,
+    PlanMismatchError,
+    ProfileError,
+)
 from ..planner.plan import Plan
 from .mesh import world_size
 
 T = TypeVar("T")
 
 _SHARED_ERRORS: dict[str, type[Exception]] = {
-    cls.__name__: cls for cls in (DescriptionError, HardwareError, InfeasibleError, OSDPError, PlanError, PlanMismatchError, ValueError)
-}
+    cls.__name__: cls
+    for cls in (
+        CheckpointingError, DescriptionError, HardwareError, InfeasibleError, OSDPError, PlanError, PlanMismatchError, ProfileError,
+        ValueError,
+    )
+}  # fmt: skip
 
 
 def on_rank_zero(fn: Callable[[], T]) -> T:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from ..planner.hardware import Collective, CollectiveTiming
-from ..profiling.links import fit_line
+from ..planner.lines import fit_line
 from ..profiling.live_bytes import LiveBytes
 from .collective_clock import CollectiveCall, CollectiveClock, of_last_rank
 from .mesh import collective_device, world_size

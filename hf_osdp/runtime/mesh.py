@@ -61,8 +61,20 @@ class Meshes:
         for shard_size in sorted(set(shard_sizes)):
             self.mesh(shard_size)
 
+    def keep(self, shard_sizes: Iterable[int]) -> None:
+        """Give back the process groups of all other sizes: each holds memory on the device. Collective."""
+        for shard_size in sorted(set(self._by_shard_size) - set(shard_sizes)):
+            destroy_mesh(self._by_shard_size.pop(shard_size))
+
     def _divisors(self) -> str:
         return ", ".join(str(size) for size in range(1, self.world_size + 1) if self.world_size % size == 0)
+
+
+def destroy_mesh(mesh: DeviceMesh) -> None:
+    """Give a mesh's process groups back, but for the world's own. Collective."""
+    for group in mesh.get_all_groups():
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def world_size() -> int:

@@ -31,7 +31,7 @@ from ..profiling.trace import loss_of
 from .accumulation import micro_step
 from .apply import apply_plan
 from .measure import Observation, StepMeter, training_tensors
-from .mesh import Meshes, collective_device, world_size
+from .mesh import Meshes, collective_device, destroy_mesh, world_size
 from .simulate import policy_of
 
 TIMED_STEPS = 3
@@ -197,8 +197,7 @@ class SilentMeshes(Meshes):
     def close(self) -> None:
         """Give the process groups back. Collective."""
         for mesh in self._made:
-            for group in mesh.get_all_groups():
-                dist.destroy_process_group(group)
+            destroy_mesh(mesh)
         self._made.clear()
 
 

@@ -12,7 +12,7 @@ from ..planner.evaluate import estimate_plan
 from ..planner.hardware import Hardware
 from ..planner.job import TrainingJob
 from ..planner.plan import Plan
-from ..planner.search import search
+from ..planner.search import SearchResult, search
 from ..quantities import format_bytes
 from .agree import broadcast_plan, on_rank_zero
 from .measure import Observation
@@ -40,6 +40,12 @@ class Problem:
         """
         return search(self.description, self.hardware, self.job, self.memory_limit_bytes, strategy=self.strategy).plan
 
+    def result(self, plan: Plan) -> SearchResult:
+        """What the plan is expected to need."""
+        estimate = estimate_plan(plan, self.description, self.job, self.hardware)
+        assert estimate.time is not None
+        return SearchResult(plan=plan, memory=estimate.memory, time=estimate.time)
+
     def corrected(self, correction: Correction) -> Problem:
         """The same problem by what was seen."""
         return replace(
@@ -51,9 +57,8 @@ class Problem:
 
     def restated(self, plan: Plan) -> Plan:
         """The plan with this problem's estimates of it."""
-        estimate = estimate_plan(plan, self.description, self.job, self.hardware)
-        assert estimate.time is not None
-        return replace(plan, peak_bytes=estimate.memory.peak_bytes + self.hardware.device.reserved_bytes, step_s=estimate.time.step_s)
+        needs = self.result(plan)
+        return replace(plan, peak_bytes=needs.memory.peak_bytes + self.hardware.device.reserved_bytes, step_s=needs.time.step_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +110,7 @@ class Recalibration:
         problem = self.problem
         reserved = problem.hardware.device.reserved_bytes
         limit = problem.memory_limit_bytes - reserved
-        estimate = estimate_plan(plan, problem.description, problem.job, problem.hardware)
-        assert estimate.time is not None
+        estimate = problem.result(plan)
         peak = int(limit * (1 + _OUT_OF_MEMORY_MARGIN)) + 1 if observed.out_of_memory else observed.peak_bytes
         correction = correction_of(
             plan, problem.description, problem.hardware, problem.job,

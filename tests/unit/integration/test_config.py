@@ -16,7 +16,7 @@ def test_defaults_leave_everything_to_the_planner():
     assert (config.strategy, config.compare) == ("osdp", True)
     assert config.memory_limit_bytes is None
     values = dataclasses.asdict(config)
-    assert all(value is None for name, value in values.items() if name not in ("strategy", "compare"))
+    assert all(value is None for name, value in values.items() if name not in ("strategy", "compare", "recalibrate"))
 
 
 @pytest.mark.parametrize(("text", "count"), [("8GiB", 8 * 2**30), ("500MB", 500 * 10**6), (1234, 1234), ("1.5 GiB", 3 * 2**29)])

@@ -1,0 +1,87 @@
+"""Where the optimizer steps of a loop begin and end that nobody tells us about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .measure import Observation, StepMeter
+
+WATCHED_STEPS = 8
+"""Optimizer steps after which the figures are told and the loop is left alone."""
+
+
+class LoopWatch:
+    """Measures the first optimizer steps of any loop: from the first training forward to the end of the optimizer's step.
+
+    What lies between, such as evaluation, checkpoints and loading the first batch, does not count. Neither model nor optimizer
+    is changed; the hooks are gone once the steps have been seen.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        meter: StepMeter,
+        told: Callable[[Observation], None],
+        *,
+        steps: int = WATCHED_STEPS,
+        micro_steps: int | None = None,
+    ) -> None:
+        """
+        Args:
+            model: sharded; every rank watches its own.
+            meter: measures the steps.
+            told: called once, on every rank, with the summary.
+            steps: steps to watch.
+            micro_steps: forward passes of one step, where a loss scaler may skip the optimizer's step: passes beyond that many
+                begin a new step. None takes all passes up to the optimizer's step as one.
+        """
+        self._meter, self._told = meter, told
+        self._steps, self._micro_steps = steps, micro_steps
+        self._model = model
+        self._passes = 0
+        # before FSDP2's own hook, which gathers the root
+        self._handles = [
+            model.register_forward_pre_hook(self._forward_begins, prepend=True),
+            register_optimizer_step_post_hook(self._optimizer_stepped),
+        ]
+
+    def finish(self) -> None:
+        """Stop watching and tell what was seen, if a step was. Collective; a second call does nothing."""
+        if not self._handles:
+            return
+        self.stop()
+        if self._meter.steps:
+            self._told(self._meter.summary())
+
+    def stop(self) -> None:
+        """Stop watching and tell nothing."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._meter.abandon()
+
+    def _forward_begins(self, module: nn.Module, args: Any) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        if self._passes == 0 or self._passes == self._micro_steps:
+            self._passes = 0
+            self._meter.step_begins()
+        self._passes += 1
+
+    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._passes or not self._trains(optimizer):
+            return
+        self._passes = 0
+        self._meter.step_ends()
+        if self._meter.steps >= self._steps:
+            self.finish()
+
+    def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it holds parameters of this model; hooks see every optimizer of the process."""
+        mine = {id(parameter) for parameter in self._model.parameters()}
+        return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
