@@ -77,7 +77,7 @@ def _measure_device(device: torch.device, local: int, seconds: float) -> DeviceS
     known = [copy_rate(device, 0.2 * seconds), available, -reserved, -dispatching]
     agreed = smallest([*known, *(rates.get(dtype, 0.0) for dtype in dtypes)], device)
     return DeviceSpec(
-        name=_device_name(device),
+        name=_agreed_name(device),
         memory_bytes=int(agreed[1]),
         flops_per_s={dtype: rate for dtype, rate in zip(dtypes, agreed[len(known) :], strict=True) if rate > 0},
         memory_bytes_per_s=agreed[0],
@@ -97,13 +97,17 @@ def _memory_bytes(device: torch.device, local: int) -> tuple[int, int]:
     return psutil.virtual_memory().available // local, 0
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """What this rank's device is called."""
     threads = torch.get_num_threads()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({threads} thread{'s' if threads > 1 else ''})"
-    if not distributed():
-        return name
-    names = [name]
-    dist.broadcast_object_list(names, src=0, device=device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({threads} thread{'s' if threads > 1 else ''})"
+
+
+def _agreed_name(device: torch.device) -> str:
+    """Rank 0's."""
+    names = [device_name(device)]
+    if distributed():
+        dist.broadcast_object_list(names, src=0, device=device)
     return names[0]
 
 
