@@ -1,0 +1,272 @@
+"""`hf-osdp` from the shell, on a tiny GPT-2: what it says is what the planner's functions say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_osdp.integration.cli.app import app
+from hf_osdp.planner.description import DType, ModelDescription
+from hf_osdp.planner.evaluate import estimate_plan
+from hf_osdp.planner.frontier import frontier
+from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
+from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.presets import preset
+from hf_osdp.planner.search import compare_strategies, search
+from hf_osdp.profiling.describe import describe
+from hf_osdp.report.contents import comparison_content, explanation_content
+from hf_osdp.report.explain import explain
+from hf_osdp.report.plan_file import read_plan_file
+
+LIMIT = 4 * 2**20
+SIZES = ("--sequence-length", "32", "--global-batch-size", "32")
+DEVICES = ("--device", "titan-rtx", "--devices-per-node", "4")
+OPTIONS = (*SIZES, *DEVICES, "--memory-limit", "4MiB")
+HARDWARE = preset("titan-rtx", devices_per_node=4)
+JOB = TrainingJob(global_batch_size=32)
+
+
+@pytest.fixture(scope="module")
+def config():
+    from transformers import GPT2Config
+
+    return GPT2Config(n_layer=3, n_embd=64, n_head=4, vocab_size=500, n_positions=64)
+
+
+@pytest.fixture(scope="module")
+def model(config, tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("tiny")
+    config.save_pretrained(folder)
+    return str(folder / "config.json")
+
+
+@pytest.fixture(scope="module")
+def description(config) -> ModelDescription:
+    return describe(config, sequence_length=32, device_type="cuda")
+
+
+@pytest.fixture(scope="module")
+def plan_file(model, tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    assert call("plan", model, *OPTIONS, "--output", path).exit_code == 0
+    return str(path)
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def as_json(*arguments) -> dict:
+    """What a command writes with `--json -`."""
+    done = call(*arguments, "--json", "-")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def assert_readable(text: str) -> None:
+    assert text and "…" not in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_help_lists_the_commands_and_every_option_of_plan():
+    text = call("--help").output
+    assert all(name in text for name in ("plan", "explain", "compare", "what-if"))
+    shown = call("plan", "--help").output
+    assert all(option in shown for option in ("--memory-limit", "--device", "--profile", "--simulate", "--json", "--plot"))
+
+
+def test_plan_finds_what_search_finds(model, description):
+    expected = search(description, HARDWARE, JOB, LIMIT).plan
+    content = as_json("plan", model, *OPTIONS)
+    assert content["plan"]["fingerprint"] == expected.fingerprint
+    assert content["estimated"]["peak_bytes"] == expected.peak_bytes
+    assert content["estimated"]["step_s"] == expected.step_s
+    assert content["model"]["parameters"] == description.numel
+
+
+def test_plan_shows_the_plan(model, description):
+    done = call("plan", model, *OPTIONS)
+    assert done.exit_code == 0 and done.stderr == ""
+    assert_readable(done.stdout)
+    assert search(description, HARDWARE, JOB, LIMIT).plan.fingerprint in done.stdout
+    assert all(unit.label.split(".")[0] in done.stdout for unit in description.units)
+
+
+def test_every_option_reaches_the_planner(model, config):
+    content = as_json(
+        "plan", model, "--sequence-length", 16, "--global-batch-size", 96, "--device", "a100-40", "--num-nodes", 2, "--devices-per-node", 3,
+        "--precision", "bf16", "--optimizer", "sgd", "--strategy", "hsdp", "--micro-batch-size", 4, "--activation-checkpointing",
+        "--block-classes", "GPT2MLP", "--auto-class", "AutoModel",
+    )  # fmt: skip
+    hardware = preset("a100-40", nodes=2, devices_per_node=3)
+    description = describe(
+        config, sequence_length=16, device_type="cuda", compute_dtype=DType.BFLOAT16, block_classes=["GPT2MLP"], auto_class="AutoModel",
+        activation_checkpointing=True,
+    )  # fmt: skip
+    job = TrainingJob(
+        global_batch_size=96, micro_batch_size=4, precision=Precision.named("bf16"), optimizer=OptimizerSpec(name="sgd", states=0)
+    )
+    expected = search(description, hardware, job, hardware.device.memory_bytes, strategy="hsdp").plan
+    assert content["plan"]["fingerprint"] == expected.fingerprint
+    assert content["estimated"]["peak_bytes"] == expected.peak_bytes
+    assert content["plan"]["memory_limit_bytes"] == hardware.device.memory_bytes
+    assert content["model"]["class"] == "GPT2Model"
+
+
+def test_a_folder_is_a_model_too(model, tmp_path):
+    folder = model.removesuffix("/config.json")
+    assert as_json("plan", folder, *OPTIONS)["plan"] == as_json("plan", model, *OPTIONS)["plan"]
+
+
+def test_the_output_runs_and_holds_what_it_was_made_from(plan_file, description):
+    plan, inputs = read_plan_file(plan_file)
+    assert plan == Plan.load(plan_file)
+    plan.check(description, 4)
+    assert inputs.hardware == HARDWARE and inputs.job == JOB
+    assert estimate_plan(plan, inputs.description, inputs.job, inputs.hardware).time.step_s == plan.step_s
+
+
+def test_explain_needs_the_file_alone(plan_file):
+    plan, inputs = read_plan_file(plan_file)
+    done = call("explain", plan_file)
+    assert done.exit_code == 0 and "What binds: " in done.stdout
+    assert_readable(done.stdout)
+    expected = explain(plan, inputs.description, inputs.job, inputs.hardware, LIMIT)
+    assert as_json("explain", plan_file) == json.loads(json.dumps(explanation_content(expected)))
+
+
+def test_explain_takes_a_bare_plan_with_its_model(plan_file, model, tmp_path):
+    Plan.load(plan_file).save(tmp_path / "bare.json")
+    assert "add --model" in call("explain", tmp_path / "bare.json").stderr
+    content = as_json("explain", tmp_path / "bare.json", "--model", model, "--device", "titan-rtx")
+    assert content["rows"] == as_json("explain", plan_file)["rows"]
+
+
+def test_compare_holds_all_strategies_and_the_front(model, description):
+    rows = compare_strategies(description, HARDWARE, JOB, LIMIT)
+    peaks = [row.result.plan.peak_bytes for row in rows if row.result]
+    front = frontier(description, HARDWARE, JOB, HARDWARE.device.memory_bytes, points=5, at=[LIMIT, *peaks])
+    content = as_json("compare", model, *OPTIONS, "--points", 5)
+    assert content == json.loads(json.dumps(comparison_content(HARDWARE, LIMIT, rows, front)))
+    done = call("compare", model, *OPTIONS, "--points", 3)
+    assert_readable(done.stdout)
+    assert all(row.strategy.value in done.stdout for row in rows)
+
+
+def test_what_if_answers_by_searching(model, description):
+    answers = {row["question"]: row for row in as_json("what-if", model, *OPTIONS)["answers"]}
+    now = search(description, HARDWARE, JOB, LIMIT).plan
+    assert answers["now"]["result"]["samples_per_s"] == now.samples_per_s
+    assert answers["twice the memory"]["result"]["step_s"] == search(description, HARDWARE, JOB, 2 * LIMIT).plan.step_s
+    more = search(description, preset("titan-rtx", devices_per_node=5), TrainingJob(global_batch_size=35), LIMIT).plan
+    assert answers["one more device"]["result"]["samples_per_s"] == more.samples_per_s
+    assert "from 32 to 35" in answers["one more device"]["change"]
+    longest, widest = answers["longest sequence"], answers["largest width"]
+    assert longest["result"]["sequence_length"] >= 64 and longest["result"]["peak_bytes"] <= LIMIT
+    assert ("n_positions raised" in longest["change"]) == (longest["result"]["sequence_length"] > 64)
+    assert widest["parameters"] > description.numel and widest["result"]["peak_bytes"] <= LIMIT
+
+
+def test_simulation_stands_beside_the_estimate(model):
+    done = call("plan", model, *OPTIONS, "--simulate")
+    assert done.exit_code == 0, done.stderr
+    assert "simulated" in done.stdout and "%" in done.stdout
+    content = as_json("plan", model, *OPTIONS, "--simulate")
+    assert content["simulated"]["peak_bytes"] == pytest.approx(content["estimated"]["peak_bytes"], rel=0.05)
+
+
+@pytest.mark.parametrize(("command", "suffix"), [("plan", ".svg"), ("compare", ".png"), ("explain", ".html")])
+def test_plots_are_written(model, plan_file, tmp_path, command, suffix):
+    path = tmp_path / f"chart{suffix}"
+    arguments = [plan_file] if command == "explain" else [model, *OPTIONS]
+    assert call(command, *arguments, "--plot", path).exit_code == 0
+    assert path.stat().st_size > 2000
+
+
+def test_json_to_a_file_leaves_the_tables(model, tmp_path):
+    done = call("plan", model, *OPTIONS, "--json", tmp_path / "report.json")
+    assert "OSDP plan" in done.stdout
+    assert json.loads((tmp_path / "report.json").read_text())["plan"]["world_size"] == 4
+
+
+WRONG = [
+    ((*SIZES,), "Neither was given"),
+    ((*SIZES, "--device", "abacus"), "Hardware 'abacus' is not known"),
+    ((*SIZES, *DEVICES, "--profile", "none.json"), "Both were given"),
+    ((*SIZES, *DEVICES, "--memory-limit", "lots"), "is not a number of bytes"),
+    ((*SIZES, *DEVICES, "--memory-limit", "25GiB"), "more than the 24.0 GiB of TITAN RTX"),
+    ((*SIZES, *DEVICES, "--micro-batch-size", "5"), "micro_batch_size=5 does not divide"),
+    ((*SIZES, "--device", "titan-rtx", "--devices-per-node", "5"), "does not divide by 5 processes"),
+    ((*SIZES, *DEVICES, "--strategy", "hsdp", "--devices-per-node", "1"), "strategy=hsdp needs a group size"),
+    ((*SIZES, "--device", "cpu", "--precision", "fp16"), "float16 rate of CPU is not known"),
+    (("--sequence-length", "65", "--global-batch-size", "32", *DEVICES), "more than the 64 positions"),
+    ((*OPTIONS, "--block-classes", "LlamaDecoderLayer"), "LlamaDecoderLayer"),
+    ((*OPTIONS, "--auto-class", "AutoModelForNothing"), "AutoModelForNothing"),
+    ((*OPTIONS, "--output", "no/such/folder/plan.json"), "there is no folder"),
+    ((*OPTIONS, "--json", "no/such/folder/x.json"), "there is no folder"),
+    ((*OPTIONS, "--plot", "chart.pdf"), "use one of .png, .svg, .html"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_wrong_input_is_one_line_and_code_2(model, options, message):
+    done = call("plan", model, *options)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.json", None, "no such file or folder"),
+        ("config.json", "{", "not a valid JSON"),
+        ("config.json", "{}", "model_type"),
+        ("config.json", '{"model_type": "gpt2", "n_embd": "wide"}', "GPT2Config|n_embd"),
+        ("config.json", '{"model_type": "gpt2", "n_layer": 2, "n_embd": 63, "n_head": 4}', "63"),
+    ],
+)
+def test_unreadable_models_are_one_line(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    done = call("plan", tmp_path / name, *OPTIONS)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    done = call("plan", "no-such-owner/no-such-model", *OPTIONS)
+    assert done.exit_code == 2
+    assert "cannot be reached" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_nothing_fits_is_one_line_and_code_1(model):
+    done = call("plan", model, *SIZES, *DEVICES, "--memory-limit", "100KiB")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "No plan fits 100.0 KiB" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_explain_refuses_options_that_would_have_no_effect(plan_file):
+    done = call("explain", plan_file, "--device", "h100")
+    assert done.exit_code == 2 and "--device would have no effect" in done.stderr
+
+
+def test_explain_of_no_plan_is_one_line(tmp_path):
+    (tmp_path / "x.json").write_text("[]")
+    for path in (tmp_path / "x.json", tmp_path / "none.json"):
+        done = call("explain", path)
+        assert done.exit_code == 2 and done.stderr.count("\n") == 1
+
+
+def test_the_command_line_loads_nothing_heavy():
+    code = "import sys, hf_osdp.integration.cli.app; print(*{name.partition('.')[0] for name in sys.modules})"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.split()
+    assert not {"torch", "transformers", "ortools", "altair", "pydantic"} & set(loaded)
+
+

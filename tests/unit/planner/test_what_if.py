@@ -1,0 +1,93 @@
+"""Changed cases, and the bisection for the largest size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hf_osdp.planner.hardware import Collective, CollectiveTiming
+from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.presets import preset
+from hf_osdp.planner.search import search
+from hf_osdp.planner.strategies import Strategy
+from hf_osdp.planner.what_if import Case, Changed, answer, largest, next_batch, one_more_device, twice_the_memory
+from tests.helpers.descriptions import transformer
+
+CASE = Case(
+    description=transformer(),
+    hardware=preset("titan-rtx", devices_per_node=4),
+    job=TrainingJob(global_batch_size=32),
+    memory_limit_bytes=4 * 2**20,
+)
+
+
+@pytest.mark.parametrize("most", [40, 4000])
+@pytest.mark.parametrize("step", [1, 8])
+@pytest.mark.parametrize("start", [1, 64, 1000])
+@pytest.mark.parametrize("target", [0, 3, 64, 65, 1000, 5000])
+def test_largest_is_within_its_precision(target, start, step, most):
+    asked = []
+    found = largest(lambda size: asked.append(size) or size <= target, max(step, start // step * step), step=step, most=most)
+    best = min(target, most) // step * step
+    assert (found or 0) <= best and best - (found or 0) <= max(step, (found or 0) // 16)
+    assert (found is None) == (best == 0)
+    assert all(size % step == 0 and 0 < size <= most for size in asked)
+    assert len(set(asked)) == len(asked) <= 24
+
+
+def test_largest_tells_of_each_question():
+    told = []
+    largest(lambda size: size < 100, 8, step=8, most=1000, tried=lambda: told.append(1))
+    assert len(told) > 3
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "world_size", "expected"), [(64, None, 8, 64), (64, None, 9, 72), (64, 4, 9, 72), (64, 16, 3, 96), (1, None, 5, 5)]
+)
+def test_next_batch_fills_whole_micro_steps(batch, micro, world_size, expected):
+    job = TrainingJob(global_batch_size=batch, micro_batch_size=micro)
+    assert next_batch(job, world_size) == expected
+    assert replace(job, global_batch_size=expected).micro_batch_sizes(world_size)
+
+
+def test_one_more_device_in_one_node_raises_the_batch_and_says_so():
+    changed = one_more_device(CASE)
+    assert (changed.case.hardware.nodes, changed.case.hardware.devices_per_node) == (1, 5)
+    assert changed.case.job.global_batch_size == 35
+    assert changed.change == "5 devices, global batch raised from 32 to 35"
+
+
+def test_one_more_device_adds_a_node_where_there_are_several():
+    case = replace(CASE, hardware=preset("titan-rtx", nodes=3, devices_per_node=1), job=TrainingJob(global_batch_size=24))
+    changed = one_more_device(case)
+    assert (changed.case.hardware.nodes, changed.case.hardware.devices_per_node) == (4, 2)
+    assert changed.change == "4 nodes x 2 devices"
+    assert changed.case.job == case.job
+
+
+def test_one_more_device_says_that_measurements_are_dropped():
+    timing = CollectiveTiming(collective=Collective.ALL_GATHER, group_size=4, latency_s=1e-5, seconds_per_byte=1e-10)
+    changed = one_more_device(replace(CASE, hardware=replace(CASE.hardware, timings=(timing,))))
+    assert changed.case.hardware.timings == ()
+    assert "measured collectives" in changed.change
+
+
+def test_answer_is_what_a_search_gives():
+    doubled = twice_the_memory(CASE)
+    row = answer("twice the memory", doubled)
+    expected = search(CASE.description, CASE.hardware, CASE.job, 2 * CASE.memory_limit_bytes)
+    assert row.result == expected
+    assert row.tokens_per_s == pytest.approx(expected.plan.samples_per_s * CASE.description.sequence_length)
+
+
+def test_answer_says_why_there_is_none():
+    row = answer("now", Changed(case=replace(CASE, memory_limit_bytes=1000), change=""))
+    assert row.result is None and row.tokens_per_s is None and row.reason.startswith("needs ")
+    prime = one_more_device(replace(CASE, strategy=Strategy.HSDP))
+    assert "group size" in answer("one more device", prime).reason
+
+
+def test_fits_agrees_with_the_search():
+    assert CASE.fits() and CASE.search().plan.peak_bytes <= CASE.memory_limit_bytes
+    assert not replace(CASE, memory_limit_bytes=1000).fits()

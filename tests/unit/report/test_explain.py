@@ -1,0 +1,122 @@
+"""An explanation says what the planner's own functions say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hf_osdp.planner.evaluate import estimate_plan
+from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.plan import Plan, UnitDecision
+from hf_osdp.planner.presets import preset
+from hf_osdp.planner.search import search
+from hf_osdp.report.explain import Binds, explain, row_reasons, stream_times, what_binds
+from tests.helpers.descriptions import transformer
+
+MODEL = transformer(layers=12, hidden=256)
+HARDWARE = preset("titan-rtx", nodes=2, devices_per_node=4)
+JOB = TrainingJob(global_batch_size=64)
+LIMIT = 64 * 2**20
+MIXED = search(MODEL, HARDWARE, JOB, LIMIT).plan
+
+
+def with_row(plan: Plan, units, choice) -> Plan:
+    """The plan with another layout for some units."""
+    return replace(
+        plan,
+        units=tuple(
+            UnitDecision(fqn=u.fqn, shard_size=choice.shard_size, reshard_after_forward=not choice.keep) if i in units else u
+            for i, u in enumerate(plan.units)
+        ),
+    )
+
+
+@pytest.mark.parametrize("hardware", [HARDWARE, preset("cpu", nodes=2, devices_per_node=4)], ids=["overlapping", "blocking"])
+@pytest.mark.parametrize("limit", [80 * 2**20, 2**32])
+@pytest.mark.parametrize("every", [True, False])
+def test_streams_add_up_to_the_step(hardware, limit, every):
+    job = replace(JOB, micro_batch_size=2, reduce_every_micro_step=every)
+    plan = search(MODEL, hardware, job, limit).plan
+    time = estimate_plan(plan, MODEL, job, hardware).time
+    streams = {stream.name: stream for stream in stream_times(plan, MODEL, job, hardware)}
+    collectives = [streams.pop(name) for name in ("all-gather", "reduce-scatter", "all-reduce")]
+    assert sum(s.total_s for s in collectives) == pytest.approx(time.total("communication_s"))
+    assert sum(s.exposed_s for s in collectives) == pytest.approx(time.total("exposed_s"))
+    assert {name: s.exposed_s for name, s in streams.items()} == pytest.approx(
+        {"compute": time.total("compute_s"), "copies": time.total("copy_s"), "optimizer": time.total("optimizer_s")}
+    )
+    assert all(0 <= s.exposed_s <= s.total_s * (1 + 1e-9) for s in collectives)
+
+
+def test_alternatives_cost_what_the_changed_plan_costs():
+    reasons = row_reasons(MIXED, MODEL, JOB, HARDWARE, LIMIT)
+    before = estimate_plan(MIXED, MODEL, JOB, HARDWARE).time.step_s
+    seen = [(r.row.units, other) for r in reasons for other in (r.quicker, r.next_fitting) if other is not None]
+    assert len(seen) > 3
+    for units, other in seen:
+        after = estimate_plan(with_row(MIXED, units, other.choice), MODEL, JOB, HARDWARE)
+        assert other.added_s == pytest.approx(after.time.step_s - before, abs=1e-12)
+        assert other.peak_bytes == after.memory.peak_bytes
+        assert other.over_bytes == after.memory.peak_bytes - LIMIT
+
+
+def test_rows_are_the_plan_s_and_quicker_ones_do_not_fit():
+    reasons = row_reasons(MIXED, MODEL, JOB, HARDWARE, LIMIT)
+    assert sorted(i for r in reasons for i in r.row.units) == list(range(len(MODEL.units)))
+    assert any(r.quicker for r in reasons)
+    for reason in reasons:
+        if reason.quicker:
+            assert reason.quicker.added_s < 0 < reason.quicker.over_bytes
+            assert 0 < reason.quicker.single_over_bytes <= reason.quicker.over_bytes
+        if reason.next_fitting:
+            assert reason.next_fitting.added_s >= 0 >= reason.next_fitting.over_bytes
+
+
+def test_memory_binds_where_no_limit_is_faster():
+    binding = what_binds(MIXED, MODEL, JOB, HARDWARE, LIMIT)
+    free = search(MODEL, HARDWARE, JOB, 2**50).plan
+    assert binding.kind is Binds.MEMORY
+    assert binding.gain == pytest.approx(free.samples_per_s / MIXED.samples_per_s)
+    assert binding.peak_bytes == free.peak_bytes > LIMIT
+
+
+def test_the_batch_binds_where_memory_does_not():
+    free = search(MODEL, HARDWARE, JOB, 2**40).plan
+    binding = what_binds(free, MODEL, JOB, HARDWARE, 2**40)
+    twice = search(MODEL, HARDWARE, replace(JOB, global_batch_size=128), 2**40).plan
+    assert (binding.kind, binding.batch_size) == (Binds.BATCH, 128)
+    assert binding.gain == pytest.approx(twice.samples_per_s / free.samples_per_s)
+
+
+def test_a_fixed_micro_batch_binds():
+    job = replace(JOB, micro_batch_size=1)
+    plan = search(MODEL, HARDWARE, job, 2**40).plan
+    binding = what_binds(plan, MODEL, job, HARDWARE, 2**40)
+    best = search(MODEL, HARDWARE, JOB, 2**40).plan
+    assert (binding.kind, binding.batch_size) == (Binds.MICRO_BATCH, best.micro_batch_size)
+
+
+def test_nothing_binds_one_device_whose_batch_is_all_compute():
+    alone = preset("h100")
+    job = TrainingJob(global_batch_size=2**14)
+    plan = search(MODEL, alone, job, 2**50).plan
+    assert what_binds(plan, MODEL, job, alone, 2**50).kind is Binds.NOTHING
+
+
+def test_without_hardware_there_are_bytes_and_nothing_else():
+    explanation = explain(MIXED, MODEL, JOB, None, LIMIT)
+    assert explanation.estimate.memory == estimate_plan(MIXED, MODEL, JOB).memory
+    assert explanation.streams == () and explanation.reasons == () and explanation.binding is None
+
+
+def test_what_the_device_reserves_is_counted_once():
+    reserved = 2**20
+    hardware = replace(HARDWARE, device=replace(HARDWARE.device, reserved_bytes=reserved))
+    plan = search(MODEL, hardware, JOB, LIMIT).plan
+    explanation = explain(plan, MODEL, JOB, hardware, LIMIT)
+    assert explanation.estimate.memory.peak_bytes + explanation.reserved_bytes == plan.peak_bytes
+    for reason in explanation.reasons:
+        for other in filter(None, (reason.quicker, reason.next_fitting)):
+            changed = estimate_plan(with_row(plan, reason.row.units, other.choice), MODEL, JOB, hardware)
+            assert other.over_bytes == changed.memory.peak_bytes + reserved - LIMIT
