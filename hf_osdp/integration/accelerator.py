@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +20,14 @@ from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
 from ..runtime.accumulation import micro_step
 from ..runtime.clip import clip_grad_norm_
+from ..runtime.measure import Observation
 from ..runtime.scaler import OSDPGradScaler
 from ..runtime.state import full_state_dict
-from .announce import announce_plan
+from ..runtime.watch import LoopWatch
+from .announce import announce_plan, announce_result
 from .config import OSDPConfig
 from .launch import launch_request, launched_world_size
+from .measuring import watch_loop
 from .optimizers import spec_of_optimizer, spec_of_trainer_name
 from .planning import PlannedRun, RunFacts, keep_master_weights, plan_run
 from .plugin import OSDPPlugin, offloads, plugin_for, precision_of
@@ -38,6 +42,9 @@ class OSDPAccelerator(Accelerator):
     batch size as well, call `plan` first and build the DataLoader with `batch_size=plan.micro_batch_size`. The first
     DataLoader is the one to train with; others, for evaluation, may have batches of any size.
 
+    The first 8 optimizer steps of the loop are measured (`measured`), and the estimate is printed beside them; with a `project_dir`
+    it goes into `osdp_report.json` there. `end_training` tells it where a loop is shorter.
+
     A single process without a process group has nobody to share with: its plan only sets the batch size.
 
     Args:
@@ -50,6 +57,9 @@ class OSDPAccelerator(Accelerator):
     Raises:
         ValueError: an option cannot be used, or several processes were started that would not know of each other.
     """
+
+    reports_steps = True
+    """Whether the loop's first steps are measured; the Trainer measures its own."""
 
     def __init__(
         self,
@@ -65,6 +75,8 @@ class OSDPAccelerator(Accelerator):
         if cpu is None:
             cpu = bool(request and request.use_cpu) or not torch.accelerator.is_available()
         self._run: PlannedRun | None = None
+        self._watch: LoopWatch | None = None
+        self._measured: Observation | None = None
         super().__init__(fsdp_plugin=plugin, cpu=cpu, **kwargs)
         if self.num_processes == 1 and launched_world_size() > 1:
             raise ValueError(
@@ -83,6 +95,11 @@ class OSDPAccelerator(Accelerator):
     def planned_run(self) -> PlannedRun | None:
         """The plan with all that it was made from; None before planning."""
         return self._run
+
+    @property
+    def measured(self) -> Observation | None:
+        """What the first optimizer steps of the loop showed, the same on every process; None before they ended."""
+        return self._measured
 
     def plan(
         self,
@@ -197,10 +214,16 @@ class OSDPAccelerator(Accelerator):
                 self._plan_for(args)
             else:
                 self._check_loaders(args)
-        if model is None or not self.is_fsdp2 or any(isinstance(a, torch.optim.Optimizer) for a in args):
-            return super().prepare(*args, device_placement=device_placement)
-        result = self._prepare_fsdp2(*args)
-        return result if len(result) > 1 else result[0]
+        trains = any(isinstance(a, torch.optim.Optimizer) for a in args)
+        if model is None or not self.is_fsdp2 or trains:
+            result = super().prepare(*args, device_placement=device_placement)
+        else:
+            prepared = self._prepare_fsdp2(*args)
+            result = prepared if len(prepared) > 1 else prepared[0]
+        if trains and self.reports_steps and self._watch is None and self._run is not None and self._models:
+            skips = self.scaler is not None and self.scaler.is_enabled()
+            self._watch = watch_loop(self._models[-1], self._run.plan, self._tell, device=self.device, skips=skips)
+        return result
 
     def _check_loaders(self, objects: Iterable[Any]) -> None:
         """Refuse training batches that the plan was not made for. The first loader trains; others may be for evaluation."""
@@ -234,6 +257,19 @@ class OSDPAccelerator(Accelerator):
         model._is_accelerate_prepared = True
         result[models[0]] = model
         return tuple(result)
+
+    def _tell(self, measured: Observation) -> None:
+        """The estimate beside the first steps of the loop; into `project_dir` too, where there is one."""
+        self._measured = measured
+        if self.project_dir is not None:
+            Path(self.project_dir).mkdir(parents=True, exist_ok=True)
+        announce_result(self._run, measured, output_dir=self.project_dir, is_rank_zero=self.is_main_process)
+
+    def end_training(self) -> None:
+        """As stock; a loop of fewer steps than are watched tells its estimate beside its measurement here."""
+        if self._watch is not None:
+            self._watch.finish()
+        super().end_training()
 
     def _shard(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> nn.Module:
         """Checkpointing first, then the plan: a unit is the wrapped block."""

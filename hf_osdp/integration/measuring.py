@@ -1,13 +1,17 @@
-"""Measures the steps of a Trainer run, so that estimates can be held against them."""
+"""Measures the steps of a Trainer run or of a loop, so that estimates can be held against them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import TrainerCallback
 
-from ..runtime.measure import StepMeter
+from ..planner.plan import Plan
+from ..runtime.measure import Observation, StepMeter
+from ..runtime.watch import LoopWatch
 
 
 class StepCallback(TrainerCallback):
@@ -31,6 +35,19 @@ class StepCallback(TrainerCallback):
             self._open = False
             self.measured += 1
 
-    def summary(self) -> Any:
+    def summary(self) -> Observation:
         """What the meter found, over all ranks. Every process calls this together."""
         return self._meter.summary()
+
+
+def watch_loop(model: nn.Module, plan: Plan, told: Callable[[Observation], None], *, device: torch.device, skips: bool) -> LoopWatch:
+    """Measure the first steps of a loop that is the user's own.
+
+    Args:
+        model: prepared.
+        plan: what runs.
+        told: called once, on every process, with what was seen.
+        device: where the model runs.
+        skips: a loss scaler may skip the optimizer's step.
+    """
+    return LoopWatch(model, StepMeter(device), told, micro_steps=plan.accumulation_steps if skips else None)

@@ -80,7 +80,7 @@ class Trainer(transformers.Trainer):
             self._run = self._make_plan(self._osdp)
             self.args.per_device_train_batch_size = self._run.plan.micro_batch_size
             self.args.gradient_accumulation_steps = self._run.plan.accumulation_steps
-        with _accelerator_class(OSDPAccelerator):
+        with _accelerator_class(_TrainersAccelerator):
             super().create_accelerator_and_postprocess()
         self.accelerator.adopt(self._run)
 
@@ -182,6 +182,12 @@ class Trainer(transformers.Trainer):
             measured = self._steps.summary()
             announce_result(self._run, measured, output_dir=self.args.output_dir, is_rank_zero=self.is_world_process_zero())
         return output
+
+
+class _TrainersAccelerator(OSDPAccelerator):
+    """The Trainer knows where its steps begin and end, and reports them itself."""
+
+    reports_steps = False
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -16,19 +18,27 @@ from ..planner.hardware import Hardware
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
 from ..profiling.units import find_units
+from ..quantities import format_bytes, format_seconds
 from .accumulation import micro_step
 from .agree import on_rank_zero
 from .apply import apply_plan
 from .clip import clip_grad_norm_
 from .environment import form_process_group, hold_master_weights, mp_policy, training_device
+from .measure import Observation, StepMeter
+from .mesh import Meshes
 from .scaler import OSDPGradScaler
 from .state import free_gathered, full_state_dict, load_full_state_dict
 from .verify import verify_applied
 from .wanted import Wanted
+from .watch import LoopWatch
 
 if TYPE_CHECKING:
+    from ..planner.profile import Profile
     from ..planner.search import SearchResult
     from ..profiling.batch import Inputs
+    from .recalibrate import Round
+
+_log = logging.getLogger(__name__)
 
 
 class OptimalShardedDataParallel(nn.Module):
@@ -60,7 +70,10 @@ class OptimalShardedDataParallel(nn.Module):
     Attributes:
         module: the model, sharded in place.
         plan: what runs; the same on every rank.
-        report: the search's result with its estimates, on rank 0; None elsewhere and where a plan was given.
+        report: the plan's estimates, on rank 0; None elsewhere and where a plan was given.
+        rounds: plans that were tried under `recalibrate`, with estimate and measurement.
+        measured: peak, step time and collectives of the first 8 optimizer steps, the same on every rank; None before they
+            ended. Rank 0 logs them beside the estimate.
     """
 
     def __init__(
@@ -78,6 +91,8 @@ class OptimalShardedDataParallel(nn.Module):
         hardware: Hardware | str | None = None,
         optimizer: OptimizerSpec | None = None,
         inputs: Inputs | None = None,
+        profile: Profile | str | Path | None = None,
+        recalibrate: bool = False,
     ) -> None:
         """
         Args:
@@ -97,11 +112,15 @@ class OptimalShardedDataParallel(nn.Module):
                 foreach kernels on CUDA and one tensor after the other on the CPU.
             inputs: for models that are not from transformers: a function from a number of samples to forward's keyword
                 arguments, labels included.
+            profile: what was measured on this machine, or the file of it, in place of `hardware`.
+            recalibrate: before this returns, try the plan for a few steps on a throw-away copy of the model, correct the
+                estimates by what is seen, and plan again, until the plan stands (at most 3 rounds). What runs was tried and fits.
 
         Raises:
             InfeasibleError: no plan meets the limit.
             PlanError: the given plan cannot be read, is for another model, number of processes or batch, or does not fit.
             HardwareError: the hardware's name is not known.
+            ProfileError: the profile cannot be read, or holds times of another model.
             ValueError: an argument is missing, out of range, or of no use beside a plan.
         """
         super().__init__()
@@ -117,19 +136,30 @@ class OptimalShardedDataParallel(nn.Module):
             hardware=hardware,
             optimizer=optimizer,
             inputs=inputs,
+            profile=profile,
+            recalibrate=recalibrate,
         )
         wanted.check(planning=plan is None)
         form_process_group(needed=self._precision.compute is not None)
         hold_master_weights(model, self._precision)
         units = find_units(model, wanted.block_classes)
         self.report: SearchResult | None = None
+        self.rounds: tuple[Round, ...] = ()
+        self.measured: Observation | None = None
+        meshes: Meshes | None = None
         if plan is None:
-            self.plan, self.report = wanted.search(model)
+            found = wanted.search(model, units)
+            self.plan, self.rounds, meshes = found.plan, found.rounds, found.meshes
+            self.report = None if found.problem is None else found.problem.result(found.plan)
         else:
             self.plan = wanted.load(plan)
-        apply_plan(model, self.plan, units, mp_policy=mp_policy(self._precision))
+        apply_plan(model, self.plan, units, meshes=meshes, mp_policy=mp_policy(self._precision))
         verify_applied(model, self.plan, units)
         self.module = model.to(training_device())
+        skips = self._precision.compute is DType.FLOAT16
+        self._watch = LoopWatch(
+            self.module, StepMeter(training_device()), self._tell, micro_steps=self.plan.accumulation_steps if skips else None
+        )
 
     # ------------------------------------------------------------------------------------------------------- training
 
@@ -163,6 +193,17 @@ class OptimalShardedDataParallel(nn.Module):
         kwargs.setdefault("device", training_device().type)
         kwargs.setdefault("enabled", self._precision.compute is DType.FLOAT16)
         return OSDPGradScaler(**kwargs)
+
+    def _tell(self, measured: Observation) -> None:
+        """Keep what the first steps showed; rank 0 logs it."""
+        self.measured = measured
+        if dist.is_initialized() and dist.get_rank():
+            return
+        peak = None if self.report is None else self.report.memory.peak_bytes
+        step_s = None if self.report is None else self.report.time.step_s
+        texts = [_beside(peak, measured.peak_bytes, format_bytes), _beside(step_s, measured.median_step_s, format_seconds)]
+        kinds = [f"{t.collective.value.replace('_', '-')} over {t.group_size}: {format_seconds(t.seconds)}" for t in measured.collectives]
+        _log.info("Plan %s: peak %s, step %s%s.", self.plan.fingerprint, *texts, "; " + ", ".join(kinds) if kinds else "")
 
     # ---------------------------------------------------------------------------------------------------------- state
 
@@ -217,6 +258,12 @@ class OptimalShardedDataParallel(nn.Module):
             if name == "module":
                 raise
             return getattr(self.module, name)
+
+
+def _beside(estimated: float | None, measured: float | None, text: Callable[[Any], str]) -> str:
+    """`1.2 GiB estimated, 1.1 GiB measured`."""
+    known = ((estimated, "estimated"), (measured, "measured"))
+    return ", ".join("not " + name if value is None else f"{text(value)} {name}" for value, name in known)
 
 
 def _names(block_classes: str | Sequence[str] | None) -> tuple[str, ...] | None:

@@ -6,23 +6,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
 from torch import nn
 
+from ..planner.description import ModelDescription, UnitDescription
 from ..planner.hardware import Hardware
 from ..planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from ..planner.plan import Plan
 from ..planner.presets import preset
+from ..planner.profile import Profile, with_block_times
 from ..quantities import format_bytes, parse_bytes
 from .agree import broadcast_plan, on_rank_zero
 from .environment import training_device
 from .given import check_given
-from .mesh import world_size
+from .mesh import Meshes, world_size
 
 if TYPE_CHECKING:
-    from ..planner.search import SearchResult
     from ..profiling.batch import Inputs
+    from .recalibrate import Problem, Round
 
-_PLANNING_ONLY = ("strategy", "hardware", "optimizer", "inputs")
+_PLANNING_ONLY = ("strategy", "hardware", "optimizer", "inputs", "profile", "recalibrate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A plan, the same on every rank, with what it was found for."""
+
+    plan: Plan
+    problem: Problem | None
+    """Rank 0's, with corrections in it where plans were tried."""
+    rounds: tuple[Round, ...]
+    """Plans that were tried."""
+    meshes: Meshes | None
+    """Made for the trials, for training to use again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +55,8 @@ class Wanted:
     hardware: Hardware | str | None
     optimizer: OptimizerSpec | None
     inputs: Inputs | None
+    profile: Profile | str | Path | None = None
+    recalibrate: bool = False
 
     def check(self, *, planning: bool) -> None:
         """Refuse what is missing for planning, or of no use without; before anything is changed.
@@ -56,7 +74,9 @@ class Wanted:
         if planning:
             if missing := [name for name in ("sequence_length", "global_batch_size") if getattr(self, name) is None]:
                 raise ValueError(f"Planning needs {' and '.join(missing)}; pass them, or give a plan.")
-        elif unused := [name for name in _PLANNING_ONLY if getattr(self, name) is not None]:
+            if self.profile is not None and self.hardware is not None:
+                raise ValueError("profile already says what the hardware is; leave hardware out.")
+        elif unused := [name for name in _PLANNING_ONLY if getattr(self, name) not in (None, False)]:
             raise ValueError(f"A given plan leaves no use for {' and '.join(unused)}; leave them out, or leave plan out to plan here.")
 
     def load(self, plan: Plan | str | Path) -> Plan:
@@ -79,37 +99,76 @@ class Wanted:
 
         return broadcast_plan(on_rank_zero(read))
 
-    def search(self, model: nn.Module) -> tuple[Plan, SearchResult | None]:
-        """Measure together, describe and search on rank 0, and give every rank the plan; the result is rank 0's. Collective.
+    def search(self, model: nn.Module, units: tuple[UnitDescription, ...]) -> Found:
+        """Measure together, describe and search on rank 0, and give every rank the plan. Collective.
 
         Raises:
             InfeasibleError: no plan meets the limit.
             HardwareError: the hardware's name is not known.
+            ProfileError: the profile cannot be read, or is of another model.
             ValueError: sizes, limit and hardware do not fit together.
         """
-        from ..planner.search import search
-        from ..profiling.describe import describe
+        from .recalibrate import Problem
 
         device_type = training_device().type
         job = self._job(device_type)
-        hardware = self._hardware(device_type)
+        profile = self._profile()
+        hardware = self._hardware(device_type, profile)
         limit = self._limit_bytes(hardware)
-        found: list[SearchResult] = []
+        problems: list[Problem] = []
 
         def find() -> Plan:
-            description = describe(
-                model,
-                sequence_length=self.sequence_length,
-                block_classes=self.block_classes,
-                compute_dtype=self.precision.compute,
-                device_type=device_type,
-                inputs=self.inputs,
+            description = self._describe(model, device_type)
+            if profile is not None:
+                description = with_block_times(description, profile)
+            problems.append(
+                Problem(description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=self.strategy or "osdp")
             )
-            found.append(search(description, hardware, job, limit, strategy=self.strategy or "osdp"))
-            return found[0].plan
+            return problems[0].solve()
 
         plan = broadcast_plan(on_rank_zero(find))
-        return plan, found[0] if found else None
+        problem = problems[0] if problems else None
+        rounds: tuple[Round, ...] = ()
+        meshes: Meshes | None = None
+        if self.recalibrate:
+            plan, rounds, problem, meshes = self._tried(model, units, plan, problem, job)
+        return Found(plan=plan, problem=problem, rounds=rounds, meshes=meshes)
+
+    def _tried(
+        self, model: nn.Module, units: tuple[UnitDescription, ...], plan: Plan, problem: Problem | None, job: TrainingJob
+    ) -> tuple[Plan, tuple[Round, ...], Problem | None, Meshes | None]:
+        """The plan that stands after trials on a copy of the model."""
+        from ..profiling.batch import training_batch
+        from .probe import Trial, probe
+        from .recalibrate import recalibrate
+
+        device = training_device()
+        meshes = Meshes(device.type) if dist.is_initialized() else None
+        inputs = self.inputs or training_batch(model, self.sequence_length)
+        trial = Trial(model=model, units=units, job=job, inputs=inputs, device=device)
+        plan, rounds, corrected = recalibrate(plan, problem, lambda tried: probe(tried, trial, meshes))
+        if meshes is not None:
+            meshes.keep([plan.world_size, *(decision.shard_size for decision in plan.units)])
+        return plan, rounds, corrected, meshes
+
+    def _describe(self, model: nn.Module, device_type: str) -> ModelDescription:
+        from ..profiling.describe import describe
+
+        return describe(
+            model,
+            sequence_length=self.sequence_length,
+            block_classes=self.block_classes,
+            compute_dtype=self.precision.compute,
+            device_type=device_type,
+            inputs=self.inputs,
+        )
+
+    def _profile(self) -> Profile | None:
+        """The profile that was named, from rank 0's file."""
+        if self.profile is None or isinstance(self.profile, Profile):
+            return self.profile
+        text = on_rank_zero(lambda: Profile.load(self.profile).to_json())
+        return Profile.from_json(text, source=str(self.profile))
 
     def _job(self, device_type: str) -> TrainingJob:
         job = TrainingJob(
@@ -121,13 +180,14 @@ class Wanted:
         job.micro_batch_sizes(world_size())
         return job
 
-    def _hardware(self, device_type: str) -> Hardware:
-        if self.hardware is None:
+    def _hardware(self, device_type: str, profile: Profile | None) -> Hardware:
+        wanted = self.hardware if profile is None else profile.hardware
+        if wanted is None:
             from ..profiling.machine import measure_hardware
 
             return measure_hardware(device_type=device_type)
         ranks = world_size()
-        hardware = preset(self.hardware, devices_per_node=ranks) if isinstance(self.hardware, str) else self.hardware
+        hardware = preset(wanted, devices_per_node=ranks) if isinstance(wanted, str) else wanted
         if hardware.world_size != ranks:
             raise ValueError(f"hardware has {hardware.world_size} devices, but {ranks} processes are running; use hardware.scaled.")
         return hardware

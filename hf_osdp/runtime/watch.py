@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -44,11 +45,17 @@ class LoopWatch:
         self._steps, self._micro_steps = steps, micro_steps
         self._model = model
         self._passes = 0
-        # before FSDP2's own hook, which gathers the root
-        self._handles = [
-            model.register_forward_pre_hook(self._forward_begins, prepend=True),
-            register_optimizer_step_post_hook(self._optimizer_stepped),
-        ]
+        me = weakref.ref(self)
+
+        def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            watch = me()
+            if watch is not None:
+                watch._optimizer_stepped(optimizer)
+
+        # That of all optimizers must not keep this model alive; that of the model comes before FSDP2's, which gathers the root.
+        of_optimizers = register_optimizer_step_post_hook(stepped)
+        weakref.finalize(self, of_optimizers.remove)
+        self._handles = [model.register_forward_pre_hook(self._forward_begins, prepend=True), of_optimizers]
 
     def finish(self) -> None:
         """Stop watching and tell what was seen, if a step was. Collective; a second call does nothing."""
@@ -73,7 +80,7 @@ class LoopWatch:
             self._meter.step_begins()
         self._passes += 1
 
-    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._passes or not self._trains(optimizer):
             return
         self._passes = 0

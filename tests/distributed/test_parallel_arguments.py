@@ -99,7 +99,7 @@ def test_reducing_otherwise_than_the_plan_is_refused():
 
 def jobs_of(monkeypatch) -> list[tuple[Any, ...]]:
     """What `search` is called with from here on: description, hardware, job, limit."""
-    from hf_osdp.planner import search as module
+    from hf_osdp.runtime import recalibrate as module
 
     calls, search = [], module.search
 
