@@ -6,11 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import InfeasibleError
 from .description import ModelDescription
 from .hardware import Hardware
 from .job import TrainingJob
-from .search import SearchResult, search
+from .search import SearchResult, least_memory, search
 from .strategies import Strategy
 
 POINTS = 16
@@ -57,7 +56,7 @@ def frontier(
         return search(description, hardware, job, limit, strategy=strategy)
 
     last = fastest(most_bytes)
-    first = fastest(_least_bytes(description, hardware, job, strategy))
+    first = fastest(least_memory(description, hardware, job, strategy=strategy))
     found, gaps = [first, last], [_Gap.between(first.plan.peak_bytes, first, last)]
 
     def split(gap: _Gap, limit: int) -> None:
@@ -102,12 +101,3 @@ def not_dominated(results: Sequence[SearchResult]) -> tuple[SearchResult, ...]:
         if not front or result.plan.step_s < front[-1].plan.step_s:
             front.append(result)
     return tuple(front)
-
-
-def _least_bytes(description: ModelDescription, hardware: Hardware, job: TrainingJob, strategy: str | Strategy) -> int:
-    """The tightest limit that some plan meets."""
-    try:
-        search(description, hardware, job, hardware.device.reserved_bytes + 1, strategy=strategy)
-    except InfeasibleError as error:
-        return error.least_peak_bytes
-    raise AssertionError("no model trains in one byte")

@@ -102,6 +102,17 @@ def search(
     return _decode(description, hardware, job, memory_limit_bytes, strategy, candidate.batch, solution.choices, proven)
 
 
+def least_memory(description: ModelDescription, hardware: Hardware, job: TrainingJob, *, strategy: str | Strategy = Strategy.OSDP) -> int:
+    """The tightest limit that some plan of the strategy meets, in bytes of one rank, with what the device reserves.
+
+    Raises:
+        ValueError: unknown strategy, or a global batch that the world size does not divide.
+    """
+    _check_uses(description)
+    candidates = tuple(_candidates(description, hardware, job, Strategy.parse(strategy)))
+    return _least(description, hardware, job, candidates)[1].peak_bytes + hardware.device.reserved_bytes
+
+
 def compare_strategies(
     description: ModelDescription, hardware: Hardware, job: TrainingJob, memory_limit_bytes: int
 ) -> tuple[StrategyResult, ...]:
@@ -181,13 +192,8 @@ def _check_uses(description: ModelDescription) -> None:
 
 def _infeasible(description, hardware, job, limit, strategy, candidates: Sequence[_Candidate]) -> InfeasibleError:
     """The tightest limit that could be met, what fills it, and the cheapest ways out."""
-    needed, memory, batch = None, None, None
-    for candidate in sorted(candidates, key=lambda c: c.floor_bytes):
-        if needed is not None and (candidate.floor_bytes >= needed or any_within(candidate.line, job, needed - 1) is None):
-            continue
-        choices, needed = _tightest(description, hardware, job, candidate)
-        batch, memory = candidate.batch, estimate_memory(description, choices, hardware.world_size, job, candidate.batch)
-    needed += hardware.device.reserved_bytes
+    batch, memory = _least(description, hardware, job, candidates)
+    needed = memory.peak_bytes + hardware.device.reserved_bytes
     peak = memory.peak
     parts = sorted(((getattr(peak.breakdown, name), name) for name in peak.breakdown.__slots__), reverse=True)
     largest = ", ".join(f"{name} {format_bytes(nbytes)}" for nbytes, name in parts[:2])
@@ -198,6 +204,17 @@ def _infeasible(description, hardware, job, limit, strategy, candidates: Sequenc
         f" {batch.micro_batch_size} in {peak.phase} of {peak.unit} ({largest}). Use {'; or '.join(ways)}."
     )
     return InfeasibleError(message, memory_limit_bytes=limit, least_peak_bytes=needed, remedies=tuple(ways))
+
+
+def _least(description, hardware, job, candidates: Sequence[_Candidate]) -> tuple[Batch, MemoryEstimate]:
+    """The batch and the moments of the plan that needs least memory."""
+    needed, memory, batch = None, None, None
+    for candidate in sorted(candidates, key=lambda c: c.floor_bytes):
+        if needed is not None and (candidate.floor_bytes >= needed or any_within(candidate.line, job, needed - 1) is None):
+            continue
+        choices, needed = _tightest(description, hardware, job, candidate)
+        batch, memory = candidate.batch, estimate_memory(description, choices, hardware.world_size, job, candidate.batch)
+    return batch, memory
 
 
 def _tightest(description, hardware, job, candidate: _Candidate) -> tuple[Sequence[Choice], int]:

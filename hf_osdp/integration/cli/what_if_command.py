@@ -65,7 +65,10 @@ class _Models:
 
     def __init__(self, request: Request, case: Case, config: Any):
         self.case, self.config, self.describe = case, config, describer(request, case.hardware)
-        self.cases: dict[tuple[str, int], Case] = {}
+        self.cases: dict[tuple[str, int], Case] = {
+            ("length", case.description.sequence_length): case,
+            ("heads", getattr(config, "num_attention_heads", 0)): case,
+        }
 
     def half_the_sequence(self) -> Answer:
         """The same batch in half as many tokens."""

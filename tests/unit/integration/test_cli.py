@@ -34,7 +34,7 @@ JOB = TrainingJob(global_batch_size=32)
 def config():
     from transformers import GPT2Config
 
-    return GPT2Config(n_layer=3, n_embd=64, n_head=4, vocab_size=500, n_positions=64)
+    return GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=500, n_positions=64)
 
 
 @pytest.fixture(scope="module")
@@ -146,13 +146,14 @@ def test_explain_takes_a_bare_plan_with_its_model(plan_file, model, tmp_path):
     assert content["rows"] == as_json("explain", plan_file)["rows"]
 
 
-def test_compare_holds_all_strategies_and_the_front(model, description):
+def test_compare_holds_all_strategies_and_the_front(model, description, tmp_path):
     rows = compare_strategies(description, HARDWARE, JOB, LIMIT)
     peaks = [row.result.plan.peak_bytes for row in rows if row.result]
-    front = frontier(description, HARDWARE, JOB, HARDWARE.device.memory_bytes, points=5, at=[LIMIT, *peaks])
-    content = as_json("compare", model, *OPTIONS, "--points", 5)
-    assert content == json.loads(json.dumps(comparison_content(HARDWARE, LIMIT, rows, front)))
-    done = call("compare", model, *OPTIONS, "--points", 3)
+    front = frontier(description, HARDWARE, JOB, HARDWARE.device.memory_bytes, points=3, at=[LIMIT, *peaks])
+    done = call("compare", model, *OPTIONS, "--points", 3, "--json", tmp_path / "x.json", "--plot", tmp_path / "x.png")
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "x.json").read_text()) == json.loads(json.dumps(comparison_content(HARDWARE, LIMIT, rows, front)))
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert_readable(done.stdout)
     assert all(row.strategy.value in done.stdout for row in rows)
 
@@ -171,26 +172,21 @@ def test_what_if_answers_by_searching(model, description):
     assert widest["parameters"] > description.numel and widest["result"]["peak_bytes"] <= LIMIT
 
 
-def test_simulation_stands_beside_the_estimate(model):
-    done = call("plan", model, *OPTIONS, "--simulate")
+def test_simulation_stands_beside_the_estimate(model, tmp_path):
+    done = call("plan", model, *OPTIONS, "--simulate", "--json", tmp_path / "x.json", "--plot", tmp_path / "x.svg")
     assert done.exit_code == 0, done.stderr
     assert "simulated" in done.stdout and "%" in done.stdout
-    content = as_json("plan", model, *OPTIONS, "--simulate")
+    assert_readable(done.stdout)
+    assert (tmp_path / "x.svg").read_bytes().startswith(b"<svg")
+    content = json.loads((tmp_path / "x.json").read_text())
     assert content["simulated"]["peak_bytes"] == pytest.approx(content["estimated"]["peak_bytes"], rel=0.05)
 
 
-@pytest.mark.parametrize(("command", "suffix"), [("plan", ".svg"), ("compare", ".png"), ("explain", ".html")])
-def test_plots_are_written(model, plan_file, tmp_path, command, suffix):
-    path = tmp_path / f"chart{suffix}"
-    arguments = [plan_file] if command == "explain" else [model, *OPTIONS]
-    assert call(command, *arguments, "--plot", path).exit_code == 0
-    assert path.stat().st_size > 2000
-
-
-def test_json_to_a_file_leaves_the_tables(model, tmp_path):
-    done = call("plan", model, *OPTIONS, "--json", tmp_path / "report.json")
-    assert "OSDP plan" in done.stdout
-    assert json.loads((tmp_path / "report.json").read_text())["plan"]["world_size"] == 4
+def test_json_to_a_file_leaves_the_tables(plan_file, tmp_path):
+    done = call("explain", plan_file, "--json", tmp_path / "report.json", "--plot", tmp_path / "x.html")
+    assert "What binds: " in done.stdout
+    assert json.loads((tmp_path / "report.json").read_text()) == as_json("explain", plan_file)
+    assert (tmp_path / "x.html").stat().st_size > 2000
 
 
 WRONG = [
@@ -225,7 +221,7 @@ def test_wrong_input_is_one_line_and_code_2(model, options, message):
         ("none.json", None, "no such file or folder"),
         ("config.json", "{", "not a valid JSON"),
         ("config.json", "{}", "model_type"),
-        ("config.json", '{"model_type": "gpt2", "n_embd": "wide"}', "GPT2Config|n_embd"),
+        ("config.json", '{"model_type": "gpt2", "n_embd": "wide"}', "n_embd"),
         ("config.json", '{"model_type": "gpt2", "n_layer": 2, "n_embd": 63, "n_head": 4}', "63"),
     ],
 )
@@ -234,7 +230,7 @@ def test_unreadable_models_are_one_line(tmp_path, name, content, message):
         (tmp_path / name).write_text(content)
     done = call("plan", tmp_path / name, *OPTIONS)
     assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+    assert message in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):
@@ -268,5 +264,3 @@ def test_the_command_line_loads_nothing_heavy():
     code = "import sys, hf_osdp.integration.cli.app; print(*{name.partition('.')[0] for name in sys.modules})"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.split()
     assert not {"torch", "transformers", "ortools", "altair", "pydantic"} & set(loaded)
-
-
