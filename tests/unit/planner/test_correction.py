@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from hf_osdp.planner.correction import Correction
+from hf_osdp.planner.correction import Correction, correction_of
 from hf_osdp.planner.costs import Batch, Choice
+from hf_osdp.planner.evaluate import estimate_plan
 from hf_osdp.planner.hardware import Collective, CollectiveTiming
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.memory import estimate_memory
 from hf_osdp.planner.presets import preset
+from hf_osdp.planner.search import search
 from hf_osdp.planner.timing import compute_seconds
 from tests.helpers.descriptions import transformer
 
@@ -53,3 +55,22 @@ def test_observed_collectives_replace_those_of_their_kind_and_size() -> None:
 def test_a_factor_that_is_no_factor_is_refused(factor: float) -> None:
     with pytest.raises(ValueError, match="compute_factor"):
         Correction(compute_factor=factor)
+
+
+@pytest.mark.parametrize("name", ["a100-40", "cpu"])
+@pytest.mark.parametrize("factor", [0.5, 1.0, 3.0])
+def test_the_factor_found_makes_the_step_as_long_as_the_one_seen(name: str, factor: float) -> None:
+    hardware, job = preset(name, devices_per_node=4), TrainingJob(global_batch_size=8)
+    plan = search(MODEL, hardware, job, 2**30).plan
+    slower = Correction(compute_factor=factor).of_description(MODEL, hardware)
+    seen = estimate_plan(plan, slower, job, hardware)
+    found = correction_of(plan, MODEL, hardware, job, peak_bytes=seen.memory.peak_bytes + 7, step_s=seen.time.step_s)
+    assert (found.extra_bytes, found.compute_factor) == (7, pytest.approx(factor, rel=1e-6))
+
+
+def test_what_was_not_seen_corrects_nothing_and_the_factor_has_bounds() -> None:
+    job = TrainingJob(global_batch_size=8)
+    plan = search(MODEL, HARDWARE, job, 2**30).plan
+    assert correction_of(plan, MODEL, HARDWARE, job, peak_bytes=None, step_s=None) == Correction()
+    factors = [correction_of(plan, MODEL, HARDWARE, job, peak_bytes=None, step_s=s).compute_factor for s in (1e-12, 1e9)]
+    assert factors == [pytest.approx(0.05), pytest.approx(20.0)]
