@@ -80,7 +80,9 @@ def measure_block_times(
     make = inputs or training_batch(model, sequence_length)
     batches = {size: _on_device(make(size), device, dtype) for size in sizes}
     runner = _Runner(model, description, device, dtype)
-    return _segment_times(description, runner.measure(batches, seconds))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # dropout; the training's own state stays as it is
+        taken = runner.measure(batches, seconds)
+    return _segment_times(description, taken)
 
 
 class _Runner:

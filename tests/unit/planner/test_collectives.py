@@ -64,6 +64,22 @@ def test_measured_timing_goes_before_the_formula():
         assert collective_seconds(hardware, collective, shard_ring(hardware, size), N) == plain
 
 
+def test_measured_timing_holds_where_its_group_lies():
+    """Two nodes of 2: pairs that gather lie inside a node, pairs that reduce replicas across; both have 2 ranks."""
+
+    def pair(latency_s: float, crosses: bool) -> CollectiveTiming:
+        return CollectiveTiming(
+            collective=Collective.ALL_REDUCE, group_size=2, latency_s=latency_s, seconds_per_byte=0.0, crosses_nodes=crosses
+        )
+
+    hardware = replace(machine(nodes=2, devices_per_node=2), timings=(pair(1.0, False), pair(2.0, True)))
+    assert collective_seconds(hardware, Collective.ALL_REDUCE, shard_ring(hardware, 2), N) == 1.0
+    assert collective_seconds(hardware, Collective.ALL_REDUCE, replicate_ring(hardware, 2), N) == 2.0
+    inside_only = replace(hardware, timings=(pair(1.0, False),))
+    plain = collective_seconds(machine(nodes=2, devices_per_node=2), Collective.ALL_REDUCE, replicate_ring(hardware, 2), N)
+    assert collective_seconds(inside_only, Collective.ALL_REDUCE, replicate_ring(hardware, 2), N) == plain
+
+
 def test_measured_gloo_reduce_scatter_is_not_doubled():
     measured = CollectiveTiming(collective=Collective.REDUCE_SCATTER, group_size=4, latency_s=0.0, seconds_per_byte=1e-6)
     hardware = replace(machine(backend=Backend.GLOO), timings=(measured,))

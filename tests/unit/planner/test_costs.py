@@ -5,12 +5,14 @@ The unit has w (8, 3) and b (8,) in float32, both trainable: 32 elements, 128 by
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hf_osdp.planner.collectives import collective_seconds, replicate_ring, shard_ring
 from hf_osdp.planner.costs import Batch, Choice, UnitBytes, choices_for, merged_gradients, unit_bytes, unit_seconds
 from hf_osdp.planner.description import DType, GatherSpan, ParameterSpec, UnitDescription
-from hf_osdp.planner.hardware import Backend, Collective, DeviceSpec, Hardware, Link
+from hf_osdp.planner.hardware import Backend, Collective, DeviceSpec, Handling, Hardware, Link, WorkTime
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 
 ONCE = Batch(micro_batch_size=1, accumulation_steps=1, reduce_every_micro_step=True)
@@ -241,6 +243,62 @@ def test_one_process_spends_time_on_the_update_only():
     assert (alone.gather_forward, alone.gather_backward, alone.reduce_scatter, alone.all_reduce) == (0, 0, 0, 0)
     assert (alone.copy_forward, alone.copy_backward) == (0, 0)
     assert alone.optimizer == pytest.approx(7 * 128 / 1e6)
+
+
+HANDLING = Handling(
+    gather=WorkTime(call_s=1.0, tensor_s=0.1, seconds_per_byte=0.001),
+    reduce=WorkTime(call_s=2.0, tensor_s=0.2, seconds_per_byte=0.002),
+    updates={
+        OptimizerStep.FUSED: WorkTime(tensor_s=0.3, seconds_per_byte=0.003),
+        OptimizerStep.FOREACH: WorkTime(tensor_s=0.4),
+        OptimizerStep.FOR_LOOP: WorkTime(tensor_s=0.5),
+    },
+)
+
+
+def handled(unit: UnitDescription = UNIT, *, g: int, keep: bool = False, job: TrainingJob | None = None, world_size: int = 4):
+    hardware = replace(machine(devices_per_node=world_size), handling=HANDLING)
+    return unit_seconds(unit, Choice(shard_size=g, keep=keep), hardware, job or job_of())
+
+
+def test_measured_handling_counts_calls_tensors_and_copied_bytes():
+    sharded = handled(g=4)  # 2 tensors; 128 bytes out of the buffer, 32 into it; 128 of gradients
+    assert sharded.copy_forward == pytest.approx(1 + 0.2 + 0.160)
+    assert sharded.copy_backward == pytest.approx(sharded.copy_forward + 2 + 0.4 + 0.256)
+    assert handled(g=4, keep=True).copy_backward == pytest.approx(2 + 0.4 + 0.256)
+    assert sharded.gather_forward == seconds(g=4).gather_forward
+
+
+def test_measured_handling_of_a_replicated_unit_copies_gradients_twice_and_gathers_once():
+    replicated = handled(g=1)
+    assert replicated.copy_forward == pytest.approx(1 + 0.2 + 0.128)
+    assert replicated.copy_backward == pytest.approx(replicated.copy_forward + 2 + 0.4 + 2 * 0.256)
+
+
+def test_frozen_parameters_are_gathered_and_not_reduced():
+    frozen = handled(unit_of(parameter("w", 8, 3, requires_grad=False)), g=4)
+    assert frozen.copy_forward > 0
+    assert frozen.copy_backward == frozen.copy_forward
+    assert frozen.optimizer == 0
+
+
+def test_measured_update_goes_by_the_kind_of_step_and_the_states():
+    assert handled(g=4).optimizer == pytest.approx(0.6 + 0.003 * 32)
+    assert handled(g=4, job=job_of(step=OptimizerStep.FOR_LOOP)).optimizer == pytest.approx(1.0)
+    assert handled(g=4, job=job_of(states=0, step=OptimizerStep.FOREACH)).optimizer == pytest.approx(0.8 * 3 / 7)
+
+
+def test_one_process_has_nothing_to_handle_but_the_update():
+    alone = handled(g=1, world_size=1)
+    assert (alone.copy_forward, alone.copy_backward) == (0, 0)
+    assert alone.optimizer == pytest.approx(0.6 + 0.003 * 128)
+
+
+def test_clipping_reads_gradients_twice_and_writes_them_once():
+    hardware = replace(machine(), device=replace(machine().device, operator_s=1e-3))
+    clipping = replace(job_of(), clips_gradients=True)
+    with_it, without = (unit_seconds(UNIT, Choice(shard_size=4, keep=True), hardware, job) for job in (clipping, job_of()))
+    assert with_it.optimizer - without.optimizer == pytest.approx(3 * 32 / 1e6 + 2 * 2 * 1e-3)
 
 
 def test_batch_says_what_it_holds_and_how_often_it_reduces():

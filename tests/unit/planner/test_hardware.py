@@ -8,7 +8,8 @@ import pytest
 
 from hf_osdp.errors import HardwareError
 from hf_osdp.planner.description import DType
-from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, DeviceSpec, Link
+from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, DeviceSpec, Handling, Link, WorkTime
+from hf_osdp.planner.job import OptimizerStep
 from hf_osdp.planner.presets import preset, preset_names
 
 MEASURED = CollectiveTiming(collective=Collective.ALL_GATHER, group_size=2, latency_s=1.0, seconds_per_byte=0.0)
@@ -55,6 +56,28 @@ def test_scaled_changes_the_counts_and_drops_what_was_measured():
     assert hardware.timing(Collective.ALL_GATHER, 2) is MEASURED
     assert hardware.timing(Collective.ALL_GATHER, 4) is None
     assert hardware.timing(Collective.ALL_REDUCE, 2) is None
+
+
+def test_timings_inside_and_across_nodes_are_told_apart():
+    across = replace(MEASURED, crosses_nodes=True)
+    hardware = replace(preset("cpu", devices_per_node=2), timings=(MEASURED, across))
+    assert hardware.timing(Collective.ALL_GATHER, 2) is MEASURED
+    assert hardware.timing(Collective.ALL_GATHER, 2, crosses_nodes=True) is across
+
+
+def test_handling_has_a_time_for_each_kind_of_step():
+    work = WorkTime(call_s=1.0, tensor_s=0.5, seconds_per_byte=0.25)
+    assert (work(0, 0), work(2, 8)) == (0.0, 4.0)
+    with pytest.raises(ValueError, match="finite and at least 0"):
+        WorkTime(call_s=-1.0)
+    with pytest.raises(ValueError, match="optimizer step 'fused' is missing"):
+        Handling(gather=work, reduce=work, updates={OptimizerStep.FOREACH: work, OptimizerStep.FOR_LOOP: work})
+
+
+@pytest.mark.parametrize("wrong", [{"group_size": 1}, {"latency_s": -1.0}, {"seconds_per_byte": float("nan")}])
+def test_timings_are_checked(wrong):
+    with pytest.raises(ValueError, match="A timing needs"):
+        replace(MEASURED, **wrong)
 
 
 def test_summary_names_nodes_devices_and_backend():
