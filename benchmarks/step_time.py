@@ -64,7 +64,7 @@ class Effort:
     profile_s: float
 
 
-FULL, QUICK = Effort(rounds=16, profile_s=3.0), Effort(rounds=6, profile_s=1.5)
+FULL, QUICK = Effort(rounds=12, profile_s=3.0), Effort(rounds=5, profile_s=1.5)
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from ..planner.hardware import Handling, WorkTime
 from ..planner.job import OptimizerStep
@@ -159,11 +159,18 @@ class _Pass(torch.autograd.Function):
         return gradient, None, *gradients
 
 
-class _SilentAllGather(DefaultAllGather):
+class _Fresh:
+    """Buffers as FSDP2's own collectives take them."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+class _SilentAllGather(_Fresh, AllGather):
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> None:
         """Send nothing."""
 
 
-class _SilentReduceScatter(DefaultReduceScatter):
+class _SilentReduceScatter(_Fresh, ReduceScatter):
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
         """Send nothing."""
