@@ -8,6 +8,7 @@ from .compare_command import compare
 from .explain_command import explain
 from .options import takes_request
 from .plan_command import plan
+from .profile_command import profile
 from .what_if_command import what_if
 
 _HELP = """Plan sharded training for Hugging Face models: the fastest FSDP2 layout that fits your memory limit.
@@ -20,6 +21,7 @@ app.command("plan")(takes_request(plan))
 app.command("explain")(explain)
 app.command("compare")(takes_request(compare, leave_out=("strategy",)))
 app.command("what-if")(takes_request(what_if))
+app.command("profile")(profile)
 
 
 def main() -> None:

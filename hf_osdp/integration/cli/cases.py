@@ -86,15 +86,14 @@ def device_type_of(hardware: Hardware) -> str:
 
 
 def describer(request: Request, hardware: Hardware) -> Callable[..., ModelDescription]:
-    """A function that describes a configuration at a sequence length as the request wants it."""
-    profile = profile_of(request) if request.profile is not None else None
+    """A function that describes a configuration at a sequence length as the request wants it, times by roofline."""
     precision = Precision.named(request.precision)
     names = [name.strip() for name in (request.block_classes or "").split(",") if name.strip()]
 
     def describe_at(config: Any, sequence_length: int) -> ModelDescription:
         from ...profiling.describe import describe
 
-        description = describe(
+        return describe(
             config,
             sequence_length=sequence_length,
             block_classes=names or None,
@@ -103,13 +102,21 @@ def describer(request: Request, hardware: Hardware) -> Callable[..., ModelDescri
             auto_class=request.auto_class,
             activation_checkpointing=request.activation_checkpointing,
         )
-        if profile is None:
-            return description
-        from ...planner.profile import with_block_times
-
-        return with_block_times(description, profile)
 
     return describe_at
+
+
+def timed(request: Request, description: ModelDescription) -> ModelDescription:
+    """The description with the profile's times of its blocks, where there is a profile that holds blocks.
+
+    Raises:
+        ProfileError: it holds other blocks, or other sequence lengths.
+    """
+    if request.profile is None:
+        return description
+    from ...planner.profile import with_block_times
+
+    return with_block_times(description, profile_of(request))
 
 
 def case_of(request: Request) -> tuple[Case, Any]:
@@ -123,7 +130,7 @@ def case_of(request: Request) -> tuple[Case, Any]:
     job = job_of(request, hardware)
     limit = memory_limit_of(request, hardware)
     config = load_config(request.model)
-    description = describer(request, hardware)(config, request.sequence_length)
+    description = timed(request, describer(request, hardware)(config, request.sequence_length))
     return Case(description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=request.strategy), config
 
 

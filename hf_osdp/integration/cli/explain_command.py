@@ -81,7 +81,7 @@ def _stated(device, profile, num_nodes, precision, optimizer, activation_checkpo
 def _inputs(plan, *, num_nodes: int | None, **options):
     """What a bare plan was made from, by the user's word and the plan's."""
     from ...report.plan_file import PlanInputs
-    from .cases import describer, hardware_of, job_of, load_config
+    from .cases import describer, hardware_of, job_of, load_config, timed
 
     nodes = num_nodes or 1
     if plan.world_size % nodes:
@@ -92,7 +92,7 @@ def _inputs(plan, *, num_nodes: int | None, **options):
     )  # fmt: skip
     hardware = hardware_of(request)
     job = job_of(request, hardware)
-    description = describer(request, hardware)(load_config(request.model), plan.sequence_length)
+    description = timed(request, describer(request, hardware)(load_config(request.model), plan.sequence_length))
     plan.check(description, plan.world_size)
     return PlanInputs(description=description, job=job, hardware=hardware)
 

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from ...errors import DescriptionError
+from ...errors import DescriptionError, ProfileError
 from ...planner.description import ModelDescription
 from ...planner.what_if import Answer, Case, Changed, answer, largest, one_more_device, twice_the_memory
 from ...quantities import format_bytes, format_count
-from .cases import case_of, describer
+from .cases import case_of, describer, timed
 from .options import JsonFile, Request
 from .output import Output
 from .resize import head_step, position_names, with_heads, with_positions
@@ -64,7 +64,7 @@ class _Models:
     """Questions for which the model is described anew."""
 
     def __init__(self, request: Request, case: Case, config: Any):
-        self.case, self.config, self.describe = case, config, describer(request, case.hardware)
+        self.request, self.case, self.config, self.describe = request, case, config, describer(request, case.hardware)
         self.cases: dict[tuple[str, int], Case] = {
             ("length", case.description.sequence_length): case,
             ("heads", getattr(config, "num_attention_heads", 0)): case,
@@ -75,12 +75,12 @@ class _Models:
         length = self.case.description.sequence_length // 2
         if length < 1:
             return Answer(question="half the sequence", change="", reason="a sample of one token has no half")
-        return answer("half the sequence", Changed(case=self._at_length(length), change=f"{length} tokens"))
+        return self._answer("half the sequence", self._at_length(length), f"{length} tokens")
 
     def longest_sequence(self, tried: Callable[[], None]) -> Answer:
         """The most tokens of a sample that fit; tables of positions are raised where they must be."""
         question, now = "longest sequence", self.case.description.sequence_length
-        if self._at_length(max(1, now // 2)).description.segments == self.case.description.segments:
+        if self._at_length(max(1, now // 2)).description.input_bytes == self.case.description.input_bytes:
             return Answer(question=question, change="", reason="the model's inputs do not depend on it")
         start = max(_LENGTH_STEP, now // _LENGTH_STEP * _LENGTH_STEP)
         length = largest(lambda size: self._at_length(size).fits(), start, step=_LENGTH_STEP, most=_LONGEST, tried=tried)
@@ -89,22 +89,30 @@ class _Models:
         raised = self._raised(length)
         note = f", {' and '.join(raised)} raised to it" if raised else ""
         bound = " or more" if length == _LONGEST else ""
-        return answer(question, Changed(case=self._at_length(length), change=f"{length} tokens{bound}{note}"))
+        return self._answer(question, self._at_length(length), f"{length} tokens{bound}{note}")
 
     def widest(self, tried: Callable[[], None]) -> Answer:
         """The widest model of the same depth and head size that fits."""
         question = "largest width"
         try:
             step, heads = head_step(self.config), self.config.num_attention_heads
-            width = largest(lambda size: self._with_heads(size).fits(), heads, step=step, most=_WIDEST * heads, tried=tried)
+            width = largest(lambda size: self._with_heads(size).fits(), heads, step=step, most=int(_WIDEST * heads), tried=tried)
         except (DescriptionError, ValueError) as error:
             return Answer(question=question, change="", reason=str(error))
         if width is None:
             return Answer(question=question, change="", reason=f"not even {step} heads fit")
         case = self._with_heads(width)
         hidden = self.config.hidden_size // heads * width
-        bound = " or more" if width == _WIDEST * heads else ""
+        bound = " or more" if width == int(_WIDEST * heads) else ""
         change = f"{hidden}{bound} instead of {self.config.hidden_size}: {width} heads, {format_count(case.description.numel)} parameters"
+        return self._answer(question, case, change)
+
+    def _answer(self, question: str, case: Case, change: str) -> Answer:
+        """Search a case that was described anew; a profile that has no times for it leaves it without seconds."""
+        try:
+            case = replace(case, description=timed(self.request, case.description))
+        except ProfileError:
+            return Answer(question=question, change=change, case=case, reason="the profile has no times for it")
         return answer(question, Changed(case=case, change=change))
 
     def _at_length(self, length: int) -> Case:

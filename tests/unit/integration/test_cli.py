@@ -9,6 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from hf_osdp.integration.cli import what_if_command
 from hf_osdp.integration.cli.app import app
 from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.evaluate import estimate_plan
@@ -16,6 +17,7 @@ from hf_osdp.planner.frontier import frontier
 from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
+from hf_osdp.planner.profile import Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
 from hf_osdp.planner.search import compare_strategies, search
 from hf_osdp.profiling.describe import describe
 from hf_osdp.report.contents import comparison_content, explanation_content
@@ -74,7 +76,7 @@ def assert_readable(text: str) -> None:
 
 def test_help_lists_the_commands_and_every_option_of_plan():
     text = call("--help").output
-    assert all(name in text for name in ("plan", "explain", "compare", "what-if"))
+    assert all(name in text for name in ("plan", "explain", "compare", "what-if", "profile"))
     shown = call("plan", "--help").output
     assert all(option in shown for option in ("--memory-limit", "--device", "--profile", "--simulate", "--json", "--plot"))
 
@@ -158,7 +160,9 @@ def test_compare_holds_all_strategies_and_the_front(model, description, tmp_path
     assert all(row.strategy.value in done.stdout for row in rows)
 
 
-def test_what_if_answers_by_searching(model, description):
+def test_what_if_answers_by_searching(model, description, monkeypatch):
+    monkeypatch.setattr(what_if_command, "_LONGEST", 64)  # every size that is tried is another trace
+    monkeypatch.setattr(what_if_command, "_WIDEST", 1.5)
     answers = {row["question"]: row for row in as_json("what-if", model, *OPTIONS)["answers"]}
     now = search(description, HARDWARE, JOB, LIMIT).plan
     assert answers["now"]["result"]["samples_per_s"] == now.samples_per_s
@@ -167,8 +171,8 @@ def test_what_if_answers_by_searching(model, description):
     assert answers["one more device"]["result"]["samples_per_s"] == more.samples_per_s
     assert "from 32 to 35" in answers["one more device"]["change"]
     longest, widest = answers["longest sequence"], answers["largest width"]
-    assert longest["result"]["sequence_length"] >= 64 and longest["result"]["peak_bytes"] <= LIMIT
-    assert ("n_positions raised" in longest["change"]) == (longest["result"]["sequence_length"] > 64)
+    assert longest["result"]["sequence_length"] == 64 and longest["result"]["peak_bytes"] <= LIMIT
+    assert longest["change"] == "64 tokens or more"
     assert widest["parameters"] > description.numel and widest["result"]["peak_bytes"] <= LIMIT
 
 
@@ -189,10 +193,45 @@ def test_json_to_a_file_leaves_the_tables(plan_file, tmp_path):
     assert (tmp_path / "x.html").stat().st_size > 2000
 
 
+@pytest.fixture
+def profile_file(description, tmp_path) -> str:
+    """Measured links, and blocks that take a second forward and two backward whatever the batch."""
+    points = (TimePoint(samples=1, forward_s=1.0, backward_s=2.0), TimePoint(samples=2, forward_s=1.0, backward_s=2.0))
+    segments = tuple(
+        SegmentTimes(
+            class_name=description.units[segment.unit].class_name,
+            parameter_shapes=tuple(p.shape for p in description.units[segment.unit].parameters),
+            sequence_length=32,
+            compute_dtype=DType.FLOAT32,
+            work=SegmentWork.of(segment),
+            points=points,
+        )
+        for segment in description.segments
+    )
+    Profile(hardware=HARDWARE, segments=segments).save(tmp_path / "profile.json")
+    return str(tmp_path / "profile.json")
+
+
+def test_a_profile_stands_in_for_the_device(model, description, profile_file):
+    content = as_json("plan", model, *SIZES, "--profile", profile_file)
+    timed = with_block_times(description, Profile.load(profile_file))
+    expected = search(timed, HARDWARE, JOB, HARDWARE.device.memory_bytes).plan
+    assert content["plan"]["fingerprint"] == expected.fingerprint
+    assert content["estimated"]["step_s"] == expected.step_s > 3 * len(description.segments)
+    more = as_json("plan", model, *SIZES, "--profile", profile_file, "--devices-per-node", 8)
+    assert more["plan"]["world_size"] == 8
+
+
+def test_a_profile_of_other_lengths_is_one_line(model, profile_file):
+    done = call("plan", model, "--sequence-length", 16, "--global-batch-size", 32, "--profile", profile_file)
+    assert done.exit_code == 2 and "no times for" in done.stderr and done.stderr.count("\n") == 1
+
+
 WRONG = [
     ((*SIZES,), "Neither was given"),
     ((*SIZES, "--device", "abacus"), "Hardware 'abacus' is not known"),
     ((*SIZES, *DEVICES, "--profile", "none.json"), "Both were given"),
+    ((*SIZES, "--profile", "none.json"), "Cannot read the profile none.json"),
     ((*SIZES, *DEVICES, "--memory-limit", "lots"), "is not a number of bytes"),
     ((*SIZES, *DEVICES, "--memory-limit", "25GiB"), "more than the 24.0 GiB of TITAN RTX"),
     ((*SIZES, *DEVICES, "--micro-batch-size", "5"), "micro_batch_size=5 does not divide"),
