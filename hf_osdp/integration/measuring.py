@@ -50,4 +50,4 @@ def watch_loop(model: nn.Module, plan: Plan, told: Callable[[Observation], None]
         device: where the model runs.
         skips: a loss scaler may skip the optimizer's step.
     """
-    return LoopWatch(model, StepMeter(device), told, micro_steps=plan.accumulation_steps if skips else None)
+    return LoopWatch(model, device, told, micro_steps=plan.accumulation_steps if skips else None)

@@ -59,20 +59,26 @@ class StepMeter:
 
     CUDA: times come from events on the current stream, without synchronising; the peak is the largest of the steps' peaks
     in the allocator (`max_memory_allocated`, which is reset as each step begins). The first step warms up and is not timed.
-    Among several ranks the second has its collectives timed (`CollectiveClock`), and counts for nothing else.
+    Among several ranks the second (or `clocked_steps` from there) has its collectives timed (`CollectiveClock`), and counts
+    for nothing else.
 
     CPU: the peak is that of the second step, from live tensor bytes (`LiveBytes`: what is held when the step begins, and
-    what its operators make). Among several ranks the third has its collectives timed. Neither these nor the first is timed.
+    what its operators make). Among several ranks the third, or `clocked_steps` from there, has its
+    collectives timed. Neither these nor the first is timed.
     """
 
-    def __init__(self, device: torch.device | str, held: Callable[[], Iterable[torch.Tensor]] | None = None) -> None:
+    def __init__(
+        self, device: torch.device | str, held: Callable[[], Iterable[torch.Tensor]] | None = None, *, clocked_steps: int = 1
+    ) -> None:
         """
         Args:
             device: where the model runs, for example `"cuda"` or `"cpu"`.
             held: on the CPU, called as the second step begins: the tensors that count beside those that the step makes, for
                 example `training_tensors` of model and optimizer. None counts every tensor, a data set in memory included,
                 as the allocator does on CUDA.
+            clocked_steps: steps whose collectives are timed.
         """
+        self._clocked_steps = clocked_steps
         self._held = held or existing_tensors
         self._device = torch.device(device)
         self._on_cuda = self._device.type == "cuda"
@@ -98,7 +104,7 @@ class StepMeter:
     @property
     def untimed(self) -> int:
         """Steps at the start that are not timed."""
-        return (1 if self._on_cuda else 2) + (world_size() > 1)
+        return (1 if self._on_cuda else 2) + (self._clocked_steps if world_size() > 1 else 0)
 
     def step_begins(self) -> None:
         """The first micro-batch of an optimizer step starts. A step that was begun and did not end is forgotten."""
@@ -147,7 +153,7 @@ class StepMeter:
             steps=int(steps),
             median_step_s=None if median < 0 else median,
             peak_bytes=None if peak < 0 else int(peak),
-            collectives=_totals(calls),
+            collectives=_totals(calls, steps=self._clocked_steps),
             timings=_timings(calls),
         )
 
@@ -160,14 +166,14 @@ class StepMeter:
 
     def _enter(self) -> None:
         """Start counting where this step's turn has come."""
-        count_at, clock_at = (None, 1) if self._on_cuda else (1, 2)
         if self._left:
             return
-        if self.steps == count_at:
+        warm = 1
+        if self.steps == warm and not self._on_cuda:
             self._mode = LiveBytes(block_bytes=1, device_type=self._device.type)
             self._mode.track(self._held())
-        elif self.steps == clock_at and world_size() > 1:
-            self._mode = CollectiveClock(self._device)
+        elif warm <= self.steps < self.untimed and world_size() > 1:
+            self._mode = self._clock or CollectiveClock(self._device)
         if self._mode is not None:
             self._mode.__enter__()
 
@@ -181,8 +187,12 @@ class StepMeter:
 
 
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Parameters, gradients, buffers and optimizer state."""
-    for parameter in model.parameters():
+    """Parameters, gradients, buffers and optimizer state.
+
+    After an evaluation, units that are kept show gathered parameters; their shards are those that the optimizer has.
+    """
+    shards = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for parameter in (*model.parameters(), *shards):
         yield parameter
         if parameter.grad is not None:
             yield parameter.grad
@@ -201,15 +211,16 @@ def existing_tensors() -> Iterator[torch.Tensor]:
                 yield candidate.grad
 
 
-def _totals(calls: Sequence[CollectiveCall]) -> tuple[CollectiveTotal, ...]:
+def _totals(calls: Sequence[CollectiveCall], *, steps: int) -> tuple[CollectiveTotal, ...]:
+    """Of one step, where `calls` has those of several."""
     groups = _grouped(calls)
     return tuple(
         CollectiveTotal(
             collective=collective,
             group_size=size,
-            calls=len(members),
-            nbytes=sum(call.nbytes for call in members),
-            seconds=sum(call.seconds for call in members),
+            calls=len(members) // steps,
+            nbytes=sum(call.nbytes for call in members) // steps,
+            seconds=sum(call.seconds for call in members) / steps,
         )
         for (collective, size), members in sorted(groups.items())
     )

@@ -24,7 +24,7 @@ from .agree import on_rank_zero
 from .apply import apply_plan
 from .clip import clip_grad_norm_
 from .environment import form_process_group, hold_master_weights, mp_policy, training_device
-from .measure import Observation, StepMeter
+from .measure import Observation
 from .mesh import Meshes
 from .scaler import OSDPGradScaler
 from .state import free_gathered, full_state_dict, load_full_state_dict
@@ -157,9 +157,7 @@ class OptimalShardedDataParallel(nn.Module):
         verify_applied(model, self.plan, units)
         self.module = model.to(training_device())
         skips = self._precision.compute is DType.FLOAT16
-        self._watch = LoopWatch(
-            self.module, StepMeter(training_device()), self._tell, micro_steps=self.plan.accumulation_steps if skips else None
-        )
+        self._watch = LoopWatch(self.module, training_device(), self._tell, micro_steps=self.plan.accumulation_steps if skips else None)
 
     # ------------------------------------------------------------------------------------------------------- training
 

@@ -35,7 +35,7 @@ from .mesh import Meshes, collective_device, destroy_mesh, world_size
 from .simulate import policy_of
 
 TIMED_STEPS = 3
-"""Steps that are timed; their median counts."""
+"""Steps that are timed, and others whose collectives are; medians count."""
 _SPREAD = 0.02
 """Weights are uniform within this: as transformers are initialised, and finite in float16."""
 _LEARNING_RATE = 1e-6
@@ -67,7 +67,7 @@ def probe(plan: Plan, trial: Trial, meshes: Meshes | None, *, timed_steps: int =
         plan: the same on every rank.
         trial: model, job and inputs.
         meshes: of the process group; None where there is none.
-        timed_steps: steps that are timed, at least 1.
+        timed_steps: steps that are timed, at least 1, and others whose collectives are.
 
     Returns:
         Peak, step time and collectives, the same on every rank.
@@ -106,7 +106,9 @@ def _observe(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int, 
     optimizer = make_optimizer(model, trial.job.optimizer)
     batch = batch_on(trial.inputs, plan.micro_batch_size, trial.device)
     tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
-    meter = StepMeter(trial.device, lambda: [*training_tensors(model, optimizer), *tensors])
+    meter = StepMeter(
+        trial.device, lambda: [*training_tensors(model, optimizer), *tensors], clocked_steps=timed_steps
+    )  # fmt: skip
     try:
         for _ in range(meter.untimed + timed_steps):
             meter.step_begins()
