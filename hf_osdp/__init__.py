@@ -17,14 +17,17 @@ _PUBLIC = {
     "OSDPError": "errors",
     "PlanError": "errors",
     "PlanMismatchError": "errors",
+    "ProfileError": "errors",
     "Hardware": "planner.hardware",
     "ModelDescription": "planner.description",
     "Plan": "planner.plan",
+    "Profile": "planner.profile",
     "TrainingJob": "planner.job",
     "preset": "planner.presets",
     "search": "planner.search",
     "describe": "profiling.describe",
     "measure_hardware": "profiling.machine",
+    "measure_profile": "profiling.profile",
     "OptimalShardedDataParallel": "runtime.parallel",
     "OSDPGradScaler": "runtime.scaler",
     "OSDPAccelerator": "integration.accelerator",
@@ -54,6 +57,7 @@ if TYPE_CHECKING:
         OSDPError,
         PlanError,
         PlanMismatchError,
+        ProfileError,
     )
     from .integration.accelerator import OSDPAccelerator
     from .integration.config import OSDPConfig
@@ -64,8 +68,10 @@ if TYPE_CHECKING:
     from .planner.job import TrainingJob
     from .planner.plan import Plan
     from .planner.presets import preset
+    from .planner.profile import Profile
     from .planner.search import search
     from .profiling.describe import describe
     from .profiling.machine import measure_hardware
+    from .profiling.profile import measure_profile
     from .runtime.parallel import OptimalShardedDataParallel
     from .runtime.scaler import OSDPGradScaler

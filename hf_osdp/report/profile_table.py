@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ..planner.hardware import Hardware
 from ..planner.profile import Profile
 from ..quantities import format_bytes, format_seconds
@@ -72,12 +74,7 @@ def _segments(profile: Profile) -> object:
     for size in sizes:
         table.add_column(str(size), justify="right")
     for segment in profile.segments:
-        numel = 0
-        for shape in segment.parameter_shapes:
-            count = 1
-            for side in shape:
-                count *= side
-            numel += count
+        numel = sum(math.prod(shape) for shape in segment.parameter_shapes)
         times = {p.samples: f"{format_seconds(p.forward_s)} / {format_seconds(p.backward_s)}" for p in segment.points}
         table.add_row(segment.class_name, f"{numel:,}", *(times.get(size, "-") for size in sizes))
     return table
