@@ -185,7 +185,8 @@ class _Question:
 
     def reason(self, row: PlanRow) -> RowReason:
         unit, choice = row.units[0], self.choices[row.units[0]]
-        space = choices_for(self.description.units[unit], divisors(self.plan.world_size))
+        sizes = divisors(self.plan.world_size)
+        space = choices_for(self.description.units[unit], sizes) if len(sizes) > 1 else ()  # one device has nothing to choose
         added = {other: sum(self._seconds(i, other) - self._seconds(i, choice) for i in row.units) for other in space if other != choice}
         ranked = sorted(added, key=lambda other: (added[other], other))
         quicker = next((other for other in ranked if added[other] < 0), None)

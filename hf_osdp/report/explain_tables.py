@@ -96,7 +96,7 @@ def unit_seconds_table(explanation: Explanation) -> Table:
 
 def reason_table(explanation: Explanation) -> Table:
     """Why each row is laid out as it is: what is quicker but does not fit, and the next best of what fits."""
-    table = bare_table("Why this layout, and what the next best would cost (the whole row changed, all else as it is)")
+    table = bare_table("Why this layout: what others would cost (the whole row changed, all else as it is)")
     table.add_column("units", overflow="fold")
     table.add_column("layout")
     table.add_column("quicker layout")

@@ -23,12 +23,15 @@ ProfileFile = Annotated[
     Path | None, typer.Option("--profile", metavar="FILE", help="Measured hardware and block times, as `hf-osdp profile` writes them.")
 ]
 PrecisionName = Annotated[
-    Literal["no", "bf16", "fp16"], typer.Option("--precision", metavar="no|bf16|fp16", help="Mixed precision, as Accelerate names it.")
+    Literal["no", "bf16", "fp16"],
+    typer.Option("--precision", metavar="NAME", help="no, bf16 or fp16: mixed precision, as Accelerate names it."),
 ]
 OptimizerName = Annotated[
     Literal["adamw", "momentum", "sgd"],
     typer.Option(
-        "--optimizer", metavar="adamw|momentum|sgd", help="Its states count: AdamW keeps 2 tensors a parameter, SGD with momentum 1."
+        "--optimizer",
+        metavar="NAME",
+        help="adamw, momentum or sgd. Its states count: AdamW keeps 2 tensors a parameter, SGD with momentum 1.",
     ),
 ]
 NumNodes = Annotated[int | None, typer.Option("--num-nodes", min=1, metavar="N", help="Machines; 1, or as the profile has it.")]
@@ -71,7 +74,7 @@ class Request:
     optimizer: OptimizerName = "adamw"
     strategy: Annotated[
         Strategy,
-        typer.Option(metavar="osdp|fsdp|ddp|zero2|hsdp", help="osdp decides unit by unit, the others are one layout for all units."),
+        typer.Option(metavar="NAME", help="osdp decides unit by unit; fsdp, ddp, zero2 and hsdp are one layout for all units."),
     ] = Strategy.OSDP
     micro_batch_size: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Samples that one device runs at once; else the planner decides.")

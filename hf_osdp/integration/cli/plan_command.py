@@ -23,7 +23,11 @@ def plan(
     json_file: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
-    """Find the fastest plan that fits: a layout for each unit, and the batch with it. Needs no device and no weights."""
+    """Find the fastest plan that fits: a layout for each unit, and the batch with it. Needs no device and no weights.
+
+    hf-osdp plan gpt2-xl --memory-limit 16GiB --device a100-80 --devices-per-node 8 --sequence-length 1024
+    --global-batch-size 64 --precision bf16 --output plan.json
+    """
     screen = Output(json_file)
     check_outputs(output, plot)
     started = time.perf_counter()
@@ -83,7 +87,7 @@ def draw_plan(path: Path, plan, estimate, hardware, streams) -> None:
 
 def _simulated(screen: Output, request: Request, case, config, plan, estimate) -> dict:
     """Estimate beside simulation."""
-    from ...quantities import format_seconds
+    from ...quantities import format_bytes, format_seconds
     from ...report.explain_tables import simulation_table
     from ...report.plan_file import plain
     from ...runtime.simulate import simulate
@@ -95,4 +99,7 @@ def _simulated(screen: Output, request: Request, case, config, plan, estimate) -
         )  # fmt: skip
     screen.print(simulation_table(estimate.memory.peak, simulation.peak_bytes, simulation.breakdown))
     screen.print(f"Simulated FSDP2's step on fake tensors in {format_seconds(simulation.seconds)}.")
+    over = simulation.peak_bytes + case.hardware.device.reserved_bytes - case.memory_limit_bytes
+    if over > 0:
+        screen.print(f"The simulated peak is {format_bytes(over)} over the limit: plan again with a limit that is lower by as much.")
     return plain(simulation)

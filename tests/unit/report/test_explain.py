@@ -120,3 +120,10 @@ def test_what_the_device_reserves_is_counted_once():
         for other in filter(None, (reason.quicker, reason.next_fitting)):
             changed = estimate_plan(with_row(plan, reason.row.units, other.choice), MODEL, JOB, hardware)
             assert other.over_bytes == changed.memory.peak_bytes + reserved - LIMIT
+
+
+def test_one_device_has_no_other_layout():
+    alone = preset("titan-rtx")
+    plan = search(MODEL, alone, TrainingJob(global_batch_size=4), 2**32).plan
+    reasons = row_reasons(plan, MODEL, TrainingJob(global_batch_size=4), alone, 2**32)
+    assert all(reason.quicker is None and reason.next_fitting is None for reason in reasons)
