@@ -26,7 +26,7 @@ def test_one_process():
 
 def _measure_here():
     hardware = measure_hardware(device_type="cpu", seconds=0.3)
-    sizes = {(t.collective, t.group_size) for t in hardware.timings}
+    sizes = {(t.collective, t.group_size, t.crosses_nodes) for t in hardware.timings}
     positive = all(t.latency_s >= 0 and t.seconds_per_byte > 0 for t in hardware.timings)
     return repr(hardware), hardware.devices_per_node, hardware.nodes, sizes, positive
 
@@ -36,7 +36,7 @@ def test_ranks_agree_on_every_figure():
     text, devices_per_node, nodes, sizes, positive = results[0]
     assert results[1][0] == text
     assert (devices_per_node, nodes, positive) == (2, 1, True)
-    assert sizes == {(collective, 2) for collective in Collective}
+    assert sizes == {(collective, 2, False) for collective in Collective}
 
 
 def test_four_ranks_measure_every_divisor_and_two_nodes():
@@ -44,7 +44,9 @@ def test_four_ranks_measure_every_divisor_and_two_nodes():
     text, devices_per_node, nodes, sizes, positive = results[0]
     assert all(result[0] == text for result in results)
     assert (devices_per_node, nodes, positive) == (2, 2, True)
-    assert sizes == {(collective, size) for collective in Collective for size in (2, 4)}
+    # pairs that gather and scatter lie inside a node, pairs that reduce replicas across
+    pairs = {(Collective.ALL_GATHER, 2, False), (Collective.REDUCE_SCATTER, 2, False), (Collective.ALL_REDUCE, 2, True)}
+    assert sizes == pairs | {(collective, 4, True) for collective in Collective}
 
 
 def test_bad_requests_are_refused():
