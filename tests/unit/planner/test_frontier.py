@@ -7,27 +7,30 @@ import pytest
 from hf_osdp.errors import InfeasibleError
 from hf_osdp.planner.frontier import frontier, not_dominated
 from hf_osdp.planner.job import TrainingJob
-from hf_osdp.planner.presets import preset
-from hf_osdp.planner.search import compare_strategies, search
+from hf_osdp.planner.search import compare_strategies, least_memory, search
 from tests.helpers.descriptions import transformer
+from tests.helpers.hardware import bare_preset
 
 MODEL = transformer(layers=6)
-HARDWARE = preset("titan-rtx", devices_per_node=4)
+HARDWARE = bare_preset("titan-rtx", devices_per_node=4)
 JOB = TrainingJob(global_batch_size=32)
 MOST = 2**30
 
 
-def least_bytes() -> int:
+LEAST = least_memory(MODEL, HARDWARE, JOB)
+
+
+def test_the_least_is_what_an_error_states_and_what_fits():
     with pytest.raises(InfeasibleError) as error:
-        search(MODEL, HARDWARE, JOB, 1)
-    return error.value.least_peak_bytes
+        search(MODEL, HARDWARE, JOB, LEAST - 1)
+    assert error.value.least_peak_bytes == LEAST == search(MODEL, HARDWARE, JOB, LEAST).plan.peak_bytes
 
 
 def test_points_rise_in_both_and_reach_both_ends():
     front = frontier(MODEL, HARDWARE, JOB, MOST)
     peaks, rates = [r.plan.peak_bytes for r in front], [r.plan.samples_per_s for r in front]
     assert peaks == sorted(set(peaks)) and rates == sorted(set(rates)) and len(front) > 3
-    assert peaks[0] == least_bytes()
+    assert peaks[0] == LEAST
     assert rates[-1] == search(MODEL, HARDWARE, JOB, MOST).plan.samples_per_s
 
 
@@ -37,7 +40,7 @@ def test_every_point_is_the_fastest_under_its_own_peak():
 
 
 def test_no_strategy_lies_above_a_front_that_was_searched_at_its_peak():
-    rows = [row.result.plan for row in compare_strategies(MODEL, HARDWARE, JOB, 4 * 2**20) if row.result is not None]
+    rows = [row.result.plan for row in compare_strategies(MODEL, HARDWARE, JOB, 2 * LEAST) if row.result is not None]
     front = frontier(MODEL, HARDWARE, JOB, MOST, points=2, at=[plan.peak_bytes for plan in rows])
     assert len(rows) > 1
     for plan in rows:

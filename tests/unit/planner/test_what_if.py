@@ -8,18 +8,19 @@ import pytest
 
 from hf_osdp.planner.hardware import Collective, CollectiveTiming
 from hf_osdp.planner.job import TrainingJob
-from hf_osdp.planner.presets import preset
-from hf_osdp.planner.search import search
+from hf_osdp.planner.search import least_memory, search
 from hf_osdp.planner.strategies import Strategy
 from hf_osdp.planner.what_if import Case, Changed, answer, largest, next_batch, one_more_device, twice_the_memory
 from tests.helpers.descriptions import transformer
+from tests.helpers.hardware import bare_preset
 
 CASE = Case(
     description=transformer(),
-    hardware=preset("titan-rtx", devices_per_node=4),
+    hardware=bare_preset("titan-rtx", devices_per_node=4),
     job=TrainingJob(global_batch_size=32),
-    memory_limit_bytes=4 * 2**20,
+    memory_limit_bytes=2**30,
 )
+CASE = replace(CASE, memory_limit_bytes=2 * least_memory(CASE.description, CASE.hardware, CASE.job))
 
 
 @pytest.mark.parametrize("most", [40, 4000])
@@ -59,7 +60,7 @@ def test_one_more_device_in_one_node_raises_the_batch_and_says_so():
 
 
 def test_one_more_device_adds_a_node_where_there_are_several():
-    case = replace(CASE, hardware=preset("titan-rtx", nodes=3, devices_per_node=1), job=TrainingJob(global_batch_size=24))
+    case = replace(CASE, hardware=bare_preset("titan-rtx", nodes=3, devices_per_node=1), job=TrainingJob(global_batch_size=24))
     changed = one_more_device(case)
     assert (changed.case.hardware.nodes, changed.case.hardware.devices_per_node) == (4, 2)
     assert changed.change == "4 nodes x 2 devices"

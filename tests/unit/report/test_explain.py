@@ -9,15 +9,15 @@ import pytest
 from hf_osdp.planner.evaluate import estimate_plan
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
-from hf_osdp.planner.presets import preset
-from hf_osdp.planner.search import search
+from hf_osdp.planner.search import least_memory, search
 from hf_osdp.report.explain import Binds, explain, row_reasons, stream_times, what_binds
 from tests.helpers.descriptions import transformer
+from tests.helpers.hardware import bare_preset
 
 MODEL = transformer(layers=12, hidden=256)
-HARDWARE = preset("titan-rtx", nodes=2, devices_per_node=4)
+HARDWARE = bare_preset("titan-rtx", nodes=2, devices_per_node=4)
 JOB = TrainingJob(global_batch_size=64)
-LIMIT = 64 * 2**20
+LIMIT = int(1.3 * least_memory(MODEL, HARDWARE, JOB))
 MIXED = search(MODEL, HARDWARE, JOB, LIMIT).plan
 
 
@@ -32,12 +32,12 @@ def with_row(plan: Plan, units, choice) -> Plan:
     )
 
 
-@pytest.mark.parametrize("hardware", [HARDWARE, preset("cpu", nodes=2, devices_per_node=4)], ids=["overlapping", "blocking"])
-@pytest.mark.parametrize("limit", [80 * 2**20, 2**32])
+@pytest.mark.parametrize("hardware", [HARDWARE, bare_preset("cpu", nodes=2, devices_per_node=4)], ids=["overlapping", "blocking"])
+@pytest.mark.parametrize("times", [1.2, 100])
 @pytest.mark.parametrize("every", [True, False])
-def test_streams_add_up_to_the_step(hardware, limit, every):
+def test_streams_add_up_to_the_step(hardware, times, every):
     job = replace(JOB, micro_batch_size=2, reduce_every_micro_step=every)
-    plan = search(MODEL, hardware, job, limit).plan
+    plan = search(MODEL, hardware, job, int(times * least_memory(MODEL, hardware, job))).plan
     time = estimate_plan(plan, MODEL, job, hardware).time
     streams = {stream.name: stream for stream in stream_times(plan, MODEL, job, hardware)}
     collectives = [streams.pop(name) for name in ("all-gather", "reduce-scatter", "all-reduce")]
@@ -98,7 +98,7 @@ def test_a_fixed_micro_batch_binds():
 
 
 def test_nothing_binds_one_device_whose_batch_is_all_compute():
-    alone = preset("h100")
+    alone = bare_preset("h100")
     job = TrainingJob(global_batch_size=2**14)
     plan = search(MODEL, alone, job, 2**50).plan
     assert what_binds(plan, MODEL, job, alone, 2**50).kind is Binds.NOTHING
@@ -123,7 +123,7 @@ def test_what_the_device_reserves_is_counted_once():
 
 
 def test_one_device_has_no_other_layout():
-    alone = preset("titan-rtx")
+    alone = bare_preset("titan-rtx")
     plan = search(MODEL, alone, TrainingJob(global_batch_size=4), 2**32).plan
     reasons = row_reasons(plan, MODEL, TrainingJob(global_batch_size=4), alone, 2**32)
     assert all(reason.quicker is None and reason.next_fitting is None for reason in reasons)

@@ -7,8 +7,7 @@ import pytest
 from hf_osdp.planner.frontier import frontier
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.memory import MemoryBreakdown
-from hf_osdp.planner.presets import preset
-from hf_osdp.planner.search import search
+from hf_osdp.planner.search import least_memory, search
 from hf_osdp.planner.what_if import Answer, Case, Changed, answer, twice_the_memory
 from hf_osdp.quantities import format_bytes, format_seconds
 from hf_osdp.report.contents import answers_content, comparison_content, explanation_content
@@ -24,12 +23,13 @@ from hf_osdp.report.explain_tables import (
     unit_seconds_table,
     what_if_table,
 )
+from tests.helpers.hardware import bare_preset
 from tests.unit.report.test_tables import assert_whole, named_like, rendered
 
 MODEL = named_like("bert.encoder.layer", "BertLayer")
-HARDWARE = preset("a100-40", nodes=16, devices_per_node=8)
+HARDWARE = bare_preset("a100-40", nodes=16, devices_per_node=8)
 JOB = TrainingJob(global_batch_size=1024)
-LIMIT = 12 * 2**20
+LIMIT = int(1.2 * least_memory(MODEL, HARDWARE, JOB))
 FOUND = search(MODEL, HARDWARE, JOB, LIMIT)
 EXPLANATION = explain(FOUND.plan, MODEL, JOB, HARDWARE, LIMIT)
 

@@ -13,17 +13,17 @@ from hf_osdp.planner.evaluate import estimate_plan
 from hf_osdp.planner.hardware import Collective, CollectiveTiming
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
-from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search import search
 from hf_osdp.report.plan_file import PlanInputs, plain, plan_file_content, read_plan_file, write_json
 from hf_osdp.report.run_report import report_content, write_report
 from tests.helpers.descriptions import transformer
+from tests.helpers.hardware import bare_preset
 
 MEASURED = PhaseCost(seconds=Affine(constant=1e-3, per_sample=2e-3))
 MODEL = transformer()
 TIMED = replace(MODEL, segments=tuple(replace(s, forward=replace(s.forward, seconds=MEASURED.seconds)) for s in MODEL.segments))
 TIMING = CollectiveTiming(collective=Collective.ALL_GATHER, group_size=4, latency_s=1e-5, seconds_per_byte=1e-10)
-HARDWARE = replace(preset("titan-rtx", devices_per_node=4), timings=(TIMING,))
+HARDWARE = replace(bare_preset("titan-rtx", devices_per_node=4), timings=(TIMING,))
 JOB = TrainingJob(global_batch_size=32, precision=Precision(compute=DType.FLOAT32))
 PLAN = search(TIMED, HARDWARE, JOB, 2**30).plan
 INPUTS = PlanInputs(description=TIMED, job=JOB, hardware=HARDWARE)

@@ -11,19 +11,19 @@ import pytest
 
 from hf_osdp.planner.frontier import frontier
 from hf_osdp.planner.job import TrainingJob
-from hf_osdp.planner.presets import preset
-from hf_osdp.planner.search import compare_strategies, search
+from hf_osdp.planner.search import compare_strategies, least_memory, search
 from hf_osdp.report.explain import stream_times
 from hf_osdp.report.plots import check_plot_path, frontier_chart, moment_rows, plan_chart, save_chart
 from tests.helpers.descriptions import transformer
+from tests.helpers.hardware import bare_preset
 
 pytest.importorskip("altair")
 pytest.importorskip("vl_convert")
 
 MODEL = transformer()
-HARDWARE = preset("titan-rtx", devices_per_node=4)
+HARDWARE = bare_preset("titan-rtx", devices_per_node=4)
 JOB = TrainingJob(global_batch_size=32)
-LIMIT = 4 * 2**20
+LIMIT = 2 * least_memory(MODEL, HARDWARE, JOB)
 FOUND = search(MODEL, HARDWARE, JOB, LIMIT)
 STREAMS = stream_times(FOUND.plan, MODEL, JOB, HARDWARE)
 STARTS = {".png": b"\x89PNG\r\n\x1a\n", ".svg": b"<svg", ".html": b"<!DOCTYPE html>"}

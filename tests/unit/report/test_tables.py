@@ -13,14 +13,14 @@ from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.evaluate import PlanEstimate, estimate_plan
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
-from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search import compare_strategies
 from hf_osdp.quantities import format_seconds
 from hf_osdp.report.tables import comparison_table, describe_moment, outcome_table, plan_caption, plan_rows, plan_table
 from tests.helpers.descriptions import transformer
+from tests.helpers.hardware import bare_preset
 
 JOB = TrainingJob(global_batch_size=1024)
-HARDWARE = preset("a100-40", nodes=16, devices_per_node=8)
+HARDWARE = bare_preset("a100-40", nodes=16, devices_per_node=8)
 WIDTH = 100
 
 
@@ -170,7 +170,7 @@ def test_moment_lists_the_largest_bytes_first():
 
 
 def comparison(limit: int, nodes: int = 1):
-    return compare_strategies(transformer(), preset("cpu", nodes=nodes, devices_per_node=4), TrainingJob(global_batch_size=8), limit)
+    return compare_strategies(transformer(), bare_preset("cpu", nodes=nodes, devices_per_node=4), TrainingJob(global_batch_size=8), limit)
 
 
 def test_comparison_has_a_row_for_each_strategy_and_says_what_does_not_fit():
