@@ -23,7 +23,7 @@ from .build import build_on_meta, checkpoint_blocks
 from .describe import describe
 from .reduced import materialise, shortened
 from .stopwatch import ROOT, Stopwatch
-from .together import largest, rounds, smallest, wait_for_all
+from .together import largest, rounds, smallest
 from .trace import loss_of
 from .units import find_units
 
@@ -115,7 +115,6 @@ class _Runner:
             raise ProfileError(f"{_COPIES} blocks of {name} do not fit the device with micro_batch_size={size}; use smaller sizes.")
 
     def _pass(self, batch: Mapping[str, Any]) -> list[tuple[float, float]]:
-        wait_for_all(self._device)
         return self._by_segment(self._once(batch))
 
     def _once(self, batch: Mapping[str, Any]) -> list[tuple[float, float]]:

@@ -2,6 +2,9 @@
 
 In forward a stretch begins when a unit's module is called, and the root's when it returns. In backward it begins when the
 gradient of its output is complete: a hook on that tensor runs just before autograd goes on into the stretch.
+
+On the CPU all ranks wait for each other between stretches, outside the time: the collectives of training make them, and
+ranks that share cores would else run apart, one stretch too fast and the next too slow.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..planner.description import UnitDescription
-from .together import synchronize
+from .together import synchronize, wait_for_all
 from .units import modules_by_name
 
 ROOT = 0
@@ -38,7 +41,7 @@ class Stopwatch:
         modules = modules_by_name(model)
         self._modules = [(i, modules[name]) for i, unit in enumerate(units) if unit.fqn for name in unit.module_names]
         self._inside = self._in_backward = False
-        self._marks: list[tuple[int, Any]] = []
+        self._marks: list[tuple[int, Any, Any]] = []  # stretch, end of the one before, begin
         self._current = 0
         self.stretches: list[int] = []
         """Units of the pass's stretches, in forward order; root and others alternate."""
@@ -60,7 +63,7 @@ class Stopwatch:
     def start(self) -> None:
         """Forward begins."""
         self.stretches, self._marks, self._in_backward = [], [], False
-        synchronize(self._device)
+        wait_for_all(self._device)
         self._begin(ROOT)
 
     def turn(self) -> None:
@@ -75,7 +78,7 @@ class Stopwatch:
         synchronize(self._device)
         seconds = [[0.0, 0.0] for _ in self.stretches]
         turn = len(self.stretches)  # forward has one mark a stretch
-        for number, ((stretch, began), (_, ended)) in enumerate(zip(self._marks, self._marks[1:], strict=False)):
+        for number, ((stretch, _, began), (_, ended, _)) in enumerate(zip(self._marks, self._marks[1:], strict=False)):
             seconds[stretch][number >= turn] += _seconds_between(began, ended)
         return [(forward, backward) for forward, backward in seconds]
 
@@ -107,9 +110,11 @@ class Stopwatch:
         if self._device.type == "cuda":
             moment = torch.cuda.Event(enable_timing=True)
             moment.record()
-        else:
-            moment = time.perf_counter()
-        self._marks.append((self._current, moment))
+            self._marks.append((self._current, moment, moment))
+            return
+        ended = time.perf_counter()
+        wait_for_all(self._device)
+        self._marks.append((self._current, ended, time.perf_counter()))
 
     def _hook(self, value: Any, stretch: int) -> None:
         """Backward enters the stretch when the gradient of one of these tensors is complete."""

@@ -19,6 +19,8 @@ def profile_tables(profile: Profile) -> list[object]:
     parts: list[object] = [_device_line(profile)]
     if hardware.timings:
         parts.append(_collectives(hardware))
+    else:
+        parts.append("One process: no collectives were measured. Start as many as will train, for example torchrun --nproc-per-node 8.")
     if hardware.handling is not None:
         parts.append(_handling_line(hardware))
     if profile.segments:
@@ -41,7 +43,7 @@ def _device_line(profile: Profile) -> str:
 def _collectives(hardware: Hardware) -> object:
     from rich.table import Table
 
-    table = Table(title="Collectives: seconds = latency + bytes of the whole tensor / rate")
+    table = Table(title="Collectives: latency + whole tensor's bytes / rate")
     table.add_column("collective")
     table.add_column("group")
     table.add_column("latency", justify="right")
