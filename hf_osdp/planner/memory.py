@@ -14,6 +14,7 @@ in flight), and the copy of its gradients into the reduce buffer.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -130,9 +131,11 @@ def gathered_ahead(description: ModelDescription) -> tuple[int | None, ...]:
     """For each segment, the unit whose gather is in flight while the segment's backward computes; None where there is none.
 
     FSDP2 prefetches the group whose forward ended before that of the group whose backward begins
-    (`FSDPParamGroup._backward_prefetch`). The root's forward ends last, so that its stretches have no place in that order;
-    before shared weights nothing runs ahead, for they are still gathered.
+    (`FSDPParamGroup._backward_prefetch`). The root's forward ends last, so that its stretches have no place in that order, nor
+    have those of shared weights of which one module never runs (T5's `shared`). Where it does, nothing runs ahead before
+    shared weights, for they are still gathered.
     """
+    runs = Counter(segment.unit for segment in description.segments)
     ahead: list[int | None] = []
     before: int | None = None
     for segment in description.segments:
@@ -140,7 +143,7 @@ def gathered_ahead(description: ModelDescription) -> tuple[int | None, ...]:
         unit = description.units[segment.unit]
         if unit.span is GatherSpan.USE:
             before = segment.unit
-        elif unit.fqn:
+        elif unit.fqn and runs[segment.unit] >= len(unit.module_names):
             before = None
     return tuple(ahead)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..quantities import format_bytes
 from .bounds import frugal_choices, in_order, peak_floor
-from .description import Affine, ModelDescription, PhaseCost, Segment
+from .description import ModelDescription, PhaseCost, Segment
 from .hardware import Hardware
 from .job import Precision, TrainingJob
 from .memory import estimate_memory
@@ -107,16 +107,13 @@ def _in_half(description: ModelDescription) -> ModelDescription:
 
 
 def _scaled(segment: Segment, factor: float, *, constants: bool = False) -> Segment:
-    def shrink(value: Affine) -> Affine:
-        return Affine(constant=value.constant * (factor if constants else 1), per_sample=value.per_sample * factor)
-
     def phase(cost: PhaseCost) -> PhaseCost:
-        return replace(cost, peak_bytes=shrink(cost.peak_bytes))
+        return replace(cost, peak_bytes=cost.peak_bytes.scaled(factor, constants=constants))
 
     return replace(
         segment,
-        saved_bytes=shrink(segment.saved_bytes),
-        gradient_bytes=shrink(segment.gradient_bytes),
+        saved_bytes=segment.saved_bytes.scaled(factor, constants=constants),
+        gradient_bytes=segment.gradient_bytes.scaled(factor, constants=constants),
         forward=phase(segment.forward),
         backward=phase(segment.backward),
     )

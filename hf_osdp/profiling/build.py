@@ -72,6 +72,11 @@ def checkpoint_blocks(model: nn.Module, block_classes: Sequence[str]) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
+def is_checkpointed(model: nn.Module) -> bool:
+    """Whether a transformers model has activation checkpointing switched on."""
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+
+
 def _model_class(config: Any, auto_class: Any) -> Any:
     import transformers
 

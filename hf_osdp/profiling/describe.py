@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import CheckpointingError, DescriptionError
 from ..planner.description import Affine, DType, GatherSpan, ModelDescription, Segment, UnitDescription
 from .batch import Inputs, check_sequence_length, training_batch
-from .build import build_on_meta
+from .build import build_on_meta, is_checkpointed
 from .formula import SOURCE, TransformerShape, formula_segments
 from .trace import trace_segments
 from .units import class_of, find_units
@@ -81,6 +81,7 @@ def describe(
         segments = _segments_by_formula(model, units, found_classes, sequence_length, dtype, error, activation_checkpointing)
         trace = f"formula ({SOURCE}); the trace failed with {type(error).__name__}"
     units = _never_freed_where_repeated(units, segments)
+    given, cast = _input_lines(inputs, _torch_dtype(compute_dtype))
     return ModelDescription(
         model_name=getattr(getattr(model, "config", None), "_name_or_path", "") or class_of(model).__name__,
         model_class=class_of(model).__name__,
@@ -88,9 +89,9 @@ def describe(
         sequence_length=sequence_length,
         compute_dtype=dtype,
         units=units,
-        segments=segments,
+        segments=_with_casts_alive(segments, cast),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
-        input_bytes=_input_bytes(inputs),
+        input_bytes=given,
         output_bytes=outputs,
         trace=trace,
     )
@@ -126,7 +127,7 @@ def _how_traced(model: nn.Module, device_type: str, activation_checkpointing: bo
     parts = [f"fake tensors, device {device_type}"]
     parts += [f"attention {attention}"] if attention else []
     parts += ["fused kernels emulated"] if device_type == "cuda" else []
-    parts += ["blocks checkpointed"] if activation_checkpointing or getattr(model, "is_gradient_checkpointing", False) else []
+    parts += ["blocks checkpointed"] if activation_checkpointing or is_checkpointed(model) else []
     return ", ".join(parts)
 
 
@@ -169,10 +170,30 @@ def _class_from(model: nn.Module, getter: str) -> tuple[str, ...]:
     return () if module is None else (class_of(module).__name__,)
 
 
-def _input_bytes(inputs: Inputs) -> Affine:
-    one, two = (_batch_bytes(inputs, samples) for samples in (1, 2))
-    return Affine(constant=2 * one - two, per_sample=two - one)
+def _with_casts_alive(segments: tuple[Segment, ...], cast: Affine) -> tuple[Segment, ...]:
+    """Inputs that were cast for the root stay alive in its frame until forward ends."""
+    if cast == Affine():
+        return segments
+    return tuple(replace(s, forward=replace(s.forward, peak_bytes=s.forward.peak_bytes.plus(cast))) for s in segments)
 
 
-def _batch_bytes(inputs: Inputs, samples: int) -> int:
-    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(dict(inputs(samples))) if isinstance(leaf, torch.Tensor))
+def _input_lines(inputs: Inputs, compute_dtype: torch.dtype | None) -> tuple[Affine, Affine]:
+    """Bytes of a batch throughout a step, and beside them in forward.
+
+    FSDP2 casts floating-point inputs to the compute dtype for the root. Vision models of transformers cast them back to the
+    dtype of their sharded parameters, and FSDP2 casts these again for the unit that uses them, which saves the last copy.
+    """
+    pairs = [_input_bytes(inputs, samples, compute_dtype) for samples in (1, 2)]
+    first, second = (Affine(constant=2 * one - two, per_sample=two - one) for one, two in zip(*pairs, strict=True))
+    return first, second
+
+
+def _input_bytes(inputs: Inputs, samples: int, compute_dtype: torch.dtype | None) -> tuple[int, int]:
+    given = cast = transient = 0
+    for leaf in tree_leaves(dict(inputs(samples))):
+        if isinstance(leaf, torch.Tensor):
+            given += leaf.numel() * leaf.element_size()
+            if compute_dtype is not None and leaf.is_floating_point() and leaf.dtype is not compute_dtype:
+                cast += leaf.numel() * compute_dtype.itemsize
+                transient += leaf.numel() * (compute_dtype.itemsize + leaf.element_size())
+    return given + cast, transient

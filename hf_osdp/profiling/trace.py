@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from ..errors import DescriptionError
-from ..planner.description import Affine, GatherSpan, PhaseCost, Segment, UnitDescription
+from ..planner.description import Affine, Envelope, GatherSpan, PhaseCost, Segment, UnitDescription
 from .batch import Inputs, without_packing
 from .build import checkpoint_blocks
 from .fused import FusedKernels
@@ -27,6 +28,9 @@ SAMPLES = (1, 2, 3)
 
 A single sample is no good point for a line: expanding a dimension of size 1 copies nothing, so torch takes other paths.
 """
+
+_TRACED_OF_EQUALS = 2
+"""Of equal blocks, the first two are traced: the first one's input is held by the model's own forward, too."""
 
 
 def trace_segments(
@@ -49,7 +53,7 @@ def trace_segments(
         compute_dtype: dtype of gathered parameters and of floating-point inputs; None leaves both.
         fused_kernels: allocate as CUDA's fused attention and dropout do, else as the CPU does.
         checkpointed_blocks: classes whose activations are recomputed in backward, see `checkpoint_blocks`; None for none.
-        shortcut: trace only the first of equal blocks.
+        shortcut: trace only the first two of equal blocks.
         samples: the batch sizes, rising by one after the first.
 
     Returns:
@@ -77,6 +81,9 @@ def trace_segments(
         raise DescriptionError(f"The model runs other units with {samples[0]} samples than with {samples[-1]}; its costs are no line.")
     segments = [_segment(stretches, samples) for stretches in zip(*traces, strict=True)]
     return tuple(segment for segment in segments if not _is_idle(segment)), _bytes_line(tracer.output_bytes, samples)
+
+
+_Traced = tuple[Stretch, CallRecord]
 
 
 class _Tracer:
@@ -127,7 +134,7 @@ class _Tracer:
     def _wrapped(self, recorder: Recorder) -> Iterator[None]:
         """Put recording forwards on the twin's units and gradient hooks on its parameters, and take them off again."""
         with ExitStack() as stack:
-            known: dict[Any, tuple[Stretch, CallRecord]] = {}
+            known: dict[Any, list[_Traced]] = {}
             for unit, module in self._modules:
                 own = module.__dict__.get("forward")
                 stack.callback(_restore_forward, module, own)
@@ -139,7 +146,12 @@ class _Tracer:
             yield
 
     def _recording(
-        self, original: Callable[..., Any], unit: int, module: nn.Module, recorder: Recorder, known: dict[Any, tuple[Stretch, CallRecord]]
+        self,
+        original: Callable[..., Any],
+        unit: int,
+        module: nn.Module,
+        recorder: Recorder,
+        known: dict[Any, list[_Traced]],
     ) -> Callable[..., Any]:
         anchor = next((p for p in module.parameters() if p.requires_grad), None)
 
@@ -147,8 +159,8 @@ class _Tracer:
             if recorder.inside or torch._C._current_graph_task_id() != -1:
                 return original(*args, **kwargs)  # a call inside another, or recomputed in backward
             key = (self._keys[unit], call_key(args, kwargs)) if unit in self._keys else None
-            if key in known:
-                stretch, record = known[key]
+            if len(known.get(key, ())) == _TRACED_OF_EQUALS:
+                stretch, record = known[key][-1]
                 recorder.enter(unit, copy_of=stretch)
                 output = record.replay(args, kwargs, anchor)
                 recorder.leave()
@@ -159,7 +171,7 @@ class _Tracer:
             recorder.leave()
             record = CallRecord.of(args, kwargs, output)
             if record is not None and key is not None:
-                known[key] = (stretch, record)
+                known.setdefault(key, []).append((stretch, record))
             return output
 
         return forward
@@ -244,7 +256,7 @@ def _released_bytes(stretch: Stretch) -> int:
 def _phase(records: Sequence[PhaseRecord], floors: Sequence[int], samples: _Samples) -> PhaseCost:
     levels = [[level - floor for level in record.levels] for record, floor in zip(records, floors, strict=True)]
     return PhaseCost(
-        peak_bytes=_line_above(levels, samples),
+        peak_bytes=_peak(levels, samples),
         matmul_flops=_line([record.matmul_flops for record in records[1:]], samples),
         traffic_bytes=_line([record.traffic_bytes for record in records[1:]], samples),
         operators=_line([record.operators for record in records[1:]], samples),
@@ -262,20 +274,16 @@ def _bytes_line(values: Sequence[float], samples: _Samples) -> Affine:
     return _raised(_line(values[1:], samples), samples[0], values[0])
 
 
-def _line_above(levels: Sequence[Sequence[int]], samples: _Samples) -> Affine:
-    """A line that no moment's bytes exceed, whatever the batch size.
+def _peak(levels: Sequence[Sequence[int]], samples: _Samples) -> Envelope:
+    """The highest moment, whatever the batch size.
 
     Each moment's bytes lie on a line of their own, c_m + s_m b: in backward, gradients of activations rule early and those
-    of parameters late. Their maximum is convex, so the line through two peaks would be too low beyond them. This one goes
-    through the peak at `samples[1]` with the steepest slope, max_m s_m, and is raised where the first peak lies above it.
+    of parameters late.
     """
     first, few, many = (max(0, max(moments, default=0)) for moments in levels)
-    line = _line([few, many], samples)
-    if len(levels[1]) == len(levels[2]):
-        slopes = [(b - a) / (samples[2] - samples[1]) for a, b in zip(levels[1], levels[2], strict=True)]
-        slope = max(0.0, *slopes) if slopes else 0.0
-        line = Affine(constant=few - slope * samples[1], per_sample=slope)
-    return _raised(line, samples[0], first)
+    moments = list(zip(levels[1], levels[2], strict=True)) if len(levels[1]) == len(levels[2]) else [(few, many)]
+    peak = Envelope.above(_line(values, samples) for values in {*moments, (0, 0)})
+    return peak if samples[0] != 1 or peak.bytes(1) == first else replace(peak, single=float(first))
 
 
 def _raised(line: Affine, at: int, value: float) -> Affine:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from hf_osdp.planner.description import (
     Affine,
     DType,
+    Envelope,
     GatherSpan,
     ModelDescription,
     ParameterSpec,
@@ -116,7 +117,7 @@ def _unit(fqn: str, span: GatherSpan, shapes: dict[str, tuple[int, ...]], dtype:
 
 def _phase(constant: int, per_sample: int, flops: int = 0, traffic: int = 0) -> PhaseCost:
     return PhaseCost(
-        peak_bytes=Affine(constant=constant, per_sample=per_sample),
+        peak_bytes=Envelope.line(constant=constant, per_sample=per_sample),
         matmul_flops=Affine(per_sample=flops),
         traffic_bytes=Affine(per_sample=traffic),
     )

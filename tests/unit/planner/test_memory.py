@@ -9,7 +9,17 @@ import pytest
 
 from hf_osdp.planner.bounds import peak_floor
 from hf_osdp.planner.costs import Batch, Choice, choices_for, unit_bytes
-from hf_osdp.planner.description import Affine, DType, GatherSpan, ModelDescription, ParameterSpec, PhaseCost, Segment, UnitDescription
+from hf_osdp.planner.description import (
+    Affine,
+    DType,
+    Envelope,
+    GatherSpan,
+    ModelDescription,
+    ParameterSpec,
+    PhaseCost,
+    Segment,
+    UnitDescription,
+)
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from hf_osdp.planner.memory import MemoryBreakdown, combined_scratch, estimate_memory, merging_stretch
 from hf_osdp.planner.presets import preset
@@ -34,9 +44,9 @@ def blocks(*, saved: int = 0, workspace: int = 0, head_saved: int = 0, head_work
         )
         for i in range(LAYERS)
     ]  # fmt: skip
-    phase = PhaseCost(peak_bytes=Affine(per_sample=workspace))
+    phase = PhaseCost(peak_bytes=Envelope.line(per_sample=workspace))
     segments = [Segment(unit=1 + i, saved_bytes=Affine(per_sample=saved), forward=phase, backward=phase) for i in range(LAYERS)]
-    head_phase = PhaseCost(peak_bytes=Affine(per_sample=head_workspace))
+    head_phase = PhaseCost(peak_bytes=Envelope.line(per_sample=head_workspace))
     head = Segment(unit=0, saved_bytes=Affine(per_sample=head_saved), forward=head_phase, backward=head_phase)
     return ModelDescription(
         model_name="blocks", model_class="Blocks", block_classes=("Block",), sequence_length=1, compute_dtype=DType.FLOAT32,
