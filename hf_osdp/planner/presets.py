@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..errors import HardwareError
 from .description import DType
 from .hardware import GB, GIB, Backend, DeviceSpec, Hardware, Link
 
 GIGA, TERA = 10**9, 10**12
+MIB = 2**20
+
+CONTEXT_BYTES = 426 * MIB
+"""CUDA context of one process with its kernels loaded lazily, as torch does it: torch 2.10 with CUDA 13.0 on an RTX 6000 Ada,
+unslothai/unsloth-zoo#1053; an engineer of NVIDIA gives about 400 MB from CUDA 11.7 on (pytorch/pytorch#109888)."""
+COMMUNICATOR_BYTES = 688 * MIB
+"""One NCCL communicator of more than two ranks: measured on 4 A100 with NVLink (NVIDIA/nccl#964). Eight H100 hold 1.06 GB outside
+torch, context included (NVIDIA/nccl#1685), which is less; links slower than NVLink have fewer channels and need less, too
+(NVIDIA/nccl#986)."""
+_COMMUNICATORS_ON_ONE_NODE, _COMMUNICATORS_ON_SEVERAL = 1, 3
+"""The world's; between nodes also one within and one between the shard groups of HSDP. Each size of group beyond counts on top."""
 
 _NCCL_LATENCY = "hop latency: NCCL 2.18 src/graph/tuning.cc, ring, Simple protocol"
 _PCIE3_X16 = Link(latency_s=5.7e-6, bytes_per_s=15.75 * GB, source=f"PCI Express Base 3.0, 16 lanes; {_NCCL_LATENCY}")
@@ -20,20 +33,30 @@ def _nvlink(gb_per_s: float, source: str) -> Link:
     return Link(latency_s=3.4e-6, bytes_per_s=gb_per_s * GB, source=f"{source}, one direction; {_NCCL_LATENCY}")
 
 
-def _v100(memory_gib: int) -> DeviceSpec:
+def _kept(nominal_gib: int, usable_gib: float) -> int:
+    """What a process cannot have before it has allocated anything: the driver's share, and the context.
+
+    `usable_gib` is the total that torch states in out-of-memory messages on such devices, the lowest found in public issues.
+    """
+    return round((nominal_gib - usable_gib) * GIB) + CONTEXT_BYTES
+
+
+def _v100(memory_gib: int, usable_gib: float) -> DeviceSpec:
     return DeviceSpec(
         name=f"V100-{memory_gib}",
         memory_bytes=memory_gib * GIB,
+        reserved_bytes=_kept(memory_gib, usable_gib),
         flops_per_s={DType.FLOAT16: 125 * TERA, DType.BFLOAT16: 15.7 * TERA, DType.FLOAT32: 15.7 * TERA, DType.FLOAT64: 7.8 * TERA},
         memory_bytes_per_s=900 * GB,
         source="NVIDIA V100 SXM2 data sheet (2020); bfloat16 has no tensor cores and runs at the float32 rate",
     )
 
 
-def _a100(memory_gib: int, memory_gb_per_s: float) -> DeviceSpec:
+def _a100(memory_gib: int, memory_gb_per_s: float, usable_gib: float) -> DeviceSpec:
     return DeviceSpec(
         name=f"A100-{memory_gib}",
         memory_bytes=memory_gib * GIB,
+        reserved_bytes=_kept(memory_gib, usable_gib),
         flops_per_s={DType.BFLOAT16: 312 * TERA, DType.FLOAT16: 312 * TERA, DType.FLOAT32: 19.5 * TERA, DType.FLOAT64: 19.5 * TERA},
         memory_bytes_per_s=memory_gb_per_s * GB,
         source="NVIDIA A100 SXM data sheet (2021), dense; float32 without TF32, as torch multiplies by default",
@@ -43,6 +66,7 @@ def _a100(memory_gib: int, memory_gb_per_s: float) -> DeviceSpec:
 _TITAN_RTX = DeviceSpec(
     name="TITAN RTX",
     memory_bytes=24 * GIB,
+    reserved_bytes=_kept(24, 23.64),  # of an RTX 4090, 3DTopia/Phidias-Diffusion#8
     flops_per_s={DType.FLOAT16: 130.5 * TERA, DType.BFLOAT16: 16.3 * TERA, DType.FLOAT32: 16.3 * TERA},
     memory_bytes_per_s=672 * GB,
     source="NVIDIA TITAN RTX data sheet (2018) and Turing whitepaper; bfloat16 has no tensor cores and runs at the float32 rate",
@@ -50,6 +74,7 @@ _TITAN_RTX = DeviceSpec(
 _H100 = DeviceSpec(
     name="H100",
     memory_bytes=80 * GIB,
+    reserved_bytes=_kept(80, 79.14),
     flops_per_s={DType.BFLOAT16: 989.4 * TERA, DType.FLOAT16: 989.4 * TERA, DType.FLOAT32: 66.9 * TERA, DType.FLOAT64: 66.9 * TERA},
     memory_bytes_per_s=3350 * GB,
     source="NVIDIA H100 SXM5 data sheet and Hopper whitepaper (2022), dense; float32 without TF32",
@@ -72,11 +97,11 @@ _LOOPBACK = Link(
 _ETHERNET_10G_GLOO = Link(latency_s=0.5e-3, bytes_per_s=1.25 * GB, source="10GBASE-T line rate; hop latency as measured on loopback")
 
 _PRESETS: dict[str, tuple[DeviceSpec, Link, Link, Backend]] = {
-    "v100-16": (_v100(16), _nvlink(150, "V100 data sheet: NVLink 300 GB/s in both directions"), _ETHERNET_25G, Backend.NCCL),
-    "v100-32": (_v100(32), _nvlink(150, "V100 data sheet: NVLink 300 GB/s in both directions"), _ETHERNET_25G, Backend.NCCL),
+    "v100-16": (_v100(16, 15.75), _nvlink(150, "V100 data sheet: NVLink 300 GB/s in both directions"), _ETHERNET_25G, Backend.NCCL),
+    "v100-32": (_v100(32, 31.75), _nvlink(150, "V100 data sheet: NVLink 300 GB/s in both directions"), _ETHERNET_25G, Backend.NCCL),
     "titan-rtx": (_TITAN_RTX, _PCIE3_X16, _ETHERNET_10G, Backend.NCCL),
-    "a100-40": (_a100(40, 1555), _nvlink(300, "A100 data sheet: NVLink 600 GB/s in both directions"), _FABRIC_400G, Backend.NCCL),
-    "a100-80": (_a100(80, 2039), _nvlink(300, "A100 data sheet: NVLink 600 GB/s in both directions"), _FABRIC_400G, Backend.NCCL),
+    "a100-40": (_a100(40, 1555, 39.50), _nvlink(300, "A100 data sheet: NVLink 600 GB/s in both directions"), _FABRIC_400G, Backend.NCCL),
+    "a100-80": (_a100(80, 2039, 79.14), _nvlink(300, "A100 data sheet: NVLink 600 GB/s in both directions"), _FABRIC_400G, Backend.NCCL),
     "h100": (_H100, _nvlink(450, "H100 data sheet: NVLink 900 GB/s in both directions"), _FABRIC_3200G, Backend.NCCL),
     "cpu": (_CPU, _LOOPBACK, _ETHERNET_10G_GLOO, Backend.GLOO),
 }  # fmt: skip
@@ -96,7 +121,8 @@ def preset(name: str, *, nodes: int = 1, devices_per_node: int = 1) -> Hardware:
         devices_per_node: devices in each.
 
     Returns:
-        The hardware, with links within and between nodes as such machines usually have them.
+        The hardware, with links within and between nodes as such machines usually have them. Under NCCL the device reserves
+        what the driver, a CUDA context and NCCL's communicators take; `hardware.scaled` leaves that as it is.
 
     Raises:
         HardwareError: the name is not known.
@@ -105,6 +131,9 @@ def preset(name: str, *, nodes: int = 1, devices_per_node: int = 1) -> Hardware:
     if key not in _PRESETS:
         raise HardwareError(f"Hardware {name!r} is not known; use one of {', '.join(_PRESETS)}, or measure this machine.")
     device, intra_node, inter_node, backend = _PRESETS[key]
+    if backend is Backend.NCCL and nodes * devices_per_node > 1:
+        communicators = _COMMUNICATORS_ON_ONE_NODE if nodes == 1 else _COMMUNICATORS_ON_SEVERAL
+        device = replace(device, reserved_bytes=device.reserved_bytes + communicators * COMMUNICATOR_BYTES)
     return Hardware(
         device=device, nodes=nodes, devices_per_node=devices_per_node, intra_node=intra_node, inter_node=inter_node, backend=backend
     )

@@ -195,7 +195,8 @@ def _infeasible(description, hardware, job, limit, strategy, candidates: Sequenc
     batch, memory = _least(description, hardware, job, candidates)
     needed = memory.peak_bytes + hardware.device.reserved_bytes
     peak = memory.peak
-    parts = sorted(((getattr(peak.breakdown, name), name) for name in peak.breakdown.__slots__), reverse=True)
+    kinds = [(getattr(peak.breakdown, name), name) for name in peak.breakdown.__slots__]
+    parts = sorted([*kinds, (hardware.device.reserved_bytes, "reserved by the device")], reverse=True)
     largest = ", ".join(f"{name} {format_bytes(nbytes)}" for nbytes, name in parts[:2])
     ways = remedies_for(description, hardware, job, limit, strategy, needed)
     message = (

@@ -98,6 +98,7 @@ def _hardware(hardware: Hardware) -> dict:
         "devices_per_node": hardware.devices_per_node,
         "backend": hardware.backend.value,
         "memory_bytes": device.memory_bytes,
+        "reserved_bytes": device.reserved_bytes,
         "flops_per_s": {dtype.value: rate for dtype, rate in device.flops_per_s.items()},
         "memory_bytes_per_s": device.memory_bytes_per_s,
         "operator_s": device.operator_s,

@@ -15,11 +15,12 @@ from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import Backend, Collective, Hardware
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.memory import estimate_memory
-from hf_osdp.planner.presets import preset, preset_names
+from hf_osdp.planner.presets import preset_names
 from hf_osdp.planner.stations import build_line
 from hf_osdp.planner.strategies import Strategy, batches, divisors, search_spaces
 from hf_osdp.planner.timing import estimate_time
 from tests.helpers.descriptions import at_random
+from tests.helpers.hardware import bare_preset
 
 quick = settings(max_examples=50, deadline=None)
 worlds = st.sampled_from([(1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (2, 4), (3, 2)])
@@ -42,7 +43,7 @@ def layout(seed: int, description: ModelDescription, world_size: int) -> list[Ch
 
 
 def hardware_of(world: tuple[int, int], backend: Backend = Backend.NCCL) -> Hardware:
-    return replace(preset("v100-16", nodes=world[0], devices_per_node=world[1]), backend=backend)
+    return replace(bare_preset("v100-16", nodes=world[0], devices_per_node=world[1]), backend=backend)
 
 
 @quick
@@ -75,7 +76,7 @@ def test_no_plan_peaks_below_the_floor(seed, world, job, overlaps):
 @quick
 @given(st.sampled_from(preset_names()), worlds, st.sampled_from(Collective), st.integers(0, 2**40), st.integers(0, 2**40))
 def test_collectives_take_longer_for_more_bytes(name, world, collective, one, other):
-    hardware = preset(name, nodes=world[0], devices_per_node=world[1])
+    hardware = bare_preset(name, nodes=world[0], devices_per_node=world[1])
     fewer, more = sorted((one, other))
     for size in divisors(hardware.world_size):
         for ring in (shard_ring(hardware, size), replicate_ring(hardware, size)):

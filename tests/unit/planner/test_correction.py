@@ -10,13 +10,13 @@ from hf_osdp.planner.evaluate import estimate_plan
 from hf_osdp.planner.hardware import Collective, CollectiveTiming
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.memory import estimate_memory
-from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search import search
 from hf_osdp.planner.timing import compute_seconds
 from tests.helpers.descriptions import transformer
+from tests.helpers.hardware import bare_preset
 
 MODEL = transformer(layers=3)
-HARDWARE = preset("a100-40", devices_per_node=4)
+HARDWARE = bare_preset("a100-40", devices_per_node=4)
 BATCH = Batch(micro_batch_size=2, accumulation_steps=1, reduce_every_micro_step=True)
 
 
@@ -60,7 +60,7 @@ def test_a_factor_that_is_no_factor_is_refused(factor: float) -> None:
 @pytest.mark.parametrize("name", ["a100-40", "cpu"])
 @pytest.mark.parametrize("factor", [0.5, 1.0, 3.0])
 def test_the_factor_found_makes_the_step_as_long_as_the_one_seen(name: str, factor: float) -> None:
-    hardware, job = preset(name, devices_per_node=4), TrainingJob(global_batch_size=8)
+    hardware, job = bare_preset(name, devices_per_node=4), TrainingJob(global_batch_size=8)
     plan = search(MODEL, hardware, job, 2**30).plan
     slower = Correction(compute_factor=factor).of_description(MODEL, hardware)
     seen = estimate_plan(plan, slower, job, hardware)

@@ -10,7 +10,7 @@ from hf_osdp.errors import HardwareError
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, DeviceSpec, Handling, Link, WorkTime
 from hf_osdp.planner.job import OptimizerStep
-from hf_osdp.planner.presets import preset, preset_names
+from hf_osdp.planner.presets import COMMUNICATOR_BYTES, CONTEXT_BYTES, preset, preset_names
 
 MEASURED = CollectiveTiming(collective=Collective.ALL_GATHER, group_size=2, latency_s=1.0, seconds_per_byte=0.0)
 
@@ -111,3 +111,13 @@ def test_rates_cannot_be_changed():
     assert device.rate(DType.FLOAT32) == 1.0
     with pytest.raises(TypeError):
         device.flops_per_s[DType.FLOAT32] = 3.0
+
+
+def test_what_cuda_devices_reserve_has_the_context_and_the_communicators():
+    for name in preset_names():
+        alone, node, nodes = (preset(name, nodes=n, devices_per_node=d).device.reserved_bytes for n, d in ((1, 1), (1, 8), (2, 4)))
+        if preset(name).backend is Backend.GLOO:
+            assert (alone, node, nodes) == (0, 0, 0)
+            continue
+        assert CONTEXT_BYTES < alone < 2 * 2**30
+        assert (node - alone, nodes - alone) == (COMMUNICATOR_BYTES, 3 * COMMUNICATOR_BYTES)

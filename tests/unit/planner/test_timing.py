@@ -11,9 +11,9 @@ from hf_osdp.planner.costs import Batch, Choice, UnitSeconds, choices_for, unit_
 from hf_osdp.planner.description import Affine, DType, PhaseCost
 from hf_osdp.planner.hardware import Backend
 from hf_osdp.planner.job import TrainingJob
-from hf_osdp.planner.presets import preset
 from hf_osdp.planner.timing import Windows, compute_seconds, estimate_time, overlap_windows, phase_seconds, unit_time
 from tests.helpers.descriptions import transformer
+from tests.helpers.hardware import bare_preset
 
 TERMS = UnitSeconds(
     gather_forward=4.0, gather_backward=4.0, reduce_scatter=3.0, all_reduce=2.0, copy_forward=0.5, copy_backward=0.75, optimizer=0.25
@@ -25,7 +25,7 @@ JOB = TrainingJob(global_batch_size=20)
 
 
 def hardware(backend: Backend = Backend.NCCL):
-    return replace(preset("a100-40", devices_per_node=4), backend=backend)
+    return replace(bare_preset("a100-40", devices_per_node=4), backend=backend)
 
 
 def test_without_windows_everything_is_exposed():
@@ -78,7 +78,7 @@ def test_dispatch_of_operators_adds_to_the_roofline():
 
 
 def test_rate_of_an_unknown_dtype_is_an_error_that_lists_the_known():
-    titan = preset("titan-rtx", devices_per_node=2)
+    titan = bare_preset("titan-rtx", devices_per_node=2)
     with pytest.raises(HardwareError, match=r"float64 rate of TITAN RTX is not known \(known: .*float32"):
         compute_seconds(replace(transformer(), compute_dtype=DType.FLOAT64), titan, 1)
 

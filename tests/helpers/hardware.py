@@ -1,0 +1,14 @@
+"""Hardware for tests with limits of a few megabytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hf_osdp.planner.hardware import Hardware
+from hf_osdp.planner.presets import preset
+
+
+def bare_preset(name: str, *, nodes: int = 1, devices_per_node: int = 1) -> Hardware:
+    """A preset whose device reserves nothing, where a context and communicators would outweigh the model."""
+    hardware = preset(name, nodes=nodes, devices_per_node=devices_per_node)
+    return replace(hardware, device=replace(hardware.device, reserved_bytes=0))
