@@ -70,11 +70,14 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
     return table
 
 
-def plan_caption(plan: Plan, estimate: PlanEstimate) -> tuple[str, ...]:
-    """Where the peak falls and what a step takes, as lines of text."""
+def plan_caption(plan: Plan, estimate: PlanEstimate, reserved_bytes: int = 0) -> tuple[str, ...]:
+    """Where the peak falls and what a step takes, as lines of text; the plan's peak holds what the device reserves."""
     peak = estimate.memory.peak
+    kept = f", reserved by the device {format_bytes(reserved_bytes)}" if reserved_bytes else ""
     limit = f" of {format_bytes(plan.memory_limit_bytes)}" if plan.memory_limit_bytes else ""
-    lines = [f"Peak {format_bytes(plan.peak_bytes or peak.total_bytes)}{limit} in {peak.phase} of {peak.unit}: {describe_moment(peak)}."]
+    lines = [
+        f"Peak {format_bytes(plan.peak_bytes or peak.total_bytes)}{limit} in {peak.phase} of {peak.unit}: {describe_moment(peak)}{kept}."
+    ]
     if estimate.time is not None:
         time = estimate.time
         terms = (("compute", "compute_s"), ("exposed communication", "exposed_s"), ("copies", "copy_s"), ("optimizer", "optimizer_s"))

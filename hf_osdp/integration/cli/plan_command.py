@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...planner.search import SearchResult
+from ...planner.what_if import Case
 from .cases import case_of, device_type_of
 from .options import JsonFile, PlotFile, Request
 from .output import Output, check_folder
+
+if TYPE_CHECKING:
+    from ...runtime.simulated_search import SimulatedRound
 
 
 def plan(
@@ -19,7 +26,9 @@ def plan(
         Path | None,
         typer.Option("--output", metavar="FILE", help="Write the plan, to run with OSDPConfig(plan=FILE) and for `explain FILE`."),
     ] = None,
-    simulate: Annotated[bool, typer.Option("--simulate", help="Run FSDP2's real step on fake tensors and compare its memory.")] = False,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Run FSDP2's real step on fake tensors; plan again where it passes the limit.")
+    ] = False,
     json_file: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
@@ -31,35 +40,65 @@ def plan(
     screen = Output(json_file)
     check_outputs(output, plot)
     started = time.perf_counter()
-    with screen.working("Describing the model and searching"):
+    with screen.working("Describing the model, searching" + (" and simulating" if simulate else "")):
         case, config = case_of(request)
-        found = case.search()
-    planning_s = time.perf_counter() - started
+        rounds = _rounds(request, case, config) if simulate else ()
+        if rounds:
+            case = replace(case, job=rounds[-1].job)
+        found = rounds[-1].found if rounds else case.search()
+    content = _show(screen, case, found, rounds, time.perf_counter() - started)
+    if output is not None:
+        from ...report.plan_file import PlanInputs, plan_file_content, write_json
+
+        inputs = PlanInputs(description=case.description, job=case.job, hardware=case.hardware)
+        write_json(plan_file_content(found.plan, inputs), output)
+        screen.print(f"Plan: {output}")
+    if plot is not None:
+        from ...planner.evaluate import estimate_plan
+        from ...report.explain import stream_times
+
+        estimate = estimate_plan(found.plan, case.description, case.job, case.hardware)
+        draw_plan(plot, found.plan, estimate, case.hardware, stream_times(found.plan, case.description, case.job, case.hardware))
+        screen.print(f"Plot: {plot}")
+    screen.write(content)
+
+
+def _rounds(request: Request, case: Case, config: Any) -> tuple[SimulatedRound, ...]:
+    """Search, simulate, and search again where the simulation passes the limit."""
+    from ...runtime.simulated_search import search_and_simulate
+
+    return search_and_simulate(
+        config, description=case.description, hardware=case.hardware, job=case.job, memory_limit_bytes=case.memory_limit_bytes,
+        strategy=case.strategy, device_type=device_type_of(case.hardware), auto_class=request.auto_class,
+        activation_checkpointing=request.activation_checkpointing,
+    )  # fmt: skip
+
+
+def _show(screen: Output, case: Case, found: SearchResult, rounds: Sequence[SimulatedRound], planning_s: float) -> dict:
+    """Print the plan, and what its simulation says; gives the same for machines."""
     from ...planner.evaluate import estimate_plan
-    from ...quantities import format_seconds
-    from ...report.plan_file import PlanInputs, plan_file_content, write_json
+    from ...quantities import format_bytes, format_seconds
+    from ...report.explain_tables import simulation_table
+    from ...report.plan_file import plain
     from ...report.run_report import report_content
     from ...report.tables import plan_caption, plan_table
 
-    estimate = estimate_plan(found.plan, case.description, case.job, case.hardware)
-    screen.print(plan_table(found.plan, case.description, estimate), *plan_caption(found.plan, estimate))
+    estimate, reserved = estimate_plan(found.plan, case.description, case.job, case.hardware), case.hardware.device.reserved_bytes
+    screen.print(plan_table(found.plan, case.description, estimate), *plan_caption(found.plan, estimate, reserved))
     screen.print(f"Planned for {case.hardware.summary} in {format_seconds(planning_s)}; activations: {case.description.trace}.")
     content = report_content(
         plan=found.plan, description=case.description, estimate=estimate, hardware=case.hardware, comparison=None,
         planning_s=planning_s, measured=None,
     )  # fmt: skip
-    if simulate:
-        content["simulated"] = _simulated(screen, request, case, config, found.plan, estimate)
-    if output is not None:
-        inputs = PlanInputs(description=case.description, job=case.job, hardware=case.hardware)
-        write_json(plan_file_content(found.plan, inputs), output)
-        screen.print(f"Plan: {output}")
-    if plot is not None:
-        from ...report.explain import stream_times
-
-        draw_plan(plot, found.plan, estimate, case.hardware, stream_times(found.plan, case.description, case.job, case.hardware))
-        screen.print(f"Plot: {plot}")
-    screen.write(content)
+    for earlier in rounds[:-1]:
+        over = earlier.simulation.peak_bytes + reserved - case.memory_limit_bytes
+        screen.print(f"Plan {earlier.found.plan.fingerprint} was given up: its simulated peak is {format_bytes(over)} over the limit.")
+    if rounds:
+        last = rounds[-1].simulation
+        screen.print("", simulation_table(estimate.memory.peak, last.peak_bytes, last.breakdown))
+        screen.print(f"Simulated FSDP2's step on fake tensors in {format_seconds(last.seconds)}.")
+        content["simulated"] = [{"fingerprint": r.found.plan.fingerprint, **plain(r.simulation)} for r in rounds]
+    return content
 
 
 def check_outputs(output: Path | None, plot: Path | None) -> None:
@@ -83,23 +122,3 @@ def draw_plan(path: Path, plan, estimate, hardware, streams) -> None:
     reserved = 0 if hardware is None else hardware.device.reserved_bytes
     title = f"{plan.model_name}, {plan.strategy} on {plan.hardware or f'{plan.world_size} devices'}"
     save_chart(plan_chart(title, estimate.memory, reserved, plan.memory_limit_bytes, streams), path)
-
-
-def _simulated(screen: Output, request: Request, case, config, plan, estimate) -> dict:
-    """Estimate beside simulation."""
-    from ...quantities import format_bytes, format_seconds
-    from ...report.explain_tables import simulation_table
-    from ...report.plan_file import plain
-    from ...runtime.simulate import simulate
-
-    with screen.working("Simulating a step"):
-        simulation = simulate(
-            config, plan, description=case.description, job=case.job, device_type=device_type_of(case.hardware),
-            auto_class=request.auto_class, activation_checkpointing=request.activation_checkpointing,
-        )  # fmt: skip
-    screen.print(simulation_table(estimate.memory.peak, simulation.peak_bytes, simulation.breakdown))
-    screen.print(f"Simulated FSDP2's step on fake tensors in {format_seconds(simulation.seconds)}.")
-    over = simulation.peak_bytes + case.hardware.device.reserved_bytes - case.memory_limit_bytes
-    if over > 0:
-        screen.print(f"The simulated peak is {format_bytes(over)} over the limit: plan again with a limit that is lower by as much.")
-    return plain(simulation)

@@ -183,7 +183,8 @@ def test_simulation_stands_beside_the_estimate(model, tmp_path):
     assert_readable(done.stdout)
     assert (tmp_path / "x.svg").read_bytes().startswith(b"<svg")
     content = json.loads((tmp_path / "x.json").read_text())
-    assert content["simulated"]["peak_bytes"] == pytest.approx(content["estimated"]["peak_bytes"], rel=0.05)
+    assert content["simulated"][-1]["fingerprint"] == content["plan"]["fingerprint"]
+    assert content["simulated"][-1]["peak_bytes"] == pytest.approx(content["estimated"]["peak_bytes"], rel=0.05)
 
 
 def test_json_to_a_file_leaves_the_tables(plan_file, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from hf_osdp.planner.hardware import Collective, CollectiveTiming
 from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search import least_memory, search
 from hf_osdp.planner.strategies import Strategy
 from hf_osdp.planner.what_if import Case, Changed, answer, largest, next_batch, one_more_device, twice_the_memory
@@ -92,3 +93,10 @@ def test_answer_says_why_there_is_none():
 def test_fits_agrees_with_the_search():
     assert CASE.fits() and CASE.search().plan.peak_bytes <= CASE.memory_limit_bytes
     assert not replace(CASE, memory_limit_bytes=1000).fits()
+
+
+def test_more_devices_of_a_preset_reserve_what_the_preset_says():
+    case = replace(CASE, hardware=preset("titan-rtx"), job=TrainingJob(global_batch_size=2))
+    changed = one_more_device(case, lambda **sizes: preset("titan-rtx", **sizes))
+    assert changed.case.hardware == preset("titan-rtx", devices_per_node=2)
+    assert changed.case.hardware.device.reserved_bytes > case.hardware.device.reserved_bytes
