@@ -180,7 +180,8 @@ def _searched(description: ModelDescription, job: TrainingJob, world: int) -> li
         estimate_memory(description, layout_choices(name, description, job, world), world, job, batch).peak_bytes
         for name in ("zero3", "ddp")
     ]
-    result = search(description, preset("a100-80", devices_per_node=world), job, sum(ends) // 2)
+    hardware = preset("a100-80", devices_per_node=world)
+    result = search(description, hardware, job, sum(ends) // 2 + hardware.device.reserved_bytes)
     return [Choice(shard_size=u.shard_size, keep=not u.reshard_after_forward) for u in result.plan.units]
 
 

@@ -1,0 +1,461 @@
+"""The memory estimate against one real GPU, as rank 0 of 8.
+
+    python benchmarks/gpu_memory.py
+    python benchmarks/gpu_memory.py --quick
+    python benchmarks/gpu_memory.py --json gpu_memory.json
+
+A process group that sends nothing gives this process the shards of rank 0 of 8; layout, gathers, reductions and the optimizer
+are FSDP2's and torch's own, on the device. Two questions:
+
+1. Layouts (DDP, ZeRO-2, ZeRO-3, HSDP, mixed): the estimate against `max_memory_allocated` of a step. Aim: 1 % on average.
+2. Plans of the search under a limit that `torch.cuda.set_per_process_memory_fraction` enforces: at the least limit that the
+   planner calls feasible, and between it and what DDP needs. No such plan may run out of memory, and 98 % of the limit is to be
+   used where it is 4 GiB or more. Then each limit is walked down until the step really runs out of memory.
+
+What cuBLAS keeps for itself lies in the same allocator; it is measured first and given to the planner as reserved. Where there is
+no CUDA device, it says so and claims nothing. The last line is the headline; the exit code is 1 where an aim is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+import transformers
+
+from hf_osdp.planner.costs import Batch, Choice
+from hf_osdp.planner.description import ModelDescription
+from hf_osdp.planner.evaluate import estimate_plan
+from hf_osdp.planner.hardware import Hardware
+from hf_osdp.planner.job import Precision, TrainingJob
+from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.presets import preset
+from hf_osdp.planner.search import least_memory, search
+from hf_osdp.planner.strategies import Strategy, search_spaces
+from hf_osdp.profiling.batch import training_batch
+from hf_osdp.profiling.build import build_on_meta
+from hf_osdp.profiling.describe import describe
+from hf_osdp.quantities import format_bytes
+from hf_osdp.runtime.mesh import Meshes
+from hf_osdp.runtime.probe import Trial, batch_on, make_optimizer, sharded_copy, train_step
+
+WORLD = 8
+STEPS = 3
+"""The first makes the optimizer states, the last is measured; memory must suffice for all."""
+AIM_ERROR, AIM_USED, LARGE_BYTES = 0.01, 0.98, 4 * 2**30
+BETWEEN = (0.0, 0.25, 0.6)
+"""Limits, as a way from the least that the planner calls feasible to what DDP needs."""
+MOST_SHORT = 1.5
+"""How far up a limit is walked, as a multiple, for a plan that fails at its own."""
+RESOLUTION = 0.0025
+"""How finely the limit is walked down, as a part of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A published size and the batch it is tried with."""
+
+    config: str
+    sizes: dict
+    architecture: str
+    sequence_length: int
+    samples: int
+
+
+MODELS = {
+    "GPT-2 small": Model(config="GPT2Config", sizes={}, architecture="GPT2LMHeadModel", sequence_length=1024, samples=4),
+    "GPT-2 medium": Model(
+        config="GPT2Config", sizes={"n_layer": 24, "n_embd": 1024, "n_head": 16}, architecture="GPT2LMHeadModel",
+        sequence_length=1024, samples=4,
+    ),
+    "GPT-2 xl": Model(
+        config="GPT2Config", sizes={"n_layer": 48, "n_embd": 1600, "n_head": 25}, architecture="GPT2LMHeadModel",
+        sequence_length=1024, samples=1,
+    ),
+    "BERT large": Model(
+        config="BertConfig", architecture="BertForMaskedLM", sequence_length=512, samples=8,
+        sizes={"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096},
+    ),
+    "Llama 1B": Model(
+        config="LlamaConfig", architecture="LlamaForCausalLM", sequence_length=1024, samples=1,
+        sizes={"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
+               "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True},
+    ),
+}  # fmt: skip
+LAYOUTS = ("ddp", "zero2", "zero3", "hsdp", "mixed")
+PRECISIONS = ("no", "bf16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What the allocator says after a step, in bytes."""
+
+    allocated: int
+    """Most that tensors had at once in the last step."""
+    reserved: int
+    """Most that was taken from the device, cut into blocks."""
+
+
+class Memory(Protocol):
+    """A device's memory under a limit. The test puts counted CPU memory in the place of CUDA's."""
+
+    device: torch.device
+    total_bytes: int
+    workspace_bytes: int
+    """What libraries keep in the same allocator, beside the step's tensors."""
+
+    def limited(self, limit_bytes: int | None) -> AbstractMemory: ...
+
+    def last_step_begins(self) -> None: ...
+
+    def reading(self) -> Reading: ...
+
+
+class AbstractMemory(Protocol):
+    """What `limited` gives: a context in which more than the limit raises `torch.OutOfMemoryError`."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exception: object) -> bool | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutRow:
+    """One layout without a limit, in bytes."""
+
+    model: str
+    precision: str
+    layout: str
+    estimated_bytes: int | None
+    """With the libraries' workspaces; None where there was not enough memory."""
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+
+    @property
+    def error(self) -> float | None:
+        return None if self.allocated_bytes is None else self.estimated_bytes / self.allocated_bytes - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitRow:
+    """One plan of the search under an enforced limit, in bytes."""
+
+    model: str
+    precision: str
+    between: float
+    limit_bytes: int
+    planned_bytes: int
+    fits: bool
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    survives_bytes: int | None
+    """The lowest limit under which the step still runs; None where none up to the device's memory was found."""
+
+    @property
+    def used(self) -> float | None:
+        return None if self.allocated_bytes is None else self.allocated_bytes / self.limit_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A model in a precision, with all that its cases share."""
+
+    name: str
+    precision: str
+    description: ModelDescription
+    job: TrainingJob
+    trial: Trial
+    meshes: Meshes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two layouts of GPT-2 small in one precision, one limit")
+    parser.add_argument("--json", type=Path, help="also write every row here")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("No CUDA device here: nothing was measured, and nothing is claimed.")
+        return 0
+    layouts: list[LayoutRow] = []
+    limits: list[LimitRow] = []
+    for name, precision in itertools.product(*(("GPT-2 small",), ("bf16",)) if options.quick else (MODELS, PRECISIONS)):
+        # A process for each: what a failed step leaves behind in the allocator must not meet the next one.
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            chosen = (("zero3", "mixed"), (0.0,)) if options.quick else (LAYOUTS, BETWEEN)
+            found = pool.submit(measure_on_cuda, name, precision, *chosen).result()
+        layouts += found[0]
+        limits += found[1]
+        show(*found)
+    if options.json:
+        content = {
+            "device": torch.cuda.get_device_name(), "torch": torch.__version__, "transformers": transformers.__version__,
+            "layouts": [asdict(row) | {"error": row.error} for row in layouts],
+            "limits": [asdict(row) | {"used": row.used} for row in limits],
+        }  # fmt: skip
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    line, met = headline(layouts, limits)
+    print(line)
+    return 0 if met else 1
+
+
+# ---------------------------------------------------------------------------------------------------------- measuring
+
+
+def measure_on_cuda(name: str, precision: str, layouts: Sequence[str], between: Sequence[float]) -> tuple[list[LayoutRow], list[LimitRow]]:
+    """All rows of one model in one precision, on this machine's first GPU; run in a process of its own."""
+    transformers.logging.set_verbosity_error()
+    memory = CudaMemory(Precision.named(precision))
+    with rank_zero_of(WORLD):
+        return measure(setting_of(name, MODELS[name], precision, memory.device), memory, layouts, between)
+
+
+def measure(setting: Setting, memory: Memory, layouts: Sequence[str], between: Sequence[float]) -> tuple[list[LayoutRow], list[LimitRow]]:
+    """All rows of a setting. There is a process group of `WORLD` ranks that sends nothing."""
+    return (
+        [measure_layout(setting, memory, layout) for layout in layouts],
+        [measure_limit(setting, memory, part, limit) for part, limit in limits_of(setting, memory, between)],
+    )
+
+
+def setting_of(name: str, model: Model, precision: str, device: torch.device) -> Setting:
+    """Describe the model for CUDA, or for the CPU in a test."""
+    config = getattr(transformers, model.config)(**model.sizes, architectures=[model.architecture])
+    job = TrainingJob(
+        global_batch_size=model.samples * WORLD, micro_batch_size=model.samples, precision=Precision.named(precision)
+    )  # fmt: skip
+    description = describe(
+        config, sequence_length=model.sequence_length, compute_dtype=job.precision.compute, device_type=device.type
+    )  # fmt: skip
+    empty = build_on_meta(config)
+    inputs = training_batch(empty, model.sequence_length)
+    trial = Trial(model=empty, units=description.units, job=job, inputs=inputs, device=device)
+    return Setting(name=name, precision=precision, description=description, job=job, trial=trial, meshes=Meshes(device.type))
+
+
+def measure_layout(setting: Setting, memory: Memory, layout: str) -> LayoutRow:
+    """One layout, with all of the device's memory."""
+    plan = plan_of(setting, layout)
+    reading = attempt(plan, setting, memory, None)
+    return LayoutRow(
+        model=setting.name,
+        precision=setting.precision,
+        layout=layout,
+        estimated_bytes=estimate_plan(plan, setting.description, setting.job).memory.peak_bytes + memory.workspace_bytes,
+        allocated_bytes=None if reading is None else reading.allocated,
+        reserved_bytes=None if reading is None else reading.reserved,
+    )
+
+
+def measure_limit(setting: Setting, memory: Memory, between: float, limit_bytes: int) -> LimitRow:
+    """The search's plan under a limit, at the limit, and the lowest limit that it survives."""
+    plan = search(setting.description, hardware_of(memory), setting.job, limit_bytes).plan
+    reading = attempt(plan, setting, memory, limit_bytes)
+    return LimitRow(
+        model=setting.name,
+        precision=setting.precision,
+        between=between,
+        limit_bytes=limit_bytes,
+        planned_bytes=plan.peak_bytes,
+        fits=reading is not None,
+        allocated_bytes=None if reading is None else reading.allocated,
+        reserved_bytes=None if reading is None else reading.reserved,
+        survives_bytes=lowest_limit(
+            lambda limit: attempt(plan, setting, memory, limit) is not None,
+            limit_bytes,
+            min(memory.total_bytes, int(MOST_SHORT * limit_bytes)),
+            fits=reading is not None,
+        ),
+    )
+
+
+def limits_of(setting: Setting, memory: Memory, between: Sequence[float]) -> Iterator[tuple[float, int]]:
+    """From the planner's own frontier towards what DDP needs, as far as the device has it."""
+    hardware = hardware_of(memory)
+    least, most = (least_memory(setting.description, hardware, setting.job, strategy=name) for name in ("osdp", "ddp"))
+    for part in between:
+        limit = int(least + part * (most - least))
+        if limit <= memory.total_bytes:
+            yield part, limit
+
+
+def attempt(plan: Plan, setting: Setting, memory: Memory, limit_bytes: int | None) -> Reading | None:
+    """A few steps under a limit; None where memory did not suffice. Nothing is left behind."""
+    reading = None
+    try:
+        with memory.limited(limit_bytes):
+            reading = _steps(plan, setting, memory)
+    except torch.OutOfMemoryError:
+        pass  # cleaned up below, when the traceback no longer keeps the tensors
+    gc.collect()
+    return reading
+
+
+def lowest_limit(survives: Callable[[int], bool], start: int, most: int, *, fits: bool) -> int | None:
+    """The lowest limit that is survived, to within `RESOLUTION`: down from a start that is, up from one that is not.
+
+    Args:
+        survives: whether a step runs under so many bytes.
+        start: where to begin.
+        most: where to give up on the way up.
+        fits: what `survives` says of the start.
+    """
+    step = max(1, int(start * RESOLUTION))
+    low = high = start
+    while fits and low == high:
+        low = max(0, high - 4 * step)
+        if low and survives(low):
+            high = low
+    while not fits and high < most:
+        low, high = high, min(most, high + 4 * step)
+        fits = survives(high)
+    if not fits:
+        return None
+    while high - low > step:
+        middle = (low + high) // 2
+        low, high = (low, middle) if survives(middle) else (middle, high)
+    return high
+
+
+def headline(layouts: Sequence[LayoutRow], limits: Sequence[LimitRow]) -> tuple[str, bool]:
+    """The last line, and whether every aim was met."""
+    errors = [abs(row.error) for row in layouts if row.error is not None]
+    mean, worst = (sum(errors) / len(errors), max(errors)) if errors else (float("inf"), float("inf"))
+    failed = sum(not row.fits for row in limits)
+    large = [row.used for row in limits if row.used is not None and row.limit_bytes >= LARGE_BYTES]
+    used = min(large, default=None)
+    met = mean <= AIM_ERROR and not failed and (used is None or used >= AIM_USED)
+    share = "no limit was 4 GiB or more" if used is None else f"at least {used:.1%} of limits from 4 GiB used (aim {AIM_USED:.0%})"
+    line = (
+        f"estimate off by {mean:.2%} on average (aim {AIM_ERROR:.0%}), {worst:.2%} at worst, over {len(errors)} of {len(layouts)} layouts;"
+        f" {failed} of {len(limits)} feasible plans ran out of memory (aim 0); {share}"
+    )
+    return line, met
+
+
+# ------------------------------------------------------------------------------------------------------------- pieces
+
+
+class CudaMemory:
+    """The first GPU's memory, as torch's allocator counts and limits it."""
+
+    def __init__(self, precision: Precision) -> None:
+        self.device = torch.device("cuda", 0)
+        torch.cuda.set_device(self.device)
+        free, self._total = torch.cuda.mem_get_info(self.device)
+        self.total_bytes = free  # what the context and other processes leave
+        self.workspace_bytes = self._workspaces(precision)
+
+    @contextmanager
+    def limited(self, limit_bytes: int | None) -> Iterator[None]:
+        """Enforce a limit; on leaving, the cache is given back whatever happened."""
+        self._give_back()
+        torch.cuda.set_per_process_memory_fraction(1.0 if limit_bytes is None else min(1.0, limit_bytes / self._total), self.device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+            self._give_back()
+
+    def last_step_begins(self) -> None:
+        """Peaks count from here."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def reading(self) -> Reading:
+        """Peaks since then."""
+        torch.cuda.synchronize(self.device)
+        return Reading(
+            allocated=torch.cuda.max_memory_allocated(self.device), reserved=torch.cuda.max_memory_reserved(self.device)
+        )  # fmt: skip
+
+    def _workspaces(self, precision: Precision) -> int:
+        """What cuBLAS keeps after a product forward and backward; backward runs on a thread with a handle of its own."""
+        dtype = torch.float32 if precision.compute is None else getattr(torch, precision.compute.value)
+        layer = torch.nn.Linear(1024, 1024, device=self.device, dtype=dtype)
+        layer(torch.zeros(1024, 1024, device=self.device, dtype=dtype, requires_grad=True)).sum().backward()
+        del layer
+        gc.collect()
+        return torch.cuda.memory_allocated(self.device)
+
+    def _give_back(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def rank_zero_of(world_size: int) -> Iterator[None]:
+    """A process group in which this is rank 0 and nothing is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def hardware_of(memory: Memory) -> Hardware:
+    """Eight such devices, whose allocator is shared with the libraries' workspaces and nothing else."""
+    hardware = preset("h100", devices_per_node=WORLD)
+    device = replace(hardware.device, memory_bytes=memory.total_bytes, reserved_bytes=memory.workspace_bytes)
+    return replace(hardware, device=device)
+
+
+def plan_of(setting: Setting, layout: str) -> Plan:
+    """A layout for all units; `mixed` gives neighbours different ones in turn."""
+    spaces = search_spaces(Strategy({"zero3": "fsdp", "mixed": "osdp"}.get(layout, layout)), setting.description, WORLD)
+    space = spaces[len(spaces) // 2]
+    choices: list[Choice] = [options[3 * index % len(options)] if layout == "mixed" else options[0] for index, options in enumerate(space)]
+    batch = Batch(micro_batch_size=setting.job.micro_batch_size, accumulation_steps=1, reduce_every_micro_step=True)
+    return Plan.of(setting.description, choices, batch, world_size=WORLD, strategy=layout)
+
+
+def _steps(plan: Plan, setting: Setting, memory: Memory) -> Reading:
+    """Build under the plan and train; everything dies with this frame."""
+    trial = setting.trial
+    model = sharded_copy(plan, trial, setting.meshes)
+    optimizer = make_optimizer(model, trial.job.optimizer)
+    batch = batch_on(trial.inputs, plan.micro_batch_size, trial.device)
+    for number in range(STEPS):
+        if number == STEPS - 1:
+            memory.last_step_begins()
+        train_step(model, optimizer, batch, plan)
+    return memory.reading()
+
+
+def show(layouts: Sequence[LayoutRow], limits: Sequence[LimitRow]) -> None:
+    """The rows as text, at most 100 columns."""
+    print(f"\n{'model':<13}{'dtype':<6}{'layout':<8}{'estimated':>11}{'allocated':>11}{'reserved':>11}{'error':>9}")
+    for row in layouts:
+        error = "-" if row.error is None else f"{row.error:+.2%}"
+        print(f"{row.model:<13}{row.precision:<6}{row.layout:<8}{_text(row.estimated_bytes):>11}{_text(row.allocated_bytes):>11}"
+              f"{_text(row.reserved_bytes):>11}{error:>9}")  # fmt: skip
+    names = ("limit", "planned", "allocated", "reserved", "used", "survives")
+    print(f"\n{'model':<13}{'dtype':<6}" + "".join(f"{name:>{8 if name == 'used' else 11}}" for name in names) + "  outcome")
+    for row in limits:
+        sizes = (row.limit_bytes, row.planned_bytes, row.allocated_bytes, row.reserved_bytes)
+        used = "-" if row.used is None else f"{row.used:.1%}"
+        outcome = "fits" if row.fits else "OUT OF MEMORY"
+        texts = "".join(f"{_text(size):>11}" for size in sizes)
+        print(f"{row.model:<13}{row.precision:<6}{texts}{used:>8}{_text(row.survives_bytes):>11}  {outcome}")
+    sys.stdout.flush()
+
+
+def _text(nbytes: int | None) -> str:
+    return "-" if nbytes is None else format_bytes(nbytes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

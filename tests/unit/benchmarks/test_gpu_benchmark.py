@@ -1,0 +1,115 @@
+"""The GPU benchmark's flow on the CPU: counted live bytes in the place of CUDA's allocator, tiny models, limits that are enforced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from benchmarks import gpu_memory
+from benchmarks.gpu_memory import LayoutRow, LimitRow, Model, Reading, headline, lowest_limit, measure, rank_zero_of, setting_of
+from hf_osdp.profiling.live_bytes import LiveBytes
+
+TINY = Model(
+    config="GPT2Config", architecture="GPT2LMHeadModel", sequence_length=32, samples=2,
+    sizes={"n_layer": 3, "n_embd": 64, "n_head": 2, "vocab_size": 301, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0},
+)  # fmt: skip
+
+
+class CountedMemory:
+    """CPU memory that "runs out" where live bytes pass the limit, as CUDA's does."""
+
+    device, total_bytes, workspace_bytes = torch.device("cpu"), 2**26, 0
+
+    def __init__(self) -> None:
+        self.attempts = 0
+
+    @contextmanager
+    def limited(self, limit_bytes: int | None) -> Iterator[None]:
+        self.attempts += 1
+        self.limit_bytes, self.live = limit_bytes, LiveBytes(block_bytes=1)
+        with self.live:
+            yield
+
+    def last_step_begins(self) -> None:
+        self._check()
+        self.live.reset_peak()
+
+    def reading(self) -> Reading:
+        self._check()
+        return Reading(allocated=self.live.peak_bytes, reserved=self.live.peak_bytes)
+
+    def _check(self) -> None:
+        if self.limit_bytes is not None and self.live.peak_bytes > self.limit_bytes:
+            raise torch.OutOfMemoryError(f"{self.live.peak_bytes} bytes, limit {self.limit_bytes}")
+
+
+@pytest.fixture(scope="module")
+def found() -> tuple[list[LayoutRow], list[LimitRow], CountedMemory]:
+    memory = CountedMemory()
+    with pytest.MonkeyPatch.context() as patched, rank_zero_of(gpu_memory.WORLD):
+        patched.setattr(gpu_memory, "RESOLUTION", 0.02)
+        setting = setting_of("tiny", TINY, "bf16", memory.device)
+        layouts, limits = measure(setting, memory, ("hsdp", "mixed"), (0.0, 0.5))
+    return layouts, limits, memory
+
+
+def test_each_layout_is_built_trained_and_counted(found):
+    layouts, _, _ = found
+    assert [row.layout for row in layouts] == ["hsdp", "mixed"]
+    assert all(abs(row.error) < 0.02 for row in layouts), [row.error for row in layouts]
+
+
+def test_plans_run_at_their_limit_and_the_walk_finds_where_they_no_longer_do(found):
+    _, limits, memory = found
+    assert [row.between for row in limits] == [0.0, 0.5] and limits[0].limit_bytes < limits[1].limit_bytes
+    for row in limits:
+        assert row.planned_bytes <= row.limit_bytes
+        assert row.survives_bytes == pytest.approx(row.planned_bytes, rel=0.05)
+        assert row.fits == (row.survives_bytes <= row.limit_bytes)
+    assert memory.attempts >= 2 + 2 * 3, "the walk tried limits"
+    gpu_memory.show(found[0], limits)
+
+
+def test_the_walk_goes_down_from_what_fits_and_up_from_what_does_not():
+    for truth in (700, 995, 1003, 1200):
+        lowest = lowest_limit(lambda limit, truth=truth: limit >= truth, 1000, 1500, fits=1000 >= truth)
+        assert truth <= lowest <= truth + 1000 * gpu_memory.RESOLUTION + 1
+    assert lowest_limit(lambda limit: False, 1000, 1500, fits=False) is None
+    assert lowest_limit(lambda limit: True, 1000, 1500, fits=True) <= 1 + 1000 * gpu_memory.RESOLUTION
+
+
+def layout(estimated: int, allocated: int | None) -> LayoutRow:
+    return LayoutRow(
+        model="m", precision="no", layout="ddp", estimated_bytes=estimated, allocated_bytes=allocated, reserved_bytes=allocated
+    )
+
+
+def limit(used: int | None, size: int = gpu_memory.LARGE_BYTES) -> LimitRow:
+    return LimitRow(
+        model="m", precision="no", between=0.0, limit_bytes=size, planned_bytes=size, fits=used is not None,
+        allocated_bytes=used, reserved_bytes=used, survives_bytes=used,
+    )  # fmt: skip
+
+
+def test_the_headline_tells_a_missed_aim():
+    large = gpu_memory.LARGE_BYTES
+    assert headline([layout(1005, 1000)], [limit(large)])[1]
+    for layouts, limits, part in (
+        ([layout(1020, 1000)], [limit(large)], "off by 2.00 %"),
+        ([layout(1000, 1000)], [limit(None)], "1 of 1 feasible plans ran out"),
+        ([layout(1000, 1000)], [limit(int(0.9 * large))], "at least 90.0 %"),
+        ([layout(1000, None)], [limit(large)], "over 0 of 1 layouts"),
+    ):
+        line, met = headline(layouts, limits)
+        assert not met and part.replace(" %", "%") in line, line
+    assert headline([layout(1000, 1000)], [limit(500, size=1000)])[1], "a small limit cannot be filled"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_without_a_device_it_claims_nothing(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["gpu_memory.py", "--quick"])
+    assert gpu_memory.main() == 0
+    assert "nothing is claimed" in capsys.readouterr().out
