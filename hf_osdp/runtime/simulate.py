@@ -99,8 +99,8 @@ def simulate(
         _run_step(twin, fakes, plan, job, ledger)
         at_peak = {kind.value: nbytes for kind, nbytes in ledger.at_peak.items()}
         return Simulation(
-            peak_bytes=ledger.peak_bytes + job.correction_bytes,
-            breakdown=MemoryBreakdown(**at_peak, correction=job.correction_bytes),
+            peak_bytes=ledger.peak_bytes,
+            breakdown=MemoryBreakdown(**at_peak),
             seconds=time.perf_counter() - started,
         )
 
@@ -153,6 +153,8 @@ def _optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.Optimizer:
         case 2:
             return torch.optim.AdamW(parameters, lr=1e-3, **options)
         case 1 | 0:
+            if spec.step is OptimizerStep.FUSED:
+                options = {"foreach": False}  # torch has no fused SGD for sharded tensors; the loop needs no scratch either
             return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9 * spec.states, **options)
     raise ValueError(f"OptimizerSpec.states={spec.states} cannot be simulated; use 0, 1 or 2.")
 

@@ -1,0 +1,160 @@
+"""The simulation itself: against torch's own tracker, what it refuses, and the search that is checked by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from hf_osdp.errors import InfeasibleError, OSDPError
+from hf_osdp.planner.costs import Batch, Choice
+from hf_osdp.planner.job import OptimizerSpec, TrainingJob
+from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.presets import preset
+from hf_osdp.planner.search import search
+from hf_osdp.profiling.describe import describe
+from hf_osdp.runtime.apply import apply_plan
+from hf_osdp.runtime.mesh import Meshes
+from hf_osdp.runtime.simulate import simulate
+from hf_osdp.runtime.simulated_search import search_and_simulate
+
+WORLD = 8
+CONFIG = GPT2Config(n_layer=3, n_embd=128, n_head=4, n_positions=128, vocab_size=2000, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+HARDWARE = preset("a100-40", devices_per_node=WORLD)
+RESERVED = HARDWARE.device.reserved_bytes
+BATCH = Batch(micro_batch_size=2, accumulation_steps=1, reduce_every_micro_step=True)
+JOB = TrainingJob(global_batch_size=2 * WORLD, micro_batch_size=2)
+
+
+@pytest.fixture(scope="module")
+def description():
+    return describe(CONFIG, sequence_length=64)
+
+
+def sharded_plan(description) -> Plan:
+    choices = [Choice(shard_size=WORLD, keep=unit.span.value == "step") for unit in description.units]
+    return Plan.of(description, choices, BATCH, world_size=WORLD)
+
+
+def peak_by_torch(description, plan: Plan) -> int:
+    """The same step under `FSDPMemTracker`."""
+    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    try:
+        meshes = Meshes("cpu")
+        meshes.prepare([WORLD])
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = GPT2LMHeadModel(CONFIG).train()
+            apply_plan(model, plan, description.units, meshes=meshes, broadcast=False)
+            ids = torch.zeros(2, 64, dtype=torch.long)
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            tracker = FSDPMemTracker(model, optimizer)
+            tracker.track_inputs((ids,))
+            with tracker:
+                for _ in range(2):
+                    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    tracker.reset_mod_stats()
+            return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_torchs_own_tracker_finds_the_same_peak(description):
+    plan = sharded_plan(description)
+    simulated = simulate(CONFIG, plan, description=description, job=JOB).peak_bytes
+    peak_by_torch(description, plan)  # the first time, the tracker counts what DTensor makes to find out shapes
+    assert simulated == pytest.approx(peak_by_torch(description, plan), rel=0.02)
+
+
+def test_kinds_of_bytes_add_up_to_what_the_plan_holds(description):
+    simulation = simulate(CONFIG, sharded_plan(description), description=description, job=JOB)
+    parameters = sum(p.sharded_numel(WORLD) * 4 for unit in description.units for p in unit.parameters)
+    assert simulation.breakdown.total == simulation.peak_bytes
+    assert parameters <= simulation.breakdown.parameters <= 1.01 * parameters  # FSDP2 pads each shard
+    assert 2 * parameters <= simulation.breakdown.optimizer <= 2.02 * parameters
+    assert simulation.breakdown.model_buffers == 2 * 2 * 64 * 8  # ids and labels
+    assert min(simulation.breakdown.activations, simulation.breakdown.gathered) > 0
+
+
+@pytest.mark.parametrize(("states", "held"), [(0, 0), (1, 1)])
+def test_the_optimizer_has_as_many_states_as_stated(description, states, held):
+    job = replace(JOB, optimizer=OptimizerSpec(name="sgd", states=states))
+    breakdown = simulate(CONFIG, sharded_plan(description), description=description, job=job).breakdown
+    assert breakdown.optimizer == pytest.approx(held * breakdown.parameters, rel=0.01)
+
+
+def test_the_model_given_stays_as_it_is(description):
+    model = GPT2LMHeadModel(CONFIG).eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    simulate(model, sharded_plan(description), description=description, job=JOB, activation_checkpointing=True)
+    assert not model.training and type(model) is GPT2LMHeadModel and not model.is_gradient_checkpointing
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not dist.is_initialized()
+
+
+def test_a_process_group_in_use_is_left_alone(description):
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with pytest.raises(OSDPError, match="process group already"):
+            simulate(CONFIG, sharded_plan(description), description=description, job=JOB)
+        assert dist.get_world_size() == 2
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_cannot_be_simulated_is_refused_in_one_line(description):
+    with pytest.raises(ValueError, match="device_type='tpu'"):
+        simulate(CONFIG, sharded_plan(description), description=description, job=JOB, device_type="tpu")
+    job = replace(JOB, optimizer=OptimizerSpec(name="own", states=3))
+    with pytest.raises(ValueError, match="states=3"):
+        simulate(CONFIG, sharded_plan(description), description=description, job=job)
+
+
+# ------------------------------------------------------------------------------------------------ search and simulate
+
+
+def too_low(description):
+    """The description with a fifth of what segments save."""
+    segments = (replace(s, saved_bytes=s.saved_bytes.scaled(0.2, constants=True)) for s in description.segments)
+    return replace(description, segments=tuple(segments))
+
+
+def limit_between(description, share: float) -> int:
+    """A limit between the least that anything needs and what DDP needs."""
+    with pytest.raises(InfeasibleError) as least:
+        search(description, HARDWARE, JOB, RESERVED + 2**10)
+    most = search(description, HARDWARE, JOB, 2**34, strategy="ddp").plan.peak_bytes
+    return int(least.value.least_peak_bytes + share * (most - least.value.least_peak_bytes))
+
+
+def checked(description, limit: int):
+    return search_and_simulate(CONFIG, description=description, hardware=HARDWARE, job=JOB, memory_limit_bytes=limit)
+
+
+def test_one_round_where_the_estimate_is_right(description):
+    limit = limit_between(description, 0.5)
+    (only,) = checked(description, limit)
+    assert only.found.plan.peak_bytes <= limit and only.simulation.peak_bytes + RESERVED <= limit
+    assert abs(only.short_bytes) < 0.01 * only.simulation.peak_bytes
+
+
+def test_an_estimate_that_is_too_low_is_corrected_and_planned_again(description):
+    limit = limit_between(description, 0.3)
+    rounds = checked(too_low(description), limit)
+    assert len(rounds) > 1
+    assert rounds[0].simulation.peak_bytes + RESERVED > limit
+    assert rounds[-1].simulation.peak_bytes + RESERVED <= limit
+    assert rounds[1].job.correction_bytes == rounds[0].short_bytes > 0
+    assert rounds[-1].found.plan.units != rounds[0].found.plan.units
+
+
+def test_an_estimate_that_is_too_low_at_the_least_is_infeasible(description):
+    with pytest.raises(InfeasibleError):
+        checked(too_low(description), limit_between(too_low(description), 0.0))
