@@ -20,8 +20,8 @@ from .explain import StreamTime
 SUFFIXES = (".png", ".svg", ".html")
 _WIDTH, _PNG_SCALE = 760, 2
 _COLORS = {
-    "parameters": "#4c78a8", "optimizer": "#9ecae9", "gradients": "#f58518", "gathered": "#54a24b", "buffers": "#88d27a",
-    "activations": "#b279a2", "model buffers": "#9d755d", "correction": "#d8b5a5", "reserved": "#bab0ac",
+    "reserved": "#bab0ac", "parameters": "#4c78a8", "optimizer": "#9ecae9", "gradients": "#f58518", "gathered": "#54a24b",
+    "buffers": "#88d27a", "activations": "#b279a2", "model buffers": "#9d755d", "correction": "#d8b5a5",
 }  # fmt: skip
 """One colour a kind of bytes, the same in every chart; what is held throughout lies at the bottom."""
 
@@ -143,6 +143,7 @@ def time_chart(streams: Sequence[StreamTime]) -> Any:
 
     step = sum(stream.exposed_s for stream in streams)
     exposed, hidden = "in the step's time", "hidden behind compute"
+    longest = max(max(stream.total_s, stream.exposed_s) for stream in streams) or 1.0  # with room for its label
     scale, unit = (1.0, "s") if step >= 1 else (1e3, "ms")
     rows = [
         {"stream": stream.name, "kind": kind, "time": scale * seconds, "text": format_seconds(seconds)}
@@ -151,7 +152,7 @@ def time_chart(streams: Sequence[StreamTime]) -> Any:
     ]
     bars = alt.Chart(alt.Data(values=rows)).mark_bar().encode(
         y=alt.Y("stream:N", title=None, sort=[stream.name for stream in streams]),
-        x=alt.X("time:Q", title=f"{unit} of one step", stack="zero"),
+        x=alt.X("time:Q", title=f"{unit} of one step", stack="zero", scale=alt.Scale(domain=[0, 1.1 * scale * longest], nice=False)),
         color=alt.Color("kind:N", title=None, scale=alt.Scale(domain=[exposed, hidden], range=["#e45756", "#bbbbbb"])),
         order=alt.Order("kind:N", sort="descending"),
         tooltip=["stream:N", "kind:N", "text:N"],
@@ -183,7 +184,7 @@ def frontier_chart(title: str, front: Sequence[SearchResult], strategies: Sequen
     )
     shown = alt.Chart(alt.Data(values=marks)).mark_point(size=130, filled=True, opacity=0.9).encode(
         x=x, y=y, tooltip=tooltip,
-        color=alt.Color("name:N", title="strategy", sort=names), shape=alt.Shape("name:N", title="strategy", sort=names),
+        color=alt.Color("name:N", title="strategy", scale=alt.Scale(domain=names)), shape=alt.Shape("name:N", title="strategy", scale=alt.Scale(domain=names)),
     )  # fmt: skip
     at = alt.Data(values=[{"GiB": limit_bytes / GIB, "text": f"limit {format_bytes(limit_bytes)}"}])
     rule = alt.Chart(at).mark_rule(color="#d62728", strokeWidth=2).encode(x="GiB:Q")
