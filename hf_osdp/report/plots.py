@@ -184,7 +184,8 @@ def frontier_chart(title: str, front: Sequence[SearchResult], strategies: Sequen
     )
     shown = alt.Chart(alt.Data(values=marks)).mark_point(size=130, filled=True, opacity=0.9).encode(
         x=x, y=y, tooltip=tooltip,
-        color=alt.Color("name:N", title="strategy", scale=alt.Scale(domain=names)), shape=alt.Shape("name:N", title="strategy", scale=alt.Scale(domain=names)),
+        color=alt.Color("name:N", title="strategy", scale=alt.Scale(domain=names)),
+        shape=alt.Shape("name:N", title="strategy", scale=alt.Scale(domain=names)),
     )  # fmt: skip
     at = alt.Data(values=[{"GiB": limit_bytes / GIB, "text": f"limit {format_bytes(limit_bytes)}"}])
     rule = alt.Chart(at).mark_rule(color="#d62728", strokeWidth=2).encode(x="GiB:Q")
