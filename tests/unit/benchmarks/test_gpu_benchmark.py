@@ -14,7 +14,7 @@ from hf_osdp.profiling.live_bytes import LiveBytes
 
 TINY = Model(
     config="GPT2Config", architecture="GPT2LMHeadModel", sequence_length=32, samples=2,
-    sizes={"n_layer": 3, "n_embd": 64, "n_head": 2, "vocab_size": 301, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0},
+    sizes={"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 301, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0},
 )  # fmt: skip
 
 
@@ -52,24 +52,24 @@ def found() -> tuple[list[LayoutRow], list[LimitRow], CountedMemory]:
     with pytest.MonkeyPatch.context() as patched, rank_zero_of(gpu_memory.WORLD):
         patched.setattr(gpu_memory, "RESOLUTION", 0.02)
         setting = setting_of("tiny", TINY, "bf16", memory.device)
-        layouts, limits = measure(setting, memory, ("hsdp", "mixed"), (0.0, 0.5))
+        layouts, limits = measure(setting, memory, ("mixed",), (0.3,))
     return layouts, limits, memory
 
 
 def test_each_layout_is_built_trained_and_counted(found):
     layouts, _, _ = found
-    assert [row.layout for row in layouts] == ["hsdp", "mixed"]
+    assert [row.layout for row in layouts] == ["mixed"]
     assert all(abs(row.error) < 0.02 for row in layouts), [row.error for row in layouts]
 
 
 def test_plans_run_at_their_limit_and_the_walk_finds_where_they_no_longer_do(found):
     _, limits, memory = found
-    assert [row.between for row in limits] == [0.0, 0.5] and limits[0].limit_bytes < limits[1].limit_bytes
+    assert [row.between for row in limits] == [0.3]
     for row in limits:
         assert row.planned_bytes <= row.limit_bytes
         assert row.survives_bytes == pytest.approx(row.planned_bytes, rel=0.05)
         assert row.fits == (row.survives_bytes <= row.limit_bytes)
-    assert memory.attempts >= 2 + 2 * 3, "the walk tried limits"
+    assert memory.attempts >= 4, "the walk tried limits"
     gpu_memory.show(found[0], limits)
 
 
