@@ -23,7 +23,7 @@ from .build import build_on_meta, checkpoint_blocks
 from .describe import describe
 from .reduced import materialise, shortened
 from .stopwatch import ROOT, Stopwatch
-from .together import largest, rounds, smallest
+from .together import largest, rounds, smallest, typical
 from .trace import loss_of
 from .units import find_units
 
@@ -146,7 +146,7 @@ class _Runner:
 
 
 def _segment_times(description: ModelDescription, taken: Mapping[int, list[list[tuple[float, float]]]]) -> tuple[SegmentTimes, ...]:
-    """Equal segments as one, with the median over passes of their mean."""
+    """Equal segments as one, with the typical mean of a pass."""
     kinds: dict[tuple, tuple[SegmentTimes, list[int]]] = {}
     for index, segment in enumerate(description.segments):
         unit = description.units[segment.unit]
@@ -159,14 +159,14 @@ def _segment_times(description: ModelDescription, taken: Mapping[int, list[list[
             kinds[key] = (times, [])
         kinds[key][1].append(index)
 
-    def median(passes: list[list[tuple[float, float]]], members: list[int], phase: int) -> float:
-        return statistics.median(statistics.fmean(one[i][phase] for i in members) for one in passes)
+    def seconds(passes: list[list[tuple[float, float]]], members: list[int], phase: int) -> float:
+        return typical([statistics.fmean(one[i][phase] for i in members) for one in passes])
 
     return tuple(
         replace(
             times,
             points=tuple(
-                TimePoint(samples=size, forward_s=median(passes, members, 0), backward_s=median(passes, members, 1))
+                TimePoint(samples=size, forward_s=seconds(passes, members, 0), backward_s=seconds(passes, members, 1))
                 for size, passes in taken.items()
             ),
         )

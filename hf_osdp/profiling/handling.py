@@ -7,7 +7,6 @@ of units, with few and many tensors and with few and many bytes, tell apart what
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from ..planner.hardware import Handling, WorkTime
 from ..planner.job import OptimizerStep
-from .together import largest, rounds, wait_for_all
+from .together import largest, rounds, typical, wait_for_all
 
 _UNITS = 4
 _WIDTH = 64
@@ -68,7 +67,7 @@ def measure_handling(device: torch.device, seconds: float) -> Handling | None:
 
 def _fit(rigs: list[_Rig], taken: Callable[[_Rig], list[float]], device: torch.device) -> WorkTime:
     """Seconds of a call, a tensor and a byte of whole parameters, from the three kinds of units."""
-    one, many, large = largest([statistics.median(taken(rig)) for rig in rigs], device)
+    one, many, large = largest([typical(taken(rig)) for rig in rigs], device)
     tensor_s = max(0.0, (many - one) / (_KINDS[1][0] - _KINDS[0][0]))
     nbytes = 4 * _KINDS[2][0] * (_KINDS[2][1] - _KINDS[1][1])
     return WorkTime(call_s=max(0.0, one - tensor_s), tensor_s=tensor_s, seconds_per_byte=max(0.0, (large - many) / nbytes))

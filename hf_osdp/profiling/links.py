@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from ..planner.hardware import Collective, CollectiveTiming
 from ..planner.lines import fit_line
-from .together import largest, rounds, synchronize, wait_for_all
+from .together import largest, rounds, synchronize, typical, wait_for_all
 
 __all__ = ["fit_line", "measure_collectives"]
 
@@ -100,8 +99,8 @@ class _Test:
                 dist.all_reduce(whole, group=self.group)
 
     def timing(self, device: torch.device, local: int) -> CollectiveTiming:
-        """The line through the slowest rank's median of each size."""
-        seconds = largest([statistics.median(taken) for taken in self.taken.values()], device)
+        """The line through the slowest rank's typical time of each size."""
+        seconds = largest([typical(taken) for taken in self.taken.values()], device)
         latency_s, seconds_per_byte = fit_line([(4 * self.numel(n), s) for n, s in zip(self.taken, seconds, strict=True)])
         return CollectiveTiming(
             collective=self.collective,

@@ -3,8 +3,8 @@
 In forward a stretch begins when a unit's module is called, and the root's when it returns. In backward it begins when the
 gradient of its output is complete: a hook on that tensor runs just before autograd goes on into the stretch.
 
-On the CPU all ranks wait for each other between stretches, outside the time: the collectives of training make them, and
-ranks that share cores would else run apart, one stretch too fast and the next too slow.
+On the CPU all ranks wait for each other after each stretch, as the collectives of training make them: a stretch takes until
+the slowest rank is through. What such a meeting takes by itself is left out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Stopwatch:
         modules = modules_by_name(model)
         self._modules = [(i, modules[name]) for i, unit in enumerate(units) if unit.fqn for name in unit.module_names]
         self._inside = self._in_backward = False
-        self._marks: list[tuple[int, Any, Any]] = []  # stretch, end of the one before, begin
+        self._marks: list[tuple[int, Any]] = []
+        self._meeting_s = 0.0
         self._current = 0
         self.stretches: list[int] = []
         """Units of the pass's stretches, in forward order; root and others alternate."""
@@ -64,6 +65,10 @@ class Stopwatch:
         """Forward begins."""
         self.stretches, self._marks, self._in_backward = [], [], False
         wait_for_all(self._device)
+        if self._device.type == "cpu":
+            began = time.perf_counter()
+            wait_for_all(self._device)
+            self._meeting_s = time.perf_counter() - began
         self._begin(ROOT)
 
     def turn(self) -> None:
@@ -78,8 +83,8 @@ class Stopwatch:
         synchronize(self._device)
         seconds = [[0.0, 0.0] for _ in self.stretches]
         turn = len(self.stretches)  # forward has one mark a stretch
-        for number, ((stretch, _, began), (_, ended, _)) in enumerate(zip(self._marks, self._marks[1:], strict=False)):
-            seconds[stretch][number >= turn] += _seconds_between(began, ended)
+        for number, ((stretch, began), (_, ended)) in enumerate(zip(self._marks, self._marks[1:], strict=False)):
+            seconds[stretch][number >= turn] += max(0.0, _seconds_between(began, ended) - self._meeting_s)
         return [(forward, backward) for forward, backward in seconds]
 
     def _timed(self, unit: int, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,11 +115,10 @@ class Stopwatch:
         if self._device.type == "cuda":
             moment = torch.cuda.Event(enable_timing=True)
             moment.record()
-            self._marks.append((self._current, moment, moment))
-            return
-        ended = time.perf_counter()
-        wait_for_all(self._device)
-        self._marks.append((self._current, ended, time.perf_counter()))
+        else:
+            wait_for_all(self._device)
+            moment = time.perf_counter()
+        self._marks.append((self._current, moment))
 
     def _hook(self, value: Any, stretch: int) -> None:
         """Backward enters the stretch when the gradient of one of these tensors is complete."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 
@@ -43,6 +44,16 @@ def largest(values: Sequence[float], device: torch.device) -> list[float]:
 def smallest(values: Sequence[float], device: torch.device) -> list[float]:
     """The smallest of each value over all ranks. Collective."""
     return [-value for value in largest([-value for value in values], device)]
+
+
+def typical(values: Sequence[float]) -> float:
+    """Mean without the tenth at either end.
+
+    A step is a sum of many such times, to which slow ones add what they add: medians of times that are skewed, as those of
+    processes that wait for each other are, sum up to less than the step takes.
+    """
+    cut = len(values) // 10
+    return statistics.fmean(sorted(values)[cut : len(values) - cut])
 
 
 def rounds(seconds: float, device: torch.device, *, least: int, most: int) -> Iterator[int]:

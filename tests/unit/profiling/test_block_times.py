@@ -18,6 +18,7 @@ from hf_osdp.profiling.describe import describe
 from hf_osdp.profiling.profile import measure_profile
 from hf_osdp.profiling.reduced import materialise, shortened
 from hf_osdp.profiling.stopwatch import Stopwatch
+from hf_osdp.profiling.together import typical
 from hf_osdp.profiling.units import find_units
 from tests.helpers.distributed import run_ranks
 
@@ -168,3 +169,8 @@ def test_what_cannot_be_measured_is_refused():
         measure_profile(device_type="cpu", seconds=0)
     with pytest.raises(ValueError, match="give sequence_length"):
         measure_profile(device_type="cpu", model_or_config=CONFIGS["gpt2"])
+
+
+def test_typical_is_a_mean_that_one_outlier_in_ten_does_not_move():
+    assert typical([1.0, 3.0]) == 2.0
+    assert typical([1.0] * 8 + [3.0, 100.0]) == pytest.approx((7 * 1.0 + 3.0) / 8)
