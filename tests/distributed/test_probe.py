@@ -16,6 +16,7 @@ from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, Trainin
 from hf_osdp.planner.presets import preset
 from hf_osdp.profiling.batch import training_batch
 from hf_osdp.profiling.describe import describe
+from hf_osdp.runtime import probe as module
 from hf_osdp.runtime.mesh import Meshes
 from hf_osdp.runtime.probe import SilentMeshes, Trial, _observe, probe
 from tests.helpers.distributed import run_ranks
@@ -88,6 +89,7 @@ def tried(precision: str, checkpointing: bool, on_meta: bool) -> dict:
         "estimated": estimate.memory.peak_bytes,
         "collectives": estimate.collectives,
         "unchanged": (unchanged, kept, copies),
+        "cuda": None if on_meta else on_cuda(plan, trial, meshes),
     }
 
 
@@ -95,8 +97,32 @@ def tried_in_turn() -> list[dict]:
     return [tried("no", False, False), tried("bf16", True, True)]
 
 
+def on_cuda(plan, trial, meshes) -> dict:
+    """The way that CUDA goes, on the CPU: alone first; then rank 1 alone runs out of memory there."""
+    original, memory_allocated, formed = module._observe, torch.cuda.memory_allocated, groups()
+    seen = []
+
+    def observe(plan, trial, meshes, timed_steps, **options):
+        seen.append(type(meshes).__name__)
+        if dist.get_rank() == 1 and len(seen) == 3:
+            raise torch.OutOfMemoryError("as it would be")
+        return original(plan, trial, meshes, timed_steps, **options)
+
+    module._observe, torch.cuda.memory_allocated = observe, lambda device: 1000
+    try:
+        fits, fails = (module._on_cuda(plan, trial, meshes, 1) for _ in range(2))
+    finally:
+        module._observe, torch.cuda.memory_allocated = original, memory_allocated
+    return {"fits": fits, "fails": fails, "seen": seen, "kept": groups() == formed}
+
+
 def test_a_trial_shows_peak_time_and_collectives_and_leaves_nothing():
     first, second = run_ranks(tried_in_turn, 2)
+    for rank in (first, second):
+        cuda = rank[0]["cuda"]
+        assert cuda["seen"] == ["SilentMeshes", "Meshes", "SilentMeshes"] and cuda["kept"]
+        assert cuda["fits"].peak_bytes == rank[0]["observed"].peak_bytes - 1000, "what was there before does not count"
+        assert cuda["fails"].out_of_memory and cuda["fails"].peak_bytes is None, "every rank learns of it"
     assert [case["observed"] for case in first] == [case["observed"] for case in second]
     for case in first:
         observed = case["observed"]

@@ -104,3 +104,25 @@ def test_the_nearer_place_goes_before_the_farther():
 def test_options_of_two_places_that_exclude_each_other_are_refused():
     with pytest.raises(ValueError, match="strategy='ddp' would have no effect"):
         merged_config(OSDPConfig(plan="p.json"), FILE)
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"recalibrate": "yes"}, "recalibrate='yes' is not a switch"),
+        ({"recalibrate": None}, "recalibrate=None is not a switch"),
+        ({"recalibrate": True, "plan": "plan.json"}, "recalibrate=True would have no effect"),
+        ({"profile": "p.json", "plan": "plan.json"}, "profile would have no effect"),
+        ({"profile": "p.json", "hardware": "h100"}, "hardware would have no effect"),
+        ({"profile": "p.json", "nodes": 2}, "nodes=2 would have no effect"),
+        ({"profile": 3}, "profile=3 is a int"),
+    ],
+)
+def test_profile_and_recalibrate_that_cannot_be_are_refused(options, part):
+    with pytest.raises(ValueError, match=part):
+        OSDPConfig.from_options(options)
+
+
+def test_recalibrate_and_profile_come_from_the_launchers_file():
+    config = OSDPConfig.from_options({"osdp": True, "recalibrate": True, "profile": "machine.json"})
+    assert config.recalibrate and config.profile == "machine.json"

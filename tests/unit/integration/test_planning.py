@@ -8,12 +8,13 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_osdp.errors import InfeasibleError, PlanError
+from hf_osdp.errors import InfeasibleError, PlanError, ProfileError
 from hf_osdp.integration.config import OSDPConfig
 from hf_osdp.integration.planning import RunFacts, keep_master_weights, plan_run
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.job import OptimizerSpec, Precision
 from hf_osdp.planner.presets import preset
+from hf_osdp.planner.profile import Profile
 
 HARDWARE = preset("cpu")
 
@@ -119,3 +120,37 @@ def test_master_weights_are_float32():
     assert layer.weight.dtype is torch.bfloat16
     keep_master_weights(layer, Precision(compute=DType.BFLOAT16))
     assert (layer.weight.dtype, layer.bias.dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_a_profile_is_the_hardware_and_is_read_from_its_file(model, tmp_path):
+    named = dataclasses.replace(HARDWARE, device=dataclasses.replace(HARDWARE.device, name="profiled"))
+    Profile(hardware=named).save(tmp_path / "profile.json")
+    for profile in (Profile(hardware=named), tmp_path / "profile.json", str(tmp_path / "profile.json")):
+        assert plan_run(model, OSDPConfig(profile=profile, compare=False), facts()).hardware.device.name == "profiled"
+    with pytest.raises(ValueError, match="has 2 devices, but 1 processes"):
+        plan_run(model, OSDPConfig(profile=Profile(hardware=preset("cpu", devices_per_node=2))), facts())
+    with pytest.raises(ProfileError, match="absent"):
+        plan_run(model, OSDPConfig(profile=tmp_path / "absent.json"), facts())
+
+
+def test_activation_checkpointing_is_seen_by_the_planner(model):
+    config = OSDPConfig(hardware=HARDWARE, compare=False, micro_batch_size=8)
+    peaks = [plan_run(model, config, facts(activation_checkpointing=on, micro_batch_size=8)).plan.peak_bytes for on in (False, True)]
+    assert peaks[1] < peaks[0]
+
+
+def test_one_process_tries_its_plan_too(model):
+    before = [parameter.clone() for parameter in model.parameters()]
+    run = plan_run(model, OSDPConfig(hardware=HARDWARE, compare=False, recalibrate=True), facts())
+    assert [past.plan.fingerprint for past in run.rounds if past.fits] and run.meshes is None
+    assert run.plan.fingerprint in {past.plan.fingerprint for past in run.rounds}
+    assert run.search.memory.peak_bytes == pytest.approx(run.rounds[-1].observed.peak_bytes, rel=0.02)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"), [({"precision": Precision.named("bf16")}, "cannot try bfloat16"), ({"cpu_offload": True}, "cpu_offload moves")]
+)
+def test_trials_of_what_would_not_run_are_refused(model, changes, part):
+    with pytest.raises(ValueError, match=part):
+        plan_run(model, OSDPConfig(hardware=HARDWARE, recalibrate=True), facts(**changes))
