@@ -21,7 +21,7 @@ from hf_osdp.planner.description import (
     UnitDescription,
 )
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
-from hf_osdp.planner.memory import MemoryBreakdown, combined_scratch, estimate_memory, merging_stretch
+from hf_osdp.planner.memory import MemoryBreakdown, combined_scratch, estimate_memory, gathered_ahead, merging_stretch
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.stations import build_line
 from hf_osdp.planner.strategies import Strategy, batches, search_spaces
@@ -186,3 +186,23 @@ def test_frugal_floor_is_below_every_layout(seed):
     for batch in batches(TrainingJob(global_batch_size=4), 2):
         floor = peak_floor(description, build_line(description, hardware, JOB, batch, space, 0.0), JOB, batch)
         assert all(estimate_memory(description, c, 2, JOB, batch).peak_bytes >= floor for c in itertools.product(*space))
+
+
+def segments_of(*units: int) -> tuple[Segment, ...]:
+    return tuple(Segment(unit=unit) for unit in units)
+
+
+@pytest.mark.parametrize(
+    ("order", "ahead"),
+    [
+        pytest.param((1, 0, 2, 3, 0, 1, 0), (None, None, None, 2, 3, 3, None), id="head shared: nothing is gathered during the loss"),
+        pytest.param((0, 2, 3, 0), (None, None, 2, 3), id="root's head: the last block is gathered during the loss"),
+        pytest.param((0, 2, 0, 3), (None, None, 2, 2), id="root between blocks"),
+        pytest.param((1, 2, 3, 0), (None, None, 2, 3), id="a shared module that never runs has no place in the order"),
+    ],
+)
+def test_what_is_gathered_while_a_segment_runs_backward(order, ahead):
+    description = transformer(layers=2)
+    root, tied, *blocks = description.units
+    units = (root, replace(tied, module_names=("embedding", "head")), *blocks)
+    assert gathered_ahead(replace(description, units=units, segments=segments_of(*order))) == ahead
