@@ -3,8 +3,8 @@
 In forward a stretch begins when a unit's module is called, and the root's when it returns. In backward it begins when the
 gradient of its output is complete: a hook on that tensor runs just before autograd goes on into the stretch.
 
-On the CPU all ranks wait for each other after each stretch, as the collectives of training make them: a stretch takes until
-the slowest rank is through. What such a meeting takes by itself is left out.
+On the CPU all ranks wait for each other where a unit begins and at the end, as the collectives of training make them: a
+stretch takes until the slowest rank is through. What such a meeting takes by itself is left out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Stopwatch:
         modules = modules_by_name(model)
         self._modules = [(i, modules[name]) for i, unit in enumerate(units) if unit.fqn for name in unit.module_names]
         self._inside = self._in_backward = False
-        self._marks: list[tuple[int, Any]] = []
+        self._marks: list[tuple[int, Any, bool]] = []  # stretch, moment, whether ranks met before it
         self._meeting_s = 0.0
         self._current = 0
         self.stretches: list[int] = []
@@ -83,8 +83,8 @@ class Stopwatch:
         synchronize(self._device)
         seconds = [[0.0, 0.0] for _ in self.stretches]
         turn = len(self.stretches)  # forward has one mark a stretch
-        for number, ((stretch, began), (_, ended)) in enumerate(zip(self._marks, self._marks[1:], strict=False)):
-            seconds[stretch][number >= turn] += max(0.0, _seconds_between(began, ended) - self._meeting_s)
+        for number, ((stretch, began, _), (_, ended, met)) in enumerate(zip(self._marks, self._marks[1:], strict=False)):
+            seconds[stretch][number >= turn] += max(0.0, _seconds_between(began, ended) - met * self._meeting_s)
         return [(forward, backward) for forward, backward in seconds]
 
     def _timed(self, unit: int, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,17 +108,21 @@ class Stopwatch:
     def _begin(self, unit: int) -> int:
         self.stretches.append(unit)
         self._current = len(self.stretches) - 1
-        self._mark()
+        self._mark(meet=unit != ROOT)
         return self._current
 
-    def _mark(self) -> None:
-        if self._device.type == "cuda":
-            moment = torch.cuda.Event(enable_timing=True)
-            moment.record()
-        else:
+    def _mark(self, *, meet: bool = True) -> None:
+        meet = meet and self._device.type == "cpu"
+        if meet:
             wait_for_all(self._device)
-            moment = time.perf_counter()
-        self._marks.append((self._current, moment))
+        self._marks.append((self._current, self._now(), meet))
+
+    def _now(self) -> Any:
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        moment = torch.cuda.Event(enable_timing=True)
+        moment.record()
+        return moment
 
     def _hook(self, value: Any, stretch: int) -> None:
         """Backward enters the stretch when the gradient of one of these tensors is complete."""
