@@ -201,6 +201,7 @@ class OSDPAccelerator(Accelerator):
             optimizer=optimizer,
             holds_outputs=True,  # the usual loop names them: `out = model(**batch); accelerator.backward(out.loss)`
             activation_checkpointing=bool(self.plugin.activation_checkpointing),
+            checkpoint_wrapper=bool(self.plugin.activation_checkpointing),
             cpu_offload=offloads(self.plugin),
         )
 

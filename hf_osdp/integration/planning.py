@@ -74,6 +74,8 @@ class RunFacts:
     """The training loop may keep the model's outputs through backward."""
     activation_checkpointing: bool = False
     """Blocks will be recomputed in backward; a model that has it switched on already needs no word of it here."""
+    checkpoint_wrapper: bool = False
+    """It is Accelerate that will recompute them, in torch's wrapper; else the model does it."""
     cpu_offload: bool = False
     """Parameters and optimizer states live in the host's memory."""
 
@@ -168,6 +170,7 @@ def _tried(model: nn.Module, plan: Plan, problem: Problem, facts: RunFacts) -> t
         device=device,
         block_classes=problem.description.block_classes,
         activation_checkpointing=facts.activation_checkpointing,
+        checkpoint_wrapper=facts.checkpoint_wrapper,
     )
     plan, rounds, corrected = recalibrate(plan, problem, lambda tried: probe(tried, trial, meshes))
     if meshes is not None:

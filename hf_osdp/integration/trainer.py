@@ -105,6 +105,7 @@ class Trainer(transformers.Trainer):
             optimizer=self._optimizer_spec(),
             holds_outputs=False,
             activation_checkpointing=bool(args.gradient_checkpointing or plugin.activation_checkpointing),
+            checkpoint_wrapper=bool(plugin.activation_checkpointing),
             cpu_offload=offloads(plugin),
         )
         keep_master_weights(self.model, facts.precision)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from ..planner.plan import Plan
 from ..profiling.batch import Inputs
 from ..profiling.build import checkpoint_blocks
 from ..profiling.trace import loss_of
+from ..profiling.units import class_of
 from .accumulation import micro_step
 from .apply import apply_plan
 from .measure import Observation, StepMeter, training_tensors
@@ -55,6 +57,8 @@ class Trial:
     block_classes: tuple[str, ...] = ()
     """Blocks that are recomputed in backward."""
     activation_checkpointing: bool = False
+    checkpoint_wrapper: bool = False
+    """They are recomputed in torch's `checkpoint_wrapper`, as Accelerate does it, rather than by the model itself."""
 
 
 def probe(plan: Plan, trial: Trial, meshes: Meshes | None, *, timed_steps: int = TIMED_STEPS) -> Observation:
@@ -129,7 +133,9 @@ def sharded_copy(plan: Plan, trial: Trial, meshes: Meshes | None) -> nn.Module:
     policy = policy_of(trial.job.precision)
     whole = plan.world_size == 1 and policy is None
     model = _empty_copy(trial.model, trial.device if whole else torch.device("meta"))
-    if trial.activation_checkpointing:
+    if trial.checkpoint_wrapper:
+        _wrap_blocks(model, trial.block_classes)
+    elif trial.activation_checkpointing:
         checkpoint_blocks(model, trial.block_classes)
     apply_plan(model, plan, trial.units, meshes=meshes, mp_policy=policy, broadcast=False)
     if isinstance(model, FSDPModule):
@@ -230,6 +236,17 @@ def _fill(model: nn.Module, source: nn.Module) -> None:
             buffer.zero_()
         else:
             buffer.copy_(original)
+
+
+def _wrap_blocks(model: nn.Module, block_classes: tuple[str, ...]) -> None:
+    """Recompute blocks in backward, as `accelerate.utils.fsdp_utils.fsdp2_apply_ac` does it."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
+
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=partial(checkpoint_wrapper, preserve_rng_state=False),
+        check_fn=lambda module: class_of(module).__name__ in block_classes,
+    )
 
 
 @contextmanager
