@@ -83,6 +83,10 @@ class OSDPArguments:
     plan: str | None = field(default=None, metadata={"help": "File of a plan to run as it is."})
     hardware: str | None = field(default=None, metadata={"help": "Preset to plan for; by default this machine is measured."})
     nodes: int | None = field(default=None, metadata={"help": "Machines that the processes are spread over."})
+    profile: str | None = field(default=None, metadata={"help": "File of hf-osdp profile for this machine; nothing is measured then."})
+    recalibrate: bool | None = field(
+        default=None, metadata={"help": "Try the plan on a throw-away copy first, correct the estimates, and plan again."}
+    )
     compare: bool | None = field(default=None, metadata={"help": "Estimate the other strategies beside the plan."})
 
     def options(self, sequence_length: int) -> dict[str, object] | bool:
