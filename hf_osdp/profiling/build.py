@@ -34,11 +34,15 @@ def build_on_meta(config: Any, auto_class: Any = None) -> nn.Module:
     Raises:
         DescriptionError: no class fits the configuration, or building it failed.
     """
+    from transformers.initialization import no_init_weights
+
     cls = _model_class(config, auto_class)
     build = cls.from_config if hasattr(cls, "from_config") else cls._from_config
     try:
-        with torch.device("meta"):
-            return build(config)
+        with torch.device("meta"), no_init_weights():
+            model = build(config)
+        model.tie_weights()  # part of the initialization that was left out
+        return model
     except (ImportError, RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         raise DescriptionError(
             f"{cls.__name__} cannot be built from {type(config).__name__}: {_first_line(error)}. Pass auto_class, or the model itself."

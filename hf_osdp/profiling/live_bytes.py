@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 CUDA_BLOCK_BYTES = 512
@@ -81,7 +81,7 @@ class LiveBytes(TorchDispatchMode):
         self._restore.pop()()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(cls, DTensor) for cls in types):
+        if any(map(_is_dtensor, types)):
             return NotImplemented  # let it unfold into operators on local tensors, which come here again
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -159,7 +159,7 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
 
 def plain_tensors(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     """The tensor itself, or those inside a wrapper such as `DTensor`."""
-    if isinstance(tensor, DTensor):
+    if _is_dtensor(type(tensor)):
         yield from plain_tensors(tensor._local_tensor)
     elif is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
@@ -167,6 +167,11 @@ def plain_tensors(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
             yield from plain_tensors(getattr(tensor, name))
     else:
         yield tensor
+
+
+def _is_dtensor(cls: type) -> bool:
+    tensor = sys.modules.get("torch.distributed.tensor")  # there are none where it was never imported, and planning does without
+    return tensor is not None and issubclass(cls, tensor.DTensor)
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

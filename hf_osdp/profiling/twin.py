@@ -44,7 +44,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         fake = fake_like(parameter, mode, compute_dtype)
-        memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = _as_parameter(fake, parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = fake_like(buffer, mode, None)
     return copy.deepcopy(model, memo).train()
@@ -55,6 +55,13 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, floating_dtype: torch.
     dtype = floating_dtype if floating_dtype is not None and tensor.is_floating_point() else tensor.dtype
     with mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=DEVICE)
+
+
+def _as_parameter(fake: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """What `nn.Parameter` makes of a tensor subclass, without its detour through `detach`."""
+    fake.requires_grad_(requires_grad)
+    fake._is_param = True
+    return fake
 
 
 def _untie(twin: nn.Module) -> None:

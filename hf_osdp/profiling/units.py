@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from ..errors import DescriptionError
 from ..planner.description import DType, GatherSpan, ParameterSpec, UnitDescription
@@ -37,7 +37,8 @@ def class_of(module: nn.Module) -> type[nn.Module]:
     """The module's class as its author wrote it, without the wrapper of checkpointing and FSDP2's subclass."""
     module = getattr(module, _WRAPPER, module)
     cls = type(module)
-    return cls.__mro__[2] if isinstance(module, FSDPModule) else cls
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded where it was never imported, and planning does without
+    return cls.__mro__[2] if fsdp is not None and isinstance(module, fsdp.FSDPModule) else cls
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
