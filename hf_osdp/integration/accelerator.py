@@ -20,6 +20,7 @@ from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
 from ..runtime.accumulation import micro_step
 from ..runtime.clip import clip_grad_norm_
+from ..runtime.environment import prepare_model
 from ..runtime.measure import Observation
 from ..runtime.scaler import OSDPGradScaler
 from ..runtime.state import full_state_dict
@@ -29,7 +30,7 @@ from .config import OSDPConfig
 from .launch import launch_request, launched_world_size
 from .measuring import watch_loop
 from .optimizers import spec_of_optimizer, spec_of_trainer_name
-from .planning import PlannedRun, RunFacts, keep_master_weights, plan_run
+from .planning import PlannedRun, RunFacts, plan_run
 from .plugin import OSDPPlugin, offloads, plugin_for, precision_of
 from .samples import batch_length, batch_size_of
 from .sharding import check_bound, shard_model
@@ -131,7 +132,7 @@ class OSDPAccelerator(Accelerator):
             micro_batch_size=config.micro_batch_size,
             optimizer=optimizer,
         )
-        keep_master_weights(model, facts.precision)
+        prepare_model(model, facts.precision)
         self.adopt(plan_run(model, config, facts))
         self.gradient_accumulation_steps = self._run.plan.accumulation_steps
         announce_plan(self._run, is_rank_zero=self.is_main_process)
@@ -165,7 +166,7 @@ class OSDPAccelerator(Accelerator):
                     )
                 global_batch = steps
         facts = self._facts(sequence_length=length, global_batch_size=global_batch, micro_batch_size=micro, optimizer=optimizer)
-        keep_master_weights(model, facts.precision)
+        prepare_model(model, facts.precision)
         self.adopt(plan_run(model, config, facts))
         if loader is None:
             self.gradient_accumulation_steps = self._run.plan.accumulation_steps

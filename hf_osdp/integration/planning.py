@@ -208,18 +208,6 @@ def _memory_limit(config: OSDPConfig, hardware: Hardware) -> int:
     return there if limit is None else limit
 
 
-def keep_master_weights(model: nn.Module, precision: Precision) -> None:
-    """Hold trainable parameters in float32 where training computes in a lower precision, as Accelerate does.
-
-    The dtype is part of a plan, so this comes before planning.
-    """
-    if precision.compute in (None, DType.FLOAT32, DType.FLOAT64):
-        return
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
-            parameter.data = parameter.data.to(torch.float32)
-
-
 def _given(config: OSDPConfig, facts: RunFacts, job: TrainingJob, description: ModelDescription, started: float) -> PlannedRun:
     """Run the plan that the user gave, after checking that it is for this run."""
 

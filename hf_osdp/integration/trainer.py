@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
+from ..runtime.environment import hold_master_weights
 from ..runtime.state import free_gathered
 from .accelerator import OSDPAccelerator
 from .announce import announce_plan, announce_result
@@ -22,7 +23,7 @@ from .config import OSDPConfig, every_option
 from .launch import launched_world_size
 from .measuring import StepCallback
 from .optimizers import spec_of_optimizer, spec_of_trainer_name
-from .planning import PlannedRun, RunFacts, keep_master_weights, plan_run
+from .planning import PlannedRun, RunFacts, plan_run
 from .plugin import OSDPPlugin, offloads
 from .samples import longest_sample
 from .trainer_options import asked_config, plugin_options, refuse_unplanned
@@ -108,7 +109,7 @@ class Trainer(transformers.Trainer):
             checkpoint_wrapper=bool(plugin.activation_checkpointing),
             cpu_offload=offloads(plugin),
         )
-        keep_master_weights(self.model, facts.precision)
+        hold_master_weights(self.model, facts.precision)
         run = plan_run(self.model, config, facts)
         announce_plan(run, is_rank_zero=args.process_index == 0)
         return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import torch
@@ -12,6 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from ..planner.description import DType
 from ..planner.job import Precision
 from .apply import default_device_type
+
+_log = logging.getLogger(__name__)
 
 
 def form_process_group(*, needed: bool) -> None:
@@ -40,6 +43,19 @@ def hold_master_weights(model: nn.Module, precision: Precision) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
                 parameter.data = parameter.data.float()
+
+
+def prepare_model(model: nn.Module, precision: Precision) -> None:
+    """What training changes in a model before it is described: master weights in float32, and no cache of keys and values.
+
+    The cache is for generation; in training it only takes memory. The Trainer
+    switches it off, too.
+    """
+    hold_master_weights(model, precision)
+    config = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False
+        _log.info("%s.config.use_cache is now False: in training the cache of keys and values only takes memory.", type(model).__name__)
 
 
 def mp_policy(precision: Precision) -> MixedPrecisionPolicy | None:

@@ -23,7 +23,7 @@ from .accumulation import micro_step
 from .agree import on_rank_zero
 from .apply import apply_plan
 from .clip import clip_grad_norm_
-from .environment import form_process_group, hold_master_weights, mp_policy, training_device
+from .environment import form_process_group, mp_policy, prepare_model, training_device
 from .measure import Observation
 from .mesh import Meshes
 from .scaler import OSDPGradScaler
@@ -141,7 +141,7 @@ class OptimalShardedDataParallel(nn.Module):
         )
         wanted.check(planning=plan is None)
         form_process_group(needed=self._precision.compute is not None)
-        hold_master_weights(model, self._precision)
+        prepare_model(model, self._precision)
         units = find_units(model, wanted.block_classes)
         self.report: SearchResult | None = None
         self.rounds: tuple[Round, ...] = ()

@@ -32,9 +32,9 @@ from ..profiling.trace import loss_of
 from ..profiling.units import class_of
 from .accumulation import micro_step
 from .apply import apply_plan
+from .environment import mp_policy
 from .measure import Observation, StepMeter, training_tensors
 from .mesh import Meshes, collective_device, destroy_mesh, world_size
-from .simulate import policy_of
 
 TIMED_STEPS = 3
 """Steps that are timed, and others whose collectives are; medians count."""
@@ -130,7 +130,7 @@ def _observe(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int, 
 
 def sharded_copy(plan: Plan, trial: Trial, meshes: Meshes | None) -> nn.Module:
     """The model anew under the plan, on the device, with weights of its own. Collective."""
-    policy = policy_of(trial.job.precision)
+    policy = mp_policy(trial.job.precision)
     whole = plan.world_size == 1 and policy is None
     model = _empty_copy(trial.model, trial.device if whole else torch.device("meta"))
     if trial.checkpoint_wrapper:

@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import OSDPError
-from ..planner.description import DType, ModelDescription
-from ..planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from ..planner.description import ModelDescription
+from ..planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from ..planner.memory import MemoryBreakdown
 from ..planner.plan import Plan
 from ..profiling.batch import Inputs, training_batch, without_packing
@@ -29,6 +28,7 @@ from ..profiling.trace import loss_of
 from ..profiling.twin import fake_copy, fake_like
 from .accumulation import micro_step
 from .apply import apply_plan
+from .environment import mp_policy
 from .mesh import Meshes
 
 
@@ -91,7 +91,7 @@ def simulate(
         twin = fake_copy(model, mode)
         if activation_checkpointing:
             checkpoint_blocks(twin, description.block_classes)
-        apply_plan(twin, plan, description.units, meshes=meshes, mp_policy=policy_of(job.precision), broadcast=False)
+        apply_plan(twin, plan, description.units, meshes=meshes, mp_policy=mp_policy(job.precision), broadcast=False)
         fakes = tree_map_only(torch.Tensor, lambda tensor: fake_like(tensor, mode, None), dict(batch))
         ledger = stack.enter_context(Ledger(block_bytes=CUDA_BLOCK_BYTES if device_type == "cuda" else 1))
         if device_type == "cuda":
@@ -103,13 +103,6 @@ def simulate(
             breakdown=MemoryBreakdown(**at_peak),
             seconds=time.perf_counter() - started,
         )
-
-
-def policy_of(precision: Precision) -> MixedPrecisionPolicy | None:
-    """FSDP2's form of the planner's precision; None where parameters keep their own dtype."""
-    if precision.compute is None and precision.reduce is None:
-        return None
-    return MixedPrecisionPolicy(param_dtype=_torch_dtype(precision.compute), reduce_dtype=_torch_dtype(precision.reduce))
 
 
 def _run_step(model: nn.Module, batch: Mapping[str, Any], plan: Plan, job: TrainingJob, ledger: Ledger) -> None:
@@ -170,7 +163,3 @@ def _fake_process_group(world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _torch_dtype(dtype: DType | None) -> torch.dtype | None:
-    return None if dtype is None else getattr(torch, dtype.value)

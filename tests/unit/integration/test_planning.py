@@ -10,8 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_osdp.errors import InfeasibleError, PlanError, ProfileError
 from hf_osdp.integration.config import OSDPConfig
-from hf_osdp.integration.planning import RunFacts, keep_master_weights, plan_run
-from hf_osdp.planner.description import DType
+from hf_osdp.integration.planning import RunFacts, plan_run
 from hf_osdp.planner.job import OptimizerSpec, Precision
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile
@@ -111,15 +110,6 @@ def test_a_given_plan_for_shorter_samples_is_refused(model, given):
 def test_fp16_on_one_cpu_process_is_refused(model):
     with pytest.raises(ValueError, match="use bf16"):
         plan_run(model, OSDPConfig(hardware=HARDWARE), facts(precision=Precision.named("fp16")))
-
-
-def test_master_weights_are_float32():
-    layer = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
-    layer.bias.requires_grad_(False)
-    keep_master_weights(layer, Precision())
-    assert layer.weight.dtype is torch.bfloat16
-    keep_master_weights(layer, Precision(compute=DType.BFLOAT16))
-    assert (layer.weight.dtype, layer.bias.dtype) == (torch.float32, torch.bfloat16)
 
 
 def test_a_profile_is_the_hardware_and_is_read_from_its_file(model, tmp_path):
