@@ -49,7 +49,8 @@ from hf_osdp.profiling.build import build_on_meta
 from hf_osdp.profiling.describe import describe
 from hf_osdp.quantities import format_bytes
 from hf_osdp.runtime.mesh import Meshes
-from hf_osdp.runtime.probe import Trial, batch_on, make_optimizer, sharded_copy, train_step
+from hf_osdp.runtime.probe import Trial, sharded_copy
+from hf_osdp.runtime.steps import batch_on, make_optimizer, train_step
 
 WORLD = 8
 STEPS = 3
@@ -431,7 +432,7 @@ def _steps(plan: Plan, setting: Setting, memory: Memory) -> Reading:
     for number in range(STEPS):
         if number == STEPS - 1:
             memory.last_step_begins()
-        train_step(model, optimizer, batch, plan)
+        train_step(model, optimizer, batch, plan, trial.job)
     return memory.reading()
 
 

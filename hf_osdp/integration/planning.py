@@ -72,6 +72,8 @@ class RunFacts:
     optimizer: OptimizerSpec
     holds_outputs: bool
     """The training loop may keep the model's outputs through backward."""
+    clips_gradients: bool = False
+    """Each step clips the norm of all gradients."""
     activation_checkpointing: bool = False
     """Blocks will be recomputed in backward; a model that has it switched on already needs no word of it here."""
     checkpoint_wrapper: bool = False
@@ -92,6 +94,7 @@ class RunFacts:
             precision=self.precision,
             optimizer=self.optimizer,
             holds_outputs=self.holds_outputs,
+            clips_gradients=self.clips_gradients,
             micro_batch_size=self.micro_batch_size,
             reduce_every_micro_step=self.reduce_every_micro_step,
         )

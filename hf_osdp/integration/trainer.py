@@ -105,6 +105,7 @@ class Trainer(transformers.Trainer):
             reduce_every_micro_step=config.reduce_every_micro_step,
             optimizer=self._optimizer_spec(),
             holds_outputs=False,
+            clips_gradients=bool(args.max_grad_norm and args.max_grad_norm > 0),
             activation_checkpointing=bool(args.gradient_checkpointing or plugin.activation_checkpointing),
             checkpoint_wrapper=bool(plugin.activation_checkpointing),
             cpu_offload=offloads(plugin),

@@ -18,6 +18,9 @@ COMMUNICATOR_BYTES = 688 * MIB
 """One NCCL communicator of more than two ranks: measured on 4 A100 with NVLink (NVIDIA/nccl#964). Eight H100 hold 1.06 GB outside
 torch, context included (NVIDIA/nccl#1685), which is less; links slower than NVLink have fewer channels and need less, too
 (NVIDIA/nccl#986)."""
+CUBLAS_BYTES, HOPPER_CUBLAS_BYTES = 8_519_680 + 4 * MIB, 2 * 32 * MIB
+"""Workspaces that torch keeps in its allocator for cuBLAS (`:4096:2:16:8`; discuss.pytorch.org/t/178671 shows the bytes) and for
+cuBLASLt; NVIDIA recommends 4 MiB, on Hopper 32 MiB (cuBLAS documentation of cublasSetWorkspace; pytorch/pytorch#120925)."""
 _COMMUNICATORS_ON_ONE_NODE, _COMMUNICATORS_ON_SEVERAL = 1, 3
 """The world's; between nodes also one within and one between the shard groups of HSDP. Each size of group beyond counts on top."""
 
@@ -33,12 +36,12 @@ def _nvlink(gb_per_s: float, source: str) -> Link:
     return Link(latency_s=3.4e-6, bytes_per_s=gb_per_s * GB, source=f"{source}, one direction; {_NCCL_LATENCY}")
 
 
-def _kept(nominal_gib: int, usable_gib: float) -> int:
-    """What a process cannot have before it has allocated anything: the driver's share, and the context.
+def _kept(nominal_gib: int, usable_gib: float, cublas_bytes: int = CUBLAS_BYTES) -> int:
+    """What tensors cannot have: the driver's share, the context, the workspaces of matrix products.
 
     `usable_gib` is the total that torch states in out-of-memory messages on such devices, the lowest found in public issues.
     """
-    return round((nominal_gib - usable_gib) * GIB) + CONTEXT_BYTES
+    return round((nominal_gib - usable_gib) * GIB) + CONTEXT_BYTES + cublas_bytes
 
 
 def _v100(memory_gib: int, usable_gib: float) -> DeviceSpec:
@@ -74,10 +77,18 @@ _TITAN_RTX = DeviceSpec(
 _H100 = DeviceSpec(
     name="H100",
     memory_bytes=80 * GIB,
-    reserved_bytes=_kept(80, 79.14),
+    reserved_bytes=_kept(80, 79.14, HOPPER_CUBLAS_BYTES),
     flops_per_s={DType.BFLOAT16: 989.4 * TERA, DType.FLOAT16: 989.4 * TERA, DType.FLOAT32: 66.9 * TERA, DType.FLOAT64: 66.9 * TERA},
     memory_bytes_per_s=3350 * GB,
     source="NVIDIA H100 SXM5 data sheet and Hopper whitepaper (2022), dense; float32 without TF32",
+)
+_H200 = replace(
+    _H100,
+    name="H200",
+    memory_bytes=141 * GB,  # decimal, which is less than such a device has
+    reserved_bytes=CONTEXT_BYTES + HOPPER_CUBLAS_BYTES,
+    memory_bytes_per_s=4800 * GB,
+    source="NVIDIA H200 SXM data sheet (2024), dense; float32 without TF32",
 )
 _CPU = DeviceSpec(
     name="CPU",
@@ -103,6 +114,7 @@ _PRESETS: dict[str, tuple[DeviceSpec, Link, Link, Backend]] = {
     "a100-40": (_a100(40, 1555, 39.50), _nvlink(300, "A100 data sheet: NVLink 600 GB/s in both directions"), _FABRIC_400G, Backend.NCCL),
     "a100-80": (_a100(80, 2039, 79.14), _nvlink(300, "A100 data sheet: NVLink 600 GB/s in both directions"), _FABRIC_400G, Backend.NCCL),
     "h100": (_H100, _nvlink(450, "H100 data sheet: NVLink 900 GB/s in both directions"), _FABRIC_3200G, Backend.NCCL),
+    "h200": (_H200, _nvlink(450, "H200 data sheet: NVLink 900 GB/s in both directions"), _FABRIC_3200G, Backend.NCCL),
     "cpu": (_CPU, _LOOPBACK, _ETHERNET_10G_GLOO, Backend.GLOO),
 }  # fmt: skip
 

@@ -23,7 +23,7 @@ from .build import build_on_meta, checkpoint_blocks
 from .describe import describe
 from .reduced import materialise, shortened
 from .stopwatch import ROOT, Stopwatch
-from .together import largest, rounds, smallest, typical
+from .together import average, cores_are_shared, largest, rounds, smallest, typical
 from .trace import loss_of
 from .units import find_units
 
@@ -90,10 +90,15 @@ class _Runner:
 
     def __init__(self, model: nn.Module, description: ModelDescription, device: torch.device, dtype: torch.dtype | None) -> None:
         self._model, self._description, self._device = model, description, device
-        self._watch = Stopwatch(model, description.units, device, dtype)
+        self._crowded = cores_are_shared(device)
+        self._watch = Stopwatch(model, description.units, device, dtype, meets=device.type == "cpu" and not self._crowded)
 
     def measure(self, batches: Mapping[int, Mapping[str, Any]], seconds: float) -> dict[int, list[list[tuple[float, float]]]]:
-        """For each size a list of passes, each with the forward and backward seconds of every segment on the slowest rank."""
+        """For each size a list of passes, each with the forward and backward seconds of every segment.
+
+        They are those of the slowest rank. Where ranks share cores, one is quick while another waits for its turn: there the
+        whole pass is the slowest rank's, and its parts are as the ranks' mean has them.
+        """
         taken: dict[int, list[list[tuple[float, float]]]] = {size: [] for size in batches}
         with self._watch.attached():
             for size, batch in batches.items():
@@ -101,7 +106,7 @@ class _Runner:
             for _ in rounds(seconds, self._device, least=_LEAST_ROUNDS, most=_MOST_ROUNDS):
                 for size, batch in batches.items():
                     taken[size].append(self._pass(batch))
-        return {size: [self._slowest(one) for one in passes] for size, passes in taken.items()}
+        return {size: [self._agreed(one) for one in passes] for size, passes in taken.items()}
 
     def _try(self, size: int, batch: Mapping[str, Any]) -> None:
         """Warm up; every rank learns whether one ran out of memory."""
@@ -140,8 +145,12 @@ class _Runner:
             raise ProfileError(f"{self._description.model_class} runs fewer units than its trace; its blocks cannot be timed.")
         return [(forward, backward) for forward, backward in seconds]
 
-    def _slowest(self, one: list[tuple[float, float]]) -> list[tuple[float, float]]:
-        flat = largest([value for pair in one for value in pair], self._device)
+    def _agreed(self, one: list[tuple[float, float]]) -> list[tuple[float, float]]:
+        own = [value for pair in one for value in pair]
+        flat = largest(own, self._device)
+        if self._crowded:
+            means, (whole,) = average(own, self._device), largest([sum(own)], self._device)
+            flat = [value * whole / sum(means) for value in means]
         return list(zip(flat[::2], flat[1::2], strict=True))
 
 

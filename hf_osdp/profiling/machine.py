@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +13,7 @@ from ..planner.hardware import Backend, Collective, CollectiveTiming, DeviceSpec
 from .handling import measure_handling
 from .links import measure_collectives
 from .rates import copy_rate, matmul_rates, operator_seconds
-from .together import distributed, smallest, wait_for_all, world_size
+from .together import distributed, local_world_size, smallest, wait_for_all, world_size
 
 
 def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Sequence[int] | None = None) -> Hardware:
@@ -38,8 +37,9 @@ def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Seq
     world = world_size()
     local = _local_world_size(world, device)
     sizes = _group_sizes(world, group_sizes)
-    spec = _measure_device(device, local, seconds)
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     timings = measure_collectives(device, sizes, seconds, local_world_size=local) if world > 1 else ()
+    spec = _measure_device(device, local, seconds, before)
     intra_node, inter_node = _links(spec, timings, local=local, world=world)
     return Hardware(
         device=spec,
@@ -67,12 +67,15 @@ def measuring_device(device_type: str) -> torch.device:
     return torch.device("cpu") if device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
 
 
-def _measure_device(device: torch.device, local: int, seconds: float) -> DeviceSpec:
-    """The slowest rank's compute, the smallest rank's memory; all ranks measure at once, as they train at once."""
+def _measure_device(device: torch.device, local: int, seconds: float, allocated_before: int) -> DeviceSpec:
+    """The slowest rank's compute, the smallest rank's memory; all ranks measure at once, as they train at once.
+
+    This comes after the collectives, because NCCL takes its buffers when it first communicates.
+    """
     wait_for_all(device)
     rates = matmul_rates(device, 0.7 * seconds)
     dtypes = [dtype for dtype in DType if dtype.value.startswith(("float", "bfloat"))]
-    available, reserved = _memory_bytes(device, local)
+    available, reserved = _memory_bytes(device, local, allocated_before)
     dispatching = operator_seconds(device, 0.1 * seconds)
     known = [copy_rate(device, 0.2 * seconds), available, -reserved, -dispatching]
     agreed = smallest([*known, *(rates.get(dtype, 0.0) for dtype in dtypes)], device)
@@ -87,11 +90,15 @@ def _measure_device(device: torch.device, local: int, seconds: float) -> DeviceS
     )
 
 
-def _memory_bytes(device: torch.device, local: int) -> tuple[int, int]:
-    """Bytes that a rank can have, and those of them that tensors cannot: what the device holds outside torch's allocator."""
+def _memory_bytes(device: torch.device, local: int, allocated_before: int) -> tuple[int, int]:
+    """Bytes that a rank can have, and those of them that tensors cannot.
+
+    The latter are what the device holds outside torch's allocator, and inside it the workspaces of matrix products, which stay.
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return total, max(0, total - free - torch.cuda.memory_reserved(device))
+        workspaces = max(0, torch.cuda.memory_allocated(device) - allocated_before)
+        return total, max(0, total - free - torch.cuda.memory_reserved(device)) + workspaces
     import psutil
 
     return psutil.virtual_memory().available // local, 0
@@ -112,11 +119,8 @@ def _agreed_name(device: torch.device) -> str:
 
 
 def _local_world_size(world: int, device: torch.device) -> int:
-    """Ranks on this node: what the launcher says, else as many as there are devices."""
-    said = os.environ.get("LOCAL_WORLD_SIZE")
-    local = int(said) if said and distributed() else world
-    if not said and device.type == "cuda":
-        local = min(world, torch.cuda.device_count())
+    """Ranks on this node, which must be as many on each."""
+    local = local_world_size(device)
     if local < 1 or world % local:
         raise HardwareError(f"LOCAL_WORLD_SIZE={local} does not divide the {world} processes; start equally many on each node.")
     return local

@@ -4,7 +4,9 @@ In forward a stretch begins when a unit's module is called, and the root's when 
 gradient of its output is complete: a hook on that tensor runs just before autograd goes on into the stretch.
 
 On the CPU all ranks wait for each other where a unit begins and at the end, as the collectives of training make them: a
-stretch takes until the slowest rank is through. What such a meeting takes by itself is left out.
+stretch takes until the slowest rank is through. What such a meeting takes by itself is left out. Where ranks share cores they do
+not meet: a rank that waits leaves its core to another, so that nothing is lost by waiting, and a meeting would count for more
+than the stretch.
 """
 
 from __future__ import annotations
@@ -34,9 +36,19 @@ class Stopwatch:
         units: its units; the root's rest first.
         device: whose time counts; on CUDA events are recorded, so that nothing waits.
         compute_dtype: units' floating-point inputs are cast to it, as FSDP2 casts them; None leaves them.
+        meets: ranks wait for each other between stretches.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[UnitDescription], device: torch.device, compute_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[UnitDescription],
+        device: torch.device,
+        compute_dtype: torch.dtype | None,
+        *,
+        meets: bool,
+    ) -> None:
+        self._meets = meets
         self._model, self._device, self._compute_dtype = model, device, compute_dtype
         modules = modules_by_name(model)
         self._modules = [(i, modules[name]) for i, unit in enumerate(units) if unit.fqn for name in unit.module_names]
@@ -65,7 +77,7 @@ class Stopwatch:
         """Forward begins."""
         self.stretches, self._marks, self._in_backward = [], [], False
         wait_for_all(self._device)
-        if self._device.type == "cpu":
+        if self._meets:
             began = time.perf_counter()
             wait_for_all(self._device)
             self._meeting_s = time.perf_counter() - began
@@ -112,7 +124,7 @@ class Stopwatch:
         return self._current
 
     def _mark(self, *, meet: bool = True) -> None:
-        meet = meet and self._device.type == "cpu"
+        meet = meet and self._meets
         if meet:
             wait_for_all(self._device)
         self._marks.append((self._current, self._now(), meet))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -44,6 +45,28 @@ def largest(values: Sequence[float], device: torch.device) -> list[float]:
 def smallest(values: Sequence[float], device: torch.device) -> list[float]:
     """The smallest of each value over all ranks. Collective."""
     return [-value for value in largest([-value for value in values], device)]
+
+
+def average(values: Sequence[float], device: torch.device) -> list[float]:
+    """The mean of each value over all ranks. Collective."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    if distributed():
+        dist.all_reduce(tensor)
+    return (tensor / world_size()).tolist()
+
+
+def local_world_size(device: torch.device) -> int:
+    """Ranks on this node: what the launcher says, else as many as there are devices."""
+    said = os.environ.get("LOCAL_WORLD_SIZE")
+    if said and distributed():
+        return int(said)
+    return min(world_size(), torch.cuda.device_count()) if device.type == "cuda" else world_size()
+
+
+def cores_are_shared(device: torch.device) -> bool:
+    """Whether this node's ranks compute on the CPU with more threads than there are cores for them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return device.type == "cpu" and local_world_size(device) * torch.get_num_threads() > cores
 
 
 def typical(values: Sequence[float]) -> float:

@@ -10,7 +10,7 @@ import copy
 import gc
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,23 +24,21 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..planner.description import UnitDescription
-from ..planner.job import OptimizerSpec, OptimizerStep, TrainingJob
+from ..planner.job import TrainingJob
 from ..planner.plan import Plan
 from ..profiling.batch import Inputs
 from ..profiling.build import checkpoint_blocks
-from ..profiling.trace import loss_of
 from ..profiling.units import class_of
-from .accumulation import micro_step
 from .apply import apply_plan
 from .environment import mp_policy
 from .measure import Observation, StepMeter, training_tensors
 from .mesh import Meshes, collective_device, destroy_mesh, world_size
+from .steps import batch_on, make_optimizer, train_step
 
 TIMED_STEPS = 3
 """Steps that are timed, and others whose collectives are; medians count."""
 _SPREAD = 0.02
 """Weights are uniform within this: as transformers are initialised, and finite in float16."""
-_LEARNING_RATE = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +114,7 @@ def _observe(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int, 
     try:
         for _ in range(meter.untimed + timed_steps):
             meter.step_begins()
-            train_step(model, optimizer, batch, plan, holds_outputs=trial.job.holds_outputs)
+            train_step(model, optimizer, batch, plan, trial.job)
             meter.step_ends()
         return meter.summary() if summed else None
     finally:
@@ -142,49 +140,6 @@ def sharded_copy(plan: Plan, trial: Trial, meshes: Meshes | None) -> nn.Module:
         model.to_empty(device=trial.device)
     _fill(model, trial.model)
     return model
-
-
-def make_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.Optimizer:
-    """An optimizer of torch that holds and steps as the description says.
-
-    Raises:
-        ValueError: torch has no element-wise optimizer with so many states.
-    """
-    kernels: dict[str, Any] = {
-        OptimizerStep.FUSED: {"fused": True},
-        OptimizerStep.FOREACH: {"foreach": True},
-        OptimizerStep.FOR_LOOP: {"foreach": False},
-    }[spec.step]
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    match spec.states:
-        case 0 | 1:
-            return torch.optim.SGD(parameters, lr=_LEARNING_RATE, momentum=0.9 * spec.states, **kernels)
-        case 2 | 3:
-            return torch.optim.AdamW(parameters, lr=_LEARNING_RATE, amsgrad=spec.states == 3, **kernels)
-    raise ValueError(f"An optimizer with {spec.states} states a parameter cannot be tried; leave recalibrate out.")
-
-
-def batch_on(inputs: Inputs, samples: int, device: torch.device) -> dict[str, Any]:
-    """A batch on the device."""
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs(samples).items()}
-
-
-def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Any], plan: Plan, *, holds_outputs: bool = False
-) -> None:
-    """One optimizer step as the plan runs it, each micro-step on the same batch."""
-    output = None
-    for number in range(1, plan.accumulation_steps + 1):
-        last = number == plan.accumulation_steps
-        with micro_step(model, is_last=last, reduce_every_micro_step=plan.reduce_every_micro_step):
-            output = model(**batch)
-            loss = loss_of(output)
-            if not holds_outputs:
-                output = None
-            loss.backward()
-            del loss
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 class SilentMeshes(Meshes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import OSDPError
 from ..planner.description import ModelDescription
-from ..planner.job import OptimizerSpec, OptimizerStep, TrainingJob
+from ..planner.job import TrainingJob
 from ..planner.memory import MemoryBreakdown
 from ..planner.plan import Plan
 from ..profiling.batch import Inputs, training_batch, without_packing
@@ -24,12 +24,11 @@ from ..profiling.build import build_on_meta, checkpoint_blocks
 from ..profiling.fused import FusedKernels
 from ..profiling.ledger import Kind, Ledger
 from ..profiling.live_bytes import CUDA_BLOCK_BYTES
-from ..profiling.trace import loss_of
 from ..profiling.twin import fake_copy, fake_like
-from .accumulation import micro_step
 from .apply import apply_plan
 from .environment import mp_policy
 from .mesh import Meshes
+from .steps import make_optimizer, train_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +73,7 @@ def simulate(
         Peak bytes with their breakdown, and the seconds that it took.
 
     Raises:
-        ValueError: `device_type` is neither of the two, or the optimizer has more than two states.
+        ValueError: `device_type` is neither of the two, or the optimizer has more than three states.
         PlanError: the plan is for another model.
         OSDPError: this process has a process group.
     """
@@ -107,7 +106,7 @@ def simulate(
 
 def _run_step(model: nn.Module, batch: Mapping[str, Any], plan: Plan, job: TrainingJob, ledger: Ledger) -> None:
     """One optimizer step under the ledger, with optimizer states as after an earlier one."""
-    optimizer = _optimizer(model, job.optimizer)
+    optimizer = make_optimizer(model, job.optimizer)
     ledger.track_as(Kind.PARAMETERS, model.parameters())
     _make_states(model, optimizer)
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
@@ -115,17 +114,7 @@ def _run_step(model: nn.Module, batch: Mapping[str, Any], plan: Plan, job: Train
     tensors = [leaf for leaf in tree_leaves(dict(batch)) if isinstance(leaf, torch.Tensor)]
     ledger.track_as(Kind.MODEL_BUFFERS, [*model.buffers(), *tensors])
     ledger.reset_peak()
-    for number in range(plan.accumulation_steps):
-        last = number == plan.accumulation_steps - 1
-        with micro_step(model, is_last=last, reduce_every_micro_step=plan.reduce_every_micro_step):
-            output = model(**batch)
-            loss = loss_of(output)
-            if not job.holds_outputs:
-                del output
-            loss.backward()
-            del loss
-    optimizer.step()
-    optimizer.zero_grad()
+    train_step(model, optimizer, batch, plan, replace(job, clips_gradients=False))  # norms are a few bytes, and cannot be read from fakes
 
 
 def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -134,22 +123,6 @@ def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-
-
-def _optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.Optimizer:
-    """An element-wise optimizer of torch with as many states."""
-    options = {
-        OptimizerStep.FUSED: {"fused": True}, OptimizerStep.FOREACH: {"foreach": True}, OptimizerStep.FOR_LOOP: {"foreach": False},
-    }[spec.step]  # fmt: skip
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    match spec.states:
-        case 2:
-            return torch.optim.AdamW(parameters, lr=1e-3, **options)
-        case 1 | 0:
-            if spec.step is OptimizerStep.FUSED:
-                options = {"foreach": False}  # torch has no fused SGD for sharded tensors; the loop needs no scratch either
-            return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9 * spec.states, **options)
-    raise ValueError(f"OptimizerSpec.states={spec.states} cannot be simulated; use 0, 1 or 2.")
 
 
 @contextmanager

@@ -125,7 +125,7 @@ class Row(nn.Module):
 def test_stopwatch_gives_each_stretch_its_own_time():
     model = Row()
     units = find_units(model, ["Slow"])
-    watch = Stopwatch(model, units, CPU, None)
+    watch = Stopwatch(model, units, CPU, None, meets=True)
     with watch.attached():
         watch.start()
         loss = model()
