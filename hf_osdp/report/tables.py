@@ -18,6 +18,8 @@ from ..planner.search import StrategyResult
 from ..quantities import format_bytes, format_count, format_seconds
 
 _NUMBER = re.compile(r"\d+")
+_WIDTH = 100
+"""Columns that tables are read at."""
 _NAMES_WIDTH = 46
 """Columns that units and classes may take on one line: what layout and figures leave of 100."""
 
@@ -167,4 +169,5 @@ def _range_label(units: Sequence[UnitDescription]) -> str:
 
 def bare_table(title: str) -> Table:
     """A table with nothing but a rule under its head."""
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    width = min(len(title), _WIDTH)  # or a narrow table would break its title
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), min_width=width)

@@ -33,7 +33,7 @@ def test_links_between_nodes_are_those_of_a_whole_node(name):
 
 
 def test_presets_are_those_that_were_promised():
-    assert set(preset_names()) == {"v100-16", "v100-32", "titan-rtx", "a100-40", "a100-80", "h100", "cpu"}
+    assert set(preset_names()) == {"v100-16", "v100-32", "titan-rtx", "a100-40", "a100-80", "h100", "h200", "cpu"}
     assert preset("A100_80").device.memory_bytes == 80 * 2**30
     assert preset("cpu").backend is Backend.GLOO
 
