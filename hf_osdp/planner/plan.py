@@ -13,9 +13,9 @@ from typing import Any
 from ..errors import PlanError
 from .costs import Batch, Choice
 from .description import ModelDescription
+from .files import read_whole, validated, write_whole
 
 PLAN_VERSION = 1
-_MAX_PLAN_BYTES = 64 * 2**20
 
 
 class ShardMode(str, Enum):
@@ -213,10 +213,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the JSON form to `path`, whole or not at all."""
-        path = Path(path)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(self.to_json(), encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, self.to_json())
 
     @classmethod
     def from_json(cls, text: str | bytes, *, source: str = "the plan") -> Plan:
@@ -229,8 +226,6 @@ class Plan:
         Raises:
             PlanError: the text is not JSON, lacks or misnames a field, has a wrong type or range, or was changed.
         """
-        from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
-
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:  # not JSON, not text, or nested without end
@@ -240,13 +235,7 @@ class Plan:
         if isinstance(data.get("plan"), dict):
             data = data["plan"]
         stated = data.pop("fingerprint", None)
-        adapter = TypeAdapter(with_config(ConfigDict(extra="forbid"))(cls))
-        try:
-            plan = adapter.validate_json(json.dumps(data), strict=True)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "top level"
-            raise PlanError(f"{source} is not a valid plan: {where}: {first['msg']}.") from None
+        plan = validated(cls, json.dumps(data), lambda problem: PlanError(f"{source} is not a valid plan: {problem}."))
         if stated is not None and stated != plan.fingerprint:
             raise PlanError(f"{source} was changed or damaged: it states fingerprint {stated!r:.40}, its content has {plan.fingerprint}.")
         return plan
@@ -258,14 +247,7 @@ class Plan:
         Raises:
             PlanError: the file is missing, too large, or not a valid plan.
         """
-        path = Path(path)
-        try:
-            if path.stat().st_size > _MAX_PLAN_BYTES:
-                raise PlanError(f"{path} has more than {_MAX_PLAN_BYTES} bytes; it is not a plan.")
-            text = path.read_bytes()
-        except OSError as error:
-            raise PlanError(f"Cannot read the plan {path}: {error.strerror}.") from None
-        return cls.from_json(text, source=str(path))
+        return cls.from_json(read_whole(path, "plan", PlanError), source=str(path))
 
 
 def _some(names, limit: int = 6) -> str:

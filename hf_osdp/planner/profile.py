@@ -11,13 +11,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..errors import OSDPError, ProfileError
+from ..errors import ProfileError
 from .description import Affine, DType, ModelDescription, PhaseCost, Segment
+from .files import read_whole, validated, write_whole
 from .hardware import Hardware
 from .lines import fit_line
 
 PROFILE_VERSION = 1
-_MAX_PROFILE_BYTES = 16 * 2**20
 _WORK_SAMPLES = 2
 """Samples for which the work of segments is compared."""
 _SAME_WORK = 0.02
@@ -152,7 +152,7 @@ class Profile:
             ProfileError: the file cannot be written.
         """
         try:
-            Path(path).write_text(self.to_json(), encoding="utf-8")
+            write_whole(path, self.to_json())
         except OSError as error:
             raise ProfileError(f"Cannot write the profile {path}: {error.strerror}.") from None
 
@@ -167,18 +167,7 @@ class Profile:
         Raises:
             ProfileError: it is not JSON, a value is missing, unknown or out of range, or its version is another.
         """
-        from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
-
-        adapter = TypeAdapter(with_config(ConfigDict(extra="forbid"))(cls))
-        try:
-            return adapter.validate_json(text, strict=True)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "top level"
-            what = first["msg"].removeprefix("Value error, ").rstrip(".")
-            raise ProfileError(f"{source} is not a valid profile: {where}: {what}.") from None
-        except OSDPError as error:
-            raise ProfileError(f"{source} is not a valid profile: {error}") from None
+        return validated(cls, text, lambda problem: ProfileError(f"{source} is not a valid profile: {problem}."))
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -187,14 +176,7 @@ class Profile:
         Raises:
             ProfileError: the file is missing, too large, or not a valid profile.
         """
-        path = Path(path)
-        try:
-            if path.stat().st_size > _MAX_PROFILE_BYTES:
-                raise ProfileError(f"{path} has more than {_MAX_PROFILE_BYTES} bytes; it is not a profile.")
-            text = path.read_bytes()
-        except OSError as error:
-            raise ProfileError(f"Cannot read the profile {path}: {error.strerror}.") from None
-        return cls.from_json(text, source=str(path))
+        return cls.from_json(read_whole(path, "profile", ProfileError), source=str(path))
 
 
 def with_block_times(description: ModelDescription, profile: Profile) -> ModelDescription:

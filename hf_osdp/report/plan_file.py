@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import PlanError
 from ..planner.description import ModelDescription
+from ..planner.files import validated, write_whole
 from ..planner.hardware import Hardware
 from ..planner.job import TrainingJob
 from ..planner.plan import Plan
@@ -46,10 +47,7 @@ def plan_file_content(plan: Plan, inputs: PlanInputs) -> dict:
 
 def write_json(content: dict, path: str | Path) -> None:
     """Write JSON into an existing folder, whole or not at all."""
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def read_plan_file(path: str | Path) -> tuple[Plan, PlanInputs | None]:
@@ -65,14 +63,10 @@ def read_plan_file(path: str | Path) -> tuple[Plan, PlanInputs | None]:
     data = json.loads(Path(path).read_bytes())
     if "inputs" not in data:
         return plan, None
-    from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
-
-    adapter = TypeAdapter(with_config(ConfigDict(extra="forbid"))(PlanInputs))
-    try:
-        inputs = adapter.validate_json(json.dumps(data["inputs"]), strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "top level"
-        raise PlanError(f"The inputs in {path} cannot be read: {where}: {first['msg']}. Plan again with this version.") from None
+    inputs = validated(
+        PlanInputs,
+        json.dumps(data["inputs"]),
+        lambda problem: PlanError(f"The inputs in {path} cannot be read: {problem}. Plan again with this version."),
+    )
     plan.check(inputs.description, plan.world_size)
     return plan, inputs

@@ -9,6 +9,7 @@ import pytest
 
 from hf_osdp.errors import ProfileError
 from hf_osdp.planner.description import Affine, DType, ModelDescription, PhaseCost
+from hf_osdp.planner.files import MOST_BYTES
 from hf_osdp.planner.hardware import Collective, CollectiveTiming, Handling, WorkTime
 from hf_osdp.planner.job import OptimizerStep
 from hf_osdp.planner.lines import fit_line
@@ -100,7 +101,7 @@ def test_files_that_cannot_be_read_or_written(tmp_path):
         Profile.load(tmp_path / "none.json")
     with pytest.raises(ProfileError, match="Cannot write the profile"):
         PROFILE.save(tmp_path / "no" / "p.json")
-    (tmp_path / "large.json").write_bytes(b" " * (16 * 2**20 + 1))
+    (tmp_path / "large.json").write_bytes(b" " * (MOST_BYTES + 1))
     with pytest.raises(ProfileError, match="is not a profile"):
         Profile.load(tmp_path / "large.json")
 
