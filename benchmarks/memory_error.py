@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import multiprocessing
+import os
 import statistics
 import sys
 import time
@@ -258,7 +259,8 @@ def as_markdown(tables: Sequence[Cells], rows: Sequence[Row], seconds: float) ->
     versions = ", ".join(f"{name} {version}" for name, version in package_versions().items())
     lines = [
         "# Estimated against simulated peak memory", "",
-        f"Made by `python benchmarks/memory_error.py --markdown FILE` in {seconds / 60:.0f} minutes on two CPU cores,"
+        f"Made by `python benchmarks/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}` in {seconds / 60:.0f} minutes"
+        f" on {os.cpu_count()} CPU cores,"
         f" {time.strftime('%Y-%m-%d')}: {versions}.", "", (__doc__ or "").split("\n\n")[2].replace("\n", " "), "",
         headline(rows)[0] + ".", "",
     ]  # fmt: skip

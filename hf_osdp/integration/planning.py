@@ -21,6 +21,7 @@ from ..planner.search import SearchResult, StrategyResult, compare_strategies
 from ..profiling.batch import training_batch
 from ..profiling.describe import describe
 from ..profiling.machine import measure_hardware
+from ..profiling.together import local_world_size
 from ..quantities import format_bytes
 from ..runtime.agree import broadcast_plan, on_rank_zero
 from ..runtime.given import check_given
@@ -280,7 +281,7 @@ def _hardware(config: OSDPConfig, facts: RunFacts, profile: Profile | None) -> H
     elif isinstance(config.hardware, Hardware):
         hardware = config.hardware
     else:
-        nodes = config.nodes or 1
+        nodes = config.nodes or max(1, facts.world_size // local_world_size(torch.device(facts.device_type)))
         if facts.world_size % nodes:
             raise ValueError(f"nodes={nodes} does not divide the {facts.world_size} processes; use a divisor.")
         hardware = preset(config.hardware, nodes=nodes, devices_per_node=facts.world_size // nodes)

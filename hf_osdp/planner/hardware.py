@@ -49,6 +49,8 @@ class Link:
     bytes_per_s: float
     """1/β: bytes each second in one direction."""
     source: str
+    assumed: bool = False
+    """There was no such link to measure: the figures stand in for one that this size of machine does not use."""
 
     def __post_init__(self) -> None:
         if self.latency_s < 0 or self.bytes_per_s <= 0:
@@ -69,6 +71,8 @@ class DeviceSpec:
     """Seconds that dispatching an operator adds to its work; 0 where kernels are queued ahead, as on a busy GPU."""
     reserved_bytes: int = 0
     """Device memory that no tensor can have: CUDA context, NCCL buffers."""
+    communicator_bytes: int = 0
+    """Of these, each of NCCL's communicators; `Hardware.scaled` counts them anew."""
 
     def __post_init__(self) -> None:
         if self.memory_bytes <= 0 or self.memory_bytes_per_s <= 0 or any(rate <= 0 for rate in self.flops_per_s.values()):
@@ -143,6 +147,16 @@ class Handling:
         object.__setattr__(self, "updates", MappingProxyType(dict(self.updates)))
 
 
+def communicators(nodes: int, devices_per_node: int) -> int:
+    """NCCL communicators that a plan surely has: the world's; between nodes also one within and one between groups of HSDP.
+
+    A plan that mixes group sizes forms more; which it will is not known before the search.
+    """
+    if nodes * devices_per_node == 1:
+        return 0
+    return 1 if nodes == 1 else 3
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """Nodes of equal devices; ranks are numbered node by node."""
@@ -175,13 +189,22 @@ class Hardware:
         return f"{nodes}{self.devices_per_node} x {self.device.name} ({self.backend.value})"
 
     def scaled(self, *, nodes: int | None = None, devices_per_node: int | None = None) -> Hardware:
-        """The same machine with another number of nodes or devices. Measured collectives, which hold for this size, are dropped."""
-        return replace(
-            self,
-            nodes=self.nodes if nodes is None else nodes,
-            devices_per_node=self.devices_per_node if devices_per_node is None else devices_per_node,
-            timings=(),
-        )
+        """The same machine with another number of nodes or devices. Measured collectives, which hold for this size, are dropped.
+
+        Raises:
+            HardwareError: the new size uses a link that was not there to be measured.
+        """
+        nodes = self.nodes if nodes is None else nodes
+        devices = self.devices_per_node if devices_per_node is None else devices_per_node
+        for link, used, between in (self.intra_node, devices > 1, "devices of a node"), (self.inter_node, nodes > 1, "nodes"):
+            if used and link.assumed:
+                raise HardwareError(
+                    f"The link between {between} is not known: {self.summary} has none to measure. Measure where there is one, or name a"
+                    " preset instead."
+                )
+        more = communicators(nodes, devices) - communicators(self.nodes, self.devices_per_node)
+        device = replace(self.device, reserved_bytes=self.device.reserved_bytes + more * self.device.communicator_bytes)
+        return replace(self, device=device, nodes=nodes, devices_per_node=devices, timings=())
 
     def timing(self, collective: Collective, group_size: int, *, crosses_nodes: bool = False) -> CollectiveTiming | None:
         """The measured timing of a collective in groups of `group_size`, inside a node or across nodes, or None."""

@@ -21,8 +21,6 @@ torch, context included (NVIDIA/nccl#1685), which is less; links slower than NVL
 CUBLAS_BYTES, HOPPER_CUBLAS_BYTES = 8_519_680 + 4 * MIB, 2 * 32 * MIB
 """Workspaces that torch keeps in its allocator for cuBLAS (`:4096:2:16:8`; discuss.pytorch.org/t/178671 shows the bytes) and for
 cuBLASLt; NVIDIA recommends 4 MiB, on Hopper 32 MiB (cuBLAS documentation of cublasSetWorkspace; pytorch/pytorch#120925)."""
-_COMMUNICATORS_ON_ONE_NODE, _COMMUNICATORS_ON_SEVERAL = 1, 3
-"""The world's; between nodes also one within and one between the shard groups of HSDP. Each size of group beyond counts on top."""
 
 _NCCL_LATENCY = "hop latency: NCCL 2.18 src/graph/tuning.cc, ring, Simple protocol"
 _PCIE3_X16 = Link(latency_s=5.7e-6, bytes_per_s=15.75 * GB, source=f"PCI Express Base 3.0, 16 lanes; {_NCCL_LATENCY}")
@@ -134,7 +132,7 @@ def preset(name: str, *, nodes: int = 1, devices_per_node: int = 1) -> Hardware:
 
     Returns:
         The hardware, with links within and between nodes as such machines usually have them. Under NCCL the device reserves
-        what the driver, a CUDA context and NCCL's communicators take; `hardware.scaled` leaves that as it is.
+        what the driver, a CUDA context, cuBLAS and NCCL's communicators take (`hardware.communicators` says how many).
 
     Raises:
         HardwareError: the name is not known.
@@ -143,9 +141,7 @@ def preset(name: str, *, nodes: int = 1, devices_per_node: int = 1) -> Hardware:
     if key not in _PRESETS:
         raise HardwareError(f"Hardware {name!r} is not known; use one of {', '.join(_PRESETS)}, or measure this machine.")
     device, intra_node, inter_node, backend = _PRESETS[key]
-    if backend is Backend.NCCL and nodes * devices_per_node > 1:
-        communicators = _COMMUNICATORS_ON_ONE_NODE if nodes == 1 else _COMMUNICATORS_ON_SEVERAL
-        device = replace(device, reserved_bytes=device.reserved_bytes + communicators * COMMUNICATOR_BYTES)
-    return Hardware(
-        device=device, nodes=nodes, devices_per_node=devices_per_node, intra_node=intra_node, inter_node=inter_node, backend=backend
-    )
+    if backend is Backend.NCCL:
+        device = replace(device, communicator_bytes=COMMUNICATOR_BYTES)
+    alone = Hardware(device=device, intra_node=intra_node, inter_node=inter_node, backend=backend)
+    return alone.scaled(nodes=nodes, devices_per_node=devices_per_node)

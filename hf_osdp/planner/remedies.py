@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..errors import HardwareError
 from ..quantities import format_bytes
 from .bounds import frugal_choices, in_order, peak_floor
 from .description import ModelDescription, PhaseCost, Segment
@@ -39,7 +40,10 @@ def remedies_for(
             ways.append(f"sequence length {length}")
             break
     for factor in _MORE_DEVICES:
-        more = hardware.scaled(devices_per_node=factor) if hardware.world_size == 1 else hardware.scaled(nodes=hardware.nodes * factor)
+        try:
+            more = hardware.scaled(devices_per_node=factor) if hardware.world_size == 1 else hardware.scaled(nodes=hardware.nodes * factor)
+        except HardwareError:
+            break  # a machine that was measured alone says nothing about links
         grown = replace(job, global_batch_size=job.global_batch_size * factor)
         if fits(description, more, grown, strategy):
             ways.append(f"{more.world_size} devices with a global batch of {grown.global_batch_size}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -140,12 +141,14 @@ def _links(spec: DeviceSpec, timings: Sequence[CollectiveTiming], *, local: int,
     """Links that would give the measured all-gathers: t = (g - 1) α + (g - 1) / g · bytes / bandwidth in a ring of g."""
     gathers = {timing.group_size: timing for timing in timings if timing.collective is Collective.ALL_GATHER}
     if not gathers:
-        memory = Link(latency_s=0.0, bytes_per_s=spec.memory_bytes_per_s, source="one process: no link, the speed of memory")
+        memory = Link(latency_s=0.0, bytes_per_s=spec.memory_bytes_per_s, source="one process: no link, the speed of memory", assumed=True)
         return memory, memory
     within = [size for size in gathers if size <= local]
     inside = _ring_link(gathers[max(within)]) if within else None
-    across = _ring_link(gathers[world]) if world > local else inside
-    return inside or across, across
+    across = _ring_link(gathers[world]) if world > local else None
+    if inside is None:
+        return replace(across, assumed=True), across
+    return inside, across or replace(inside, assumed=True)
 
 
 def _ring_link(timing: CollectiveTiming) -> Link:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..planner.hardware import Collective
+from ..profiling.together import local_world_size
 from .mesh import collective_device, world_size
 
 _OPERATORS = {
@@ -32,6 +33,7 @@ class CollectiveCall:
 
     collective: Collective
     group_size: int
+    crosses_nodes: bool
     nbytes: int
     """Of the whole tensor: all shards together for all-gather and reduce-scatter."""
     seconds: float
@@ -52,7 +54,8 @@ class CollectiveClock(TorchDispatchMode):
         super().__init__()
         self._device = device
         self._on_cuda = device.type == "cuda"
-        self._seen: list[tuple[Collective, int, int, Any, Any]] = []
+        self._local_world_size = local_world_size(device)
+        self._seen: list[tuple[Collective, tuple[int, bool], int, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(cls, DTensor) for cls in types):
@@ -68,16 +71,24 @@ class CollectiveClock(TorchDispatchMode):
         for work in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(work, torch.ScriptObject):
                 work.wait()
-        self._seen.append((collective, _group_size(args), nbytes, began, self._now()))
+        self._seen.append((collective, self._group(args), nbytes, began, self._now()))
         return result
 
     def calls(self) -> tuple[CollectiveCall, ...]:
         """What this rank saw, waiting for other ranks included. On CUDA this waits for the last of them."""
         return tuple(
-            CollectiveCall(collective=collective, group_size=size, nbytes=nbytes, seconds=self._seconds(began, ended))
-            for collective, size, nbytes, began, ended in self._seen
+            CollectiveCall(
+                collective=collective, group_size=size, crosses_nodes=crosses, nbytes=nbytes, seconds=self._seconds(began, ended)
+            )
+            for collective, (size, crosses), nbytes, began, ended in self._seen
             if size > 1
         )
+
+    def _group(self, args: Sequence[Any]) -> tuple[int, bool]:
+        """Ranks of the process group, the first script object among the arguments, and whether they lie on several nodes."""
+        group = dist.ProcessGroup.unbox(next(value for value in args if isinstance(value, torch.ScriptObject)))
+        ranks = dist.get_process_group_ranks(group)
+        return group.size(), len({rank // self._local_world_size for rank in ranks}) > 1
 
     def _now(self) -> Any:
         if not self._on_cuda:
@@ -111,10 +122,7 @@ def of_last_rank(calls: Sequence[CollectiveCall]) -> tuple[CollectiveCall, ...]:
         return ()
     seconds = torch.tensor([call.seconds for call in calls], dtype=torch.float64, device=collective_device())
     dist.all_reduce(seconds, op=dist.ReduceOp.MIN)
-    return tuple(
-        CollectiveCall(collective=call.collective, group_size=call.group_size, nbytes=call.nbytes, seconds=quickest)
-        for call, quickest in zip(calls, seconds.tolist(), strict=True)
-    )
+    return tuple(replace(call, seconds=quickest) for call, quickest in zip(calls, seconds.tolist(), strict=True))
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
@@ -123,9 +131,3 @@ def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
-
-
-def _group_size(args: Sequence[Any]) -> int:
-    """Ranks of the process group, the first script object among the arguments."""
-    group = next(value for value in args if isinstance(value, torch.ScriptObject))
-    return dist.ProcessGroup.unbox(group).size()

@@ -213,7 +213,7 @@ def existing_tensors() -> Iterator[torch.Tensor]:
 
 def _totals(calls: Sequence[CollectiveCall], *, steps: int) -> tuple[CollectiveTotal, ...]:
     """Of one step, where `calls` has those of several."""
-    groups = _grouped(calls)
+    groups = _grouped(calls, lambda call: (call.collective, call.group_size))
     return tuple(
         CollectiveTotal(
             collective=collective,
@@ -229,19 +229,23 @@ def _totals(calls: Sequence[CollectiveCall], *, steps: int) -> tuple[CollectiveT
 def _timings(calls: Sequence[CollectiveCall]) -> tuple[CollectiveTiming, ...]:
     """A line through the median time of each size of message."""
     timings = []
-    for (collective, size), members in sorted(_grouped(calls).items()):
+    groups = _grouped(calls, lambda call: (call.collective, call.group_size, call.crosses_nodes))
+    for (collective, size, crosses), members in sorted(groups.items()):
         by_bytes: dict[int, list[float]] = defaultdict(list)
         for call in members:
             by_bytes[call.nbytes].append(max(call.seconds, 1e-9))
         latency_s, seconds_per_byte = fit_line([(nbytes, statistics.median(taken)) for nbytes, taken in by_bytes.items()])
-        timings.append(CollectiveTiming(collective=collective, group_size=size, latency_s=latency_s, seconds_per_byte=seconds_per_byte))
+        line = CollectiveTiming(
+            collective=collective, group_size=size, crosses_nodes=crosses, latency_s=latency_s, seconds_per_byte=seconds_per_byte
+        )  # fmt: skip
+        timings.append(line)
     return tuple(timings)
 
 
-def _grouped(calls: Sequence[CollectiveCall]) -> dict[tuple[Collective, int], list[CollectiveCall]]:
-    groups: dict[tuple[Collective, int], list[CollectiveCall]] = defaultdict(list)
+def _grouped(calls: Sequence[CollectiveCall], key: Callable[[CollectiveCall], tuple]) -> dict[tuple, list[CollectiveCall]]:
+    groups: dict[tuple, list[CollectiveCall]] = defaultdict(list)
     for call in calls:
-        groups[call.collective, call.group_size].append(call)
+        groups[key(call)].append(call)
     return groups
 
 

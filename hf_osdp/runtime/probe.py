@@ -12,7 +12,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -82,11 +82,14 @@ def probe(plan: Plan, trial: Trial, meshes: Meshes | None, *, timed_steps: int =
 
 def _on_cuda(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int) -> Observation:
     """Memory alone first, then time among all."""
-    before = torch.cuda.memory_allocated(trial.device)
+    before = _least_of_ranks(torch.cuda.memory_allocated(trial.device))
+    if meshes is not None:
+        _connect(meshes, plan, trial.device)
     alone = None if meshes is None else SilentMeshes(meshes.device_type)
+    silent = replace(trial, job=replace(trial.job, clips_gradients=False))  # a norm would be summed over the world
     failed = False
     try:
-        _observe(plan, trial, alone, timed_steps=1, summed=False)
+        _observe(plan, silent, alone, timed_steps=1, summed=False)
     except torch.OutOfMemoryError:
         failed = True  # what follows must not run inside the handler: the traceback keeps the copy alive
     finally:
@@ -217,6 +220,23 @@ def _generators_kept(device: torch.device) -> Iterator[None]:
         random.setstate(python)
         if numpy is not None:
             numpy.random.set_state(array)
+
+
+def _connect(meshes: Meshes, plan: Plan, device: torch.device) -> None:
+    """Have NCCL take the memory of every communicator now: it does so when a group first communicates. Collective."""
+    sizes = [plan.world_size, *(decision.shard_size for decision in plan.units)]
+    meshes.prepare(sizes)
+    for size in sorted(set(sizes)):
+        for group in meshes.mesh(size).get_all_groups():
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def _least_of_ranks(value: int) -> int:
+    if world_size() == 1:
+        return value
+    least = torch.tensor([value], dtype=torch.int64, device=collective_device())
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return int(least.item())
 
 
 def _any_rank(flag: bool) -> bool:

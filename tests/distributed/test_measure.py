@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_osdp.runtime.measure import StepMeter, training_tensors
+from hf_osdp.planner.hardware import Collective
+from hf_osdp.runtime.collective_clock import CollectiveCall
+from hf_osdp.runtime.measure import StepMeter, _timings, _totals, training_tensors
 from tests.helpers.distributed import run_ranks
 
 ELEMENTS = 1_000_000
@@ -78,3 +80,14 @@ def test_peaks_and_the_summary_of_the_worst_rank():
     summary = found[0][1]
     assert (summary.steps, summary.peak_bytes) == (4, found[1][0])
     assert summary.median_step_s >= 0.07
+
+
+def test_collectives_inside_and_across_nodes_are_told_apart():
+    def call(crosses: bool, seconds: float) -> CollectiveCall:
+        return CollectiveCall(collective=Collective.ALL_GATHER, group_size=2, crosses_nodes=crosses, nbytes=2**20, seconds=seconds)
+
+    inside, across = _timings([call(False, 1e-3), call(True, 1e-2), call(False, 1e-3)])
+    assert (inside.crosses_nodes, across.crosses_nodes) == (False, True)
+    assert across.seconds_per_byte == pytest.approx(10 * inside.seconds_per_byte)
+    (total,) = _totals([call(False, 1e-3), call(True, 1e-2)], steps=1)
+    assert (total.calls, total.nbytes) == (2, 2**21)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from dataclasses import replace
 
 import numpy
 import torch
@@ -98,7 +99,8 @@ def tried_in_turn() -> list[dict]:
 
 
 def on_cuda(plan, trial, meshes) -> dict:
-    """The way that CUDA goes, on the CPU: alone first; then rank 1 alone runs out of memory there."""
+    """The way that CUDA goes, on the CPU: alone first; then rank 1 alone runs out of memory, while rank 0 trains and clips."""
+    trial = replace(trial, job=replace(trial.job, clips_gradients=True))
     original, memory_allocated, formed = module._observe, torch.cuda.memory_allocated, groups()
     seen = []
 

@@ -83,14 +83,18 @@ def _inputs(plan, *, num_nodes: int | None, **options):
     from ...report.plan_file import PlanInputs
     from .cases import describer, hardware_of, job_of, load_config, timed
 
-    nodes = num_nodes or 1
-    if plan.world_size % nodes:
+    nodes = num_nodes or (None if options.get("profile") else 1)  # a profile knows
+    if nodes and plan.world_size % nodes:
         raise ValueError(f"--num-nodes {nodes} does not divide the plan's {plan.world_size} devices; use a divisor.")
     request = Request(
         sequence_length=plan.sequence_length, global_batch_size=plan.global_batch_size, num_nodes=nodes,
-        devices_per_node=plan.world_size // nodes, **options,
+        devices_per_node=plan.world_size // nodes if nodes else None, **options,
     )  # fmt: skip
     hardware = hardware_of(request)
+    if hardware.world_size != plan.world_size:
+        raise ValueError(
+            f"The profile is of {hardware.world_size} devices, but the plan is for {plan.world_size}; give --num-nodes, or another profile."
+        )
     job = job_of(request, hardware)
     description = timed(request, describer(request, hardware)(load_config(request.model), plan.sequence_length))
     plan.check(description, plan.world_size)

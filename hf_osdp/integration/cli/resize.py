@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_source_positions")
-_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "embedding_size", "word_embed_proj_dim")
-"""Sizes that grow with the width, where a configuration has them as numbers."""
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
+_WIDTHS = (
+    "intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim", "ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim",
+    "embedding_size", "word_embed_proj_dim", "encoder_attention_heads", "decoder_attention_heads",
+)  # fmt: skip
+"""Sizes and numbers of heads that grow with the width, where a configuration has them."""
 
 
 def position_names(config: Any) -> tuple[str, ...]:
@@ -46,8 +49,9 @@ def with_heads(config: Any, heads: int) -> Any:
     """
     changed, before = copy.deepcopy(config), config.num_attention_heads
     pairs = getattr(config, "num_key_value_heads", None)
+    aliases = getattr(config, "attribute_map", {})
     for name in _WIDTHS:
-        if isinstance(size := getattr(config, name, None), int):
+        if name not in aliases and isinstance(size := getattr(config, name, None), int):
             setattr(changed, name, size * heads // before)
     if isinstance(pairs, int):
         changed.num_key_value_heads = pairs * heads // before

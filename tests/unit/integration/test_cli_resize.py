@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from transformers import BertConfig, GPT2Config, LlamaConfig, RobertaConfig, T5Config, ViTConfig
+from transformers import BartConfig, BertConfig, DistilBertConfig, FalconConfig, GPT2Config, LlamaConfig, RobertaConfig, T5Config, ViTConfig
 
 from hf_osdp.integration.cli import what_if_command
 from hf_osdp.integration.cli.options import Request
@@ -39,6 +39,28 @@ def test_wider_models_keep_their_head_size_and_build(name):
         assert heads / wide.num_key_value_heads == config.num_attention_heads / pairs
     parameters = [sum(p.numel() for p in build_on_meta(c).parameters()) for c in (config, wide)]
     assert parameters[1] > parameters[0] and config.num_attention_heads < heads
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DistilBertConfig(n_layers=1, dim=32, n_heads=4, hidden_dim=128, vocab_size=100),
+        FalconConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=4, ffn_hidden_size=128, vocab_size=100),
+        BartConfig(encoder_layers=1, decoder_layers=1, d_model=32, encoder_attention_heads=4, decoder_attention_heads=4,
+                   encoder_ffn_dim=128, decoder_ffn_dim=128, vocab_size=100),
+    ],
+    ids=lambda config: config.model_type,
+)  # fmt: skip
+def test_every_matrix_of_a_block_grows_with_the_width(config):
+    before, after = (
+        {name: p.shape for name, p in build_on_meta(c).named_parameters() if ".0." in name and p.dim() == 2}
+        for c in (config, with_heads(config, 2 * config.num_attention_heads))
+    )
+    assert before and before.keys() == after.keys()
+    for name, shape in before.items():
+        if "query_key_value" not in name:  # Falcon shares keys and values
+            assert after[name] == (2 * shape[0], 2 * shape[1]), name
+    assert getattr(with_heads(config, 8), "decoder_attention_heads", 8) == 8
 
 
 def test_heads_that_share_keys_come_together():

@@ -121,3 +121,26 @@ def test_what_cuda_devices_reserve_has_the_context_and_the_communicators():
             continue
         assert CONTEXT_BYTES < alone < 2 * 2**30
         assert (node - alone, nodes - alone) == (COMMUNICATOR_BYTES, 3 * COMMUNICATOR_BYTES)
+
+
+LINK = Link(latency_s=0.0, bytes_per_s=1e9, source="stands in for a link that is not there")
+
+
+def test_a_size_whose_link_was_never_measured_is_refused():
+    alone = replace(preset("a100-40"), intra_node=replace(LINK, assumed=True), inter_node=replace(LINK, assumed=True))
+    with pytest.raises(HardwareError, match="link between devices of a node is not known: 1 x A100-40"):
+        alone.scaled(devices_per_node=2)
+    with pytest.raises(HardwareError, match="link between nodes is not known"):
+        alone.scaled(nodes=2)
+    assert alone.scaled(nodes=1).world_size == 1
+    one_node = replace(preset("a100-40", devices_per_node=4), inter_node=replace(LINK, assumed=True))
+    assert one_node.scaled(devices_per_node=8).world_size == 8
+
+
+@pytest.mark.parametrize(("nodes", "devices", "count"), [(1, 1, 0), (1, 8, 1), (4, 8, 3), (4, 1, 3)])
+def test_scaling_reserves_what_the_preset_of_that_size_does(nodes, devices, count):
+    from_one, from_many = preset("h100"), preset("h100", nodes=2, devices_per_node=2)
+    wanted = preset("h100", nodes=nodes, devices_per_node=devices)
+    assert wanted.device.reserved_bytes == from_one.device.reserved_bytes + count * COMMUNICATOR_BYTES
+    for hardware in (from_one, from_many):
+        assert hardware.scaled(nodes=nodes, devices_per_node=devices).device == wanted.device
