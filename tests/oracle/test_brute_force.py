@@ -18,6 +18,8 @@ from hf_osdp.planner.timing import estimate_time
 from tests.helpers.descriptions import at_random
 
 INSTANCES = 240
+SAMPLE = 120
+"""So many run by default; the others are slow."""
 
 
 def small_hardware(dice: random.Random) -> Hardware:
@@ -57,7 +59,7 @@ def instance(seed: int):
     return description, hardware, small_job(dice, hardware), dice
 
 
-@pytest.mark.parametrize("seed", range(INSTANCES))
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed >= SAMPLE else []) for seed in range(INSTANCES)])
 def test_search_equals_brute_force(seed):
     description, hardware, job, dice = instance(seed)
     plans = list(every_plan(description, hardware, job))
