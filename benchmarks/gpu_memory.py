@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 import transformers
 
 from hf_osdp.planner.costs import Batch, Choice
@@ -50,6 +49,7 @@ from hf_osdp.profiling.describe import describe
 from hf_osdp.quantities import format_bytes
 from hf_osdp.runtime.mesh import Meshes
 from hf_osdp.runtime.probe import Trial, sharded_copy
+from hf_osdp.runtime.simulate import fake_process_group
 from hf_osdp.runtime.steps import batch_on, make_optimizer, train_step
 
 WORLD = 8
@@ -218,7 +218,7 @@ def measure_on_cuda(name: str, precision: str, layouts: Sequence[str], between: 
     """All rows of one model in one precision, on this machine's first GPU; run in a process of its own."""
     transformers.logging.set_verbosity_error()
     memory = CudaMemory(Precision.named(precision))
-    with rank_zero_of(WORLD):
+    with fake_process_group(WORLD):
         return measure(setting_of(name, MODELS[name], precision, memory.device), memory, layouts, between)
 
 
@@ -393,18 +393,6 @@ class CudaMemory:
     def _give_back(self) -> None:
         gc.collect()
         torch.cuda.empty_cache()
-
-
-@contextmanager
-def rank_zero_of(world_size: int) -> Iterator[None]:
-    """A process group in which this is rank 0 and nothing is sent."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def hardware_of(memory: Memory) -> Hardware:

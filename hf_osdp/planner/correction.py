@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .description import Affine, ModelDescription, PhaseCost
+from .description import ModelDescription, PhaseCost
 from .evaluate import batch_of, choices_of, estimate_plan
 from .hardware import CollectiveTiming, Hardware
 from .job import TrainingJob
@@ -46,9 +46,7 @@ class Correction:
         """The description, with every phase's time on this hardware scaled by the factor."""
 
         def scaled(phase: PhaseCost) -> PhaseCost:
-            line = phase_affine(phase, description, hardware)
-            factor = self.compute_factor
-            return replace(phase, seconds=Affine(constant=factor * line.constant, per_sample=factor * line.per_sample))
+            return replace(phase, seconds=phase_affine(phase, description, hardware).scaled(self.compute_factor, constants=True))
 
         segments = (replace(s, forward=scaled(s.forward), backward=scaled(s.backward)) for s in description.segments)
         return replace(description, segments=tuple(segments))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +14,19 @@ T = TypeVar("T")
 
 MOST_BYTES = 64 * 2**20
 """Larger files are none of ours."""
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses, enums, mappings and sequences as what JSON has."""
+    if isinstance(value, Enum):
+        return value.value
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [plain(item) for item in value]
+    return value
 
 
 def write_whole(path: str | Path, text: str) -> None:

@@ -49,6 +49,11 @@ class OptimizerStep(str, Enum):
     FOR_LOOP = "for_loop"
     FUSED = "fused"
 
+    @property
+    def options(self) -> dict[str, bool]:
+        """What torch's optimizers are told for it."""
+        return {"foreach": False} if self is OptimizerStep.FOR_LOOP else {self.value: True}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:

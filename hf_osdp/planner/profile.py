@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from enum import Enum
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from ..errors import ProfileError
 from .description import Affine, DType, ModelDescription, PhaseCost, Segment
-from .files import read_whole, validated, write_whole
+from .files import plain, read_whole, validated, write_whole
 from .hardware import Hardware
 from .lines import fit_line
 
@@ -143,7 +141,7 @@ class Profile:
 
     def to_json(self) -> str:
         """The profile as JSON."""
-        return json.dumps(_plain(self), indent=1) + "\n"
+        return json.dumps(plain(self), indent=1) + "\n"
 
     def save(self, path: str | Path) -> None:
         """Write the profile to a file.
@@ -236,16 +234,3 @@ def _mismatch(segment: Segment, description: ModelDescription, profile: Profile)
         f"The profile has no times for {unit.class_name} {unit.label!r} at {description.sequence_length} tokens in"
         f" {description.compute_dtype.value}; {there}. Profile this model, or plan with the profile's hardware alone."
     )
-
-
-def _plain(value: Any) -> Any:
-    """Dataclasses, enums, tuples and mappings as JSON has them."""
-    if is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    return value

@@ -28,7 +28,7 @@ _WIDTH = 64
 _KINDS = ((1, 128), (16, 128), (16, 2**16))
 """Tensors of a unit and elements of each: one, many, and many that are large (4 MiB together)."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 20
-_STEPS = {OptimizerStep.FOR_LOOP: {"foreach": False}, OptimizerStep.FOREACH: {"foreach": True}, OptimizerStep.FUSED: {"fused": True}}
+_STEPS = (OptimizerStep.FOR_LOOP, OptimizerStep.FOREACH, OptimizerStep.FUSED)
 
 
 def measure_handling(device: torch.device, seconds: float) -> Handling | None:
@@ -92,9 +92,7 @@ class _Rig:
             unit.set_custom_all_gather(_SilentAllGather())
             unit.set_custom_reduce_scatter(_SilentReduceScatter())
         fully_shard(self._model, mesh=mesh)
-        self._optimizers = {
-            step: torch.optim.AdamW(self._model.parameters(), lr=0.0, weight_decay=0.0, **options) for step, options in _STEPS.items()
-        }
+        self._optimizers = {step: torch.optim.AdamW(self._model.parameters(), lr=0.0, weight_decay=0.0, **step.options) for step in _STEPS}
         self._input = torch.zeros(1, requires_grad=True)
         self.taken: dict[str, list[float]] = {"gather": [], "reduce": [], **{step.value: [] for step in _STEPS}}
 

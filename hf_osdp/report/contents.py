@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from ..planner.files import plain
 from ..planner.hardware import Hardware
 from ..planner.search import SearchResult, StrategyResult
 from ..planner.what_if import Answer
 from .explain import Alternative, Explanation
 from .explain_tables import layout_text, layouts_text
-from .plan_file import plain
 from .run_report import strategy_content
 from .tables import plan_rows
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from enum import Enum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..errors import PlanError
 from ..planner.description import ModelDescription
-from ..planner.files import validated, write_whole
+from ..planner.files import plain, validated, write_whole
 from ..planner.hardware import Hardware
 from ..planner.job import TrainingJob
 from ..planner.plan import Plan
@@ -25,19 +22,6 @@ class PlanInputs:
     job: TrainingJob
     hardware: Hardware | None
     """None where a given plan ran and nothing was measured."""
-
-
-def plain(value: Any) -> Any:
-    """Dataclasses, enums, mappings and sequences as what JSON has."""
-    if isinstance(value, Enum):
-        return value.value
-    if is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {plain(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [plain(item) for item in value]
-    return value
 
 
 def plan_file_content(plan: Plan, inputs: PlanInputs) -> dict:

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from ..planner.description import ModelDescription
 from ..planner.evaluate import PlanEstimate
+from ..planner.files import plain
 from ..planner.hardware import Hardware
 from ..planner.job import TrainingJob
 from ..planner.plan import Plan
 from ..planner.search import StrategyResult
-from .plan_file import PlanInputs, plain, write_json
+from .plan_file import PlanInputs, write_json
 
 REPORT_FILE = "osdp_report.json"
 _PACKAGES = ("hf_osdp", "torch", "accelerate", "transformers")

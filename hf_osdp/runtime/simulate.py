@@ -82,7 +82,7 @@ def simulate(
     started = time.perf_counter()
     model = model_or_config if isinstance(model_or_config, nn.Module) else build_on_meta(model_or_config, auto_class)
     batch = (inputs or training_batch(model, description.sequence_length))(plan.micro_batch_size)
-    with _fake_process_group(plan.world_size), ExitStack() as stack:
+    with fake_process_group(plan.world_size), ExitStack() as stack:
         meshes = Meshes("cpu")
         meshes.prepare([plan.world_size, *(unit.shard_size for unit in plan.units)])  # ranks cannot be read from fake tensors
         stack.enter_context(without_packing())
@@ -126,7 +126,12 @@ def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextmanager
-def _fake_process_group(world_size: int) -> Iterator[None]:
+def fake_process_group(world_size: int) -> Iterator[None]:
+    """A process group in which this is rank 0 and nothing is sent.
+
+    Raises:
+        OSDPError: there is a process group already.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():

@@ -16,11 +16,6 @@ from .accumulation import micro_step
 from .clip import clip_grad_norm_
 
 _LEARNING_RATE = 1e-6
-_KERNELS: dict[OptimizerStep, dict[str, Any]] = {
-    OptimizerStep.FUSED: {"fused": True},
-    OptimizerStep.FOREACH: {"foreach": True},
-    OptimizerStep.FOR_LOOP: {"foreach": False},
-}
 
 
 def make_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.Optimizer:
@@ -30,14 +25,14 @@ def make_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.Optimiz
         ValueError: torch has no element-wise optimizer with so many states.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    kernels = _KERNELS[spec.step]
+    step = spec.step
     match spec.states:
         case 0 | 1:
-            if spec.step is OptimizerStep.FUSED:
-                kernels = _KERNELS[OptimizerStep.FOR_LOOP]  # torch has no fused SGD for sharded tensors; in place, neither needs scratch
-            return torch.optim.SGD(parameters, lr=_LEARNING_RATE, momentum=0.9 * spec.states, **kernels)
+            if step is OptimizerStep.FUSED:
+                step = OptimizerStep.FOR_LOOP  # torch has no fused SGD for sharded tensors; in place, neither needs scratch
+            return torch.optim.SGD(parameters, lr=_LEARNING_RATE, momentum=0.9 * spec.states, **step.options)
         case 2 | 3:
-            return torch.optim.AdamW(parameters, lr=_LEARNING_RATE, amsgrad=spec.states == 3, **kernels)
+            return torch.optim.AdamW(parameters, lr=_LEARNING_RATE, amsgrad=spec.states == 3, **step.options)
     raise ValueError(f"An optimizer with {spec.states} states a parameter is not known to torch; 0 to 3 can be tried and simulated.")
 
 

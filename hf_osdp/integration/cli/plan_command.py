@@ -77,9 +77,9 @@ def _rounds(request: Request, case: Case, config: Any) -> tuple[SimulatedRound, 
 def _show(screen: Output, case: Case, found: SearchResult, rounds: Sequence[SimulatedRound], planning_s: float) -> dict:
     """Print the plan, and what its simulation says; gives the same for machines."""
     from ...planner.evaluate import estimate_plan
+    from ...planner.files import plain
     from ...quantities import format_bytes, format_seconds
     from ...report.explain_tables import simulation_table
-    from ...report.plan_file import plain
     from ...report.run_report import report_content
     from ...report.tables import plan_caption, plan_table
 

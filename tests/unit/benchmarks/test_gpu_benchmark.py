@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from benchmarks import gpu_memory
-from benchmarks.gpu_memory import LayoutRow, LimitRow, Model, Reading, headline, lowest_limit, measure, rank_zero_of, setting_of
+from benchmarks.gpu_memory import LayoutRow, LimitRow, Model, Reading, headline, lowest_limit, measure, setting_of
 from hf_osdp.profiling.live_bytes import LiveBytes
+from hf_osdp.runtime.simulate import fake_process_group
 
 TINY = Model(
     config="GPT2Config", architecture="GPT2LMHeadModel", sequence_length=32, samples=2,
@@ -49,7 +50,7 @@ class CountedMemory:
 @pytest.fixture(scope="module")
 def found() -> tuple[list[LayoutRow], list[LimitRow], CountedMemory]:
     memory = CountedMemory()
-    with pytest.MonkeyPatch.context() as patched, rank_zero_of(gpu_memory.WORLD):
+    with pytest.MonkeyPatch.context() as patched, fake_process_group(gpu_memory.WORLD):
         patched.setattr(gpu_memory, "RESOLUTION", 0.02)
         setting = setting_of("tiny", TINY, "bf16", memory.device)
         layouts, limits = measure(setting, memory, ("mixed",), (0.3,))
