@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from ..planner.description import UnitDescription
 from .together import synchronize, wait_for_all
 from .units import modules_by_name
+from .wrapping import cast_floating, forward_replaced
 
 ROOT = 0
 """Index of the root's unit."""
@@ -64,9 +65,7 @@ class Stopwatch:
         """Time the units' calls, and drop each gradient as soon as it is there: passes start from none."""
         with ExitStack() as stack:
             for unit, module in self._modules:
-                own = module.__dict__.get("forward")
-                stack.callback(_restore_forward, module, own)
-                module.forward = self._timed(unit, module.forward)
+                stack.enter_context(forward_replaced(module, self._timed(unit, module.forward)))
             for parameter in self._model.parameters():
                 if parameter.requires_grad:
                     handle = parameter.register_post_accumulate_grad_hook(_drop_gradient)
@@ -107,7 +106,7 @@ class Stopwatch:
             self._inside = True
             stretch = self._begin(unit)
             try:
-                args, kwargs = self._cast((args, kwargs))
+                args, kwargs = cast_floating((args, kwargs), self._compute_dtype)
                 output = original(*args, **kwargs)
                 self._hook(output, stretch)
             finally:
@@ -148,12 +147,6 @@ class Stopwatch:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
                 leaf.register_hook(enter)
 
-    def _cast(self, value: Any) -> Any:
-        dtype = self._compute_dtype
-        if dtype is None:
-            return value
-        return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
-
 
 def _seconds_between(began: Any, ended: Any) -> float:
     return ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1e3
@@ -161,10 +154,3 @@ def _seconds_between(began: Any, ended: Any) -> float:
 
 def _drop_gradient(parameter: nn.Parameter) -> None:
     parameter.grad = None
-
-
-def _restore_forward(module: nn.Module, own: Callable[..., Any] | None) -> None:
-    if own is None:
-        module.__dict__.pop("forward", None)
-    else:
-        module.forward = own

@@ -22,6 +22,7 @@ from .recorder import PhaseRecord, Recorder, Stretch
 from .standin import CallRecord, block_key, call_key
 from .twin import fake_like, fake_twin
 from .units import modules_by_name
+from .wrapping import cast_floating, forward_replaced
 
 SAMPLES = (1, 2, 3)
 """Micro-batch sizes that are traced: lines go through the last two, and are raised where the first lies above them.
@@ -136,9 +137,7 @@ class _Tracer:
         with ExitStack() as stack:
             known: dict[Any, list[_Traced]] = {}
             for unit, module in self._modules:
-                own = module.__dict__.get("forward")
-                stack.callback(_restore_forward, module, own)
-                module.forward = self._recording(module.forward, unit, module, recorder, known)
+                stack.enter_context(forward_replaced(module, self._recording(module.forward, unit, module, recorder, known)))
             for parameter in self._twin.parameters():
                 if parameter.requires_grad:
                     handle = parameter.register_post_accumulate_grad_hook(recorder.note_gradient)
@@ -166,7 +165,7 @@ class _Tracer:
                 recorder.leave()
                 return output
             stretch = recorder.enter(unit)
-            args, kwargs = self._cast((args, kwargs))
+            args, kwargs = cast_floating((args, kwargs), self._compute_dtype)
             output = original(*args, **kwargs)
             recorder.leave()
             record = CallRecord.of(args, kwargs, output)
@@ -175,13 +174,6 @@ class _Tracer:
             return output
 
         return forward
-
-    def _cast(self, value: Any) -> Any:
-        """Floating-point inputs in the compute dtype: FSDP2 casts them for each unit."""
-        dtype = self._compute_dtype
-        if dtype is None:
-            return value
-        return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -216,13 +208,6 @@ def _bytes_beside(output: Any, loss: torch.Tensor) -> int:
 
 def _fake_batch(batch: Mapping[str, Any], mode: FakeTensorMode, compute_dtype: torch.dtype | None) -> Mapping[str, Any]:
     return tree_map_only(torch.Tensor, lambda tensor: fake_like(tensor, mode, compute_dtype), dict(batch))
-
-
-def _restore_forward(module: nn.Module, own: Callable[..., Any] | None) -> None:
-    if own is None:
-        module.__dict__.pop("forward", None)
-    else:
-        module.forward = own
 
 
 # --------------------------------------------------------------------------------------------------- stretch → segment
