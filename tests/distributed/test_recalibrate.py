@@ -20,6 +20,9 @@ from tests.helpers.distributed import run_ranks
 
 LENGTH, VOCABULARY, LIMIT = 24, 173, "4MiB"
 """Under this limit some units are sharded; replicas of all would need more."""
+BLOCK_BYTES = 4 * (12 * 64**2 + 13 * 64)
+"""Of one gathered block in fp32. Gloo's thread lets go of a collective's buffer a moment after the collective has ended, so that one
+more may be alive at the peak: a peak varies by this from step to step."""
 
 
 def tiny_model(seed: int = 0) -> GPT2LMHeadModel:
@@ -149,6 +152,6 @@ def test_loops_are_measured_without_a_word_from_them(found):
             assert case["measured"].steps == 8 and case["measured"].median_step_s > 0 and case["measured"].collectives
         plan, peak = rank["plain"]["plan"], rank["plain"]["measured"].peak_bytes
         tried = next(past.observed.peak_bytes for past in rank["plain"]["rounds"] if past.plan.fingerprint == plan)
-        assert peak == pytest.approx(tried, rel=0.02), "training needs what the trial showed"
-    assert ranks[0]["loop"]["measured"].peak_bytes == pytest.approx(ranks[0]["loop"]["estimated"], rel=0.05)
+        assert peak == pytest.approx(tried, rel=0.02, abs=BLOCK_BYTES), "training needs what the trial showed"
+    assert ranks[0]["loop"]["measured"].peak_bytes == pytest.approx(ranks[0]["loop"]["estimated"], rel=0.05, abs=BLOCK_BYTES)
     assert report["measured"]["peak_bytes"] == ranks[0]["loop"]["measured"].peak_bytes
