@@ -178,7 +178,7 @@ def _tried(model: nn.Module, plan: Plan, problem: Problem, facts: RunFacts) -> t
     )
     plan, rounds, corrected = recalibrate(plan, problem, lambda tried: probe(tried, trial, meshes))
     if meshes is not None:
-        meshes.keep([plan.world_size, *(decision.shard_size for decision in plan.units)])
+        meshes.keep(plan)
     return plan, rounds, corrected or problem, meshes
 
 

@@ -5,7 +5,8 @@ Ring algorithm, α-β model (Thakur, Rabenseifner, Gropp 2005): in a group of n 
     all-gather, reduce-scatter:  (n - 1) α + (n - 1)/n N β
     all-reduce:                  2 (n - 1) α + 2 (n - 1)/n N β
 
-Where a group spans nodes, β is the slower of the link inside a node and this group's share of the node's outer link.
+Where a group spans nodes, β is the slower of the link inside a node and this group's share of the node's outer link. Two stages
+are two rings: of N nodes with 1/L of the bytes, and of the L ranks inside a node with all of them (docs/two_machines.md).
 A measured timing for the group, inside a node or across nodes as it lies, goes before the formula.
 """
 
@@ -40,6 +41,25 @@ def replicate_ring(hardware: Hardware, shard_size: int) -> Ring:
     return _replicate_ring(hardware.world_size, hardware.devices_per_node, shard_size)
 
 
+def stage_rings(hardware: Hardware, shard_size: int, stage_size: int) -> tuple[Ring, Ring]:
+    """Groups of a collective in two stages over `shard_size` ranks, `stage_size` of them in a node: between nodes, and inside."""
+    return _stage_ring(hardware.devices_per_node, shard_size, stage_size), shard_ring(hardware, stage_size)
+
+
+def gather_seconds(hardware: Hardware, shard_size: int, stage_size: int, nbytes: int) -> float:
+    """Seconds to gather `nbytes` of whole tensor among `shard_size` ranks, flat (`stage_size=1`) or in two stages."""
+    if stage_size == 1:
+        return collective_seconds(hardware, Collective.ALL_GATHER, shard_ring(hardware, shard_size), nbytes)
+    return _two_stage_seconds(hardware, Collective.TWO_STAGE_ALL_GATHER, shard_size, stage_size, nbytes)
+
+
+def reduce_scatter_seconds(hardware: Hardware, shard_size: int, stage_size: int, nbytes: int) -> float:
+    """Seconds to reduce `nbytes` of whole tensor to shards, flat (`stage_size=1`) or in two stages."""
+    if stage_size == 1:
+        return collective_seconds(hardware, Collective.REDUCE_SCATTER, shard_ring(hardware, shard_size), nbytes)
+    return _two_stage_seconds(hardware, Collective.TWO_STAGE_REDUCE_SCATTER, shard_size, stage_size, nbytes)
+
+
 def collective_seconds(hardware: Hardware, collective: Collective, ring: Ring, nbytes: int) -> float:
     """Seconds of one collective.
 
@@ -58,14 +78,28 @@ def collective_seconds(hardware: Hardware, collective: Collective, ring: Ring, n
     if measured is not None:
         return measured.latency_s + measured.seconds_per_byte * nbytes
     laps = 2 if collective is Collective.ALL_REDUCE else 1
-    if collective is Collective.REDUCE_SCATTER and hardware.backend.reduce_scatter_sends_all_reduce:
-        laps = 2
     return laps * _lap_seconds(hardware, ring, nbytes)
+
+
+def _two_stage_seconds(hardware: Hardware, collective: Collective, shard_size: int, stage_size: int, nbytes: int) -> float:
+    """As measured, else both stages one after the other."""
+    if nbytes == 0:
+        return 0.0
+    measured = hardware.timing(collective, shard_size, crosses_nodes=True)
+    if measured is not None:
+        return measured.latency_s + measured.seconds_per_byte * nbytes
+    between, within = stage_rings(hardware, shard_size, stage_size)
+    return _lap_seconds(hardware, between, nbytes // stage_size) + _lap_seconds(hardware, within, nbytes)
 
 
 @lru_cache(maxsize=256)
 def _shard_ring(world_size: int, per_node: int, shard_size: int) -> Ring:
     return _ring_of([range(start, start + shard_size) for start in range(0, world_size, shard_size)], per_node)
+
+
+@lru_cache(maxsize=256)
+def _stage_ring(per_node: int, shard_size: int, stage_size: int) -> Ring:
+    return _ring_of([range(place, shard_size, stage_size) for place in range(stage_size)], per_node)
 
 
 @lru_cache(maxsize=256)

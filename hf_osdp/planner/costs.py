@@ -1,7 +1,7 @@
 """What one choice costs one unit: the terms from which memory and time are built.
 
-A choice is (shard size g, keep gathered parameters after forward). Every term is a whole number of bytes on the fullest
-rank, or seconds. The terms follow what FSDP2 allocates (torch/distributed/fsdp/_fully_shard), not an idealisation:
+A choice is (shard size g, keep gathered parameters after forward, collectives in one stage or two). Every term is a whole number of
+bytes on the fullest rank, or seconds. The terms follow what FSDP2 allocates (torch/distributed/fsdp/_fully_shard), not an idealisation:
 gathering needs a buffer beside the gathered parameters, reducing needs a copy of the gradients, and a replicated unit
 is copied although nothing is sent.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .collectives import collective_seconds, replicate_ring, shard_ring
+from .collectives import collective_seconds, gather_seconds, reduce_scatter_seconds, replicate_ring
 from .description import GatherSpan, ParameterSpec, UnitDescription
 from .hardware import Collective, Hardware
 from .job import OptimizerSpec, OptimizerStep, TrainingJob
@@ -24,6 +24,8 @@ class Choice:
     shard_size: int
     keep: bool
     """Keep the gathered parameters from forward to backward."""
+    stage_size: int = 1
+    """Ranks of a node in all-gathers and reduce-scatters of two stages; 1 runs them in one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,8 @@ class UnitBytes:
     """Gradients as autograd makes them, before they are reduced or added to whole ones that are held."""
     reduce_input: int
     """Input buffer of the reduce-scatter."""
+    reduce_stage: int
+    """What the first of two stages of the reduce-scatter leaves to the second; 0 where there is one."""
     reduce_tail: int
     """The same buffer while the next unit's backward runs: it is freed when that one ends.
 
@@ -90,6 +94,11 @@ class UnitBytes:
     def held(self) -> int:
         """Bytes that are there at every moment."""
         return self.parameters + self.optimizer + self.gradients_held
+
+    @property
+    def reduce_work(self) -> int:
+        """Bytes of a reduce-scatter beside its input and what becomes the gradient."""
+        return self.reduce_stage + max(0, self.reduce_output - self.reduced_after)
 
     @property
     def prefetched(self) -> int:
@@ -117,13 +126,17 @@ class UnitSeconds:
     """Clipping and optimizer step on the unit's shard, once a step."""
 
 
-def choices_for(unit: UnitDescription, shard_sizes: Sequence[int], *, keep: bool | None = None) -> tuple[Choice, ...]:
+def choices_for(
+    unit: UnitDescription, shard_sizes: Sequence[int], *, keep: bool | None = None, stage_sizes: Sequence[int] = (1,)
+) -> tuple[Choice, ...]:
     """The choices that make sense for a unit.
 
-    A unit whose parameters stay gathered for the whole step (`GatherSpan.STEP`) has no choice about keeping them.
+    A unit whose parameters stay gathered for the whole step (`GatherSpan.STEP`) has no choice about keeping them. Two stages
+    need several whole nodes: a stage size above 1 goes with larger shard sizes that it divides.
     """
     keeps = (True,) if unit.span is GatherSpan.STEP else ((False, True) if keep is None else (keep,))
-    return tuple(Choice(shard_size=size, keep=k) for size in shard_sizes for k in keeps)
+    layouts = [(size, stage) for size in shard_sizes for stage in stage_sizes if stage == 1 or (size > stage and size % stage == 0)]
+    return tuple(Choice(shard_size=size, keep=k, stage_size=stage) for size, stage in layouts for k in keeps)
 
 
 def unit_bytes(unit: UnitDescription, choice: Choice, world_size: int, job: TrainingJob, batch: Batch) -> UnitBytes:
@@ -156,6 +169,7 @@ def unit_bytes(unit: UnitDescription, choice: Choice, world_size: int, job: Trai
         cast_buffer=_cast_buffer(unit, g, job) if casts else 0,
         unsharded_gradients=0 if holds and unit.span is GatherSpan.USE else _unsharded(trainable, job),
         reduce_input=g * reduced if copies else 0,
+        reduce_stage=g // choice.stage_size * reduced if choice.stage_size > 1 else 0,
         reduce_tail=reduce_tail(unit, world_size, job),
         reduce_output=reduced if copies and (recast or accumulates) else 0,
         kept=gathered if choice.keep else 0,
@@ -185,10 +199,9 @@ def unit_seconds(unit: UnitDescription, choice: Choice, hardware: Hardware, job:
     gathered = _total(unit.parameters, lambda p: g * p.sharded_numel(g) * precision.gathered_dtype(p).itemsize)
     reduced = _total(trainable, lambda p: g * p.sharded_numel(g) * precision.reduced_dtype(p).itemsize)
     elements = _total(trainable, lambda p: p.sharded_numel(g) * p.dtype.itemsize)
-    shard, replicate = shard_ring(hardware, g), replicate_ring(hardware, g)
-    gather = collective_seconds(hardware, Collective.ALL_GATHER, shard, gathered)
-    scatter = collective_seconds(hardware, Collective.REDUCE_SCATTER, shard, reduced)
-    all_reduce = collective_seconds(hardware, Collective.ALL_REDUCE, replicate, reduced // g)
+    gather = gather_seconds(hardware, g, choice.stage_size, gathered)
+    scatter = reduce_scatter_seconds(hardware, g, choice.stage_size, reduced)
+    all_reduce = collective_seconds(hardware, Collective.ALL_REDUCE, replicate_ring(hardware, g), reduced // g)
     copy_out, copy_in = _handling_seconds(unit, g, gathered, reduced, hardware) if world_size > 1 else (0.0, 0.0)
     return UnitSeconds(
         gather_forward=gather,

@@ -34,6 +34,7 @@ def choices_of(plan: Plan, description: ModelDescription) -> tuple[Choice, ...]:
         Choice(
             shard_size=decisions[unit.fqn].shard_size,
             keep=unit.span is GatherSpan.STEP or not decisions[unit.fqn].reshard_after_forward,
+            stage_size=decisions[unit.fqn].stage_size,
         )
         for unit in description.units
     )
@@ -75,8 +76,12 @@ def _collectives(
 ) -> dict[Collective, float]:
     """Gathers in every micro-step, reduce-scatters as often as the batch says, all-reduces between replicas once."""
     terms = [unit_seconds(unit, choice, hardware, job) for unit, choice in zip(description.units, choices, strict=True)]
-    return {
-        Collective.ALL_GATHER: batch.accumulation_steps * sum(t.gather_forward + t.gather_backward for t in terms),
-        Collective.REDUCE_SCATTER: batch.reduce_scatters * sum(t.reduce_scatter for t in terms),
-        Collective.ALL_REDUCE: sum(t.all_reduce for t in terms),
-    }
+    seconds = dict.fromkeys(Collective, 0.0)
+    for choice, t in zip(choices, terms, strict=True):
+        two_stage = choice.stage_size > 1
+        gather = Collective.TWO_STAGE_ALL_GATHER if two_stage else Collective.ALL_GATHER
+        scatter = Collective.TWO_STAGE_REDUCE_SCATTER if two_stage else Collective.REDUCE_SCATTER
+        seconds[gather] += batch.accumulation_steps * (t.gather_forward + t.gather_backward)
+        seconds[scatter] += batch.reduce_scatters * t.reduce_scatter
+        seconds[Collective.ALL_REDUCE] += t.all_reduce
+    return seconds

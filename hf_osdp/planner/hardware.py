@@ -26,18 +26,17 @@ class Backend(str, Enum):
         """Whether FSDP2's collectives run beside compute. Under gloo each one blocks the rank."""
         return self is Backend.NCCL
 
-    @property
-    def reduce_scatter_sends_all_reduce(self) -> bool:
-        """gloo has no reduce-scatter of its own: it sends an all-reduce and drops the rest."""
-        return self is Backend.GLOO
-
 
 class Collective(str, Enum):
-    """The collectives that FSDP2 issues."""
+    """The collectives that FSDP2 issues, or is given."""
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
+    TWO_STAGE_ALL_GATHER = "two_stage_all_gather"
+    """Between nodes among ranks of the same place, then inside each node."""
+    TWO_STAGE_REDUCE_SCATTER = "two_stage_reduce_scatter"
+    """Inside each node, then between nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

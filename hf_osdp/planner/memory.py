@@ -227,7 +227,7 @@ class _Walk:
         self.level = self.level.plus(buffers=unit.reduced_after)
         yield self._moment(
             "backward: reduce", label, activations=gradient, gathered=ahead,
-            buffers=unit.reduce_input + max(0, unit.reduce_output - unit.reduced_after),
+            buffers=unit.reduce_input + unit.reduce_work,
         )  # fmt: skip
 
     def finish(self):
@@ -240,6 +240,6 @@ class _Walk:
             yield self._moment("reduce", label, buffers=unit.reduce_input)
             self.level = self.level.plus(gradients=unit.gradients_after + unit.gradients_settled - unit.unsharded_gradients)
             self.level = self.level.plus(buffers=unit.reduced_after)
-            yield self._moment("reduce", label, buffers=unit.reduce_input + max(0, unit.reduce_output - unit.reduced_after))
+            yield self._moment("reduce", label, buffers=unit.reduce_input + unit.reduce_work)
         self.level = replace(self.level, buffers=0)
         yield self._moment("optimizer step", "(all)", buffers=combined_scratch(self.job, [u.step_scratch for u in self.units]))

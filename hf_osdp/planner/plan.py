@@ -15,7 +15,7 @@ from .costs import Batch, Choice
 from .description import ModelDescription
 from .files import read_whole, validated, write_whole
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 class ShardMode(str, Enum):
@@ -35,10 +35,22 @@ class UnitDecision:
     """Ranks that share one copy: 1 replicates, the world size shards over all, between is HSDP."""
     reshard_after_forward: bool
     """Free the gathered parameters after forward and gather them again in backward (ZeRO-3), or keep them (ZeRO-2)."""
+    stage_size: int = 1
+    """Ranks of a node where all-gathers and reduce-scatters run in two stages, between nodes and inside; 1 runs them in one."""
 
     def __post_init__(self) -> None:
         if self.shard_size < 1:
             raise ValueError(f"Unit {self.fqn or '(root)'!r}: shard_size={self.shard_size} must be at least 1.")
+        if self.stage_size != 1 and not (1 < self.stage_size < self.shard_size and self.shard_size % self.stage_size == 0):
+            raise ValueError(
+                f"Unit {self.fqn or '(root)'!r}: stage_size={self.stage_size} must be 1, or divide shard_size={self.shard_size}"
+                " and be less."
+            )
+
+    @property
+    def two_stage(self) -> bool:
+        """Whether all-gathers and reduce-scatters run in two stages."""
+        return self.stage_size > 1
 
     def mode(self, world_size: int) -> ShardMode:
         """The layout's name in a world of `world_size` ranks."""
@@ -47,7 +59,7 @@ class UnitDecision:
         return ShardMode.SHARD if self.shard_size == world_size else ShardMode.GROUP_SHARD
 
     def describe(self, world_size: int) -> str:
-        """Short text for tables: `replicate`, `shard 8`, `shard 2 x replicate 4, keep`."""
+        """Short text for tables: `replicate`, `shard 8`, `shard 2 x replicate 4, keep`, `shard 16 in 2 stages`."""
         match self.mode(world_size):
             case ShardMode.REPLICATE:
                 text = "replicate"
@@ -55,6 +67,8 @@ class UnitDecision:
                 text = f"shard {world_size}"
             case ShardMode.GROUP_SHARD:
                 text = f"shard {self.shard_size} x replicate {world_size // self.shard_size}"
+        if self.two_stage:
+            text = f"{text} in 2 stages"
         return text if self.reshard_after_forward else f"{text}, keep"
 
 
@@ -129,7 +143,7 @@ class Plan:
             **stated: other fields, such as `strategy` (default `osdp`) and estimates.
         """
         units = (
-            UnitDecision(fqn=unit.fqn, shard_size=choice.shard_size, reshard_after_forward=not choice.keep)
+            UnitDecision(fqn=unit.fqn, shard_size=choice.shard_size, reshard_after_forward=not choice.keep, stage_size=choice.stage_size)
             for unit, choice in zip(description.units, choices, strict=True)
         )
         return cls(

@@ -196,7 +196,7 @@ class Program:
             level = level - self._sum([group], lambda o: o.bytes.gathered)
             self._fits(level + self._sum([group], lambda o: o.bytes.reduce_input))
             level = level + self._sum([group], _reduced_at_the_end)
-            self._fits(level + self._sum([group], lambda o: o.bytes.reduce_input + max(0, o.bytes.reduce_output - o.bytes.reduced_after)))
+            self._fits(level + self._sum([group], lambda o: o.bytes.reduce_input + o.bytes.reduce_work))
         level = level - reduced
         if self._job.optimizer.step is not OptimizerStep.FOR_LOOP:
             self._fits(level + self._sum(line.groups, lambda o: o.bytes.step_scratch))

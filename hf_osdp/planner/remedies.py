@@ -71,7 +71,7 @@ class _Fits:
         limit = self.limit_bytes - hardware.device.reserved_bytes
         smallest_first = list(batches(job, hardware.world_size))[::-1]
         try:
-            spaces = search_spaces(strategy, description, hardware.world_size)
+            spaces = search_spaces(strategy, description, hardware.world_size, hardware.devices_per_node)
         except ValueError:
             return False
         return any(

@@ -41,6 +41,10 @@ class StrategyResult:
     """Where nothing fits: the least that it would need."""
 
 
+_UNAVAILABLE = {Strategy.HSDP: "no group size between 1 and all", Strategy.TWO_STAGE: "not several nodes of several devices"}
+"""Why these strategies have no plan on some numbers of devices."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
     """One batch in one space: an integer program, with the time and the peak that no plan of it can beat."""
@@ -129,14 +133,14 @@ def compare_strategies(
             reason = f"needs {format_bytes(error.least_peak_bytes)}"
             rows.append(StrategyResult(strategy=strategy, result=None, reason=reason, least_peak_bytes=error.least_peak_bytes))
         except ValueError:
-            if strategy is not Strategy.HSDP:
+            if strategy not in _UNAVAILABLE:
                 raise
-            rows.append(StrategyResult(strategy=strategy, result=None, reason="no group size between 1 and all"))
+            rows.append(StrategyResult(strategy=strategy, result=None, reason=_UNAVAILABLE[strategy]))
     return tuple(rows)
 
 
 def _candidates(description: ModelDescription, hardware: Hardware, job: TrainingJob, strategy: Strategy) -> Iterator[_Candidate]:
-    spaces = search_spaces(strategy, description, hardware.world_size)
+    spaces = search_spaces(strategy, description, hardware.world_size, hardware.devices_per_node)
     for batch in batches(job, hardware.world_size):
         compute_s = sum(compute_seconds(description, hardware, batch.micro_batch_size))
         for space in spaces:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from ..collectives.fsdp import Stages, TwoStageAllGather, TwoStageReduceScatter, flat_collectives
+from ..collectives.transport import transport_of
 from ..planner.hardware import Collective, CollectiveTiming
 from ..planner.lines import fit_line
 from .together import largest, rounds, synchronize, typical, wait_for_all
@@ -24,11 +28,12 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 3, 25
 def measure_collectives(
     device: torch.device, group_sizes: Sequence[int], seconds: float, *, local_world_size: int | None = None
 ) -> tuple[CollectiveTiming, ...]:
-    """Time all-gather, reduce-scatter and all-reduce. Every rank must call this, with the same arguments.
+    """Time all-gather, reduce-scatter and all-reduce, as FSDP2 will issue them under a plan. Every rank must call this, with
+    the same arguments.
 
     All groups of a size run at once, as they do in training. Shard groups (all-gather, reduce-scatter) are contiguous ranks;
-    the groups that reduce replicas (all-reduce) of an r x s mesh are `world / r` ranks apart. Buffers are new for each call
-    and their input has just been written, as FSDP2's are.
+    the groups that reduce replicas (all-reduce) of an r x s mesh are `world / r` ranks apart. Groups of several whole nodes are
+    timed in two stages as well. Buffers are new for each call and their input has just been written, as FSDP2's are.
 
     Args:
         device: where the tensors are.
@@ -42,8 +47,8 @@ def measure_collectives(
     if not group_sizes:
         return ()
     local = local_world_size or dist.get_world_size()
-    with _groups(group_sizes) as groups:
-        tests = [_Test(collective, size, group) for (collective, size), group in groups.items()]
+    with ExitStack() as stack:
+        tests = [_Test(collective, size, call) for (collective, size), call in _calls(group_sizes, local, device, stack).items()]
         _choose_sizes(tests, device, seconds)
         for _ in rounds(seconds, device, least=_LEAST_ROUNDS, most=_MOST_ROUNDS):
             for test in tests:
@@ -58,7 +63,7 @@ class _Test:
 
     collective: Collective
     size: int
-    group: dist.ProcessGroup | None
+    call: _Call
     taken: dict[int, list[float]] = field(default_factory=dict)
 
     def timed(self, nbytes: int, device: torch.device) -> float:
@@ -66,7 +71,7 @@ class _Test:
         whole, part = self._buffers(nbytes, device)
         wait_for_all(device)
         start = time.perf_counter()
-        self._run(whole, part)
+        self.call.run(whole, part)
         synchronize(device)
         return max(time.perf_counter() - start, 1e-9)
 
@@ -75,11 +80,11 @@ class _Test:
         numel = self.numel(nbytes)
         whole = torch.empty(numel, device=device)
         match self.collective:
-            case Collective.ALL_GATHER:
-                part = whole.chunk(self.size)[dist.get_rank(self.group)]
+            case Collective.ALL_GATHER | Collective.TWO_STAGE_ALL_GATHER:
+                part = whole.chunk(self.size)[dist.get_rank(self.call.group)]
                 part.zero_()
                 return whole, part
-            case Collective.REDUCE_SCATTER:
+            case Collective.REDUCE_SCATTER | Collective.TWO_STAGE_REDUCE_SCATTER:
                 return whole.zero_(), torch.empty(numel // self.size, device=device)
             case Collective.ALL_REDUCE:
                 return whole.zero_(), whole
@@ -87,16 +92,6 @@ class _Test:
 
     def numel(self, nbytes: int) -> int:
         return -(-nbytes // 4 // self.size) * self.size
-
-    def _run(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        # torch 2.13 deprecates the names that 2.11 has
-        match self.collective:
-            case Collective.ALL_GATHER:
-                (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(whole, part, group=self.group)
-            case Collective.REDUCE_SCATTER:
-                (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(part, whole, group=self.group)
-            case Collective.ALL_REDUCE:
-                dist.all_reduce(whole, group=self.group)
 
     def timing(self, device: torch.device, local: int) -> CollectiveTiming:
         """The line through the slowest rank's typical time of each size."""
@@ -133,21 +128,56 @@ def _members(collective: Collective, size: int) -> list[list[int]]:
     return [list(range(first, first + size)) for first in range(0, world, size)]
 
 
-@contextmanager
-def _groups(group_sizes: Sequence[int]) -> Iterator[dict[tuple[Collective, int], dist.ProcessGroup | None]]:
-    """This rank's group for each collective and size; None stands for the world's own."""
-    found: dict[tuple[Collective, int], dist.ProcessGroup | None] = {}
-    try:
-        for size in group_sizes:
-            for collective in Collective:
-                found[collective, size] = None
-                if size == dist.get_world_size():
-                    continue
-                members = _members(collective, size)
-                groups = [dist.new_group(ranks) for ranks in members]
-                found[collective, size] = next(g for g, ranks in zip(groups, members, strict=True) if dist.get_rank() in ranks)
-        yield found
-    finally:
-        for group in found.values():
-            if group is not None:
-                dist.destroy_process_group(group)
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One collective as it is issued: what runs, given the whole tensor and this rank's part, and its group."""
+
+    group: dist.ProcessGroup
+    run: Callable[[torch.Tensor, torch.Tensor], object]
+
+
+def _calls(group_sizes: Sequence[int], local: int, device: torch.device, stack: ExitStack) -> dict[tuple[Collective, int], _Call]:
+    """What is timed, in groups that are given back when the stack is left. Collective.
+
+    Gathers and reductions of one size share a group, as they do in FSDP2, which has one for each axis of a mesh.
+    """
+    calls: dict[tuple[Collective, int], _Call] = {}
+    formed: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+
+    def group_of(members: list[list[int]]) -> dist.ProcessGroup:
+        key = tuple(tuple(ranks) for ranks in members)
+        if len(members[0]) == dist.get_world_size():
+            return dist.group.WORLD
+        if key not in formed:
+            groups = [dist.new_group(ranks) for ranks in members]
+            formed[key] = next(group for group, ranks in zip(groups, members, strict=True) if dist.get_rank() in ranks)
+            stack.callback(dist.destroy_process_group, formed[key])
+        return formed[key]
+
+    for size in group_sizes:
+        shards, replicas = group_of(_members(Collective.ALL_GATHER, size)), group_of(_members(Collective.ALL_REDUCE, size))
+        gather, scatter = flat_collectives(shards, device.type)
+        calls[Collective.ALL_GATHER, size] = _Call(shards, partial(_gather, gather, shards))
+        calls[Collective.REDUCE_SCATTER, size] = _Call(shards, partial(_scatter, scatter, shards))
+        calls[Collective.ALL_REDUCE, size] = _Call(replicas, lambda whole, part, group=replicas: dist.all_reduce(whole, group=group))
+        if 1 < local < size and size % local == 0:
+            stages = Stages(between=group_of(_places(size, local)), within=group_of(_members(Collective.ALL_GATHER, local)))
+            transport = transport_of(shards, device.type)
+            gather, scatter = TwoStageAllGather(stages, transport), TwoStageReduceScatter(stages, transport)
+            calls[Collective.TWO_STAGE_ALL_GATHER, size] = _Call(shards, partial(_gather, gather, shards))
+            calls[Collective.TWO_STAGE_REDUCE_SCATTER, size] = _Call(shards, partial(_scatter, scatter, shards))
+    return calls
+
+
+def _gather(gather: AllGather, group: dist.ProcessGroup, whole: torch.Tensor, part: torch.Tensor) -> None:
+    gather(whole, part, group)
+
+
+def _scatter(scatter: ReduceScatter, group: dist.ProcessGroup, whole: torch.Tensor, part: torch.Tensor) -> None:
+    scatter(part, whole, group, dist.ReduceOp.SUM)
+
+
+def _places(size: int, local: int) -> list[list[int]]:
+    """Ranks of the same place in the nodes of each group of `size` ranks."""
+    starts = range(0, dist.get_world_size(), size)
+    return [list(range(start + place, start + size, local)) for start in starts for place in range(local)]

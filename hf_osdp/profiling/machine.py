@@ -8,13 +8,14 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from ..collectives.topology import find_topology
 from ..errors import HardwareError
 from ..planner.description import DType
 from ..planner.hardware import Backend, Collective, CollectiveTiming, DeviceSpec, Hardware, Link
 from .handling import measure_handling
 from .links import measure_collectives
 from .rates import copy_rate, matmul_rates, operator_seconds
-from .together import distributed, local_world_size, smallest, wait_for_all, world_size
+from .together import distributed, smallest, wait_for_all, world_size
 
 
 def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Sequence[int] | None = None) -> Hardware:
@@ -36,7 +37,7 @@ def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Seq
     """
     device = measuring_device(device_type)
     world = world_size()
-    local = _local_world_size(world, device)
+    local = find_topology().ranks_per_node
     sizes = _group_sizes(world, group_sizes)
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     timings = measure_collectives(device, sizes, seconds, local_world_size=local) if world > 1 else ()
@@ -117,14 +118,6 @@ def _agreed_name(device: torch.device) -> str:
     if distributed():
         dist.broadcast_object_list(names, src=0, device=device)
     return names[0]
-
-
-def _local_world_size(world: int, device: torch.device) -> int:
-    """Ranks on this node, which must be as many on each."""
-    local = local_world_size(device)
-    if local < 1 or world % local:
-        raise HardwareError(f"LOCAL_WORLD_SIZE={local} does not divide the {world} processes; start equally many on each node.")
-    return local
 
 
 def _group_sizes(world: int, asked: Sequence[int] | None) -> tuple[int, ...]:

@@ -60,7 +60,7 @@ def _rows(explanation: Explanation) -> list[dict]:
 def _alternative(other: Alternative | None, world_size: int) -> dict | None:
     if other is None:
         return None
-    return {"layout": layout_text(other.choice.shard_size, other.choice.keep, world_size), **asdict(other)}
+    return {"layout": layout_text(other.choice, world_size), **asdict(other)}
 
 
 def batch_content(plan) -> dict:

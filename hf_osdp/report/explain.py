@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from ..errors import InfeasibleError
-from ..planner.costs import Choice, UnitSeconds, choices_for, unit_seconds
+from ..planner.costs import Choice, UnitSeconds, unit_seconds
 from ..planner.description import ModelDescription
 from ..planner.evaluate import PlanEstimate, batch_of, choices_of, estimate_plan
 from ..planner.hardware import Hardware
@@ -14,7 +14,7 @@ from ..planner.job import TrainingJob
 from ..planner.memory import estimate_memory
 from ..planner.plan import Plan
 from ..planner.search import search
-from ..planner.strategies import divisors
+from ..planner.strategies import Strategy, search_spaces
 from ..planner.timing import overlap_windows, unit_time
 from .tables import PlanRow, plan_rows
 
@@ -185,8 +185,8 @@ class _Question:
 
     def reason(self, row: PlanRow) -> RowReason:
         unit, choice = row.units[0], self.choices[row.units[0]]
-        sizes = divisors(self.plan.world_size)
-        space = choices_for(self.description.units[unit], sizes) if len(sizes) > 1 else ()  # one device has nothing to choose
+        (space,) = search_spaces(Strategy.OSDP, self.description, self.plan.world_size, self.hardware.devices_per_node)
+        space = space[unit] if self.plan.world_size > 1 else ()  # one device has nothing to choose
         added = {other: sum(self._seconds(i, other) - self._seconds(i, choice) for i in row.units) for other in space if other != choice}
         ranked = sorted(added, key=lambda other: (added[other], other))
         quicker = next((other for other in ranked if added[other] < 0), None)

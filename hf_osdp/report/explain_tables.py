@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from ..planner.costs import Choice
 from ..planner.memory import MemoryBreakdown, Moment
 from ..planner.plan import Plan, UnitDecision
 from ..planner.search import SearchResult
@@ -197,13 +198,14 @@ def row_label(row: PlanRow) -> str:
     return f"{row.label} ({len(row.units)})" if len(row.units) > 1 else row.label
 
 
-def layout_text(shard_size: int, keep: bool, world_size: int) -> str:
+def layout_text(choice: Choice, world_size: int) -> str:
     """A layout as the plan's tables write it."""
-    return UnitDecision(fqn="", shard_size=shard_size, reshard_after_forward=not keep).describe(world_size)
+    decision = UnitDecision(fqn="", shard_size=choice.shard_size, reshard_after_forward=not choice.keep, stage_size=choice.stage_size)
+    return decision.describe(world_size)
 
 
 def _layout(other: Alternative, plan: Plan) -> str:
-    return layout_text(other.choice.shard_size, other.choice.keep, plan.world_size)
+    return layout_text(other.choice, plan.world_size)
 
 
 def _overrun(other: Alternative, units: int) -> str:

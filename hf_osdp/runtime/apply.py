@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from graphlib import TopologicalSorter
 
 import torch
@@ -9,12 +10,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from ..collectives.fsdp import TwoStageAllGather, TwoStageReduceScatter, flat_collectives
+from ..collectives.transport import transport_of
 from ..errors import OSDPError, PlanError
 from ..planner.description import DType, GatherSpan, ModelDescription, UnitDescription
 from ..planner.plan import Plan, UnitDecision
 from ..profiling.units import modules_by_name
 from .broadcast import broadcast_parameters
-from .mesh import Meshes, world_size
+from .mesh import SHARD_AXIS, Meshes, world_size
 
 
 def apply_plan(
@@ -54,7 +57,7 @@ def apply_plan(
     if plan.world_size == 1 and not _needs_fsdp(mp_policy, offload_policy):
         return model
     meshes = meshes or Meshes(default_device_type())
-    meshes.prepare([plan.world_size, *(decision.shard_size for decision in plan.units)])
+    meshes.prepare(plan)
     if broadcast:
         broadcast_parameters(model)
     policies = {"mp_policy": mp_policy or MixedPrecisionPolicy(), "offload_policy": offload_policy or OffloadPolicy()}
@@ -65,10 +68,31 @@ def apply_plan(
             reshard_after_forward=decision.reshard_after_forward,
             **policies,
         )
+        set_collectives(modules[0], decision, meshes)
     if not isinstance(model, FSDPModule):
         # Without a root, each unit would be a root of its own: no prefetch, no common streams.
         fully_shard(model, mesh=meshes.mesh(plan.world_size), reshard_after_forward=False, **policies)
     return model
+
+
+def set_collectives(module: FSDPModule, decision: UnitDecision, meshes: Meshes) -> None:
+    """Give a sharded unit the collectives of its decision, where FSDP2's own are not those.
+
+    Args:
+        module: the unit's first module; its parameter group is that of all.
+        decision: how the unit is laid out.
+        meshes: where its groups are.
+    """
+    if decision.shard_size == 1:
+        return
+    group = meshes.mesh(decision.shard_size).get_group(SHARD_AXIS)
+    if decision.two_stage:
+        stages, transport = meshes.stages(decision.shard_size, decision.stage_size), transport_of(group, meshes.device_type)
+        gather, scatter = TwoStageAllGather(stages, transport), TwoStageReduceScatter(stages, transport)
+    else:
+        gather, scatter = flat_collectives(group, meshes.device_type)
+    module.set_custom_all_gather(gather)
+    module.set_custom_reduce_scatter(scatter)
 
 
 def _steps(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> list[tuple[list[nn.Module], UnitDecision]]:
@@ -89,7 +113,7 @@ def effective(decision: UnitDecision, unit: UnitDescription) -> UnitDecision:
         case GatherSpan.USE:
             return decision
         case GatherSpan.STEP:
-            return UnitDecision(fqn=decision.fqn, shard_size=decision.shard_size, reshard_after_forward=False)
+            return replace(decision, reshard_after_forward=False)
 
 
 def bottom_up(units: tuple[UnitDescription, ...]) -> tuple[UnitDescription, ...]:

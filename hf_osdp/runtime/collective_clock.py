@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..collectives.announce import listening
 from ..planner.hardware import Collective
 from ..profiling.together import local_world_size
 from .mesh import collective_device, world_size
@@ -42,9 +44,9 @@ class CollectiveCall:
 class CollectiveClock(TorchDispatchMode):
     """Times all-gathers, reduce-scatters and all-reduces that are issued inside the context.
 
-    On the CPU each is waited for where it is issued, as FSDP2 does on gloo anyway. On CUDA events are recorded on the stream that
-    waits for it, and nothing blocks. A profiler would tell the same, but on CUDA it takes device memory, of which a run near
-    its limit has none.
+    What is made of several calls and says so (`collectives/announce.py`) is one. On the CPU each is waited for where it is
+    issued, as FSDP2 does on gloo anyway. On CUDA events are recorded on the stream that waits for it, and nothing blocks.
+    A profiler would tell the same, but on CUDA it takes device memory, of which a run near its limit has none.
 
     Args:
         device: where the tensors lie.
@@ -56,22 +58,43 @@ class CollectiveClock(TorchDispatchMode):
         self._on_cuda = device.type == "cuda"
         self._local_world_size = local_world_size(device)
         self._seen: list[tuple[Collective, tuple[int, bool], int, Any, Any]] = []
+        self._announced: tuple[Collective, tuple[int, bool], int, Any] | None = None
+        self._hearing: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> CollectiveClock:
+        self._hearing.append(listening(self))
+        self._hearing[-1].__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._hearing.pop().__exit__(*exception)
+
+    def begins(self, collective: Collective, group: dist.ProcessGroup, nbytes: int) -> None:
+        """A collective of several calls begins."""
+        self._announced = (collective, self._place(group), nbytes, self._now())
+
+    def ends(self) -> None:
+        """All its calls were issued; each was waited for."""
+        assert self._announced is not None, "it was told that it began"
+        self._seen.append((*self._announced, self._now()))
+        self._announced = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(cls, DTensor) for cls in types):
             return NotImplemented  # let it unfold into operators on local tensors, which come here again
         kwargs = kwargs or {}
         known = isinstance(func, OpOverload) and func.namespace == "c10d"
+        if self._announced is not None:
+            # Gloo's pieces are waited for by who sent them: one after the other would never end.
+            return func(*args, **kwargs) if not (known and self._on_cuda) else _waited(func(*args, **kwargs))
         collective = _OPERATORS.get(func.overloadpacket.__name__) if known else None
         nbytes = max((t.numel() * t.element_size() for t in _tensors(args)), default=0) if known else 0
         if collective is None or nbytes < _SMALLEST_BYTES:
             return func(*args, **kwargs)
         began = self._now()
-        result = func(*args, **kwargs)
-        for work in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(work, torch.ScriptObject):
-                work.wait()
-        self._seen.append((collective, self._group(args), nbytes, began, self._now()))
+        result = _waited(func(*args, **kwargs))
+        self._seen.append((collective, self._place(_group(args)), nbytes, began, self._now()))
         return result
 
     def calls(self) -> tuple[CollectiveCall, ...]:
@@ -84,9 +107,8 @@ class CollectiveClock(TorchDispatchMode):
             if size > 1
         )
 
-    def _group(self, args: Sequence[Any]) -> tuple[int, bool]:
-        """Ranks of the process group, the first script object among the arguments, and whether they lie on several nodes."""
-        group = dist.ProcessGroup.unbox(next(value for value in args if isinstance(value, torch.ScriptObject)))
+    def _place(self, group: dist.ProcessGroup) -> tuple[int, bool]:
+        """Ranks of a process group, and whether they lie on several nodes."""
         ranks = dist.get_process_group_ranks(group)
         return group.size(), len({rank // self._local_world_size for rank in ranks}) > 1
 
@@ -123,6 +145,19 @@ def of_last_rank(calls: Sequence[CollectiveCall]) -> tuple[CollectiveCall, ...]:
     seconds = torch.tensor([call.seconds for call in calls], dtype=torch.float64, device=collective_device())
     dist.all_reduce(seconds, op=dist.ReduceOp.MIN)
     return tuple(replace(call, seconds=quickest) for call, quickest in zip(calls, seconds.tolist(), strict=True))
+
+
+def _group(args: Sequence[Any]) -> dist.ProcessGroup:
+    """The process group of a collective: the first script object among its arguments."""
+    return dist.ProcessGroup.unbox(next(value for value in args if isinstance(value, torch.ScriptObject)))
+
+
+def _waited(result: Any) -> Any:
+    """A collective's result, once it is there (on CUDA: for the current stream)."""
+    for work in result if isinstance(result, (tuple, list)) else (result,):
+        if isinstance(work, torch.ScriptObject):
+            work.wait()
+    return result
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ..collectives.fsdp import Stages
+from ..planner.plan import Plan
+
 REPLICATE_AXIS = "replicate"
 SHARD_AXIS = "shard"
+_NODES_AXIS, _WITHIN_AXIS = "nodes", "within"
+Layout = tuple[int, int]
+"""Shard size and stage size."""
 
 
 class Meshes:
     """The meshes of one process group, one for each shard size, each made when first asked for.
 
     Making a mesh forms process groups, which is collective: every rank must ask for the same sizes in the same order
-    (`prepare` does). Shard groups are neighbouring ranks, so that they stay inside a node where the size allows it.
+    (`prepare` does). Shard groups are neighbouring ranks, so that they stay inside a node where the size allows it. Groups of
+    two stages are those of meshes that plans have anyway, where the shard group is the world.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -32,6 +37,7 @@ class Meshes:
         self.device_type = device_type
         self.world_size = dist.get_world_size()
         self._by_shard_size: dict[int, DeviceMesh] = {}
+        self._staged: dict[Layout, DeviceMesh] = {}
 
     def mesh(self, shard_size: int) -> DeviceMesh:
         """The mesh whose shard axis has `shard_size` ranks.
@@ -52,19 +58,64 @@ class Meshes:
             self._by_shard_size[shard_size] = self.form(shape, names)
         return self._by_shard_size[shard_size]
 
+    def stages(self, shard_size: int, stage_size: int) -> Stages:
+        """This rank's groups between nodes and inside its node, for collectives over `shard_size` ranks.
+
+        Args:
+            shard_size: ranks of the whole collective, several nodes.
+            stage_size: ranks of each node.
+
+        Raises:
+            ValueError: `stage_size` is not between 1 and `shard_size`, or a size does not divide the next.
+        """
+        if not 1 < stage_size < shard_size or shard_size % stage_size or self.world_size % shard_size:
+            raise ValueError(
+                f"stage_size={stage_size} must divide shard_size={shard_size}, and that the world size {self.world_size};"
+                " each must be less than the next, but for the last two."
+            )
+        if shard_size == self.world_size:  # replicas of node groups are the ranks of the same place
+            mesh = self.mesh(stage_size)
+            return Stages(between=mesh.get_group(REPLICATE_AXIS), within=mesh.get_group(SHARD_AXIS))
+        key = (shard_size, stage_size)
+        if key not in self._staged:
+            shape = (self.world_size // shard_size, shard_size // stage_size, stage_size)
+            self._staged[key] = self.form(shape, (REPLICATE_AXIS, _NODES_AXIS, _WITHIN_AXIS))
+        mesh = self._staged[key]
+        return Stages(between=mesh.get_group(_NODES_AXIS), within=mesh.get_group(_WITHIN_AXIS))
+
     def form(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         """Make one mesh. Collective."""
         return init_device_mesh(self.device_type, shape, mesh_dim_names=names)
 
-    def prepare(self, shard_sizes: Iterable[int]) -> None:
-        """Make the meshes of these sizes, in ascending order whatever the order given. Collective."""
-        for shard_size in sorted(set(shard_sizes)):
+    def prepare(self, plan: Plan) -> None:
+        """Make all that the plan needs, in the same order on every rank. Collective."""
+        sizes, staged = self._needed(plan)
+        for shard_size in sizes:
             self.mesh(shard_size)
+        for layout in staged:
+            self.stages(*layout)
 
-    def keep(self, shard_sizes: Iterable[int]) -> None:
-        """Give back the process groups of all other sizes: each holds memory on the device. Collective."""
-        for shard_size in sorted(set(self._by_shard_size) - set(shard_sizes)):
+    def keep(self, plan: Plan) -> None:
+        """Give back the process groups that the plan does not need: each holds memory on the device. Collective."""
+        sizes, staged = self._needed(plan)
+        for shard_size in sorted(set(self._by_shard_size) - set(sizes)):
             destroy_mesh(self._by_shard_size.pop(shard_size))
+        for layout in sorted(set(self._staged) - set(staged)):
+            destroy_mesh(self._staged.pop(layout))
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Every process group that was made, in the same order on every rank."""
+        meshes = [
+            *(self._by_shard_size[size] for size in sorted(self._by_shard_size)),
+            *(self._staged[key] for key in sorted(self._staged)),
+        ]
+        return [group for mesh in meshes for group in mesh.get_all_groups()]
+
+    def _needed(self, plan: Plan) -> tuple[list[int], list[Layout]]:
+        """Shard sizes of meshes, and layouts in two stages; ascending."""
+        staged = sorted({(unit.shard_size, unit.stage_size) for unit in plan.units if unit.two_stage})
+        over_all = (stage_size for shard_size, stage_size in staged if shard_size == self.world_size)
+        return sorted({plan.world_size, *(unit.shard_size for unit in plan.units), *over_all}), staged
 
     def _divisors(self) -> str:
         return ", ".join(str(size) for size in range(1, self.world_size + 1) if self.world_size % size == 0)

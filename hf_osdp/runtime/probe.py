@@ -224,11 +224,9 @@ def _generators_kept(device: torch.device) -> Iterator[None]:
 
 def _connect(meshes: Meshes, plan: Plan, device: torch.device) -> None:
     """Have NCCL take the memory of every communicator now: it does so when a group first communicates. Collective."""
-    sizes = [plan.world_size, *(decision.shard_size for decision in plan.units)]
-    meshes.prepare(sizes)
-    for size in sorted(set(sizes)):
-        for group in meshes.mesh(size).get_all_groups():
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
+    meshes.prepare(plan)
+    for group in meshes.groups():
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def _least_of_ranks(value: int) -> int:

@@ -84,7 +84,7 @@ def simulate(
     batch = (inputs or training_batch(model, description.sequence_length))(plan.micro_batch_size)
     with fake_process_group(plan.world_size), ExitStack() as stack:
         meshes = Meshes("cpu")
-        meshes.prepare([plan.world_size, *(unit.shard_size for unit in plan.units)])  # ranks cannot be read from fake tensors
+        meshes.prepare(plan)  # ranks cannot be read from fake tensors
         stack.enter_context(without_packing())
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         twin = fake_copy(model, mode)

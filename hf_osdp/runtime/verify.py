@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from ..collectives.fsdp import TwoStageAllGather, TwoStageReduceScatter
 from ..errors import PlanMismatchError
 from ..planner.description import UnitDescription
 from ..planner.plan import Plan, UnitDecision
@@ -76,7 +77,19 @@ def _read_unit(unit: UnitDescription, modules: dict[str, nn.Module], owners: dic
         fqn=unit.fqn,
         shard_size=mesh.size(mesh.ndim - 1),
         reshard_after_forward=group.post_forward_mesh_info is not None,
+        stage_size=_stage_size(group),
     )
+
+
+def _stage_size(group: Any) -> int:
+    """Ranks of a node where a parameter group gathers and reduces in two stages, else 1."""
+    gather, scatter = group._all_gather_comm, group._reduce_scatter_comm
+    two_stage = (isinstance(gather, TwoStageAllGather), isinstance(scatter, TwoStageReduceScatter))
+    if two_stage == (True, True):
+        return gather.stages.per_node
+    if any(two_stage):
+        raise PlanMismatchError("A unit gathers in two stages and reduces in one, or the other way round; apply the plan to a fresh model.")
+    return 1
 
 
 def _owners(model: nn.Module) -> dict[tuple[int, str], str]:

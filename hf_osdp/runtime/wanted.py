@@ -148,7 +148,7 @@ class Wanted:
         trial = Trial(model=model, units=units, job=job, inputs=inputs, device=device)
         plan, rounds, corrected = recalibrate(plan, problem, lambda tried: probe(tried, trial, meshes))
         if meshes is not None:
-            meshes.keep([plan.world_size, *(decision.shard_size for decision in plan.units)])
+            meshes.keep(plan)
         return plan, rounds, corrected, meshes
 
     def _describe(self, model: nn.Module, device_type: str) -> ModelDescription:

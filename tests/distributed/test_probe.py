@@ -74,7 +74,7 @@ def tried(precision: str, checkpointing: bool, on_meta: bool) -> dict:
         activation_checkpointing=checkpointing,
     )
     meshes = Meshes("cpu")
-    meshes.prepare([plan.world_size, *(unit.shard_size for unit in plan.units)])
+    meshes.prepare(plan)
     before, formed = state_of_everything(model), groups()
     observed = probe(plan, trial, meshes, timed_steps=1)
     unchanged = same(before, state_of_everything(model)) if not on_meta else True

@@ -43,6 +43,7 @@ def run_ranks(
     timeout_s: float = 120.0,
     init: bool = True,
     env: Mapping[str, str] | None = None,
+    nodes: int = 1,
 ) -> list[Any]:
     """Call `fn(*args)` on `world_size` fresh processes that form one gloo process group.
 
@@ -57,6 +58,7 @@ def run_ranks(
         init: form the process group before `fn` is called; False leaves it to `fn`, which may do so once (a second group
             would find the addresses of the first in the store).
         env: further environment variables.
+        nodes: how many nodes the ranks are told to be on, equally many on each; all run here.
 
     Returns:
         What each rank returned, in rank order (pickled: no live DTensors).
@@ -75,7 +77,7 @@ def run_ranks(
         processes: list[subprocess.Popen] = []
         try:
             for rank in range(world_size):
-                processes.append(_start(rank, world_size, store.port, task, env or {}))
+                processes.append(_start(rank, world_size, store.port, task, _place(rank, world_size // nodes) | dict(env or {})))
             _wait(processes, task, timeout_s)
         finally:
             for process in processes:
@@ -83,12 +85,16 @@ def run_ranks(
         return [pickle.loads(_result(task, rank).read_bytes()) for rank in range(world_size)]
 
 
+def _place(rank: int, per_node: int) -> dict[str, str]:
+    """What torchrun tells a rank of its node."""
+    return {"LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node), "GROUP_RANK": str(rank // per_node)}
+
+
 def _start(rank: int, world_size: int, port: int, task: Path, env: Mapping[str, str]) -> subprocess.Popen:
     """Start one rank in a session of its own, so that its children end with it."""
     variables = {
         **os.environ,
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
-        "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
         "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OSDP_TEST_PARENT": str(os.getpid()),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hf_osdp.planner.description import DType, ModelDescription, UnitDescription
 from hf_osdp.planner.plan import Plan, UnitDecision
 
-LAYOUTS = ("replicate", "zero2", "zero3", "hsdp", "mixed")
+LAYOUTS = ("replicate", "zero2", "zero3", "two_stage", "hsdp", "mixed")
 
 
 def plan_of(
     units: tuple[UnitDescription, ...], world_size: int, layout: str, *, accumulation_steps: int = 1, reduce_every_micro_step: bool = True
 ) -> Plan:
-    """One layout for all units, or `mixed`: every kind of decision in turn."""
+    """One layout for all units, or `mixed`: every kind of decision in turn. Two stages take the world as two nodes of several ranks."""
     return Plan(
         world_size=world_size,
         strategy="osdp",
@@ -32,6 +32,7 @@ def fingerprint_of(units: tuple[UnitDescription, ...]) -> str:
 
 def _decision(fqn: str, index: int, world_size: int, layout: str) -> UnitDecision:
     group = max(1, world_size // 2)
+    stage_size = 1
     match layout:
         case "replicate":
             shard_size, reshard = 1, True
@@ -39,11 +40,16 @@ def _decision(fqn: str, index: int, world_size: int, layout: str) -> UnitDecisio
             shard_size, reshard = world_size, False
         case "zero3":
             shard_size, reshard = world_size, True
+        case "two_stage":
+            shard_size, reshard, stage_size = world_size, True, group
         case "hsdp":
             shard_size, reshard = group, True
         case "mixed":
-            kinds = [(group, True), (world_size, False), (1, True), (group, False), (world_size, True), (1, False)]
-            shard_size, reshard = kinds[index % len(kinds)]
+            kinds = [
+                (group, True, 1), (world_size, False, 1), (1, True, 1), (world_size, True, group), (group, False, 1), (world_size, True, 1),
+                (1, False, 1), (world_size, False, group),
+            ]  # fmt: skip
+            shard_size, reshard, stage_size = kinds[index % len(kinds)]
         case _:
             raise ValueError(f"plan_of has no layout {layout!r}; use one of {', '.join(LAYOUTS)}.")
-    return UnitDecision(fqn=fqn, shard_size=shard_size, reshard_after_forward=reshard)
+    return UnitDecision(fqn=fqn, shard_size=shard_size, reshard_after_forward=reshard, stage_size=stage_size)

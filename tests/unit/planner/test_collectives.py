@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hf_osdp.planner.collectives import Ring, collective_seconds, replicate_ring, shard_ring
+from hf_osdp.planner.collectives import Ring, collective_seconds, gather_seconds, reduce_scatter_seconds, replicate_ring, shard_ring
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, DeviceSpec, Hardware, Link
 from hf_osdp.planner.strategies import divisors
@@ -40,12 +40,31 @@ def test_all_reduce_is_two_laps():
     assert seconds == pytest.approx(2 * 3 * INSIDE + 2 * 3 / 4 * N * 1e-9)
 
 
-def test_gloo_reduce_scatter_costs_an_all_reduce():
-    hardware = machine(backend=Backend.GLOO)
+@pytest.mark.parametrize("backend", Backend)
+def test_a_reduce_scatter_costs_half_an_all_reduce(backend):
+    hardware = machine(backend=backend)
     ring = shard_ring(hardware, 4)
     scatter = collective_seconds(hardware, Collective.REDUCE_SCATTER, ring, N)
-    assert scatter == collective_seconds(hardware, Collective.ALL_REDUCE, ring, N)
-    assert scatter == pytest.approx(2 * collective_seconds(hardware, Collective.ALL_GATHER, ring, N))
+    assert 2 * scatter == pytest.approx(collective_seconds(hardware, Collective.ALL_REDUCE, ring, N))
+
+
+@pytest.mark.parametrize("seconds", [gather_seconds, reduce_scatter_seconds])
+def test_two_stages_are_two_rings(seconds):
+    """3 nodes of 4: N/4 bytes among 3 ranks, whose node's link 4 of them share, then N bytes among 4 ranks."""
+    hardware = machine(nodes=3)
+    between = 2 * OUTSIDE + 2 / 3 * (N / 4) * 4e-8
+    within = 3 * INSIDE + 3 / 4 * N * 1e-9
+    assert seconds(hardware, 12, 4, N) == pytest.approx(between + within)
+    assert seconds(hardware, 12, 1, N) == pytest.approx(8 * INSIDE + 3 * OUTSIDE + 11 / 12 * N * 1e-8)
+    assert seconds(hardware, 12, 4, 0) == 0.0
+
+
+def test_two_stages_as_they_were_measured():
+    kind = Collective.TWO_STAGE_REDUCE_SCATTER
+    measured = CollectiveTiming(collective=kind, group_size=8, latency_s=0.5, seconds_per_byte=1e-6, crosses_nodes=True)
+    hardware = replace(machine(nodes=2), timings=(measured,))
+    assert reduce_scatter_seconds(hardware, 8, 4, N) == pytest.approx(0.5 + N * 1e-6)
+    assert gather_seconds(hardware, 8, 4, N) == gather_seconds(machine(nodes=2), 8, 4, N)
 
 
 @pytest.mark.parametrize("collective", Collective)

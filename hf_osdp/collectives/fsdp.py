@@ -1,0 +1,112 @@
+"""What FSDP2 is given through `set_custom_all_gather` and `set_custom_reduce_scatter`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+from ..planner.hardware import Collective
+from .announce import announced
+from .transport import PieceTransport, Transport, runs_gloo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """This rank's groups of a collective over whole nodes. A rank's place in the whole group is
+    `place between * ranks within + place within`."""
+
+    between: dist.ProcessGroup
+    """Ranks of the same place in each node."""
+    within: dist.ProcessGroup
+    """Ranks of this node."""
+
+    @property
+    def nodes(self) -> int:
+        return self.between.size()
+
+    @property
+    def per_node(self) -> int:
+        return self.within.size()
+
+    def covers(self, group: dist.ProcessGroup) -> bool:
+        """FSDP2 hands the same object smaller groups where `reshard_after_forward` is a number."""
+        return group.size() == self.nodes * self.per_node
+
+
+class _Allocating:
+    """Buffers from torch's allocator, as FSDP2's own collectives take them."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class TwoStageAllGather(_Allocating, AllGather):
+    """Between nodes first, so that each byte crosses the slow link once a node, then inside the node, into place."""
+
+    def __init__(self, stages: Stages, transport: Transport) -> None:
+        self.stages, self._transport = stages, transport
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        if not self.stages.covers(group):
+            return self._transport.all_gather([output_tensor], [input_tensor], group, async_op=async_op)
+        with announced(Collective.TWO_STAGE_ALL_GATHER, group, output_tensor):
+            nodes = self.stages.nodes
+            of_my_place = input_tensor.new_empty(nodes * input_tensor.numel())
+            self._transport.all_gather([of_my_place], [input_tensor], self.stages.between)
+            return self._transport.all_gather(
+                output_tensor.chunk(nodes), of_my_place.chunk(nodes), self.stages.within, async_op=async_op
+            )  # fmt: skip
+
+
+class TwoStageReduceScatter(_Allocating, ReduceScatter):
+    """Inside the node first, then between nodes what is left: the all-gather's way back."""
+
+    def __init__(self, stages: Stages, transport: Transport) -> None:
+        self.stages, self._transport = stages, transport
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Done on the current stream when it returns: FSDP2 waits for nothing else."""
+        if not self.stages.covers(group):
+            self._transport.reduce_scatter([output_tensor], [input_tensor], op, group)
+            return
+        with announced(Collective.TWO_STAGE_REDUCE_SCATTER, group, input_tensor):
+            nodes = self.stages.nodes
+            of_my_place = output_tensor.new_empty(nodes * output_tensor.numel())
+            self._transport.reduce_scatter(of_my_place.chunk(nodes), input_tensor.chunk(nodes), op, self.stages.within)
+            # A mean of means is the mean; a factor (PREMUL_SUM) was applied in the first stage.
+            second = op if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) else dist.ReduceOp.SUM
+            self._transport.reduce_scatter([output_tensor], [of_my_place], second, self.stages.between)
+
+
+class RingReduceScatter(_Allocating, ReduceScatter):
+    """For gloo, which sends a reduce-scatter as an all-reduce: half the bytes, and no memory. The input's content is lost."""
+
+    def __init__(self) -> None:
+        self._transport = PieceTransport()
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Done when it returns."""
+        with announced(Collective.REDUCE_SCATTER, group, input_tensor):
+            self._transport.reduce_scatter([output_tensor], [input_tensor], op, group)
+
+
+def flat_collectives(group: dist.ProcessGroup, device_type: str) -> tuple[AllGather, ReduceScatter]:
+    """What a unit gathers and reduces with in one stage: FSDP2's own, but for gloo's reduce-scatter.
+
+    Args:
+        group: the unit's shard group.
+        device_type: `"cpu"` or `"cuda"`.
+    """
+    return DefaultAllGather(), RingReduceScatter() if runs_gloo(group, device_type) else DefaultReduceScatter()

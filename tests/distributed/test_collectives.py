@@ -1,0 +1,184 @@
+"""Collectives of our own: every byte where it belongs, whatever the dtype, the number of nodes, and how they are issued."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_osdp.collectives import transport
+from hf_osdp.collectives.announce import listening
+from hf_osdp.collectives.fsdp import RingReduceScatter, TwoStageAllGather, TwoStageReduceScatter
+from hf_osdp.collectives.topology import find_topology
+from hf_osdp.collectives.transport import BackendTransport, PieceTransport
+from hf_osdp.planner.plan import Plan, UnitDecision
+from hf_osdp.runtime.mesh import Meshes
+from tests.helpers.distributed import run_ranks
+
+TRANSPORTS = {"backend": BackendTransport, "pieces": PieceTransport}
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
+NUMEL = 37
+"""Of a shard: no multiple of a piece."""
+WORLDS = {"2x2": (4, 2), "3x2": (6, 3)}
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int, int]] = []
+
+    def begins(self, collective, group, nbytes) -> None:
+        self.seen.append((collective.value, group.size(), nbytes))
+
+    def ends(self) -> None:
+        self.seen.append(("end", 0, 0))
+
+
+def gathered(gather, dtype: torch.dtype, async_op: bool) -> bool:
+    """Whether each rank's shard lies in its place; the input is a view of the output, as FSDP2's is."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    output = torch.full((world * NUMEL,), 7, dtype=dtype)
+    given = output.narrow(0, rank * NUMEL, NUMEL)
+    given.copy_(shard(rank, dtype))
+    work = gather(output, given, dist.group.WORLD, async_op)
+    assert (work is not None) == async_op and (work is None or isinstance(work, dist.Work))
+    if work is not None:
+        work.wait()
+    return torch.equal(output, torch.cat([shard(r, dtype) for r in range(world)]))
+
+
+def shard(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.arange(NUMEL) + 5 * rank).to(dtype)
+
+
+def scattered(scatter, dtype: torch.dtype, op: str) -> float:
+    """Largest difference from the sum or mean of all ranks' inputs, against one that is exact."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    inputs = [torch.rand(world * NUMEL, generator=torch.Generator().manual_seed(r), dtype=torch.float64).to(dtype) for r in range(world)]
+    output = torch.empty(NUMEL, dtype=dtype)
+    assert scatter(output, inputs[rank].clone(), dist.group.WORLD, OPS[op]) is None, "FSDP2 waits for nothing"
+    exact = sum(value.double() for value in inputs).view(world, NUMEL)[rank] / (world if op == "avg" else 1)
+    return (output.double() - exact).abs().max().item()
+
+
+def check_here(nodes: int) -> dict:
+    transport.PIECE_BYTES = 64  # several pieces a shard, the last one shorter
+    topology = find_topology()
+    assert (topology.nodes, topology.ranks_per_node) == (nodes, 2)
+    stages = Meshes("cpu").stages(topology.world_size, topology.ranks_per_node)
+    places = (dist.get_process_group_ranks(stages.between), dist.get_process_group_ranks(stages.within))
+    found: dict = {"places": places, "gather": {}, "scatter": {}}
+    heard = Heard()
+    with listening(heard):
+        for name, make in TRANSPORTS.items():
+            gather, scatter = TwoStageAllGather(stages, make()), TwoStageReduceScatter(stages, make())
+            for dtype in DTYPES:
+                for async_op in (False, True):
+                    found["gather"][name, str(dtype), async_op] = gathered(gather, dtype, async_op)
+                if dtype.is_floating_point:
+                    found["scatter"] |= {(name, str(dtype), op): scattered(scatter, dtype, op) for op in OPS}
+        found["scatter"] |= {
+            ("ring", str(d), op): scattered(RingReduceScatter(), d, op) for d in DTYPES if d.is_floating_point for op in OPS
+        }
+    found["heard"] = heard.seen
+    return found
+
+
+@functools.cache
+def results(world: str) -> list[dict]:
+    ranks, nodes = WORLDS[world]
+    return run_ranks(check_here, ranks, nodes, nodes=nodes, timeout_s=120)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_stages_are_places_and_nodes(world):
+    ranks, _ = WORLDS[world]
+    for rank, found in enumerate(results(world)):
+        assert found["places"] == ([r for r in range(ranks) if r % 2 == rank % 2], [rank - rank % 2, rank - rank % 2 + 1])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_gathers_put_each_shard_in_its_place(world):
+    for found in results(world):
+        assert len(found["gather"]) == len(TRANSPORTS) * len(DTYPES) * 2
+        assert all(found["gather"].values()), [case for case, right in found["gather"].items() if not right]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_reductions_are_the_sum_and_the_mean(world):
+    tolerance = {"torch.float64": 1e-14, "torch.float32": 2e-6, "torch.bfloat16": 6e-2, "torch.float16": 8e-3}
+    for found in results(world):
+        assert len(found["scatter"]) == 3 * 4 * len(OPS)
+        wrong = {case: error for case, error in found["scatter"].items() if not error < tolerance[case[1]]}
+        assert not wrong
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_each_collective_says_that_it_begins_and_ends(world):
+    ranks, _ = WORLDS[world]
+    heard = results(world)[0]["heard"]
+    assert heard[0] == ("two_stage_all_gather", ranks, ranks * NUMEL * 8) and heard[1] == ("end", 0, 0)
+    assert {name for name, _, _ in heard} == {"two_stage_all_gather", "two_stage_reduce_scatter", "reduce_scatter", "end"}
+
+
+def refuse_factor() -> str:
+    output, given = torch.empty(2), torch.ones(4)
+    with pytest.raises(ValueError, match="leave set_gradient_divide_factor alone on the CPU") as error:
+        RingReduceScatter()(output, given, dist.group.WORLD, dist.ReduceOp.MAX)
+    return str(error.value)
+
+
+def test_another_operation_is_refused():
+    assert run_ranks(refuse_factor, 2)
+
+
+def unequal_nodes() -> str:
+    try:
+        find_topology()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_unequal_nodes_are_an_error_on_every_rank():
+    said = run_ranks(_on_unequal_nodes, 3)
+    assert len(set(said)) == 1
+    assert said[0].startswith("HardwareError: Nodes hold different numbers of processes (node 0: 2, node 1: 1); start equally many on each")
+
+
+def _on_unequal_nodes() -> str:
+    import os
+
+    os.environ["GROUP_RANK"] = "0" if dist.get_rank() < 2 else "1"
+    return unequal_nodes()
+
+
+def groups_of_a_plan() -> dict:
+    """Four nodes of two: two stages over half of the world, and what is left when another plan follows."""
+
+    def plan(*layouts: tuple[int, int]) -> Plan:
+        units = tuple(
+            UnitDecision(fqn=f"u{i}", shard_size=g, stage_size=stage, reshard_after_forward=True) for i, (g, stage) in enumerate(layouts)
+        )
+        return Plan(
+            world_size=8, strategy="osdp", units=units, micro_batch_size=1, accumulation_steps=1, reduce_every_micro_step=True,
+            model_fingerprint="",
+        )  # fmt: skip
+
+    meshes = Meshes("cpu")
+    meshes.prepare(plan((4, 2), (8, 2), (1, 1)))
+    stages = meshes.stages(4, 2)
+    between, within = dist.get_process_group_ranks(stages.between), dist.get_process_group_ranks(stages.within)
+    before = len(meshes.groups())
+    meshes.keep(plan((8, 1)))
+    return {"between": between, "within": within, "groups": (before, len(meshes.groups()))}
+
+
+def test_stages_of_half_the_world():
+    for rank, found in enumerate(run_ranks(groups_of_a_plan, 8, nodes=4)):
+        half = 4 * (rank // 4)
+        assert found["between"] == [half + rank % 2, half + rank % 2 + 2]
+        assert found["within"] == [rank - rank % 2, rank - rank % 2 + 1]
+        assert found["groups"] == (10, 1)  # (1, 8): 2, (2, 4): 2, (4, 2): 2, (8,): 1, three axes of the stages
