@@ -1,0 +1,98 @@
+"""An entrant's model, which takes real steps and is measured."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+from benchmarks.two_machines.counters import sent_bytes
+from benchmarks.two_machines.emulate import INTERFACE
+from benchmarks.two_machines.lineup import Entrant, Sends
+from hf_osdp.planner.description import ModelDescription
+from hf_osdp.planner.job import TrainingJob
+from hf_osdp.profiling.batch import training_batch
+from hf_osdp.runtime.apply import apply_plan
+from hf_osdp.runtime.collective_clock import CollectiveClock, of_last_rank
+from hf_osdp.runtime.mesh import Meshes
+from hf_osdp.runtime.steps import make_optimizer, train_step
+
+SETTLED_S = 0.2
+"""So long after a barrier nothing is on its way any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMeasured:
+    """One optimizer step."""
+
+    step_s: float
+    """On the slowest rank."""
+    sent_bytes: tuple[int, ...]
+    """What left each node by its interface, headers included."""
+
+
+class Contender:
+    """A model laid out as an entrant's plan says."""
+
+    def __init__(self, model: nn.Module, entrant: Entrant, description: ModelDescription, job: TrainingJob, meshes: Meshes) -> None:
+        """Collective.
+
+        Args:
+            model: unsharded; it is changed.
+            entrant: its plan, and what it sends.
+            description: of the model.
+            job: optimizer.
+            meshes: of the process group.
+        """
+        self._plan, self._job = entrant.plan, job
+        self._batch = training_batch(model, self._plan.sequence_length)(self._plan.micro_batch_size)
+        self._model = model if entrant.sends is Sends.NOTHING else apply_plan(model, self._plan, description.units, meshes=meshes)
+        if entrant.sends is Sends.STOCK:
+            put_stock_collectives_back(self._model)
+        self._optimizer = make_optimizer(self._model, job.optimizer)
+
+    def measure(self, ranks_per_node: int) -> StepMeasured:
+        """Take one step. Collective."""
+        before = counted()
+        dist.barrier()
+        began = time.perf_counter()
+        self._step()
+        seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        sent = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+        sent[dist.get_rank()] = counted() - before
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        dist.all_reduce(sent)
+        return StepMeasured(step_s=seconds.item(), sent_bytes=tuple(sent.tolist()[::ranks_per_node]))
+
+    def collective_seconds(self) -> dict[str, float]:
+        """Take one step and see how long its collectives take, each on the rank that came to it last. Collective."""
+        with CollectiveClock(torch.device("cpu")) as clock:
+            self._step()
+        taken: Counter[str] = Counter()
+        for call in of_last_rank(clock.calls()):
+            taken[call.collective.value] += call.seconds
+        return dict(taken)
+
+    def _step(self) -> None:
+        train_step(self._model, self._optimizer, self._batch, self._plan, self._job)
+
+
+def put_stock_collectives_back(model: nn.Module) -> None:
+    """Undo what `apply_plan` changed of torch's own full shard."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(DefaultAllGather())
+            module.set_custom_reduce_scatter(DefaultReduceScatter())
+
+
+def counted() -> int:
+    """This node's count, when all ranks are here and all is quiet. Collective."""
+    dist.barrier()
+    time.sleep(SETTLED_S)
+    return sent_bytes(INTERFACE)

@@ -1,0 +1,130 @@
+"""Who takes steps: the best plan of each strategy under each limit, each distinct plan once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from hf_osdp.planner.description import ModelDescription
+from hf_osdp.planner.evaluate import estimate_plan
+from hf_osdp.planner.hardware import Collective, Hardware
+from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.plan import Plan, UnitDecision
+from hf_osdp.planner.search import StrategyResult
+from hf_osdp.planner.strategies import Strategy
+from hf_osdp.quantities import format_bytes
+
+STOCK, ALONE = "stock", "alone"
+TERMS = ("compute_s", "exposed_s", "copy_s", "optimizer_s")
+
+
+class Sends(str, Enum):
+    """What an entrant sends."""
+
+    PLANNED = "planned"
+    """What `apply_plan` makes it send."""
+    STOCK = "stock"
+    """The same with FSDP2's own reduce-scatter."""
+    NOTHING = "nothing"
+    """Nothing: each rank trains the plain model by itself, to see what the machine does meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entrant:
+    """A plan that takes steps."""
+
+    plan: Plan
+    sends: Sends = Sends.PLANNED
+
+    def estimate(self, description: ModelDescription, job: TrainingJob, hardware: Hardware) -> dict:
+        """Seconds of a step, their terms, and those of each collective; plain values.
+
+        Args:
+            description: the model with measured times of blocks.
+            job: batch and optimizer.
+            hardware: measured; gloo's own reduce-scatter takes an all-reduce's time, which is what it sends.
+        """
+        if self.sends is Sends.STOCK:
+            hardware = with_stock_reduce_scatter(hardware)
+        estimate = estimate_plan(self.plan, description, job, hardware)
+        assert estimate.time is not None and estimate.collectives is not None, "the hardware is known"
+        terms = {term: estimate.time.total(term) for term in TERMS}
+        collectives = {collective.value: seconds for collective, seconds in estimate.collectives.items() if seconds}
+        if self.sends is Sends.NOTHING:
+            terms, collectives = {**terms, "exposed_s": 0.0, "copy_s": 0.0}, {}
+        return {"estimated_s": sum(terms.values()), "terms": terms, "estimated_collectives": collectives}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lineup:
+    """Entrants by name, and who runs for which strategy under each limit."""
+
+    entrants: Mapping[str, Entrant]
+    cells: tuple[Mapping[str, dict], ...]
+    """One a limit: strategy → `{"entrant": name}`, or `{"needs": bytes}` where it does not fit."""
+
+
+def line_up(results: Sequence[Sequence[StrategyResult]], limits: Sequence[int]) -> Lineup:
+    """Everybody who fits somewhere, torch's own full shard, and the plain model.
+
+    Args:
+        results: of each limit, `compare_strategies`.
+        limits: in bytes.
+
+    Raises:
+        ValueError: no limit leaves room for a full shard, with which the others are compared.
+    """
+    entrants: dict[str, Entrant] = {}
+    cells = []
+    for limit, rows in zip(limits, results, strict=True):
+        cell: dict[str, dict] = {}
+        for row in sorted(rows, key=lambda row: row.strategy is Strategy.OSDP):  # last, so that an equal plan has its usual name
+            if row.result is None:
+                cell[row.strategy.value] = {"needs": row.least_peak_bytes, "reason": row.reason}
+            else:
+                cell[row.strategy.value] = {"entrant": _entered(entrants, row.strategy, row.result.plan, limit)}
+        cells.append(cell)
+    full = next((cell["fsdp"]["entrant"] for cell in cells if "entrant" in cell["fsdp"]), None)
+    if full is None:
+        needs = min(cell["fsdp"]["needs"] for cell in cells)
+        raise ValueError(f"No limit leaves room for a full shard, which needs {format_bytes(needs)}; give --limits above that.")
+    entrants[STOCK] = replace(entrants[full], sends=Sends.STOCK)
+    entrants[ALONE] = Entrant(plan=replicated(entrants[full].plan), sends=Sends.NOTHING)
+    for cell in cells:
+        cell[STOCK] = {**cell["fsdp"]} if "needs" in cell["fsdp"] else {"entrant": STOCK}
+    return Lineup(entrants=entrants, cells=tuple(cells))
+
+
+def _entered(entrants: dict[str, Entrant], strategy: Strategy, plan: Plan, limit: int) -> str:
+    """The name of the entrant that runs as this plan does; a new one where there is none."""
+    for name, other in entrants.items():
+        if (plan.units, plan.accumulation_steps) == (other.plan.units, other.plan.accumulation_steps):
+            return name
+    name = strategy.value if strategy.value not in entrants else f"{strategy.value} in {format_bytes(limit)}"
+    entrants[name] = Entrant(plan=plan)
+    return name
+
+
+def replicated(plan: Plan) -> Plan:
+    """The plan with every unit whole on each rank."""
+    return replace(plan, units=tuple(UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=True) for unit in plan.units))
+
+
+def with_stock_reduce_scatter(hardware: Hardware) -> Hardware:
+    """The hardware with gloo's own reduce-scatter: timed as the all-reduce of the same ranks."""
+    world = hardware.world_size
+    whole = hardware.timing(Collective.ALL_REDUCE, world, crosses_nodes=hardware.nodes > 1)
+    if whole is None:
+        raise ValueError("The all-reduce over all ranks was not timed.")
+    others = [t for t in hardware.timings if (t.collective, t.group_size) != (Collective.REDUCE_SCATTER, world)]
+    return replace(hardware, timings=(*others, replace(whole, collective=Collective.REDUCE_SCATTER)))
+
+
+def layout(plan: Plan) -> str:
+    """How units lie, with how many of each: `8 shard 4, keep; 2 shard 4`."""
+    kinds: dict[str, int] = {}
+    for unit in plan.units:
+        text = unit.describe(plan.world_size)
+        kinds[text] = kinds.get(text, 0) + 1
+    return "; ".join(f"{number} {text}" for text, number in kinds.items())

@@ -1,0 +1,125 @@
+"""One rank of an emulation: profile, plan, then rounds with one step of every entrant. Rank 0 prints what was found as JSON.
+
+    python benchmarks/two_machines/emulate.py --rate 100mbit -- -m benchmarks.two_machines.worker EXPERIMENT
+
+EXPERIMENT is what `Experiment.to_json` gives. `run.py` starts this.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import warnings
+from dataclasses import asdict, replace
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.two_machines.contender import Contender
+from benchmarks.two_machines.emulate import GSO_BYTES, MTU
+from benchmarks.two_machines.experiment import Experiment
+from benchmarks.two_machines.lineup import Entrant, Lineup, Sends, layout, line_up
+from benchmarks.two_machines.theory import bytes_sent, with_headers
+from hf_osdp.planner.description import ModelDescription
+from hf_osdp.planner.files import plain
+from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.profile import Profile, with_block_times
+from hf_osdp.planner.search import compare_strategies
+from hf_osdp.profiling.describe import describe
+from hf_osdp.profiling.profile import measure_profile
+from hf_osdp.runtime.agree import on_rank_zero
+from hf_osdp.runtime.mesh import Meshes
+
+
+def main() -> int:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = measure(Experiment.from_json(sys.argv[1]))
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def measure(experiment: Experiment) -> dict:
+    """All that is found at one rate, as plain values. Collective."""
+    description = describe(experiment.config(), sequence_length=experiment.sequence_length)
+    samples = experiment.micro_batch_size
+    job = TrainingJob(global_batch_size=dist.get_world_size() * samples, micro_batch_size=samples)
+    began = time.monotonic()
+    profile = profiled(experiment, experiment.profile_s)
+    say(experiment, f"profile in {time.monotonic() - began:.0f} s")
+    lineup = on_rank_zero(lambda: planned(experiment, with_block_times(description, profile), profile, job))
+    contenders = built(experiment, lineup, description, job)
+    began = time.monotonic()
+    rows = {
+        name: {**about(entrant, description), "collectives": contenders[name].collective_seconds(), "rounds": []}  # warms up as well
+        for name, entrant in lineup.entrants.items()
+    }
+    say(experiment, f"{len(contenders)} plans tried once in {time.monotonic() - began:.0f} s")
+    for number in range(experiment.rounds):
+        began = time.monotonic()
+        again = profiled(experiment, experiment.round_profile_s)
+        hardware, timed = replace(again.hardware, timings=profile.hardware.timings), with_block_times(description, again)
+        for name, entrant in lineup.entrants.items():
+            step = contenders[name].measure(ranks_per_node())
+            rows[name]["rounds"].append({**asdict(step), **entrant.estimate(timed, job, hardware)})
+        say(experiment, f"round {number + 1} of {experiment.rounds} in {time.monotonic() - began:.0f} s")
+    return {"experiment": asdict(experiment), "rows": rows, "cells": list(lineup.cells), "profile": plain(profile)}
+
+
+def planned(experiment: Experiment, timed: ModelDescription, profile: Profile, job: TrainingJob) -> Lineup:
+    """Every strategy's best plan under every limit, from the profile."""
+    return line_up([compare_strategies(timed, profile.hardware, job, limit) for limit in experiment.limits], experiment.limits)
+
+
+def built(experiment: Experiment, lineup: Lineup, description: ModelDescription, job: TrainingJob) -> dict[str, Contender]:
+    """A model of its own for each entrant. Collective."""
+    from transformers import GPT2LMHeadModel
+
+    meshes, contenders = Meshes("cpu"), {}
+    for name, entrant in lineup.entrants.items():
+        torch.manual_seed(0)
+        contenders[name] = Contender(GPT2LMHeadModel(experiment.config()).train(), entrant, description, job, meshes)
+    return contenders
+
+
+def about(entrant: Entrant, description: ModelDescription) -> dict:
+    """What is known of an entrant before it takes steps."""
+    sent = 0
+    if entrant.sends is not Sends.NOTHING:
+        sent = bytes_sent(entrant.plan, description, ranks_per_node(), stock_reduce_scatter=entrant.sends is Sends.STOCK)
+    return {
+        "layout": layout(entrant.plan), "peak_bytes": entrant.plan.peak_bytes, "payload_bytes": sent,
+        "theory_bytes": with_headers(sent, mtu=MTU, packet_bytes=GSO_BYTES),
+    }  # fmt: skip
+
+
+def profiled(experiment: Experiment, seconds: float) -> Profile:
+    """As `hf-osdp profile` measures it. Collective."""
+    samples = experiment.micro_batch_size
+    return measure_profile(
+        device_type="cpu", seconds=seconds, model_or_config=experiment.config(), sequence_length=experiment.sequence_length,
+        micro_batch_sizes=(samples // 2, samples) if samples > 1 else (1,),
+    )  # fmt: skip
+
+
+def ranks_per_node() -> int:
+    """As torchrun says it."""
+    return int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+def say(experiment: Experiment, text: str) -> None:
+    if dist.get_rank() == 0:
+        print(f"{experiment.rate}: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
