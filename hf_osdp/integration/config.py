@@ -9,9 +9,10 @@ from pathlib import Path
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
 from ..planner.profile import Profile
+from ..planner.strategies import Strategy
 from ..quantities import parse_bytes
 
-STRATEGIES = ("osdp", "fsdp", "ddp", "zero2", "hsdp")
+STRATEGIES = tuple(strategy.value for strategy in Strategy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,7 @@ class OSDPConfig:
     memory_limit: int | str | None = None
     """Bytes of each device that training may use, as a number or as text such as `"8GiB"`; None: all that it has."""
     strategy: str = "osdp"
-    """`osdp` searches unit by unit; `fsdp`, `ddp`, `zero2` and `hsdp` run that one strategy for every unit."""
+    """`osdp` searches unit by unit; `fsdp`, `ddp`, `zero2`, `hsdp` and `two_stage` run that one strategy for every unit."""
     block_classes: tuple[str, ...] | str | None = None
     """Classes that become units, as names or one comma-separated string; None finds them from the model."""
     sequence_length: int | None = None
