@@ -37,6 +37,23 @@ class ModelArguments:
 
 
 @dataclass
+class MaskedModelArguments(ModelArguments):
+    """Which masked language model, and how much of the text it has to guess."""
+
+    model_type: str = field(default="bert", metadata={"help": "Architecture to train from scratch."})
+    mlm_probability: float = field(default=0.15, metadata={"help": "Part of the tokens that the model has to guess."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.mlm_probability < 1:
+            raise ValueError(f"mlm_probability={self.mlm_probability} must lie between 0 and 1; BERT has 0.15.")
+
+
+GROUPINGS = {"group_sharding": "hsdp", "communication_with_groups": "two_stage", "none": "fsdp"}
+"""What `grouping` may say, with the strategy that it is."""
+
+
+@dataclass
 class DataArguments:
     """Which text; by default the English language reference that every Python carries."""
 
@@ -71,7 +88,15 @@ class OSDPArguments:
         default=None, metadata={"help": "False is the stock Trainer; by default the accelerate file decides, without one it is on."}
     )
     memory_limit: str | None = field(default=None, metadata={"help": "Memory of each device that training may use, such as 8GiB."})
-    strategy: str | None = field(default=None, metadata={"help": "osdp (default), fsdp, ddp, zero2 or hsdp."})
+    strategy: str | None = field(default=None, metadata={"help": "osdp (default), fsdp, ddp, zero2, hsdp or two_stage."})
+    grouping: str | None = field(
+        default=None,
+        metadata={
+            "help": "What machines do as groups, for every unit alike: group_sharding (sharded inside a group, replicated between"
+            " them: strategy hsdp), communication_with_groups (sharded over all, collectives in two stages: two_stage) or none (sharded"
+            " over all: fsdp). By default the planner decides for each unit."
+        },
+    )
     block_classes: str | None = field(default=None, metadata={"help": "Classes that become units, such as GPT2Block,BertLayer."})
     micro_batch_size: int | None = field(default=None, metadata={"help": "Samples to run at once; by default the planner chooses."})
     reduce_every_micro_step: bool | None = field(
@@ -89,12 +114,33 @@ class OSDPArguments:
     )
     compare: bool | None = field(default=None, metadata={"help": "Estimate the other strategies beside the plan."})
 
+    def __post_init__(self) -> None:
+        if self.grouping is None:
+            return
+        if self.grouping not in GROUPINGS:
+            raise ValueError(f"grouping={self.grouping!r} is not known; use one of {', '.join(GROUPINGS)}.")
+        for name in ("strategy", "plan"):
+            if (value := getattr(self, name)) is not None:
+                raise ValueError(
+                    f"grouping={self.grouping} is strategy {GROUPINGS[self.grouping]}, so {name}={value} cannot stand beside it;"
+                    " leave one of the two out."
+                )
+
     def options(self, sequence_length: int) -> dict[str, object] | bool:
-        """What was stated here, for the Trainer to lay over the accelerate file; False for the stock Trainer."""
+        """What was stated here, for the Trainer to lay over the accelerate file; False for the stock Trainer.
+
+        Raises:
+            ValueError: `grouping` was given for the stock Trainer, which has none.
+        """
         request = launch_request()
         if self.osdp is False or (self.osdp is None and request is not None and not request.osdp):
+            if self.grouping is not None:
+                raise ValueError(f"grouping={self.grouping} has no effect with osdp false; leave one of the two out.")
             return False
-        stated = {f.name: value for f in dataclasses.fields(self) if f.name != "osdp" and (value := getattr(self, f.name)) is not None}
+        stated = {f.name: value for f in dataclasses.fields(self) if (value := getattr(self, f.name)) is not None}
+        stated = {name: value for name, value in stated.items() if name not in ("osdp", "grouping")}
+        if self.grouping is not None:
+            stated["strategy"] = GROUPINGS[self.grouping]
         return {**stated, "sequence_length": sequence_length}
 
 

@@ -10,10 +10,8 @@ from pydoc_data import topics
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from recipe_arguments import DataArguments
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
-END_OF_TEXT = "<|endoftext|>"
 _FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 
 
@@ -49,65 +47,52 @@ def load_text(data: DataArguments) -> DatasetDict:
     return text
 
 
-def train_tokenizer(texts: list[str], vocab_size: int) -> str:
-    """Train a byte-level BPE.
-
-    Args:
-        texts: what to train on.
-        vocab_size: entries, special token included.
-
-    Returns:
-        The tokenizer as JSON, for `wrap_tokenizer`.
-    """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer.to_str()
-
-
-def wrap_tokenizer(content: str) -> PreTrainedTokenizerBase:
-    """The trained tokenizer as transformers uses it."""
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(content), bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, unk_token=END_OF_TEXT
-    )
-
-
-def to_blocks(text: DatasetDict, tokenizer: PreTrainedTokenizerBase, block_size: int, *, source: str) -> DatasetDict:
+def to_blocks(
+    text: DatasetDict, tokenizer: PreTrainedTokenizerBase, block_size: int, data: DataArguments, *, frame: tuple[int, int] | None = None
+) -> DatasetDict:
     """Tokenise, join, and cut into blocks; what is left at the end is dropped.
 
     Args:
         text: splits with a column `text`.
         tokenizer: any tokenizer.
         block_size: tokens of one block.
-        source: what the text is called in errors.
+        data: where the text is from, for errors, and how many blocks of it are wanted.
+        frame: tokens that begin and end every block, with no other special tokens in it; None leaves them to the tokenizer,
+            which puts its own around each line of text.
 
     Returns:
-        The same splits with `input_ids` and `labels` of `block_size` tokens each.
+        The same splits with `input_ids` of `block_size` tokens each.
 
     Raises:
         ValueError: a split is too short for one block.
     """
+    before, after = ([], []) if frame is None else ([frame[0]], [frame[1]])
+    size = block_size - len(before) - len(after)
 
     def tokenize(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        return {"input_ids": tokenizer(rows["text"], return_attention_mask=False, verbose=False)["input_ids"]}
+        tokens = tokenizer(rows["text"], add_special_tokens=frame is None, return_attention_mask=False, verbose=False)
+        return {"input_ids": tokens["input_ids"]}
 
     def cut(rows: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
         joined = [token for row in rows["input_ids"] for token in row]
-        blocks = [joined[start : start + block_size] for start in range(0, len(joined) - block_size + 1, block_size)]
-        return {"input_ids": blocks, "labels": [list(block) for block in blocks]}
+        return {"input_ids": [before + joined[start : start + size] + after for start in range(0, len(joined) - size + 1, size)]}
 
     tokens = text.map(tokenize, batched=True, remove_columns=["text"], desc="Tokenising")
     blocks = tokens.map(cut, batched=True, batch_size=1000, desc=f"Blocks of {block_size}")
     for split, rows in blocks.items():
         if not len(rows):
             have = sum(map(len, tokens[split]["input_ids"]))
+            source = data.train_file or data.dataset_name or "Python's language reference"
             raise ValueError(f"{source}: the {split} text has {have} tokens, less than one block of {block_size}; give more text.")
-    return blocks
+    return _limited(blocks, data)
+
+
+def _limited(blocks: DatasetDict, data: DataArguments) -> DatasetDict:
+    """The first so many samples of each split, where that was asked for."""
+    limits = {"train": data.max_train_samples, "validation": data.max_eval_samples}
+    return DatasetDict(
+        {split: blocks[split].select(range(min(limit or len(blocks[split]), len(blocks[split])))) for split, limit in limits.items()}
+    )
 
 
 def _from_hub(data: DataArguments) -> DatasetDict:

@@ -1,0 +1,79 @@
+"""Train a masked language model, such as BERT, under a memory limit.
+
+    accelerate launch --config_file accelerate_configs/osdp_cpu.yaml recipes/run_mlm.py recipes/bert_large/demo.yaml --output_dir out
+
+The YAML file holds any of the arguments below and those of `TrainingArguments`; flags win over it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from masking import Masking, frame_of
+from model_loading import Task, choose_block_size, fit_config, load_config, load_model, load_tokenizer
+from recipe_arguments import DataArguments, MaskedModelArguments, OSDPArguments, parse_arguments
+from text_data import load_text, to_blocks
+from torch.nn.functional import cross_entropy
+from trained_tokenizers import train_masked_tokenizer
+from training import begin, train_and_evaluate
+from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForMaskedLM, TrainingArguments
+from transformers.modeling_outputs import MaskedLMOutput
+
+from hf_osdp import Trainer
+from hf_osdp.integration.exits import run_script
+
+TASK = Task(
+    kind="masked language model",
+    examples="bert or roberta",
+    model_class=AutoModelForMaskedLM,
+    configs=MODEL_FOR_MASKED_LM_MAPPING,
+)
+
+
+def main() -> None:
+    """Text, tokenizer, masks, model, plan, training, evaluation, saved model."""
+    types = (MaskedModelArguments, DataArguments, OSDPArguments, TrainingArguments)
+    model_args, data_args, osdp_args, args = parse_arguments(types, sys.argv[1:])
+    checkpoint = begin(args)
+    config = load_config(model_args, TASK)
+
+    with args.main_process_first(desc="text"):
+        text = load_text(data_args)
+    tokenizer = load_tokenizer(model_args, checkpoint, lambda: train_masked_tokenizer(text["train"]["text"], model_args.vocab_size, config))
+    masking = Masking(tokenizer=tokenizer, probability=model_args.mlm_probability, seed=args.seed)
+    fit_config(config, model_args, tokenizer)
+    block_size = choose_block_size(data_args.block_size, config)
+    with args.main_process_first(desc="tokens"):
+        blocks = to_blocks(text, tokenizer, block_size, data_args, frame=frame_of(tokenizer))
+        evaluated = masking.once(blocks["validation"])
+
+    trainer = Trainer(
+        model=load_model(model_args, TASK, config, tokenizer),
+        args=args,
+        train_dataset=blocks["train"] if args.do_train else None,
+        eval_dataset=evaluated,
+        processing_class=tokenizer,
+        data_collator=masking.collator(args.process_index),
+        compute_loss_func=mean_over_masked,
+        osdp=osdp_args.options(block_size),
+    )
+    train_and_evaluate(trainer, checkpoint)
+
+
+def mean_over_masked(outputs: MaskedLMOutput, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None) -> torch.Tensor:
+    """Loss of the masked tokens, each with the same weight however many fall into one micro-batch; BERT takes the mean of each.
+
+    Args:
+        outputs: with `logits`, [samples, tokens, vocabulary].
+        labels: [samples, tokens]; -100 where nothing is masked.
+        num_items_in_batch: masked tokens of the whole optimizer step, on all ranks.
+    """
+    logits = outputs.logits.view(-1, outputs.logits.shape[-1])
+    if num_items_in_batch is None:
+        return cross_entropy(logits, labels.view(-1))
+    return cross_entropy(logits, labels.view(-1), reduction="sum") / num_items_in_batch
+
+
+if __name__ == "__main__":
+    run_script(main)

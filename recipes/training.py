@@ -1,0 +1,84 @@
+"""The road that every recipe goes: begin, evaluate, train, save, evaluate."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from pathlib import Path
+
+from datasets import disable_progress_bars
+from transformers import TrainingArguments, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_osdp import Trainer
+
+
+def begin(args: TrainingArguments) -> str | None:
+    """Seed, and leave the word to rank 0.
+
+    Returns:
+        The checkpoint to go on from, if any.
+
+    Raises:
+        ValueError: there is nothing to do, or no checkpoint where one should be.
+    """
+    if not (args.do_train or args.do_eval):
+        raise ValueError("Nothing to do; give do_train, do_eval or both.")
+    _quiet_other_ranks(args)
+    set_seed(args.seed)
+    return _find_checkpoint(args)
+
+
+def train_and_evaluate(trainer: Trainer, checkpoint: str | None) -> None:
+    """Train and save the model, as `do_train` asks; the perplexity before and after it, as `do_eval` asks."""
+    args = trainer.args
+    if args.do_eval:
+        say(args, f"perplexity before training: {perplexity(trainer):.2f}" if args.do_train else f"perplexity: {perplexity(trainer):.2f}")
+    if args.do_train:
+        result = trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_model()
+        trainer.save_metrics("train", result.metrics)
+        trainer.save_state()
+        if args.do_eval:
+            say(args, f"perplexity after training: {perplexity(trainer):.2f}")
+        say(args, f"model saved in {args.output_dir}")
+    trainer.accelerator.end_training()
+
+
+def say(args: TrainingArguments, text: str) -> None:
+    """Print on rank 0."""
+    if args.process_index == 0:
+        print(text, flush=True)
+
+
+def perplexity(trainer: Trainer) -> float:
+    """exp of the mean loss of a token on the validation text; also saved with the other metrics."""
+    metrics = trainer.evaluate()
+    metrics["perplexity"] = math.exp(min(metrics["eval_loss"], 700.0))
+    trainer.save_metrics("eval", metrics)
+    return metrics["perplexity"]
+
+
+def _quiet_other_ranks(args: TrainingArguments) -> None:
+    """One voice: progress and notes come from rank 0. Errors come from everyone."""
+    warnings.filterwarnings("ignore", message=r".*pin_memory.*")
+    # Of BERT's logits, a view; torch warns of operations in place on it, of which there are none.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
+    # GPT-2's class name does not say which loss it has, and the note that follows sounds like a fault.
+    logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "`loss_type=None`" not in record.getMessage())
+    if args.process_index != 0:
+        disable_progress_bars()
+        logging.getLogger().setLevel(logging.ERROR)
+
+
+def _find_checkpoint(args: TrainingArguments) -> str | None:
+    """The checkpoint to go on from: a folder, or with `true` the last one in the output folder, if there is one."""
+    wanted = args.resume_from_checkpoint
+    if wanted is None or str(wanted).lower() == "false":
+        return None
+    if str(wanted).lower() in ("true", "last"):
+        return get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+    if not (Path(wanted) / "trainer_state.json").is_file():
+        raise ValueError(f"resume_from_checkpoint={wanted} holds no checkpoint; give a checkpoint-N folder, or true for the last one.")
+    return wanted
