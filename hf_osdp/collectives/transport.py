@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -37,21 +38,29 @@ class Transport(Protocol):
 
 
 class BackendTransport:
-    """The process group's own collectives; those of one call are coalesced into one launch."""
+    """The process group's own collectives.
+
+    Args:
+        coalesces: those of one call are one launch, as NCCL can; else one after the other.
+    """
+
+    def __init__(self, *, coalesces: bool) -> None:
+        self._coalesces = coalesces
 
     def all_gather(self, outputs, inputs, group, *, async_op=False):
-        if len(outputs) == 1:
-            return _all_gather(outputs[0], inputs[0], group=group, async_op=async_op)
-        with _coalescing_manager(group=group, async_ops=async_op) as coalesced:
-            for output, given in zip(outputs, inputs, strict=True):
-                _all_gather(output, given, group=group)
-        return Works(coalesced.works, held=inputs) if async_op else None
+        pairs = list(zip(outputs, inputs, strict=True))
+        if len(pairs) == 1 or not self._coalesces:
+            works = [_all_gather(output, given, group=group, async_op=async_op) for output, given in pairs]
+        else:
+            with _coalescing_manager(group=group, async_ops=async_op) as coalesced:
+                for output, given in pairs:
+                    _all_gather(output, given, group=group)
+            works = coalesced.works
+        return Works(works, held=inputs) if async_op else None
 
     def reduce_scatter(self, outputs, inputs, op, group):
-        if len(outputs) == 1:
-            _reduce_scatter(outputs[0], inputs[0], op=op, group=group)
-            return
-        with _coalescing_manager(group=group):
+        coalesces = self._coalesces and len(outputs) > 1
+        with _coalescing_manager(group=group) if coalesces else nullcontext():
             for output, given in zip(outputs, inputs, strict=True):
                 _reduce_scatter(output, given, op=op, group=group)
 
@@ -150,12 +159,17 @@ class Works(dist.Work):
 
 def transport_of(group: dist.ProcessGroup, device_type: str) -> Transport:
     """The transport for tensors on `device_type` (`"cpu"` or `"cuda"`) in a group."""
-    return PieceTransport() if runs_gloo(group, device_type) else BackendTransport()
+    backend = _backend(group, device_type)
+    return PieceTransport() if backend == "gloo" else BackendTransport(coalesces=backend == "nccl")
 
 
 def runs_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
     """Whether gloo moves the group's tensors on `device_type`."""
-    return group._get_backend(torch.device(device_type)).name() == "gloo"
+    return _backend(group, device_type) == "gloo"
+
+
+def _backend(group: dist.ProcessGroup, device_type: str) -> str:
+    return group._get_backend(torch.device(device_type)).name()
 
 
 def _waited(work: Works) -> None:

@@ -15,16 +15,14 @@ from ..planner.evaluate import estimate_plan
 from ..planner.hardware import Hardware
 from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.plan import Plan
-from ..planner.presets import preset
 from ..planner.profile import Profile, with_block_times
 from ..planner.search import SearchResult, StrategyResult, compare_strategies
 from ..profiling.batch import training_batch
 from ..profiling.describe import describe
-from ..profiling.machine import measure_hardware
-from ..profiling.together import local_world_size
+from ..profiling.machine import hardware_of_run
 from ..quantities import format_bytes
 from ..runtime.agree import broadcast_plan, on_rank_zero
-from ..runtime.given import check_given
+from ..runtime.given import check_given, warn_of_other_nodes
 from ..runtime.mesh import Meshes
 from ..runtime.probe import Trial, probe
 from ..runtime.recalibrate import Problem, Round, recalibrate
@@ -222,6 +220,7 @@ def _given(config: OSDPConfig, facts: RunFacts, job: TrainingJob, description: M
 
     plan = broadcast_plan(on_rank_zero(load))
     plan.check(description, facts.world_size)
+    warn_of_other_nodes(plan)
     return PlannedRun(
         plan=plan,
         description=description,
@@ -271,23 +270,5 @@ def _hardware(config: OSDPConfig, facts: RunFacts, profile: Profile | None) -> H
     Raises:
         ValueError: the hardware has another number of devices or nodes than this run.
     """
-    if profile is not None:
-        hardware = profile.hardware
-    elif config.hardware is None:
-        hardware = measure_hardware(device_type=facts.device_type)
-        if config.nodes not in (None, hardware.nodes):
-            raise ValueError(f"nodes={config.nodes}, but the processes are spread over {hardware.nodes}; leave nodes out.")
-        return hardware
-    elif isinstance(config.hardware, Hardware):
-        hardware = config.hardware
-    else:
-        nodes = config.nodes or max(1, facts.world_size // local_world_size(torch.device(facts.device_type)))
-        if facts.world_size % nodes:
-            raise ValueError(f"nodes={nodes} does not divide the {facts.world_size} processes; use a divisor.")
-        hardware = preset(config.hardware, nodes=nodes, devices_per_node=facts.world_size // nodes)
-    if hardware.world_size != facts.world_size:
-        raise ValueError(
-            f"The hardware has {hardware.world_size} devices, but {facts.world_size} processes are running;"
-            f" start {hardware.world_size} processes, or describe {facts.world_size} devices."
-        )
-    return hardware
+    wanted = config.hardware if profile is None else profile.hardware
+    return hardware_of_run(wanted, device_type=facts.device_type, nodes=config.nodes)

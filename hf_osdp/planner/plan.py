@@ -108,6 +108,8 @@ class Plan:
     `planner/stations.py` gives where rows are longer.
     """
     hardware: str = ""
+    devices_per_node: int | None = None
+    """Ranks of a node that the plan was made for; its groups follow those nodes."""
     version: int = PLAN_VERSION
 
     def __post_init__(self) -> None:
@@ -170,7 +172,8 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """Hash of all that decides how the plan runs; estimates and names are left out."""
-        run = asdict(replace(self, memory_limit_bytes=None, peak_bytes=None, step_s=None, model_name="", hardware="", proven_optimal=False))
+        told = {"memory_limit_bytes": None, "peak_bytes": None, "step_s": None, "model_name": "", "hardware": "", "proven_optimal": False}
+        run = asdict(replace(self, **told, devices_per_node=None))
         return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]
 
     def decision(self, fqn: str) -> UnitDecision:

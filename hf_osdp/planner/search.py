@@ -41,10 +41,6 @@ class StrategyResult:
     """Where nothing fits: the least that it would need."""
 
 
-_UNAVAILABLE = {Strategy.HSDP: "no group size between 1 and all", Strategy.TWO_STAGE: "not several nodes of several devices"}
-"""Why these strategies have no plan on some numbers of devices."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
     """One batch in one space: an integer program, with the time and the peak that no plan of it can beat."""
@@ -123,19 +119,21 @@ def compare_strategies(
     """Every strategy at its own best batch under the same limit, OSDP first.
 
     Returns:
-        One row a strategy; a strategy that cannot run here has a reason instead of a result.
+        One row a strategy; a strategy that cannot run here has a reason instead of a result. Two stages have a row where
+        there are several nodes of several devices.
     """
     rows = []
-    for strategy in Strategy:
+    several = 1 < hardware.devices_per_node < hardware.world_size
+    for strategy in (one for one in Strategy if several or one is not Strategy.TWO_STAGE):
         try:
             rows.append(StrategyResult(strategy=strategy, result=search(description, hardware, job, memory_limit_bytes, strategy=strategy)))
         except InfeasibleError as error:
             reason = f"needs {format_bytes(error.least_peak_bytes)}"
             rows.append(StrategyResult(strategy=strategy, result=None, reason=reason, least_peak_bytes=error.least_peak_bytes))
         except ValueError:
-            if strategy not in _UNAVAILABLE:
+            if strategy is not Strategy.HSDP:
                 raise
-            rows.append(StrategyResult(strategy=strategy, result=None, reason=_UNAVAILABLE[strategy]))
+            rows.append(StrategyResult(strategy=strategy, result=None, reason="no group size between 1 and all"))
     return tuple(rows)
 
 
@@ -180,6 +178,7 @@ def _decode(
         step_s=time.step_s,
         proven_optimal=proven,
         hardware=hardware.summary,
+        devices_per_node=hardware.devices_per_node,
     )
     return SearchResult(plan=plan, memory=memory, time=time)
 

@@ -12,6 +12,7 @@ from ..collectives.topology import find_topology
 from ..errors import HardwareError
 from ..planner.description import DType
 from ..planner.hardware import Backend, Collective, CollectiveTiming, DeviceSpec, Hardware, Link
+from ..planner.presets import preset
 from .handling import measure_handling
 from .links import measure_collectives
 from .rates import copy_rate, matmul_rates, operator_seconds
@@ -53,6 +54,40 @@ def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Seq
         timings=timings,
         handling=measure_handling(device, 0.3 * seconds),
     )
+
+
+def hardware_of_run(wanted: Hardware | str | None, *, device_type: str, nodes: int | None = None) -> Hardware:
+    """The hardware to plan a run for. Where torch.distributed is initialized every rank must call this at the same time.
+
+    Args:
+        wanted: hardware that is known, such as a profile's; the name of a preset, for as many devices as there are ranks; None
+            measures this machine.
+        device_type: `"cpu"` or `"cuda"`.
+        nodes: how many nodes the ranks are on, where a preset is to take them otherwise than the launcher placed them.
+
+    Returns:
+        Hardware with as many devices as there are ranks.
+
+    Raises:
+        ValueError: numbers of devices or nodes differ from the run's.
+        HardwareError: the preset is not known, or ranks do not fill the nodes evenly.
+    """
+    ranks, topology = world_size(), find_topology()
+    if isinstance(wanted, Hardware):
+        if wanted.world_size != ranks:
+            raise ValueError(
+                f"The hardware has {wanted.world_size} devices, but {ranks} processes are running;"
+                f" start {wanted.world_size} processes, or describe {ranks} devices."
+            )
+        return wanted
+    if wanted is None:
+        if nodes not in (None, topology.nodes):
+            raise ValueError(f"nodes={nodes}, but the processes are spread over {topology.nodes}; leave nodes out.")
+        return measure_hardware(device_type=device_type)
+    nodes = nodes or topology.nodes
+    if ranks % nodes:
+        raise ValueError(f"nodes={nodes} does not divide the {ranks} processes; use a divisor.")
+    return preset(wanted, nodes=nodes, devices_per_node=ranks // nodes)
 
 
 def measuring_device(device_type: str) -> torch.device:

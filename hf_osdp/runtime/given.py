@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
+import torch.distributed as dist
+
+from ..collectives.topology import find_topology
 from ..errors import PlanError
 from ..planner.plan import Plan
 from ..quantities import format_bytes
 
 _REMEDY = "Plan again, or change the arguments."
+_log = logging.getLogger(__name__)
 
 
 def check_given(
@@ -49,3 +55,10 @@ def check_given(
         raise PlanError(f"The plan states no peak to hold against memory_limit={limit}. Plan again, or leave memory_limit out.")
     if peak > memory_limit_bytes:
         raise PlanError(f"The plan needs {format_bytes(peak)}, more than memory_limit={format_bytes(memory_limit_bytes)}. {_REMEDY}")
+
+
+def warn_of_other_nodes(plan: Plan) -> None:
+    """Tell where a plan's groups follow other nodes than these: it runs, but sends more between nodes. Collective."""
+    here = find_topology().ranks_per_node
+    if plan.devices_per_node not in (None, here) and not (dist.is_initialized() and dist.get_rank()):
+        _log.warning("The plan was made for %d devices a node, here there are %d; plan again for these.", plan.devices_per_node, here)

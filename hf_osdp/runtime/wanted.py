@@ -13,12 +13,11 @@ from ..planner.description import ModelDescription, UnitDescription
 from ..planner.hardware import Hardware
 from ..planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from ..planner.plan import Plan
-from ..planner.presets import preset
 from ..planner.profile import Profile, with_block_times
 from ..quantities import format_bytes, parse_bytes
 from .agree import broadcast_plan, on_rank_zero
 from .environment import training_device
-from .given import check_given
+from .given import check_given, warn_of_other_nodes
 from .mesh import Meshes, world_size
 
 if TYPE_CHECKING:
@@ -97,7 +96,9 @@ class Wanted:
             )
             return given
 
-        return broadcast_plan(on_rank_zero(read))
+        given = broadcast_plan(on_rank_zero(read))
+        warn_of_other_nodes(given)
+        return given
 
     def search(self, model: nn.Module, units: tuple[UnitDescription, ...]) -> Found:
         """Measure together, describe and search on rank 0, and give every rank the plan. Collective.
@@ -181,16 +182,9 @@ class Wanted:
         return job
 
     def _hardware(self, device_type: str, profile: Profile | None) -> Hardware:
-        wanted = self.hardware if profile is None else profile.hardware
-        if wanted is None:
-            from ..profiling.machine import measure_hardware
+        from ..profiling.machine import hardware_of_run
 
-            return measure_hardware(device_type=device_type)
-        ranks = world_size()
-        hardware = preset(wanted, devices_per_node=ranks) if isinstance(wanted, str) else wanted
-        if hardware.world_size != ranks:
-            raise ValueError(f"hardware has {hardware.world_size} devices, but {ranks} processes are running; use hardware.scaled.")
-        return hardware
+        return hardware_of_run(self.hardware if profile is None else profile.hardware, device_type=device_type)
 
     def _limit_bytes(self, hardware: Hardware) -> int:
         """The limit over tensors and what the device reserves; `search` takes the latter off."""

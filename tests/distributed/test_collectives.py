@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from functools import partial
 
 import pytest
 import torch
@@ -15,9 +16,13 @@ from hf_osdp.collectives.topology import find_topology
 from hf_osdp.collectives.transport import BackendTransport, PieceTransport
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.runtime.mesh import Meshes
+from hf_osdp.runtime.simulate import fake_process_group
 from tests.helpers.distributed import run_ranks
 
-TRANSPORTS = {"backend": BackendTransport, "pieces": PieceTransport}
+TRANSPORTS = {
+    "coalesced": partial(BackendTransport, coalesces=True), "one by one": partial(BackendTransport, coalesces=False),
+    "pieces": PieceTransport,
+}  # fmt: skip
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 NUMEL = 37
@@ -110,7 +115,7 @@ def test_gathers_put_each_shard_in_its_place(world):
 def test_reductions_are_the_sum_and_the_mean(world):
     tolerance = {"torch.float64": 1e-14, "torch.float32": 2e-6, "torch.bfloat16": 6e-2, "torch.float16": 8e-3}
     for found in results(world):
-        assert len(found["scatter"]) == 3 * 4 * len(OPS)
+        assert len(found["scatter"]) == (len(TRANSPORTS) + 1) * 4 * len(OPS)
         wrong = {case: error for case, error in found["scatter"].items() if not error < tolerance[case[1]]}
         assert not wrong
 
@@ -123,40 +128,13 @@ def test_each_collective_says_that_it_begins_and_ends(world):
     assert {name for name, _, _ in heard} == {"two_stage_all_gather", "two_stage_reduce_scatter", "reduce_scatter", "end"}
 
 
-def refuse_factor() -> str:
-    output, given = torch.empty(2), torch.ones(4)
-    with pytest.raises(ValueError, match="leave set_gradient_divide_factor alone on the CPU") as error:
-        RingReduceScatter()(output, given, dist.group.WORLD, dist.ReduceOp.MAX)
-    return str(error.value)
-
-
 def test_another_operation_is_refused():
-    assert run_ranks(refuse_factor, 2)
+    with fake_process_group(2), pytest.raises(ValueError, match="leave set_gradient_divide_factor alone on the CPU"):
+        RingReduceScatter()(torch.empty(2), torch.ones(4), dist.group.WORLD, dist.ReduceOp.MAX)
 
 
-def unequal_nodes() -> str:
-    try:
-        find_topology()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_unequal_nodes_are_an_error_on_every_rank():
-    said = run_ranks(_on_unequal_nodes, 3)
-    assert len(set(said)) == 1
-    assert said[0].startswith("HardwareError: Nodes hold different numbers of processes (node 0: 2, node 1: 1); start equally many on each")
-
-
-def _on_unequal_nodes() -> str:
-    import os
-
-    os.environ["GROUP_RANK"] = "0" if dist.get_rank() < 2 else "1"
-    return unequal_nodes()
-
-
-def groups_of_a_plan() -> dict:
-    """Four nodes of two: two stages over half of the world, and what is left when another plan follows."""
+def test_stages_of_half_the_world_are_given_back_with_the_plan():
+    """Four nodes of two: two stages over half of the world; then a plan without."""
 
     def plan(*layouts: tuple[int, int]) -> Plan:
         units = tuple(
@@ -167,18 +145,14 @@ def groups_of_a_plan() -> dict:
             model_fingerprint="",
         )  # fmt: skip
 
-    meshes = Meshes("cpu")
-    meshes.prepare(plan((4, 2), (8, 2), (1, 1)))
-    stages = meshes.stages(4, 2)
-    between, within = dist.get_process_group_ranks(stages.between), dist.get_process_group_ranks(stages.within)
-    before = len(meshes.groups())
-    meshes.keep(plan((8, 1)))
-    return {"between": between, "within": within, "groups": (before, len(meshes.groups()))}
-
-
-def test_stages_of_half_the_world():
-    for rank, found in enumerate(run_ranks(groups_of_a_plan, 8, nodes=4)):
-        half = 4 * (rank // 4)
-        assert found["between"] == [half + rank % 2, half + rank % 2 + 2]
-        assert found["within"] == [rank - rank % 2, rank - rank % 2 + 1]
-        assert found["groups"] == (10, 1)  # (1, 8): 2, (2, 4): 2, (4, 2): 2, (8,): 1, three axes of the stages
+    with fake_process_group(8):
+        meshes = Meshes("cpu")
+        meshes.prepare(plan((4, 2), (8, 2), (1, 1)))
+        stages = meshes.stages(4, 2)
+        assert (dist.get_process_group_ranks(stages.between), dist.get_process_group_ranks(stages.within)) == ([0, 2], [0, 1])
+        assert len(meshes.groups()) == 10  # two axes each of (8, 1), (4, 2), (2, 4), one of (8,), three of the stages
+        meshes.keep(plan((8, 1)))
+        assert meshes.groups() == [dist.group.WORLD]
+        for sizes in ((8, 8), (8, 1), (8, 3), (6, 2)):
+            with pytest.raises(ValueError, match=f"stage_size={sizes[1]} must divide shard_size={sizes[0]}"):
+                meshes.stages(*sizes)

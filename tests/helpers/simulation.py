@@ -5,17 +5,19 @@ from __future__ import annotations
 from hf_osdp.planner.costs import Choice
 from hf_osdp.planner.description import GatherSpan, ModelDescription
 
-LAYOUTS = ("ddp", "zero2", "zero3", "hsdp", "mixed")
+LAYOUTS = ("ddp", "zero2", "zero3", "two_stage", "hsdp", "mixed")
 
 
 def choices_of_layout(layout: str, description: ModelDescription, world: int) -> list[Choice]:
-    """One choice a unit: one layout for all, or in `mixed` five that take turns."""
+    """One choice a unit: one layout for all, or in `mixed` six that take turns. Two stages take the world as pairs of ranks."""
     half = max(1, world // 2)
-    mixed = [(1, False), (world, False), (half, True), (2, False), (world, True)]
+    mixed = [(1, False, 1), (world, False, 1), (half, True, 1), (2, False, 1), (world, True, 1), (half, False, 2)]
     choices = []
     for index, unit in enumerate(description.units):
-        shard_size, keep = {
-            "ddp": (1, False), "zero2": (world, True), "zero3": (world, False), "hsdp": (half, False), "mixed": mixed[index % 5],
+        shard_size, keep, stage_size = {
+            "ddp": (1, False, 1), "zero2": (world, True, 1), "zero3": (world, False, 1), "two_stage": (world, False, 2),
+            "hsdp": (half, False, 1), "mixed": mixed[index % 6],
         }[layout]  # fmt: skip
-        choices.append(Choice(shard_size=shard_size, keep=keep or unit.span is GatherSpan.STEP or world == 1))
+        kept = keep or unit.span is GatherSpan.STEP or world == 1
+        choices.append(Choice(shard_size=shard_size, keep=kept, stage_size=stage_size))
     return choices

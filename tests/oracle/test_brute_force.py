@@ -44,7 +44,7 @@ def small_job(dice: random.Random, hardware: Hardware) -> TrainingJob:
 
 def every_plan(description: ModelDescription, hardware: Hardware, job: TrainingJob):
     """Peak and step time of every plan there is."""
-    (space,) = search_spaces(Strategy.OSDP, description, hardware.world_size)
+    (space,) = search_spaces(Strategy.OSDP, description, hardware.world_size, hardware.devices_per_node)
     for batch in batches(job, hardware.world_size):
         for choices in itertools.product(*space):
             peak = estimate_memory(description, choices, hardware.world_size, job, batch).peak_bytes
@@ -54,7 +54,8 @@ def every_plan(description: ModelDescription, hardware: Hardware, job: TrainingJ
 def instance(seed: int):
     dice = random.Random(seed)
     hardware = small_hardware(dice)
-    blocks = {2: 4, 3: 3, 4: 3}[hardware.world_size]
+    # Two nodes of two devices know two stages, which makes eight choices a unit.
+    blocks = {(1, 2): 4, (2, 1): 4, (1, 3): 3, (1, 4): 3, (2, 2): 2}[hardware.nodes, hardware.devices_per_node]
     description = at_random(seed, kinds=dice.choice([1, 1, 2]), blocks=blocks, tied=dice.random() < 0.3)
     return description, hardware, small_job(dice, hardware), dice
 

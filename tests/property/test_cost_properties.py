@@ -65,7 +65,7 @@ def test_memory_rises_with_the_micro_batch(seed, world, job, every):
 @example(26174, (1, 2), CAST, False)  # what is kept after forward is not cast again in backward
 def test_no_plan_peaks_below_the_floor(seed, world, job, overlaps):
     description, hardware = at_random(seed, kinds=2, blocks=4), hardware_of(world, Backend.NCCL if overlaps else Backend.GLOO)
-    (space,) = search_spaces(Strategy.OSDP, description, hardware.world_size)
+    (space,) = search_spaces(Strategy.OSDP, description, hardware.world_size, hardware.devices_per_node)
     for batch in batches(job, hardware.world_size):
         line = build_line(description, hardware, job, batch, space, 0.0)
         floor = peak_floor(description, line, job, batch)

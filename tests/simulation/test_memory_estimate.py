@@ -88,13 +88,13 @@ def test_peak_of_each_layout(name, layout):
     assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
 
 
-@pytest.mark.parametrize("layout", ["ddp", "zero3", "mixed"])
+@pytest.mark.parametrize("layout", ["ddp", "zero3", "two_stage", "mixed"])
 def test_peak_where_parameters_outweigh_activations(layout):
     error = relative_error("gpt2", layout, length=16, batch=one(1))
     assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
 
 
-@pytest.mark.parametrize("layout", ["ddp", "zero3", "mixed"])
+@pytest.mark.parametrize("layout", ["ddp", "zero3", "two_stage", "mixed"])
 def test_peak_in_bfloat16(layout):
     error = relative_error("gpt2", layout, batch=one(4), precision="bf16")
     assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"

@@ -47,7 +47,7 @@ def peak_by_torch(config: GPT2Config, description, plan: Plan) -> int:
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
     try:
         meshes = Meshes("cpu")
-        meshes.prepare([WORLD])
+        meshes.prepare(plan)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = GPT2LMHeadModel(config).train()
             apply_plan(model, plan, description.units, meshes=meshes, broadcast=False)

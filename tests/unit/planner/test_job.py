@@ -70,8 +70,8 @@ def test_batches_are_every_size_with_both_ways_to_accumulate():
 @pytest.mark.parametrize("strategy", [s for s in Strategy if s is not Strategy.OSDP])
 def test_single_strategies_are_parts_of_the_osdp_space(strategy):
     description = transformer(layers=2)
-    (everything,) = search_spaces(Strategy.OSDP, description, 8)
-    for space in search_spaces(strategy, description, 8):
+    (everything,) = search_spaces(Strategy.OSDP, description, 8, 4)
+    for space in search_spaces(strategy, description, 8, 4):
         assert all(set(choices) <= set(allowed) for choices, allowed in zip(space, everything, strict=True))
 
 
@@ -80,6 +80,17 @@ def test_hsdp_needs_a_size_between_one_and_all():
     for world_size in (1, 2, 3):
         with pytest.raises(ValueError, match=f"strategy=hsdp needs a group size between 1 and {world_size}"):
             search_spaces(Strategy.HSDP, transformer(), world_size)
+
+
+def test_two_stages_need_several_nodes_of_several_devices():
+    (space,) = search_spaces(Strategy.TWO_STAGE, transformer(), 8, 4)
+    assert {(choice.shard_size, choice.stage_size) for choices in space for choice in choices} == {(8, 4)}
+    for per_node in (1, 8, None):
+        with pytest.raises(ValueError, match="strategy=two_stage needs several nodes of several devices, not [18] of [18]; use fsdp"):
+            search_spaces(Strategy.TWO_STAGE, transformer(), 8, per_node)
+    (everything,) = search_spaces(Strategy.OSDP, transformer(), 16, 4)
+    staged = {(c.shard_size, c.stage_size) for choices in everything for c in choices if c.stage_size > 1}
+    assert staged == {(8, 4), (16, 4)}, "whole nodes, several of them"
 
 
 def test_unknown_strategy_lists_those_known():

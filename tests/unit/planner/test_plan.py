@@ -246,7 +246,7 @@ def test_unit_that_is_listed_twice_is_refused():
 
 
 def test_other_version_is_refused():
-    assert "version 2; this hf_osdp reads version 1" in refused(changed(version=2))
+    assert "version 1; this hf_osdp reads version 2" in refused(changed(version=1))
 
 
 # damaged files

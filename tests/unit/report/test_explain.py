@@ -26,7 +26,9 @@ def with_row(plan: Plan, units, choice) -> Plan:
     return replace(
         plan,
         units=tuple(
-            UnitDecision(fqn=u.fqn, shard_size=choice.shard_size, reshard_after_forward=not choice.keep) if i in units else u
+            UnitDecision(fqn=u.fqn, shard_size=choice.shard_size, reshard_after_forward=not choice.keep, stage_size=choice.stage_size)
+            if i in units
+            else u
             for i, u in enumerate(plan.units)
         ),
     )
