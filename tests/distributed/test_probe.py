@@ -132,6 +132,26 @@ def test_a_trial_shows_peak_time_and_collectives_and_leaves_nothing():
         assert case["alone"] == observed.peak_bytes, "silent collectives allocate what real ones do"
         assert observed.median_step_s > 0 and observed.steps == 4
         assert case["unchanged"] == (True, True, 0)
-        assert {total.collective for total in observed.collectives} == set(Collective)
+        assert {total.collective for total in observed.collectives} == {
+            kind for kind, seconds in case["collectives"].items() if seconds > 0
+        }
         assert all(total.group_size == 2 and total.seconds > 0 for total in observed.collectives)
         assert {(t.collective, t.group_size) for t in observed.timings} == {(t.collective, t.group_size) for t in observed.collectives}
+
+
+def tried_on_two_nodes() -> dict:
+    return tried("no", False, False)
+
+
+def test_two_stages_are_timed_as_one_collective():
+    ranks = run_ranks(tried_on_two_nodes, 4, nodes=2)
+    observed = ranks[0]["observed"]
+    assert all(rank["observed"] == observed for rank in ranks)
+    assert abs(ranks[0]["estimated"] / observed.peak_bytes - 1) < 0.05, (ranks[0]["estimated"], observed.peak_bytes)
+    assert ranks[0]["alone"] == observed.peak_bytes
+    staged = {Collective.TWO_STAGE_ALL_GATHER, Collective.TWO_STAGE_REDUCE_SCATTER}
+    found = {(timing.collective, timing.group_size, timing.crosses_nodes) for timing in observed.timings}
+    assert {(kind, 4, True) for kind in staged} <= found
+    pairs = {(kind, crosses) for kind, size, crosses in found if size == 2}
+    inside = {(Collective.ALL_GATHER, False), (Collective.REDUCE_SCATTER, False)}
+    assert pairs == inside | {(Collective.ALL_REDUCE, True)}, "stages inside and between nodes are not told as collectives of their own"

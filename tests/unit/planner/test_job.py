@@ -86,7 +86,7 @@ def test_two_stages_need_several_nodes_of_several_devices():
     (space,) = search_spaces(Strategy.TWO_STAGE, transformer(), 8, 4)
     assert {(choice.shard_size, choice.stage_size) for choices in space for choice in choices} == {(8, 4)}
     for per_node in (1, 8, None):
-        with pytest.raises(ValueError, match="strategy=two_stage needs several nodes of several devices, not [18] of [18]; use fsdp"):
+        with pytest.raises(ValueError, match=r"strategy=two_stage needs several nodes of several devices, not [18] of [18]; use fsdp"):
             search_spaces(Strategy.TWO_STAGE, transformer(), 8, per_node)
     (everything,) = search_spaces(Strategy.OSDP, transformer(), 16, 4)
     staged = {(c.shard_size, c.stage_size) for choices in everything for c in choices if c.stage_size > 1}

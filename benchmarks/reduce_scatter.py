@@ -1,0 +1,124 @@
+"""gloo's own reduce-scatter against ours, side by side on this machine.
+
+    python benchmarks/reduce_scatter.py [--world-sizes 2,4] [--seconds 20] [--json FILE]
+
+gloo sends a reduce-scatter as an all-reduce and drops the rest; `RingReduceScatter` sends chunks around the ring. Bytes are
+those of the loopback interface (`/proc/net/dev`, Linux), of all ranks together, so let nothing else use it. Times are those of
+the slowest rank, both kinds in turn in each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+from hf_osdp.collectives.fsdp import RingReduceScatter
+from hf_osdp.profiling.together import largest, rounds, wait_for_all
+
+SIZES_BYTES = (2**16, 2**20, 2**24, 2**26)
+CPU = torch.device("cpu")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world-sizes", default="2,4", help="ranks to start, with commas")
+    parser.add_argument("--seconds", type=float, default=20.0, help="about how long for each world size")
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.as_rank is not None:
+        return run_rank(options.as_rank, options.seconds)
+    rows = [row for size in options.world_sizes.split(",") for row in start_ranks(int(size), options.seconds)]
+    show(rows)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def start_ranks(world_size: int, seconds: float) -> list[dict]:
+    """Rows of one world size, from ranks that torchrun starts."""
+    with tempfile.TemporaryDirectory(prefix="hf_osdp_reduce_scatter_") as folder:
+        result = Path(folder) / "rows.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", __file__]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+        subprocess.run([*command, "--as-rank", str(result), "--seconds", str(seconds)], env=environment, check=True)
+        return json.loads(result.read_text(encoding="utf-8"))
+
+
+def run_rank(result: Path, seconds: float) -> int:
+    """One rank: every size, both kinds in turn."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rows = [row_of(nbytes, seconds / len(SIZES_BYTES)) for nbytes in SIZES_BYTES]
+    if dist.get_rank() == 0:
+        result.write_text(json.dumps(rows), encoding="utf-8")
+    dist.destroy_process_group()
+    return 0
+
+
+def row_of(nbytes: int, seconds: float) -> dict:
+    """Seconds and bytes of one reduce-scatter of `nbytes` in each kind."""
+    kinds = {"gloo": DefaultReduceScatter(), "ring": RingReduceScatter()}
+    taken: dict[str, list[float]] = {name: [] for name in kinds}
+    sent: dict[str, list[int]] = {name: [] for name in kinds}
+    for _ in rounds(seconds, CPU, least=5, most=200):
+        for name, scatter in kinds.items():
+            took, crossed = timed(scatter, nbytes)
+            taken[name].append(took)
+            sent[name].append(crossed)
+    return {
+        "ranks": dist.get_world_size(), "bytes": nbytes, "rounds": len(taken["gloo"]),
+        **{f"{name}_s": statistics.median(values) for name, values in taken.items()},
+        **{f"{name}_sent": statistics.median(values) for name, values in sent.items()},
+    }  # fmt: skip
+
+
+def timed(scatter: Callable, nbytes: int) -> tuple[float, int]:
+    """Seconds on the slowest rank, and bytes that crossed the interface meanwhile."""
+    world = dist.get_world_size()
+    whole = torch.zeros(nbytes // 4 // world * world)
+    part = torch.empty(whole.numel() // world)
+    wait_for_all(CPU)
+    before, start = loopback_bytes(), time.perf_counter()
+    scatter(part, whole, dist.group.WORLD, dist.ReduceOp.SUM)
+    took = time.perf_counter() - start
+    wait_for_all(CPU)
+    return largest([took], CPU)[0], loopback_bytes() - before
+
+
+def loopback_bytes() -> int:
+    """Bytes that the loopback interface has sent."""
+    (line,) = [line for line in Path("/proc/net/dev").read_text(encoding="ascii").splitlines() if line.strip().startswith("lo:")]
+    return int(line.split(":")[1].split()[8])
+
+
+def show(rows: list[dict]) -> None:
+    """A table; bytes are those sent by all ranks over the size of the tensor."""
+    table = Table(title="Reduce-scatter over gloo: its own against the ring")
+    for name in ("ranks", "tensor", "gloo", "ring", "gloo / ring", "gloo sends", "ring sends", "bytes gloo / ring"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        times = (f"{1e3 * row[f'{name}_s']:.2f} ms" for name in ("gloo", "ring"))
+        sent = (f"{row[f'{name}_sent'] / row['bytes']:.2f} x" for name in ("gloo", "ring"))
+        ratios = row["gloo_s"] / row["ring_s"], row["gloo_sent"] / row["ring_sent"]
+        tensor = f"{row['bytes'] / 2**20:g} MiB" if row["bytes"] >= 2**20 else f"{row['bytes'] >> 10} KiB"
+        table.add_row(str(row["ranks"]), tensor, *times, f"{ratios[0]:.2f}x", *sent, f"{ratios[1]:.2f}x")
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
