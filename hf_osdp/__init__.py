@@ -14,6 +14,7 @@ _PUBLIC = {
     "DescriptionError": "errors",
     "HardwareError": "errors",
     "InfeasibleError": "errors",
+    "LaunchError": "errors",
     "OSDPError": "errors",
     "PlanError": "errors",
     "PlanMismatchError": "errors",
@@ -29,6 +30,7 @@ _PUBLIC = {
     "measure_hardware": "profiling.machine",
     "measure_profile": "profiling.profile",
     "OptimalShardedDataParallel": "runtime.parallel",
+    "roll_call": "runtime.roll_call",
     "OSDPGradScaler": "runtime.scaler",
     "OSDPAccelerator": "integration.accelerator",
     "OSDPConfig": "integration.config",
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
         DescriptionError,
         HardwareError,
         InfeasibleError,
+        LaunchError,
         OSDPError,
         PlanError,
         PlanMismatchError,
@@ -74,4 +77,5 @@ if TYPE_CHECKING:
     from .profiling.machine import measure_hardware
     from .profiling.profile import measure_profile
     from .runtime.parallel import OptimalShardedDataParallel
+    from .runtime.roll_call import roll_call
     from .runtime.scaler import OSDPGradScaler

@@ -19,6 +19,10 @@ class HardwareError(OSDPError):
     """A device, link or topology is unknown or cannot be measured."""
 
 
+class LaunchError(OSDPError):
+    """The launched ranks do not come together: some are missing, were started twice, or run other versions."""
+
+
 class ProfileError(OSDPError):
     """A profile cannot be read, or has no times for this model."""
 

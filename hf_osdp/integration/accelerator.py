@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, DynamoBackend
@@ -22,6 +23,7 @@ from ..runtime.accumulation import micro_step
 from ..runtime.clip import clip_grad_norm_
 from ..runtime.environment import prepare_model
 from ..runtime.measure import Observation
+from ..runtime.roll_call import compare_versions, roll_call
 from ..runtime.scaler import OSDPGradScaler
 from ..runtime.state import full_state_dict
 from ..runtime.watch import LoopWatch
@@ -57,6 +59,7 @@ class OSDPAccelerator(Accelerator):
 
     Raises:
         ValueError: an option cannot be used, or several processes were started that would not know of each other.
+        LaunchError: ranks are missing, or run different versions.
     """
 
     reports_steps = True
@@ -78,7 +81,11 @@ class OSDPAccelerator(Accelerator):
         self._run: PlannedRun | None = None
         self._watch: LoopWatch | None = None
         self._measured: Observation | None = None
-        super().__init__(fsdp_plugin=plugin, cpu=cpu, **kwargs)
+        formed = dist.is_initialized()
+        with nullcontext() if _meets_elsewhere(kwargs.get("kwargs_handlers")) else roll_call():
+            super().__init__(fsdp_plugin=plugin, cpu=cpu, **kwargs)
+        if formed:  # by TrainingArguments, or by the script
+            compare_versions()
         if self.num_processes == 1 and launched_world_size() > 1:
             raise ValueError(
                 f"{launched_world_size()} processes were launched, but this one sees no other;"
@@ -335,3 +342,8 @@ class OSDPAccelerator(Accelerator):
         options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
         self.scaler = OSDPGradScaler(device=self.device.type, **options)
         self.native_amp = True
+
+
+def _meets_elsewhere(handlers: Iterable[Any] | None) -> bool:
+    """Whether `InitProcessGroupKwargs(init_method=...)` names another place than the launcher's variables."""
+    return any(getattr(handler, "init_method", None) not in (None, "env://") for handler in handlers or ())

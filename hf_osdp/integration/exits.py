@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import OSDPError
+from ..runtime.roll_call import roll_call
 from .launch import launched_rank
 
 USER_ERROR = 2
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run `main`; where input is at fault, rank 0 prints `error: ...` in one line and the process exits with 2.
+    """Run `main` once all launched ranks are there; where input is at fault, rank 0 prints `error: ...` in one line, exit code 2.
 
     Input is at fault where hf_osdp or the script's own folder says so. What other libraries raise is a bug or a broken machine,
     and keeps its traceback.
@@ -30,7 +31,8 @@ def run_script(main: Callable[[], None]) -> None:
         main: the script.
     """
     try:
-        main()
+        with roll_call():
+            main()
     except (ValueError, OSDPError) as error:
         if not isinstance(error, OSDPError) and not _is_ours(error, main):
             raise

@@ -13,19 +13,26 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from ..planner.description import DType
 from ..planner.job import Precision
 from .apply import default_device_type
+from .roll_call import compare_versions, roll_call
 
 _log = logging.getLogger(__name__)
 
 
 def form_process_group(*, needed: bool) -> None:
-    """Form the process group that torchrun's variables describe; where they are not set, one of this process if `needed`."""
+    """Form the process group that torchrun's variables describe; where they are not set, one of this process if `needed`.
+
+    Raises:
+        LaunchError: ranks are missing, or run different versions.
+    """
     if dist.is_initialized():
+        compare_versions()
         return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend)
+        with roll_call():
+            dist.init_process_group(backend)
     elif needed:
         # Mixed precision is FSDP2's, with one process as with many.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -1,0 +1,172 @@
+"""What ranks say of themselves at the roll call, and the lines that tell what is wrong. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+TIMEOUT_VARIABLE = "OSDP_LAUNCH_TIMEOUT_S"
+_MOST_LETTERS = 160
+"""Of another library's message."""
+_MOST_HOSTS = 4
+"""Host names in one list; of more, the rest is counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """A rank that is there."""
+
+    rank: int
+    host: str
+    """Host name."""
+    process: int
+    """Its number there."""
+    versions: Mapping[str, str]
+    """Version of each package that must be the same everywhere, and of Python (major.minor)."""
+
+
+def missing_line(reports: Sequence[RankReport], *, world_size: int, ranks_per_machine: int | None, place: str, waited_s: float) -> str:
+    """Some ranks did not report.
+
+    Args:
+        reports: those that did, rank 0 among them.
+        world_size: ranks that were to come.
+        ranks_per_machine: ranks on each machine, where the launcher says so.
+        place: `address:port` where ranks meet.
+        waited_s: how long rank 0 waited, in seconds.
+    """
+    there = {report.rank for report in reports}
+    missing = [rank for rank in range(world_size) if rank not in there]
+    here = f"{_ranks(there)} on {_hosts(report.host for report in reports)}"
+    line = (
+        f"{len(missing)} of {world_size} ranks did not report within {waited_s:g} s: {_ranks(missing)} ({here} did)."
+        f" {_where_they_are(missing, there, ranks_per_machine, place)}"
+    )
+    return f"{line} If they only need longer to start, raise {TIMEOUT_VARIABLE}."
+
+
+def _where_they_are(missing: Sequence[int], there: set[int], ranks_per_machine: int | None, place: str) -> str:
+    """Whole machines are not started or cannot reach rank 0; single ranks of a machine have ended."""
+    size = ranks_per_machine or 1
+    machines = sorted({rank // size for rank in missing})
+    absent = [machine for machine in machines if not any(machine * size <= rank < (machine + 1) * size for rank in there)]
+    if ranks_per_machine is None or not absent:
+        return f"Look at what they printed; if they were never started, start them, and check that they reach rank 0's machine at {place}."
+    one = len(absent) == 1
+    return (
+        f"Start the same command on machine{'' if one else 's'} {_ranges(absent)} too (--machine_rank {absent[0]}{'' if one else ', ...'};"
+        f" torchrun: --node-rank), and check that it reaches rank 0's machine at {place}: address, port, firewall. If it was started,"
+        " its output says why it ended."
+    )
+
+
+def difference_line(reports: Sequence[RankReport]) -> str | None:
+    """Which ranks run which versions; None where all run the same."""
+    parts = []
+    for name in reports[0].versions:
+        kinds: dict[str, list[RankReport]] = {}
+        for report in reports:
+            kinds.setdefault(report.versions.get(name, "unknown"), []).append(report)
+        if len(kinds) > 1:
+            each = ", ".join(
+                f"{version} on {_ranks(r.rank for r in found)} ({_hosts(r.host for r in found)})" for version, found in kinds.items()
+            )
+            parts.append(f"{name} is {each}")
+    if not parts:
+        return None
+    return f"Ranks run different versions: {'; '.join(parts)}. Install the same versions on every machine, for example by constraints.txt."
+
+
+def twice_line(rank: int, hosts: Sequence[str]) -> str:
+    """Two processes have one rank."""
+    return (
+        f"Rank {rank} was started twice, on {_hosts(hosts)}; give each machine a number of its own"
+        " (--machine_rank 0, 1, ...; torchrun: --node-rank)."
+    )
+
+
+def another_world_line(rank: int, host: str, size: int, *, first_host: str, first_size: int) -> str:
+    """A rank was launched into a world of another size."""
+    return (
+        f"Rank {rank} on {host} was started as one of {size} ranks, rank 0 on {first_host} as one of {first_size};"
+        " give every machine the same --num_machines and --num_processes (torchrun: --nnodes and --nproc-per-node)."
+    )
+
+
+def silent_line(report: RankReport, *, place: str, waited_s: float) -> str:
+    """Rank 0 did not preside. The store was there: its launcher runs."""
+    return (
+        f"Rank {report.rank} on {report.host} waited {waited_s:g} s at {place} for rank 0, which did not report or ended;"
+        f" its own output says why. If it only needs longer to start, raise {TIMEOUT_VARIABLE}."
+    )
+
+
+def unreachable_line(report: RankReport, *, place: str, waited_s: float, reason: str) -> str:
+    """The store cannot be reached, or no longer."""
+    return (
+        f"Rank {report.rank} on {report.host} could not reach rank 0's machine at {place} within {waited_s:g} s"
+        f" ({_first_sentence(reason)}). Start the command there too, give every machine its address"
+        " (main_process_ip, main_process_port; torchrun: --master-addr, --master-port), and let the firewall pass this port."
+    )
+
+
+def lost_line(report: RankReport, *, place: str, reason: str) -> str:
+    """Rank 0 or its launcher ended during the roll call."""
+    return (
+        f"Rank {report.rank} on {report.host} lost rank 0's machine at {place} while ranks came together"
+        f" ({_first_sentence(reason)}): a process there ended, and its own output says why."
+    )
+
+
+def port_line(report: RankReport, *, place: str, reason: str) -> str:
+    """Rank 0 cannot open the store."""
+    return (
+        f"Rank 0 on {report.host} cannot wait for the others at {place} ({_first_sentence(reason)}); another run may hold the port:"
+        " end it, or set MASTER_PORT to a free one on every machine."
+    )
+
+
+def gloo_line(report: RankReport, *, interface: str | None, reason: str) -> str:
+    """Ranks met at rank 0's store, but gloo cannot connect them with each other.
+
+    Args:
+        report: of this rank.
+        interface: `GLOO_SOCKET_IFNAME`.
+        reason: what gloo said.
+    """
+    now = f"is {interface}" if interface else "is not set, so gloo offers the address that the host's name stands for"
+    return (
+        f"Rank {report.rank} on {report.host} cannot connect to other ranks over gloo ({_first_sentence(reason)})."
+        f" GLOO_SOCKET_IFNAME {now}; set it on each machine to the interface that faces the others, as `ip -br addr` lists them."
+    )
+
+
+def _first_sentence(reason: str) -> str:
+    """Torch's message without its C++ stack and source files, short enough for one line."""
+    text = " ".join(re.sub(r"\[[^\]]*\.cc:\d+\]", "", reason.split("Exception raised from")[0]).split()).rstrip(". ")
+    return text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 3]}..."
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0-3, 8`."""
+    found = sorted(set(ranks))
+    return f"rank{'' if len(found) == 1 else 's'} {_ranges(found)}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-3, 8` for sorted numbers."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+def _hosts(hosts: Iterable[str]) -> str:
+    """Each name once, in order; of many, the first."""
+    names = list(dict.fromkeys(hosts))
+    rest = len(names) - _MOST_HOSTS
+    return ", ".join(names[:_MOST_HOSTS]) + (f" and {rest} more" if rest > 0 else "")
