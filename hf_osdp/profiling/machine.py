@@ -166,23 +166,27 @@ def _group_sizes(world: int, asked: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def _links(spec: DeviceSpec, timings: Sequence[CollectiveTiming], *, local: int, world: int) -> tuple[Link, Link]:
-    """Links that would give the measured all-gathers: t = (g - 1) α + (g - 1) / g · bytes / bandwidth in a ring of g."""
+    """Links that would give the measured all-gathers: t = (g - 1) α + (g - 1) / g · bytes / bandwidth in a ring of g, of whose
+    hops one a node leaves the node."""
     gathers = {timing.group_size: timing for timing in timings if timing.collective is Collective.ALL_GATHER}
     if not gathers:
         memory = Link(latency_s=0.0, bytes_per_s=spec.memory_bytes_per_s, source="one process: no link, the speed of memory", assumed=True)
         return memory, memory
     within = [size for size in gathers if size <= local]
     inside = _ring_link(gathers[max(within)]) if within else None
-    across = _ring_link(gathers[world]) if world > local else None
+    across = _ring_link(gathers[world], crossings=world // local, inside=inside) if world > local else None
     if inside is None:
         return replace(across, assumed=True), across
     return inside, across or replace(inside, assumed=True)
 
 
-def _ring_link(timing: CollectiveTiming) -> Link:
+def _ring_link(timing: CollectiveTiming, *, crossings: int | None = None, inside: Link | None = None) -> Link:
+    """The link that a ring's hops take: all of them, or the `crossings` of them that are not `inside` a node."""
     hops = timing.group_size - 1
+    mine = hops if crossings is None else min(hops, crossings)
+    others_s = 0.0 if inside is None else (hops - mine) * inside.latency_s
     return Link(
-        latency_s=timing.latency_s / hops,
+        latency_s=max(0.0, timing.latency_s - others_s) / mine,
         bytes_per_s=hops / timing.group_size / timing.seconds_per_byte,
         source=f"measured: all-gather over {timing.group_size} ranks",
     )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from hf_osdp.errors import HardwareError
 from hf_osdp.planner.description import DType
-from hf_osdp.planner.hardware import Backend, Collective
+from hf_osdp.planner.collectives import collective_seconds, shard_ring
+from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, Link
+from hf_osdp.planner.presets import preset
 from hf_osdp.profiling.links import fit_line
-from hf_osdp.profiling.machine import measure_hardware
+from hf_osdp.profiling.machine import _links, measure_hardware
 from tests.helpers.distributed import run_ranks
 
 
@@ -68,3 +72,26 @@ def test_fit_line_recovers_a_line():
 def test_fit_line_stays_physical_under_noise():
     latency_s, seconds_per_byte = fit_line([(1_000, 2e-3), (1_000_000, 1e-3)])
     assert latency_s == 0.0 and seconds_per_byte == pytest.approx(1e-9)
+
+
+def test_links_give_back_the_gathers_that_were_measured():
+    """Two nodes of four: a ring of four inside, one of eight of which two hops leave a node."""
+    inside, across = Link(latency_s=1e-5, bytes_per_s=1e9, source=""), Link(latency_s=1e-3, bytes_per_s=1e8, source="")
+    known = replace(preset("cpu", nodes=2, devices_per_node=4), intra_node=inside, inter_node=across)
+    timings = []
+    for size in (2, 4, 8):
+        ring = shard_ring(known, size)
+        latency_s = collective_seconds(known, Collective.ALL_GATHER, ring, 1)
+        seconds_per_byte = collective_seconds(known, Collective.ALL_GATHER, ring, 10**9) / 10**9
+        timings.append(
+            CollectiveTiming(
+                collective=Collective.ALL_GATHER, group_size=size, latency_s=latency_s, seconds_per_byte=seconds_per_byte,
+                crosses_nodes=size == 8,
+            )
+        )  # fmt: skip
+    found = _links(known.device, timings, local=4, world=8)
+    for link, original in zip(found, (inside, across), strict=True):
+        assert link.latency_s == pytest.approx(original.latency_s, rel=1e-3)
+        assert link.bytes_per_s == pytest.approx(original.bytes_per_s, rel=1e-3)
+    alone = _links(known.device, [replace(timings[2], crosses_nodes=False)], local=1, world=8)
+    assert alone[0].assumed and not alone[1].assumed
