@@ -64,10 +64,12 @@ def to_blocks(
         The same splits with `input_ids` of `block_size` tokens each.
 
     Raises:
-        ValueError: a split is too short for one block.
+        ValueError: a split is too short for one block, or a block has no room for text.
     """
     before, after = ([], []) if frame is None else ([frame[0]], [frame[1]])
     size = block_size - len(before) - len(after)
+    if size < 1:
+        raise ValueError(f"block_size={block_size} leaves no room for text between two special tokens; use at least 3.")
 
     def tokenize(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         tokens = tokenizer(rows["text"], add_special_tokens=frame is None, return_attention_mask=False, verbose=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -10,36 +11,52 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TINY = "n_layer=2,n_head=2,n_embd=32,n_positions=32,resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0"
+TINY = {
+    "run_clm": "n_layer=2,n_head=2,n_embd=32,n_positions=32,resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0",
+    "run_mlm": (
+        "num_hidden_layers=2,num_attention_heads=2,hidden_size=32,intermediate_size=64,max_position_embeddings=32,"
+        "hidden_dropout_prob=0.0,attention_probs_dropout_prob=0.0"
+    ),
+}
 
 
 class Recipe:
-    """`run_clm.py` with flags that make it small."""
+    """A script of the recipes with flags that make it small."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, script: str, folder: Path):
+        self.script = script
         self.folder = folder
         self.output = folder / "out"
 
     def arguments(self, **changes: object) -> list[str]:
         """A short training of a tiny model; None leaves a flag out."""
         options: dict[str, object] = {
-            "output_dir": self.output, "do_train": True, "do_eval": True, "config_overrides": TINY, "vocab_size": 300, "block_size": 32,
-            "max_train_samples": 64, "max_eval_samples": 16, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 8,
-            "max_steps": 6, "learning_rate": 0.02, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "hardware": "cpu",
+            "output_dir": self.output, "do_train": True, "do_eval": True, "config_overrides": TINY[self.script], "vocab_size": 300,
+            "block_size": 32, "max_train_samples": 64, "max_eval_samples": 16, "per_device_train_batch_size": 4,
+            "per_device_eval_batch_size": 8, "max_steps": 6, "learning_rate": 0.02, "save_strategy": "no", "report_to": "none",
+            "disable_tqdm": True, "hardware": "cpu",
         }  # fmt: skip
         options.update(changes)
         return [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
 
     def run(self, *positional: str, processes: int = 1, **changes: object) -> subprocess.CompletedProcess[str]:
         """Run it; with several processes, under `accelerate launch` with the configuration for the CPU."""
-        script = [str(ROOT / "recipes" / "run_clm.py"), *positional, *self.arguments(**changes)]
         if processes == 1:
-            command = [sys.executable, *script]
+            command = [sys.executable]
         else:
             config = ROOT / "accelerate_configs" / "osdp_cpu.yaml"
             launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config)]
-            command = [*launch, "--num_processes", str(processes), *script]
-        environment = {
+            command = [*launch, "--num_processes", str(processes)]
+        command += self.command(*positional, **changes)
+        return subprocess.run(command, cwd=self.folder, env=self.environment(), capture_output=True, text=True, timeout=200, check=False)
+
+    def command(self, *positional: str, **changes: object) -> list[str]:
+        """The script with its arguments."""
+        return [str(ROOT / "recipes" / f"{self.script}.py"), *positional, *self.arguments(**changes)]
+
+    def environment(self) -> dict[str, str]:
+        """One thread, no network, no GPU."""
+        return {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
@@ -47,12 +64,18 @@ class Recipe:
             "HF_DATASETS_CACHE": str(self.folder / "cache"),
             "CUDA_VISIBLE_DEVICES": "",
         }
-        return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
-    return Recipe(tmp_path)
+    """Causal language modelling."""
+    return Recipe("run_clm", tmp_path)
+
+
+@pytest.fixture
+def masked(tmp_path: Path) -> Recipe:
+    """Masked language modelling."""
+    return Recipe("run_mlm", tmp_path)
 
 
 @pytest.fixture(scope="session")
@@ -72,13 +95,12 @@ def in_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
     monkeypatch.syspath_prepend(str(ROOT / "recipes"))
 
     def run(recipe: Recipe, *positional: str, **changes: object) -> tuple[int, str]:
-        import run_clm
-
+        script = importlib.import_module(recipe.script)
         monkeypatch.chdir(recipe.folder)
-        monkeypatch.setattr(sys, "argv", ["run_clm.py", *positional, *recipe.arguments(**changes)])
+        monkeypatch.setattr(sys, "argv", recipe.command(*positional, **changes))
         capfd.readouterr()
         try:
-            run_script(run_clm.main)
+            run_script(script.main)
         except SystemExit as stop:
             return int(stop.code or 0), capfd.readouterr().err
         return 0, capfd.readouterr().err
