@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hf_osdp.errors import HardwareError
-from hf_osdp.planner.description import DType
 from hf_osdp.planner.collectives import collective_seconds, shard_ring
+from hf_osdp.planner.description import DType
 from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, Link
 from hf_osdp.planner.presets import preset
 from hf_osdp.profiling.links import fit_line
