@@ -24,6 +24,7 @@ cuBLASLt; NVIDIA recommends 4 MiB, on Hopper 32 MiB (cuBLAS documentation of cub
 
 _NCCL_LATENCY = "hop latency: NCCL 2.18 src/graph/tuning.cc, ring, Simple protocol"
 _PCIE3_X16 = Link(latency_s=5.7e-6, bytes_per_s=15.75 * GB, source=f"PCI Express Base 3.0, 16 lanes; {_NCCL_LATENCY}")
+_PCIE4_X16 = Link(latency_s=5.7e-6, bytes_per_s=31.5 * GB, source=f"PCI Express Base 4.0, 16 lanes; {_NCCL_LATENCY}")
 _ETHERNET_10G = Link(latency_s=14e-6, bytes_per_s=1.25 * GB, source=f"10GBASE-T line rate; {_NCCL_LATENCY}")
 _ETHERNET_25G = Link(latency_s=14e-6, bytes_per_s=3.125 * GB, source=f"25 GbE line rate; {_NCCL_LATENCY}")
 _FABRIC_400G = Link(latency_s=14e-6, bytes_per_s=50 * GB, source=f"4 x 100 Gb/s line rate; {_NCCL_LATENCY}")
@@ -53,6 +54,16 @@ def _v100(memory_gib: int, usable_gib: float) -> DeviceSpec:
     )
 
 
+def _v100_pcie(sxm: DeviceSpec) -> DeviceSpec:
+    """The card: the same chip and memory at a lower clock."""
+    return replace(
+        sxm,
+        name=sxm.name.replace("V100", "V100 PCIe"),
+        flops_per_s={DType.FLOAT16: 112 * TERA, DType.BFLOAT16: 14 * TERA, DType.FLOAT32: 14 * TERA, DType.FLOAT64: 7 * TERA},
+        source="NVIDIA V100 PCIe data sheet (2020); bfloat16 has no tensor cores and runs at the float32 rate",
+    )
+
+
 def _a100(memory_gib: int, memory_gb_per_s: float, usable_gib: float) -> DeviceSpec:
     return DeviceSpec(
         name=f"A100-{memory_gib}",
@@ -71,6 +82,22 @@ _TITAN_RTX = DeviceSpec(
     flops_per_s={DType.FLOAT16: 130.5 * TERA, DType.BFLOAT16: 16.3 * TERA, DType.FLOAT32: 16.3 * TERA},
     memory_bytes_per_s=672 * GB,
     source="NVIDIA TITAN RTX data sheet (2018) and Turing whitepaper; bfloat16 has no tensor cores and runs at the float32 rate",
+)
+_RTX_3090 = DeviceSpec(
+    name="RTX 3090",
+    memory_bytes=24 * GIB,
+    reserved_bytes=_kept(24, 23.69),  # ucwxb/GraphAvatar#4
+    flops_per_s={DType.FLOAT16: 71 * TERA, DType.BFLOAT16: 71 * TERA, DType.FLOAT32: 35.6 * TERA},
+    memory_bytes_per_s=936 * GB,
+    source="NVIDIA GA102 whitepaper (2020), dense, tensor cores that sum in float32; float32 without TF32",
+)
+_RTX_4090 = DeviceSpec(
+    name="RTX 4090",
+    memory_bytes=24 * GIB,
+    reserved_bytes=_kept(24, 23.52),  # pytorch/torchchat#1341
+    flops_per_s={DType.FLOAT16: 165.2 * TERA, DType.BFLOAT16: 165.2 * TERA, DType.FLOAT32: 82.6 * TERA},
+    memory_bytes_per_s=1008 * GB,
+    source="NVIDIA Ada GPU architecture whitepaper (2022), dense, tensor cores that sum in float32; float32 without TF32",
 )
 _H100 = DeviceSpec(
     name="H100",
@@ -105,16 +132,24 @@ _LOOPBACK = Link(
 
 _ETHERNET_10G_GLOO = Link(latency_s=0.5e-3, bytes_per_s=1.25 * GB, source="10GBASE-T line rate; hop latency as measured on loopback")
 
-_PRESETS: dict[str, tuple[DeviceSpec, Link, Link, Backend]] = {
-    "v100-16": (_v100(16, 15.75), _nvlink(150, "V100 data sheet: NVLink 300 GB/s in both directions"), _ETHERNET_25G, Backend.NCCL),
-    "v100-32": (_v100(32, 31.75), _nvlink(150, "V100 data sheet: NVLink 300 GB/s in both directions"), _ETHERNET_25G, Backend.NCCL),
-    "titan-rtx": (_TITAN_RTX, _PCIE3_X16, _ETHERNET_10G, Backend.NCCL),
-    "a100-40": (_a100(40, 1555, 39.50), _nvlink(300, "A100 data sheet: NVLink 600 GB/s in both directions"), _FABRIC_400G, Backend.NCCL),
-    "a100-80": (_a100(80, 2039, 79.14), _nvlink(300, "A100 data sheet: NVLink 600 GB/s in both directions"), _FABRIC_400G, Backend.NCCL),
-    "h100": (_H100, _nvlink(450, "H100 data sheet: NVLink 900 GB/s in both directions"), _FABRIC_3200G, Backend.NCCL),
+_V100_16, _V100_32 = _v100(16, 15.75), _v100(32, 31.74)
+_V100_NVLINK = _nvlink(150, "V100 data sheet: NVLink 300 GB/s in both directions")
+_A100_NVLINK = _nvlink(300, "A100 data sheet: NVLink 600 GB/s in both directions")
+
+_PRESETS: dict[str, tuple[DeviceSpec, Link, Link, Backend]] = {  # device, link inside a node, link of a node to others
+    "v100-16": (_V100_16, _V100_NVLINK, _ETHERNET_25G, Backend.NCCL),  # 8 in a node; with 25 Gb/s: AWS p3.16xlarge
+    "v100-32": (_V100_32, _V100_NVLINK, _ETHERNET_25G, Backend.NCCL),
+    "v100-pcie-16": (_v100_pcie(_V100_16), _PCIE3_X16, _ETHERNET_25G, Backend.NCCL),  # 4 or 8
+    "v100-pcie-32": (_v100_pcie(_V100_32), _PCIE3_X16, _ETHERNET_25G, Backend.NCCL),
+    "titan-rtx": (_TITAN_RTX, _PCIE3_X16, _ETHERNET_10G, Backend.NCCL),  # 1 to 8, as workstations have slots
+    "rtx-3090": (_RTX_3090, _PCIE4_X16, _ETHERNET_10G, Backend.NCCL),  # without the NVLink bridge, which joins two cards only
+    "rtx-4090": (_RTX_4090, _PCIE4_X16, _ETHERNET_10G, Backend.NCCL),
+    "a100-40": (_a100(40, 1555, 39.50), _A100_NVLINK, _FABRIC_400G, Backend.NCCL),  # 8; with 4 x 100 Gb/s: AWS p4d.24xlarge
+    "a100-80": (_a100(80, 2039, 79.14), _A100_NVLINK, _FABRIC_400G, Backend.NCCL),
+    "h100": (_H100, _nvlink(450, "H100 data sheet: NVLink 900 GB/s in both directions"), _FABRIC_3200G, Backend.NCCL),  # 8
     "h200": (_H200, _nvlink(450, "H200 data sheet: NVLink 900 GB/s in both directions"), _FABRIC_3200G, Backend.NCCL),
     "cpu": (_CPU, _LOOPBACK, _ETHERNET_10G_GLOO, Backend.GLOO),
-}  # fmt: skip
+}
 
 
 def preset_names() -> tuple[str, ...]:
@@ -123,12 +158,18 @@ def preset_names() -> tuple[str, ...]:
 
 
 def preset(name: str, *, nodes: int = 1, devices_per_node: int = 1) -> Hardware:
-    """A known kind of device, so many times.
+    """A known kind of device, so many times, with links at their line rates; what `hf-osdp profile` measures is better.
+
+    ```python
+    preset("a100-80", nodes=2, devices_per_node=8)       # NVLink, 4 x 100 Gb/s between nodes
+    preset("v100-pcie-16", nodes=2, devices_per_node=8)  # PCIe 3.0, 25 Gb/s
+    preset("rtx-4090", nodes=2, devices_per_node=2)      # workstations: PCIe 4.0, 10 GbE
+    ```
 
     Args:
         name: one of `preset_names()`; upper case and `_` are accepted.
         nodes: machines.
-        devices_per_node: devices in each.
+        devices_per_node: devices in each: 8 with NVLink, 4 or 8 in PCIe servers, 1 to 4 in workstations, usually.
 
     Returns:
         The hardware, with links within and between nodes as such machines usually have them. Under NCCL the device reserves

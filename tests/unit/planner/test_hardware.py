@@ -33,9 +33,20 @@ def test_links_between_nodes_are_those_of_a_whole_node(name):
 
 
 def test_presets_are_those_that_were_promised():
-    assert set(preset_names()) == {"v100-16", "v100-32", "titan-rtx", "a100-40", "a100-80", "h100", "h200", "cpu"}
+    names = "v100-16 v100-32 v100-pcie-16 v100-pcie-32 titan-rtx rtx-3090 rtx-4090 a100-40 a100-80 h100 h200 cpu"
+    assert preset_names() == tuple(names.split())
     assert preset("A100_80").device.memory_bytes == 80 * 2**30
     assert preset("cpu").backend is Backend.GLOO
+
+
+@pytest.mark.parametrize(
+    ("name", "inside_gb_per_s", "between_gbit_per_s"),
+    [("a100-40", 300, 400), ("v100-pcie-16", 15.75, 25), ("v100-16", 150, 25), ("titan-rtx", 15.75, 10), ("rtx-4090", 31.5, 10)],
+)
+def test_links_of_common_clusters(name, inside_gb_per_s, between_gbit_per_s):
+    hardware = preset(name, nodes=2, devices_per_node=8)
+    assert hardware.intra_node.bytes_per_s == inside_gb_per_s * 1e9
+    assert hardware.inter_node.bytes_per_s * 8 == between_gbit_per_s * 1e9
 
 
 def test_unknown_preset_lists_the_names():
