@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +37,8 @@ class StepMeasured:
     """On the slowest rank."""
     sent_bytes: tuple[int, ...]
     """What left each node by its interface, headers included."""
+    collectives: Mapping[str, float] | None = None
+    """Seconds in each kind, each call on the rank that came to it last; None where they were not timed."""
 
 
 class Contender:
@@ -57,30 +61,32 @@ class Contender:
             put_stock_collectives_back(self._model)
         self._optimizer = make_optimizer(self._model, job.optimizer)
 
-    def measure(self, ranks_per_node: int) -> StepMeasured:
-        """Take one step. Collective."""
+    def measure(self, ranks_per_node: int, *, clocked: bool = False) -> StepMeasured:
+        """Take one step, and time its collectives where `clocked`. Collective."""
+        clock = CollectiveClock(torch.device("cpu")) if clocked else None
         before = counted()
         dist.barrier()
         began = time.perf_counter()
-        self._step()
+        with clock or nullcontext():
+            self._step()
         seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
         sent = torch.zeros(dist.get_world_size(), dtype=torch.int64)
         sent[dist.get_rank()] = counted() - before
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         dist.all_reduce(sent)
-        return StepMeasured(step_s=seconds.item(), sent_bytes=tuple(sent.tolist()[::ranks_per_node]))
-
-    def collective_seconds(self) -> dict[str, float]:
-        """Take one step and see how long its collectives take, each on the rank that came to it last. Collective."""
-        with CollectiveClock(torch.device("cpu")) as clock:
-            self._step()
-        taken: Counter[str] = Counter()
-        for call in of_last_rank(clock.calls()):
-            taken[call.collective.value] += call.seconds
-        return dict(taken)
+        collectives = None if clock is None else seconds_of(clock)
+        return StepMeasured(step_s=seconds.item(), sent_bytes=tuple(sent.tolist()[::ranks_per_node]), collectives=collectives)
 
     def _step(self) -> None:
         train_step(self._model, self._optimizer, self._batch, self._plan, self._job)
+
+
+def seconds_of(clock: CollectiveClock) -> dict[str, float]:
+    """What the clock saw, by collective. Collective."""
+    taken: Counter[str] = Counter()
+    for call in of_last_rank(clock.calls()):
+        taken[call.collective.value] += call.seconds
+    return dict(taken)
 
 
 def put_stock_collectives_back(model: nn.Module) -> None:

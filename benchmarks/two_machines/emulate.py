@@ -31,7 +31,15 @@ from pathlib import Path
 NOT_PERMITTED, TIMED_OUT = 77, 124
 INTERFACE = "veth0"
 UNLIMITED = "unlimited"
-TOOLS = {"unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux", "mount": "mount", "ip": "iproute2", "tc": "iproute2"}
+TOOLS = {
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "setpriv": "util-linux",
+    "taskset": "util-linux",
+    "mount": "mount",
+    "ip": "iproute2",
+    "tc": "iproute2",
+}
 MTU = 1500
 GSO_BYTES = 16384
 """Largest packet that TCP hands to the link whole. Where it passes the burst, tbf cuts it into frames of the MTU, each with headers."""
@@ -149,7 +157,9 @@ def run_nodes(options: argparse.Namespace) -> int:
     join(nodes, options.rate)
     for node in nodes:
         node.bring_up(options.rate)
-    running = [node.torchrun(len(nodes), options.ranks, options.command) for node in nodes]
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [cores[node.index :: len(nodes)] or cores for node in nodes]  # a machine has cores of its own, where there are enough
+    running = [node.torchrun(len(nodes), options.ranks, share, options.command) for node, share in zip(nodes, shares, strict=True)]
     while True:
         codes = [process.poll() for process in running]
         if failed := [code for code in codes if code]:
@@ -213,12 +223,13 @@ class Node:
         if rate != UNLIMITED:
             self._run("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", rate, *SHAPING)
 
-    def torchrun(self, nodes: int, ranks: int, command: list[str]) -> subprocess.Popen:
-        """Start torchrun here."""
+    def torchrun(self, nodes: int, ranks: int, cores: list[int], command: list[str]) -> subprocess.Popen:
+        """Start torchrun here, on these cores."""
         keep = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}  # large buffers stay mapped between steps
         return subprocess.Popen(
             [
-                *self._inside(), sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={ranks}",
+                *self._inside(), "taskset", "--cpu-list", ",".join(map(str, cores)),
+                sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={ranks}",
                 f"--node-rank={self.index}", f"--master-addr={address(0)}", "--master-port=29500", f"--local-addr={address(self.index)}",
                 *command,
             ],

@@ -32,6 +32,9 @@ from hf_osdp.profiling.profile import measure_profile
 from hf_osdp.runtime.agree import on_rank_zero
 from hf_osdp.runtime.mesh import Meshes
 
+ROUNDS_A_PROFILE = 2
+"""Blocks are timed again after so many rounds: that takes as long as a step or two."""
+
 
 def main() -> int:
     from transformers.utils import logging
@@ -58,18 +61,14 @@ def measure(experiment: Experiment) -> dict:
     say(experiment, f"profile in {time.monotonic() - began:.0f} s")
     lineup = on_rank_zero(lambda: planned(experiment, with_block_times(description, profile), profile, job))
     contenders = built(experiment, lineup, description, job)
-    began = time.monotonic()
-    rows = {
-        name: {**about(entrant, description), "collectives": contenders[name].collective_seconds(), "rounds": []}  # warms up as well
-        for name, entrant in lineup.entrants.items()
-    }
-    say(experiment, f"{len(contenders)} plans tried once in {time.monotonic() - began:.0f} s")
+    rows = {name: {**about(entrant, description), "rounds": []} for name, entrant in lineup.entrants.items()}
     for number in range(experiment.rounds):
         began = time.monotonic()
-        again = profiled(experiment, experiment.round_profile_s)
-        hardware, timed = replace(again.hardware, timings=profile.hardware.timings), with_block_times(description, again)
+        if number % ROUNDS_A_PROFILE == 0:
+            again = profiled(experiment, experiment.round_profile_s)
+            hardware, timed = replace(again.hardware, timings=profile.hardware.timings), with_block_times(description, again)
         for name, entrant in lineup.entrants.items():
-            step = contenders[name].measure(ranks_per_node())
+            step = contenders[name].measure(ranks_per_node(), clocked=number == 0)
             rows[name]["rounds"].append({**asdict(step), **entrant.estimate(timed, job, hardware)})
         say(experiment, f"round {number + 1} of {experiment.rounds} in {time.monotonic() - began:.0f} s")
     return {"experiment": asdict(experiment), "rows": rows, "cells": list(lineup.cells), "profile": plain(profile)}

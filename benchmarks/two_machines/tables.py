@@ -1,0 +1,190 @@
+"""What the emulations found, as rows, verdicts and tables."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.two_machines.lineup import ALONE, STOCK
+from hf_osdp.quantities import format_bytes
+from hf_osdp.report.tables import bare_table
+
+NAMES = {
+    STOCK: "torch's full shard",
+    "fsdp": "full shard, ring",
+    "two_stage": "two stages",
+    "hsdp": "HSDP",
+    "ddp": "DDP-like",
+    "zero2": "ZeRO-2",
+    "osdp": "planner's choice",
+    ALONE: "(no communication)",
+}
+"""Strategies as tables call them, in their order."""
+BYTES_AIM, TIME_AIM = 0.015, 0.10
+NEAR_FASTEST = 1.05
+"""The planner's choice may take so many times the fastest strategy's step."""
+GAIN, GAIN_RATE = 2.0, "100mbit"
+"""Tokens a second of the planner's choice over torch's own full shard, at this rate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One strategy in one cell."""
+
+    strategy: str
+    entrant: str
+    """Whose steps these are: another strategy's where the plans are equal."""
+    layout: str
+    sent_bytes: float
+    """Of the node that sends most, a step, with headers; mean of the rounds."""
+    theory_bytes: float
+    step_s: float
+    """Median; also `estimated_s` and `gain`."""
+    fastest_s: float
+    slowest_s: float
+    estimated_s: float
+    gain: float
+    """Tokens a second over those of torch's own full shard in the same round."""
+    gain_range: tuple[float, float]
+
+    @property
+    def bytes_error(self) -> float:
+        return self.sent_bytes / self.theory_bytes - 1 if self.theory_bytes else 0.0
+
+    @property
+    def time_error(self) -> float:
+        return self.estimated_s / self.step_s - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """All strategies at one rate under one limit."""
+
+    rate: str
+    limit_bytes: int
+    rows: tuple[Row, ...]
+    """Of those that fit, the plain model left out."""
+    alone: Row
+    needs: Mapping[str, int | None]
+    """Of those that do not fit: bytes that they would need, None where they cannot run here at all."""
+
+    def row(self, strategy: str) -> Row | None:
+        return next((row for row in self.rows if row.strategy == strategy), None)
+
+    @property
+    def behind(self) -> float | None:
+        """The step of the planner's choice over the fastest strategy's; None where nothing was planned."""
+        choice = self.row("osdp")
+        return None if choice is None else choice.step_s / min(row.step_s for row in self.rows)
+
+    @property
+    def time_error(self) -> float:
+        return statistics.fmean(abs(row.time_error) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One aim, and whether it was met."""
+
+    text: str
+    met: bool
+
+
+def cells_of(found: Mapping[str, Any]) -> Iterator[Cell]:
+    """The cells of one emulation, from what `worker.measure` gave."""
+    experiment, rows = found["experiment"], found["rows"]
+    for limit, cell in zip(experiment["limits"], found["cells"], strict=True):
+        fits = [name for name in NAMES if "entrant" in cell.get(name, {})]
+        yield Cell(
+            rate=experiment["rate"],
+            limit_bytes=limit,
+            rows=tuple(_row(strategy, cell[strategy]["entrant"], rows) for strategy in fits),
+            alone=_row(ALONE, ALONE, rows),
+            needs={name: cell[name]["needs"] for name in NAMES if "needs" in cell.get(name, {})},
+        )
+
+
+def _row(strategy: str, entrant: str, rows: Mapping[str, Any]) -> Row:
+    own, rounds = rows[entrant], rows[entrant]["rounds"]
+    steps = [one["step_s"] for one in rounds]
+    gains = [stock["step_s"] / step for stock, step in zip(rows[STOCK]["rounds"], steps, strict=True)]
+    return Row(
+        strategy=strategy, entrant=entrant, layout=own["layout"],
+        sent_bytes=statistics.fmean(max(one["sent_bytes"]) for one in rounds), theory_bytes=own["theory_bytes"],
+        step_s=statistics.median(steps), fastest_s=min(steps), slowest_s=max(steps),
+        estimated_s=statistics.median(one["estimated_s"] for one in rounds),
+        gain=statistics.median(gains), gain_range=(min(gains), max(gains)),
+    )  # fmt: skip
+
+
+def verdicts(cells: Sequence[Cell]) -> list[Verdict]:
+    """Every aim over all cells."""
+    rows = [row for cell in cells for row in cell.rows]
+    behind = [(cell.behind or 1.0, cell) for cell in cells]
+    worst, where = max(behind, key=lambda pair: pair[0])
+    bytes_error = max(abs(row.bytes_error) for row in rows)
+    time_error = statistics.fmean(abs(row.time_error) for row in rows)
+    off = max(cells, key=lambda cell: cell.time_error)
+    found = [
+        Verdict(
+            text=f"planner's choice: at most {worst:.2f} times the fastest that fits ({title(where)}); aim {NEAR_FASTEST}",
+            met=worst <= NEAR_FASTEST,
+        ),
+        Verdict(text=f"bytes between machines: at most {bytes_error:.2%} from theory; aim {BYTES_AIM:.1%}", met=bytes_error <= BYTES_AIM),
+        Verdict(
+            text=f"step times: {time_error:.1%} from estimates on average, {off.time_error:.1%} in {title(off)}; aim {TIME_AIM:.0%}",
+            met=time_error <= TIME_AIM,
+        ),
+    ]
+    choices = [choice for cell in cells if cell.rate == GAIN_RATE and (choice := cell.row("osdp"))]
+    if choices:
+        least = min(choice.gain for choice in choices)
+        found.append(Verdict(text=f"at {rate_name(GAIN_RATE)}: {least:.2f} times torch's own full shard; aim {GAIN:g}", met=least >= GAIN))
+    return found
+
+
+def cell_table(cell: Cell) -> Table:
+    """One line a strategy; bytes in millions, times in seconds."""
+    table = bare_table(f"{title(cell)}: MB a step from one machine, seconds a step, tokens/s over torch's full shard")
+    table.add_column("strategy", no_wrap=True)
+    for name in ("MB", "theory", "off", "step", "min", "max", "tokens/s", "estimate", "off"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for strategy, name in NAMES.items():
+        row = cell.alone if strategy == ALONE else cell.row(strategy)
+        if row is not None:
+            table.add_row(name, *_figures(row))
+        elif strategy in cell.needs:
+            needs = cell.needs[strategy]
+            table.add_row(f"{name}: {f'needs {format_bytes(needs)}' if needs else 'cannot run here'}")
+    return table
+
+
+def _figures(row: Row) -> list[str]:
+    sends = row.strategy != ALONE
+    sent = [f"{row.sent_bytes / 1e6:.2f}", f"{row.theory_bytes / 1e6:.2f}", f"{row.bytes_error:+.2%}"] if sends else [""] * 3
+    times = [f"{seconds:.2f}" for seconds in (row.step_s, row.fastest_s, row.slowest_s)]
+    return [*sent, *times, f"x {row.gain:.2f}" if sends else "", f"{row.estimated_s:.2f}", f"{row.time_error:+.1%}"]
+
+
+def remarks(cell: Cell) -> str:
+    """What the planner chose, and whether the machine was idle."""
+    lines = []
+    if choice := cell.row("osdp"):
+        same = f" (= {NAMES[choice.entrant]})" if choice.entrant in NAMES and choice.entrant != "osdp" else ""
+        low, high = choice.gain_range
+        lines.append(f"planner's choice{same}: {choice.layout}; x {low:.2f} to {high:.2f} in the rounds")
+    lines.append(f"load check: without communication a step took up to {cell.alone.slowest_s / cell.alone.fastest_s:.2f} times its best")
+    return "\n".join(lines)
+
+
+def title(cell: Cell) -> str:
+    return f"{rate_name(cell.rate)}, {format_bytes(cell.limit_bytes)} a rank"
+
+
+def rate_name(rate: str) -> str:
+    """`100mbit` → `100 Mbit/s`."""
+    return f"{rate[:-4]} {rate[-4].upper()}bit/s" if rate.endswith("bit") else rate
