@@ -21,6 +21,7 @@ CASES = {
         }
         for layout in ("zero3", "mixed") for reduce in (True, False)
     },
+    **{f"gpt2-{layout}-async": {"model_name": "gpt2", "layout": layout, "async_gathers": True} for layout in ("two_stage", "mixed")},
     **{f"{model}-mixed-checkpointing": {"model_name": model, "layout": "mixed", "checkpointing": True} for model in ("gpt2", "llama")},
 }  # fmt: skip
 

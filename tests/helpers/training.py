@@ -69,6 +69,7 @@ def train_by_layout(
     accumulation_steps: int = 1,
     reduce_every_micro_step: bool = True,
     checkpointing: bool = False,
+    async_gathers: bool = False,
 ) -> Trained:
     """The same training on all ranks of the process group."""
     model = tiny_model(model_name)
@@ -78,6 +79,8 @@ def train_by_layout(
     plan = plan_of(units, meshes.world_size, layout, accumulation_steps=accumulation_steps, reduce_every_micro_step=reduce_every_micro_step)
     apply_plan(model, plan, units, meshes=meshes)
     verify_applied(model, plan, units)
+    if async_gathers:
+        model._set_unshard_async_op(True)  # FSDP2 then waits for the works that all-gathers return
     return train_sharded(model, plan)
 
 
