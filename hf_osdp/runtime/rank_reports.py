@@ -26,38 +26,34 @@ class RankReport:
     """Version of each package that must be the same everywhere, and of Python (major.minor)."""
 
 
-def missing_line(reports: Sequence[RankReport], *, world_size: int, ranks_per_machine: int | None, place: str, waited_s: float) -> str:
+def missing_line(
+    reports: Sequence[RankReport], *, world_size: int, ranks_per_machine: int | None, launchers_met: bool, place: str, waited_s: float
+) -> str:
     """Some ranks did not report.
 
     Args:
         reports: those that did, rank 0 among them.
         world_size: ranks that were to come.
         ranks_per_machine: ranks on each machine, where the launcher says so.
+        launchers_met: whether the launchers of all machines came together before, as torchrun's do.
         place: `address:port` where ranks meet.
         waited_s: how long rank 0 waited, in seconds.
     """
     there = {report.rank for report in reports}
     missing = [rank for rank in range(world_size) if rank not in there]
     here = f"{_ranks(there)} on {_hosts(report.host for report in reports)}"
-    line = (
-        f"{len(missing)} of {world_size} ranks did not report within {waited_s:g} s: {_ranks(missing)} ({here} did)."
-        f" {_where_they_are(missing, there, ranks_per_machine, place)}"
-    )
-    return f"{line} If they only need longer to start, raise {TIMEOUT_VARIABLE}."
-
-
-def _where_they_are(missing: Sequence[int], there: set[int], ranks_per_machine: int | None, place: str) -> str:
-    """Whole machines are not started or cannot reach rank 0; single ranks of a machine have ended."""
-    size = ranks_per_machine or 1
-    machines = sorted({rank // size for rank in missing})
-    absent = [machine for machine in machines if not any(machine * size <= rank < (machine + 1) * size for rank in there)]
-    if ranks_per_machine is None or not absent:
-        return f"Look at what they printed; if they were never started, start them, and check that they reach rank 0's machine at {place}."
-    one = len(absent) == 1
+    machines = sorted({rank // ranks_per_machine for rank in missing}) if ranks_per_machine else []
+    of_machines = f" of machine{'' if len(machines) == 1 else 's'} {_ranges(machines)}" if machines else ""
+    if launchers_met:
+        remedy = f"They were started, and ended or hang: look at the output{of_machines}."
+    else:
+        remedy = (
+            f"Look at the output{of_machines or ' of their machines'}; if they were never started, start them,"
+            f" and check that they reach rank 0's machine at {place}: address, port, firewall."
+        )
     return (
-        f"Start the same command on machine{'' if one else 's'} {_ranges(absent)} too (--machine_rank {absent[0]}{'' if one else ', ...'};"
-        f" torchrun: --node-rank), and check that it reaches rank 0's machine at {place}: address, port, firewall. If it was started,"
-        " its output says why it ended."
+        f"{len(missing)} of {world_size} ranks did not report within {waited_s:g} s: {_ranks(missing)} ({here} did)."
+        f" {remedy} If they only need longer, raise {TIMEOUT_VARIABLE}."
     )
 
 

@@ -20,17 +20,17 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from importlib import metadata
 
 import torch.distributed as dist
 
 from ..errors import LaunchError
+from .launched import Launch, launch_timeout_s
 from .rank_reports import (
-    TIMEOUT_VARIABLE,
     RankReport,
     another_world_line,
     difference_line,
@@ -43,8 +43,6 @@ from .rank_reports import (
     unreachable_line,
 )
 
-DEFAULT_TIMEOUT_S = 300.0
-"""What torch's own stores wait, as `TCPStore` has it by default."""
 COMPARED = ("hf_osdp", "torch", "accelerate", "transformers")
 """Packages that all ranks must have in one version."""
 
@@ -57,50 +55,6 @@ _READ_S = 5.0
 _GLOO_SIGNS = ("Gloo connectFullMesh failed", "Unable to find address for")
 """What gloo says where ranks do not reach each other, or an interface does not exist."""
 _CHAIR, _OUTCOME, _OBJECTION = "chair", "outcome", "objection"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """What the launcher says about this process, and where ranks meet."""
-
-    rank: int
-    world_size: int
-    ranks_per_machine: int | None
-    """None where the launcher does not say."""
-    address: str
-    port: int
-    hosts_store: bool
-    """Whether this process opens the store: rank 0 does where no launcher has."""
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Launch | None:
-        """The variables of `torchrun` and `accelerate launch`; None where they do not describe several processes.
-
-        Args:
-            environment: variables to read; None reads this process's.
-
-        Raises:
-            ValueError: a variable is not a number.
-        """
-        environment = os.environ if environment is None else environment
-        if not all(environment.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
-            return None
-        rank, size, port = (_whole(environment, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-        if size == 1:
-            return None
-        return cls(
-            rank=rank,
-            world_size=size,
-            ranks_per_machine=_whole(environment, "LOCAL_WORLD_SIZE") if environment.get("LOCAL_WORLD_SIZE") else None,
-            address=environment["MASTER_ADDR"],
-            port=port,
-            hosts_store=rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-        )
-
-    @property
-    def place(self) -> str:
-        """`address:port` of the store."""
-        return f"{self.address}:{self.port}"
 
 
 @contextmanager
@@ -122,7 +76,7 @@ def roll_call(*, timeout_s: float | None = None) -> Iterator[None]:
             reported; or rank 0's machine cannot be reached.
         ValueError: the limit or a variable is not a number.
     """
-    limit_s = _limit(timeout_s)
+    limit_s = launch_timeout_s(timeout_s)
     launch = None if dist.is_initialized() else Launch.from_environment()
     if launch is None:
         yield
@@ -195,7 +149,12 @@ def _preside(hall: dist.Store, launch: Launch, mine: RankReport, limit_s: float)
     error = objection or difference_line(reports)
     if objection is None and len(reports) < launch.world_size:
         error = missing_line(
-            reports, world_size=launch.world_size, ranks_per_machine=launch.ranks_per_machine, place=launch.place, waited_s=limit_s
+            reports,
+            world_size=launch.world_size,
+            ranks_per_machine=launch.ranks_per_machine,
+            launchers_met=not launch.hosts_store,
+            place=launch.place,
+            waited_s=limit_s,
         )
     space.set(_OUTCOME, json.dumps(error))
     _wait(space, [f"read/{rank}" for rank in present], _READ_S)
@@ -321,24 +280,3 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _limit(timeout_s: float | None) -> float:
-    """The limit in seconds, from the argument or the variable."""
-    given = os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S) if timeout_s is None else timeout_s
-    try:
-        limit = float(given)
-    except ValueError:
-        limit = 0.0
-    if not 0 < limit < float("inf"):
-        source = TIMEOUT_VARIABLE if timeout_s is None else "timeout_s"
-        raise ValueError(f"{source}={given} is not a number of seconds above 0; give one, such as 300, or leave it out.")
-    return limit
-
-
-def _whole(environment: Mapping[str, str], name: str) -> int:
-    """A variable of the launcher as a number."""
-    try:
-        return int(environment[name])
-    except ValueError:
-        raise ValueError(f"{name}={environment[name]!r} is not a whole number; it is for the launcher to set.") from None
