@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from hf_osdp.errors import OSDPError, PlanError, PlanMismatchError
 from hf_osdp.profiling.units import find_units
@@ -216,6 +217,10 @@ def verify_case(meshes: Meshes) -> dict[str, Any]:
     found["unsharded"] = message_of(PlanMismatchError, lambda: verify_applied(tiny_model("bert"), plan, units))
     moved = replace(units[1], parameters=units[1].parameters[1:])
     found["other parameters"] = message_of(PlanMismatchError, lambda: read_back(model, (moved,)))
+    staged, units, _ = sharded(meshes, "two_stage")
+    found["stages"] = [unit.stage_size for unit in read_back(staged, units)]
+    staged.set_custom_all_gather(DefaultAllGather())
+    found["half"] = message_of(PlanMismatchError, lambda: read_back(staged, units))
     return found
 
 
@@ -225,7 +230,7 @@ def test_the_layout_reads_back_as_planned():
         kinds = {(unit.shard_size, unit.reshard_after_forward) for unit in case["read"]}
         assert {1, 2, 4} == {size for size, _ in kinds} and {True, False} == {reshard for _, reshard in kinds}
         for read, planned, span in zip(case["read"], case["plan"], case["spans"], strict=True):
-            assert read.shard_size == planned.shard_size
+            assert (read.shard_size, read.stage_size) == (planned.shard_size, planned.stage_size)
             assert read.reshard_after_forward == (planned.reshard_after_forward and span == "use")
 
 
@@ -237,6 +242,8 @@ def test_a_changed_layout_is_found():
         assert "units differ" in case["other plan"]
         assert "0 FSDP2 parameter groups" in case["unsharded"]
         assert "first odd one" in case["other parameters"]
+        assert set(case["stages"]) == {2}
+        assert "gathers in two stages and reduces in one, or the other way round" in case["half"]
 
 
 def mesh_case(meshes: Meshes) -> dict[str, Any]:
