@@ -138,4 +138,7 @@ def emulated(experiment: Experiment, *, nodes: int, ranks: int) -> dict:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)  # the emulation has ended itself

@@ -149,7 +149,7 @@ def verdicts(cells: Sequence[Cell]) -> list[Verdict]:
 
 def cell_table(cell: Cell) -> Table:
     """One line a strategy; bytes in millions, times in seconds."""
-    table = bare_table(f"{title(cell)}: MB a step from one machine, seconds a step, tokens/s over torch's full shard")
+    table = bare_table(f"{title(cell)}. A step: MB from one machine, seconds, speed over torch's full shard")
     table.add_column("strategy", no_wrap=True)
     for name in ("MB", "theory", "off", "step", "min", "max", "tokens/s", "estimate", "off"):
         table.add_column(name, justify="right", no_wrap=True)
