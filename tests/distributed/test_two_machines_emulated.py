@@ -49,7 +49,8 @@ def test_a_failing_rank_ends_all_with_its_code():
 
 
 @pytest.mark.parametrize(
-    "how", ["SIGKILL of the caller", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGKILL", "SIGINT", "SIGTERM"))]
+    "how",
+    ["SIGKILL of the caller", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGKILL", "SIGINT", "SIGTERM"))],
 )
 def test_nothing_is_left_of_what_was_interrupted(how):
     number = getattr(signal, how.split()[0])
