@@ -32,14 +32,10 @@ NOT_PERMITTED, TIMED_OUT = 77, 124
 INTERFACE = "veth0"
 UNLIMITED = "unlimited"
 TOOLS = {
-    "unshare": "util-linux",
-    "nsenter": "util-linux",
-    "setpriv": "util-linux",
-    "taskset": "util-linux",
-    "mount": "mount",
-    "ip": "iproute2",
-    "tc": "iproute2",
-}
+    **dict.fromkeys(("unshare", "nsenter", "setpriv", "taskset"), "util-linux"),
+    "mount": "mount", "hostname": "hostname", "ip": "iproute2", "tc": "iproute2",
+}  # fmt: skip
+"""What is run, and the package that has it."""
 MTU = 1500
 GSO_BYTES = 16384
 """Largest packet that TCP hands to the link whole. Where it passes the burst, tbf cuts it into frames of the MTU, each with headers."""
@@ -98,6 +94,8 @@ def ways_in(rate: str) -> tuple[str, ...]:
     """
     if absent := [f"{tool} ({package})" for tool, package in TOOLS.items() if shutil.which(tool) is None]:
         raise NotPermitted(f"{', '.join(absent)} not found; install it.")
+    if not Path("/dev/shm").is_dir():
+        raise NotPermitted("/dev/shm does not exist; it is where the machines' files would lie.")
     ways = [(), AS_ROOT_OF_ITS_OWN] if os.geteuid() == 0 else [AS_ROOT_OF_ITS_OWN]
     tries = [subprocess.run([*way, "unshare", *PRIVATE, "true"], capture_output=True, text=True) for way in ways]
     permitted = [way for way, tried in zip(ways, tries, strict=True) if tried.returncode == 0]
@@ -218,8 +216,7 @@ class Node:
         self._run("ip", "link", "set", INTERFACE, "gso_max_size", str(GSO_BYTES))
         self._run("ip", "address", "add", f"{address(self.index)}/24", "dev", INTERFACE)
         self._run("ip", "link", "set", INTERFACE, "up")
-        # bbr, where it is the default, takes 63-90 % of so small a queue's rate, cubic 92-98 %; a route may name any
-        self._run("ip", "route", "replace", "10.77.0.0/24", "dev", INTERFACE, "src", address(self.index), "congctl", "cubic")
+        self._run("ip", "route", "replace", "10.77.0.0/24", "dev", INTERFACE, "src", address(self.index), *congestion_control())
         if rate != UNLIMITED:
             self._run("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", rate, *SHAPING)
 
@@ -241,6 +238,14 @@ class Node:
 
     def _inside(self) -> tuple[str, ...]:
         return ("nsenter", f"--target={self.pid}", "--net", "--uts")
+
+
+def congestion_control() -> tuple[str, ...]:
+    """For a route. bbr, where it is the default, takes 63-90 % of the rate with so small a queue, cubic 92-98 %."""
+    if "cubic" in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text(encoding="ascii"):
+        return ("congctl", "cubic")
+    print("emulate: this kernel has no cubic; its own congestion control may not fill the link.", file=sys.stderr)
+    return ()
 
 
 def address(index: int) -> str:

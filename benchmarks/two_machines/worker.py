@@ -71,7 +71,10 @@ def measure(experiment: Experiment) -> dict:
             step = contenders[name].measure(ranks_per_node(), clocked=number == 0)
             rows[name]["rounds"].append({**asdict(step), **entrant.estimate(timed, job, hardware)})
         say(experiment, f"round {number + 1} of {experiment.rounds} in {time.monotonic() - began:.0f} s")
-    return {"experiment": asdict(experiment), "rows": rows, "cells": list(lineup.cells), "profile": plain(profile)}
+    return {
+        "experiment": asdict(experiment), "rows": rows, "cells": list(lineup.cells), "profile": plain(profile),
+        "machine": {"cores": os.cpu_count(), "nodes": dist.get_world_size() // ranks_per_node(), "ranks_per_node": ranks_per_node()},
+    }  # fmt: skip
 
 
 def planned(experiment: Experiment, timed: ModelDescription, profile: Profile, job: TrainingJob) -> Lineup:
