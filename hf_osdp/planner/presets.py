@@ -141,7 +141,7 @@ _PRESETS: dict[str, tuple[DeviceSpec, Link, Link, Backend]] = {  # device, link 
     "v100-32": (_V100_32, _V100_NVLINK, _ETHERNET_25G, Backend.NCCL),
     "v100-pcie-16": (_v100_pcie(_V100_16), _PCIE3_X16, _ETHERNET_25G, Backend.NCCL),  # 4 or 8
     "v100-pcie-32": (_v100_pcie(_V100_32), _PCIE3_X16, _ETHERNET_25G, Backend.NCCL),
-    "titan-rtx": (_TITAN_RTX, _PCIE3_X16, _ETHERNET_10G, Backend.NCCL),  # 1 to 8, as workstations have slots
+    "titan-rtx": (_TITAN_RTX, _PCIE3_X16, _ETHERNET_10G, Backend.NCCL),  # 1 to 4 in a workstation
     "rtx-3090": (_RTX_3090, _PCIE4_X16, _ETHERNET_10G, Backend.NCCL),  # without the NVLink bridge, which joins two cards only
     "rtx-4090": (_RTX_4090, _PCIE4_X16, _ETHERNET_10G, Backend.NCCL),
     "a100-40": (_a100(40, 1555, 39.50), _A100_NVLINK, _FABRIC_400G, Backend.NCCL),  # 8; with 4 x 100 Gb/s: AWS p4d.24xlarge
