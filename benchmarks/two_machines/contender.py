@@ -48,7 +48,7 @@ class Contender:
         """Collective.
 
         Args:
-            model: unsharded; it is changed.
+            model: unsharded, with the same weights on every rank; it is changed.
             entrant: its plan, and what it sends.
             description: of the model.
             job: optimizer.
@@ -56,7 +56,9 @@ class Contender:
         """
         self._plan, self._job = entrant.plan, job
         self._batch = training_batch(model, self._plan.sequence_length)(self._plan.micro_batch_size)
-        self._model = model if entrant.sends is Sends.NOTHING else apply_plan(model, self._plan, description.units, meshes=meshes)
+        if entrant.sends is not Sends.NOTHING:
+            apply_plan(model, self._plan, description.units, meshes=meshes, broadcast=False)
+        self._model = model
         if entrant.sends is Sends.STOCK:
             put_stock_collectives_back(self._model)
         self._optimizer = make_optimizer(self._model, job.optimizer)

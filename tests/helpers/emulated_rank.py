@@ -34,6 +34,7 @@ def main() -> None:
 
     dist.init_process_group("gloo")
     description = describe(SIZES.config(), sequence_length=SIZES.sequence_length)
+    torch.manual_seed(0)  # the same weights on every rank
     job, meshes, found = TrainingJob(global_batch_size=4), Meshes("cpu"), {}
     batch = Batch(micro_batch_size=1, accumulation_steps=1, reduce_every_micro_step=True)
     for name, (choice, sends) in LAYOUTS.items():
