@@ -16,10 +16,11 @@ class Experiment:
     """Bytes a rank, each of them a cell of the results."""
     rounds: int
     """In each, one step of every strategy."""
+    links_s: float
+    """Seconds for the links, once; plans are made from it. A slow link takes long, for only messages of some megabytes tell
+    how fast it passes fifty."""
     profile_s: float
-    """For the links, once; plans are made from it."""
-    round_profile_s: float
-    """For blocks and the work beside collectives, in every round: cores drift, links do not."""
+    """Seconds for all else, before plans are made and again in the rounds: cores drift, links do not."""
     layers: int = 8
     width: int = 256
     heads: int = 4

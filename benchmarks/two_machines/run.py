@@ -40,7 +40,7 @@ RATES = ("100mbit", "250mbit", UNLIMITED)
 LIMITS = ("600MiB", "1GiB")
 """The model below needs 677 MiB replicated, 567 MiB as HSDP and 512 MiB in full shards."""
 ROUNDS, QUICK_ROUNDS = 5, 3
-PROFILE_S, ROUND_PROFILE_S = 25.0, 3.0
+LINKS_S, PROFILE_S = 25.0, 3.0
 LONGEST_S = 3600.0
 
 
@@ -55,7 +55,7 @@ class NotMeasured(Exception):
 def main() -> int:
     options = parse()
     experiment = Experiment(
-        rate=RATES[0], limits=options.limits, rounds=options.rounds, profile_s=PROFILE_S, round_profile_s=ROUND_PROFILE_S,
+        rate=RATES[0], limits=options.limits, rounds=options.rounds, links_s=LINKS_S, profile_s=PROFILE_S,
         layers=options.layers, width=options.width, heads=options.heads, vocabulary=options.vocabulary,
         sequence_length=options.sequence_length, micro_batch_size=options.micro_batch_size,
     )  # fmt: skip

@@ -24,10 +24,12 @@ from benchmarks.two_machines.lineup import Entrant, Lineup, Sends, layout, line_
 from benchmarks.two_machines.theory import bytes_sent, with_headers
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.files import plain
+from hf_osdp.planner.hardware import CollectiveTiming
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.profile import Profile, with_block_times
 from hf_osdp.planner.search import compare_strategies
 from hf_osdp.profiling.describe import describe
+from hf_osdp.profiling.links import measure_collectives
 from hf_osdp.profiling.profile import measure_profile
 from hf_osdp.runtime.agree import on_rank_zero
 from hf_osdp.runtime.mesh import Meshes
@@ -57,7 +59,10 @@ def measure(experiment: Experiment) -> dict:
     samples = experiment.micro_batch_size
     job = TrainingJob(global_batch_size=dist.get_world_size() * samples, micro_batch_size=samples)
     began = time.monotonic()
-    profile = profiled(experiment, experiment.profile_s)
+    timings = measure_collectives(
+        torch.device("cpu"), group_sizes(), experiment.links_s, local_world_size=ranks_per_node()
+    )  # fmt: skip
+    profile = with_timings(profiled(experiment), timings)
     say(experiment, f"profile in {time.monotonic() - began:.0f} s")
     lineup = on_rank_zero(lambda: planned(experiment, with_block_times(description, profile), profile, job))
     contenders = built(experiment, lineup, description, job)
@@ -65,11 +70,11 @@ def measure(experiment: Experiment) -> dict:
     for number in range(experiment.rounds):
         began = time.monotonic()
         if number % ROUNDS_A_PROFILE == 0:
-            again = profiled(experiment, experiment.round_profile_s)
-            hardware, timed = replace(again.hardware, timings=profile.hardware.timings), with_block_times(description, again)
+            again = with_timings(profiled(experiment), timings)
+            timed = with_block_times(description, again)
         for name, entrant in lineup.entrants.items():
             step = contenders[name].measure(ranks_per_node(), clocked=number == 0)
-            rows[name]["rounds"].append({**asdict(step), **entrant.estimate(timed, job, hardware)})
+            rows[name]["rounds"].append({**asdict(step), **entrant.estimate(timed, job, again.hardware)})
         say(experiment, f"round {number + 1} of {experiment.rounds} in {time.monotonic() - began:.0f} s")
     return {
         "experiment": asdict(experiment), "rows": rows, "cells": list(lineup.cells), "profile": plain(profile),
@@ -104,13 +109,24 @@ def about(entrant: Entrant, description: ModelDescription) -> dict:
     }  # fmt: skip
 
 
-def profiled(experiment: Experiment, seconds: float) -> Profile:
+def profiled(experiment: Experiment) -> Profile:
     """As `hf-osdp profile` measures it. Collective."""
     samples = experiment.micro_batch_size
     return measure_profile(
-        device_type="cpu", seconds=seconds, model_or_config=experiment.config(), sequence_length=experiment.sequence_length,
-        micro_batch_sizes=(samples // 2, samples) if samples > 1 else (1,),
+        device_type="cpu", seconds=experiment.profile_s, model_or_config=experiment.config(), sequence_length=experiment.sequence_length,
+        micro_batch_sizes=(samples,),
     )  # fmt: skip
+
+
+def with_timings(profile: Profile, timings: tuple[CollectiveTiming, ...]) -> Profile:
+    """The profile with links that were measured for longer."""
+    return replace(profile, hardware=replace(profile.hardware, timings=timings))
+
+
+def group_sizes() -> list[int]:
+    """Of all groups that a plan may use."""
+    world = dist.get_world_size()
+    return [size for size in range(2, world + 1) if world % size == 0]
 
 
 def ranks_per_node() -> int:

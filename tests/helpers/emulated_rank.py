@@ -19,7 +19,7 @@ from hf_osdp.profiling.describe import describe
 from hf_osdp.runtime.mesh import Meshes
 
 SIZES = Experiment(
-    rate="", limits=(), rounds=1, profile_s=1.0, round_profile_s=1.0, layers=2, width=128, vocabulary=4096, sequence_length=16,
+    rate="", limits=(), rounds=1, links_s=1.0, profile_s=1.0, layers=2, width=128, vocabulary=4096, sequence_length=16,
     micro_batch_size=1,
 )  # fmt: skip
 LAYOUTS = {
