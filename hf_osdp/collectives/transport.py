@@ -118,8 +118,10 @@ class _Ring:
             for lane in lanes:
                 lane.output.copy_(lane.chunks[0])
             return
-        sends = [self._send(lane.chunks[(me - 1) % size]) for lane in lanes]
-        receives = [self._receive(lane.output) for lane in lanes]
+        sends, receives = [], []
+        for lane in lanes:  # receives first: two ranks that both only send do so one way at a time
+            receives.append(self._receive(lane.output))
+            sends.append(self._send(lane.chunks[(me - 1) % size]))
         for step in range(size - 1):
             arriving = (me - step - 2) % size
             for number, lane in enumerate(lanes):
