@@ -108,6 +108,27 @@ def test_a_grouping_goes_before_the_strategy_of_the_launcher(recipes, monkeypatc
     assert (config.strategy, config.compare) == ("hsdp", False)
 
 
+def test_the_recipe_for_two_machines_is_bert_large(recipes):
+    """What bert-large-uncased's configuration on the hub says; the vocabulary that is trained on the text may be smaller."""
+    from model_loading import fit_config, load_config
+    from recipe_arguments import DataArguments, MaskedModelArguments, OSDPArguments, parse_arguments
+    from run_mlm import TASK
+    from trained_tokenizers import train_masked_tokenizer
+    from transformers import TrainingArguments
+
+    types = (MaskedModelArguments, DataArguments, OSDPArguments, TrainingArguments)
+    for name in ("two_machines", "demo"):
+        argv = [str(ROOT / "recipes" / "bert_large" / f"{name}.yaml"), "--grouping", "group_sharding"]
+        model_args, data_args, osdp_args, args = parse_arguments(types, argv)
+        config = load_config(model_args, TASK)
+        fit_config(config, model_args, train_masked_tokenizer(TEXTS, 290, config))
+        assert (osdp_args.grouping, args.do_train, args.do_eval) == ("group_sharding", True, True)
+        assert data_args.block_size == config.max_position_embeddings
+        if name == "two_machines":
+            shape = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.intermediate_size, config.vocab_size)
+            assert shape == (24, 1024, 16, 4096, 30522)
+
+
 BAD_INPUT = {
     "unknown grouping": (
         dict(grouping="hsdp"),
