@@ -19,10 +19,11 @@ class Listener(Protocol):
         """`nbytes` are those of the whole tensor; on CUDA what is issued from now on belongs to it."""
 
     def ends(self) -> None:
-        """All of it has been issued."""
+        """All of it has been issued; on the CPU it is done, unless it returned a work to wait for."""
 
 
 _listeners: list[Listener] = []
+"""Of the whole process: backward runs in threads of autograd's, to which context variables do not go along."""
 
 
 @contextmanager

@@ -47,7 +47,11 @@ class _Allocating:
 
 
 class TwoStageAllGather(_Allocating, AllGather):
-    """Between nodes first, so that each byte crosses the slow link once a node, then inside the node, into place."""
+    """Between nodes first, so that each byte crosses the slow link once a node, then inside the node, into place.
+
+    With `async_op` the work returned is that of the second stage. The first has been issued to the current stream by then; gloo,
+    which has no streams, has ended it.
+    """
 
     def __init__(self, stages: Stages, transport: Transport) -> None:
         self.stages, self._transport = stages, transport

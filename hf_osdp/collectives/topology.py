@@ -7,10 +7,13 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from ..errors import HardwareError
+
+_found: WeakKeyDictionary[dist.ProcessGroup, Topology] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,16 +29,21 @@ class Topology:
 
 
 def find_topology() -> Topology:
-    """Nodes of the process group, the same on every rank. Collective; without a process group there is one rank on one node.
+    """Nodes of the process group, the same on every rank; without a process group there is one rank on one node.
+
+    Collective the first time; it is found once for each process group.
 
     Raises:
         HardwareError: nodes hold different numbers of ranks, or a node's ranks are not numbered one after the other.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Topology(nodes=1, ranks_per_node=1)
-    names = [""] * dist.get_world_size()
-    dist.all_gather_object(names, node_name())
-    return topology_of(names)
+    group = dist.group.WORLD
+    if group not in _found:
+        names = [""] * dist.get_world_size()
+        dist.all_gather_object(names, node_name())
+        _found[group] = topology_of(names)
+    return _found[group]
 
 
 def node_name(environment: Mapping[str, str] | None = None) -> str:

@@ -1,4 +1,4 @@
-"""What the launcher tells this process. The one place of hf_osdp that reads the environment.
+"""What `accelerate launch` tells this process of OSDP. (Who and where it is: `runtime/launched.py`, `collectives/topology.py`.)
 
 `accelerate launch` exports a fixed list of variables. One of them, the sharding strategy, is passed on word for word and
 not used by FSDP2, so the options of OSDP travel in it:

@@ -78,8 +78,11 @@ class UnitBytes:
     """Input buffer of the reduce-scatter."""
     reduce_stage: int
     """What the first of two stages of the reduce-scatter leaves to the second; 0 where there is one."""
+    last_gradient: int
+    """The last parameter's gradient as autograd made it, which a loop variable of FSDP2's `foreach_reduce` keeps alive until
+    the reduce-scatter is done."""
     reduce_tail: int
-    """The same buffer while the next unit's backward runs: it is freed when that one ends.
+    """The reduce-scatter's input while the next unit's backward runs: it is freed when that one ends.
 
     Padded as for the largest group, so that it does not depend on the choice.
     """
@@ -98,7 +101,7 @@ class UnitBytes:
     @property
     def reduce_work(self) -> int:
         """Bytes of a reduce-scatter beside its input and what becomes the gradient."""
-        return self.reduce_stage + max(0, self.reduce_output - self.reduced_after)
+        return self.reduce_stage + self.last_gradient + max(0, self.reduce_output - self.reduced_after)
 
     @property
     def prefetched(self) -> int:
@@ -170,6 +173,7 @@ def unit_bytes(unit: UnitDescription, choice: Choice, world_size: int, job: Trai
         unsharded_gradients=0 if holds and unit.span is GatherSpan.USE else _unsharded(trainable, job),
         reduce_input=g * reduced if copies else 0,
         reduce_stage=g // choice.stage_size * reduced if choice.stage_size > 1 else 0,
+        last_gradient=0 if g == 1 or (holds and unit.span is GatherSpan.USE) else _unsharded(trainable[-1:], job),
         reduce_tail=reduce_tail(unit, world_size, job),
         reduce_output=reduced if copies and (recast or accumulates) else 0,
         kept=gathered if choice.keep else 0,

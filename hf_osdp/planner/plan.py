@@ -59,7 +59,7 @@ class UnitDecision:
         return ShardMode.SHARD if self.shard_size == world_size else ShardMode.GROUP_SHARD
 
     def describe(self, world_size: int) -> str:
-        """Short text for tables: `replicate`, `shard 8`, `shard 2 x replicate 4, keep`, `shard 16 in 2 stages`."""
+        """Short text for tables: `replicate`, `shard 8`, `shard 2 x replicate 4, keep`, `shard 16 in 2 stages (2 x 8)`."""
         match self.mode(world_size):
             case ShardMode.REPLICATE:
                 text = "replicate"
@@ -68,7 +68,7 @@ class UnitDecision:
             case ShardMode.GROUP_SHARD:
                 text = f"shard {self.shard_size} x replicate {world_size // self.shard_size}"
         if self.two_stage:
-            text = f"{text} in 2 stages"
+            text = f"{text} in 2 stages ({self.shard_size // self.stage_size} x {self.stage_size})"
         return text if self.reshard_after_forward else f"{text}, keep"
 
 

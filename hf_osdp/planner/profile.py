@@ -15,7 +15,7 @@ from .files import plain, read_whole, validated, write_whole
 from .hardware import Hardware
 from .lines import fit_line
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 _WORK_SAMPLES = 2
 """Samples for which the work of segments is compared."""
 _SAME_WORK = 0.02

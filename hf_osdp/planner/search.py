@@ -68,7 +68,8 @@ def search(
         hardware: devices and links.
         job: global batch, precision, optimizer.
         memory_limit_bytes: bytes that a rank may use for tensors and whatever the device reserves.
-        strategy: `osdp` searches every unit's layout; `fsdp`, `ddp`, `zero2`, `hsdp` give that strategy at its best batch.
+        strategy: `osdp` searches every unit's layout; `fsdp`, `ddp`, `zero2`, `hsdp`, `two_stage` give that strategy at its
+            best batch.
 
     Returns:
         The plan with memory and time estimates.

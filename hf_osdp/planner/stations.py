@@ -66,7 +66,7 @@ class Option:
             held + self.gather_peak, held + self.compute_peak, held + self.compute_peak + self.bytes.prefetched,
             self.bytes.prefetched, self.bytes.gather_buffer, held + self.left_by_backward + self.bytes.step_scratch,
             held + self.bytes.gathered, self.bytes.reduce_input, self.bytes.reduced_after + self.bytes.reduce_output,
-            self.bytes.reduce_stage,
+            self.bytes.reduce_stage, self.bytes.last_gradient,
             held + self.left_by_backward + self.bytes.gradients_settled, held + self.bytes.gradients_after + self.bytes.gradients_settled,
             held + self.left_by_backward + self.bytes.gradients_settled + self.bytes.step_scratch,
         )  # fmt: skip

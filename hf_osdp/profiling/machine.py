@@ -79,6 +79,11 @@ def hardware_of_run(wanted: Hardware | str | None, *, device_type: str, nodes: i
                 f"The hardware has {wanted.world_size} devices, but {ranks} processes are running;"
                 f" start {wanted.world_size} processes, or describe {ranks} devices."
             )
+        if wanted.nodes != (nodes or topology.nodes):
+            raise ValueError(
+                f"The hardware has {wanted.nodes} x {wanted.devices_per_node} devices (nodes x devices), but the processes are on"
+                f" {topology.nodes} x {topology.ranks_per_node}; describe or profile these, or leave hardware out."
+            )
         return wanted
     if wanted is None:
         if nodes not in (None, topology.nodes):

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from ..collectives.topology import find_topology
+
 
 def distributed() -> bool:
     """Whether there is a process group."""
@@ -55,18 +57,10 @@ def average(values: Sequence[float], device: torch.device) -> list[float]:
     return (tensor / world_size()).tolist()
 
 
-def local_world_size(device: torch.device) -> int:
-    """Ranks on this node: what the launcher says, else as many as there are devices."""
-    said = os.environ.get("LOCAL_WORLD_SIZE")
-    if said and distributed():
-        return int(said)
-    return min(world_size(), torch.cuda.device_count()) if device.type == "cuda" else world_size()
-
-
 def cores_are_shared(device: torch.device) -> bool:
-    """Whether this node's ranks compute on the CPU with more threads than there are cores for them."""
+    """Whether this node's ranks compute on the CPU with more threads than there are cores for them. Collective."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return device.type == "cpu" and local_world_size(device) * torch.get_num_threads() > cores
+    return device.type == "cpu" and find_topology().ranks_per_node * torch.get_num_threads() > cores
 
 
 def typical(values: Sequence[float]) -> float:

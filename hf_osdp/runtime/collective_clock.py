@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..collectives.announce import listening
+from ..collectives.topology import find_topology
 from ..planner.hardware import Collective
-from ..profiling.together import local_world_size
 from .mesh import collective_device, world_size
 
 _OPERATORS = {
@@ -48,6 +48,8 @@ class CollectiveClock(TorchDispatchMode):
     issued, as FSDP2 does on gloo anyway. On CUDA events are recorded on the stream that waits for it, and nothing blocks.
     A profiler would tell the same, but on CUDA it takes device memory, of which a run near its limit has none.
 
+    Making the first one is collective where nobody has asked for the topology yet.
+
     Args:
         device: where the tensors lie.
     """
@@ -56,7 +58,7 @@ class CollectiveClock(TorchDispatchMode):
         super().__init__()
         self._device = device
         self._on_cuda = device.type == "cuda"
-        self._local_world_size = local_world_size(device)
+        self._ranks_per_node = find_topology().ranks_per_node
         self._seen: list[tuple[Collective, tuple[int, bool], int, Any, Any]] = []
         self._announced: tuple[Collective, tuple[int, bool], int, Any] | None = None
         self._hearing: list[AbstractContextManager[None]] = []
@@ -110,7 +112,7 @@ class CollectiveClock(TorchDispatchMode):
     def _place(self, group: dist.ProcessGroup) -> tuple[int, bool]:
         """Ranks of a process group, and whether they lie on several nodes."""
         ranks = dist.get_process_group_ranks(group)
-        return group.size(), len({rank // self._local_world_size for rank in ranks}) > 1
+        return group.size(), len({rank // self._ranks_per_node for rank in ranks}) > 1
 
     def _now(self) -> Any:
         if not self._on_cuda:

@@ -1,4 +1,4 @@
-"""Process group, device and precision of a plain loop. What torchrun says is read here."""
+"""Process group, device and precision of a plain loop."""
 
 from __future__ import annotations
 

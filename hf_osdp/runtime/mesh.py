@@ -11,7 +11,7 @@ from ..planner.plan import Plan
 
 REPLICATE_AXIS = "replicate"
 SHARD_AXIS = "shard"
-_NODES_AXIS, _WITHIN_AXIS = "nodes", "within"
+_NODES_AXIS = "nodes"
 Layout = tuple[int, int]
 """Shard size and stage size."""
 
@@ -73,15 +73,14 @@ class Meshes:
                 f"stage_size={stage_size} must divide shard_size={shard_size}, and that the world size {self.world_size};"
                 " each must be less than the next, but for the last two."
             )
+        nodes = self.mesh(stage_size)
         if shard_size == self.world_size:  # replicas of node groups are the ranks of the same place
-            mesh = self.mesh(stage_size)
-            return Stages(between=mesh.get_group(REPLICATE_AXIS), within=mesh.get_group(SHARD_AXIS))
+            return Stages(between=nodes.get_group(REPLICATE_AXIS), within=nodes.get_group(SHARD_AXIS))
         key = (shard_size, stage_size)
         if key not in self._staged:
             shape = (self.world_size // shard_size, shard_size // stage_size, stage_size)
-            self._staged[key] = self.form(shape, (REPLICATE_AXIS, _NODES_AXIS, _WITHIN_AXIS))
-        mesh = self._staged[key]
-        return Stages(between=mesh.get_group(_NODES_AXIS), within=mesh.get_group(_WITHIN_AXIS))
+            self._staged[key] = self.form(shape, (REPLICATE_AXIS, _NODES_AXIS, SHARD_AXIS))
+        return Stages(between=self._staged[key].get_group(_NODES_AXIS), within=nodes.get_group(SHARD_AXIS))
 
     def form(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         """Make one mesh. Collective."""
@@ -103,19 +102,28 @@ class Meshes:
         for layout in sorted(set(self._staged) - set(staged)):
             destroy_mesh(self._staged.pop(layout))
 
-    def groups(self) -> list[dist.ProcessGroup]:
-        """Every process group that was made, in the same order on every rank."""
-        meshes = [
-            *(self._by_shard_size[size] for size in sorted(self._by_shard_size)),
-            *(self._staged[key] for key in sorted(self._staged)),
-        ]
-        return [group for mesh in meshes for group in mesh.get_all_groups()]
+    def groups(self, plan: Plan) -> list[dist.ProcessGroup]:
+        """The process groups in which units of the plan communicate, each once, in the same order on every rank. Collective.
+
+        Others were formed with a mesh, and cost nothing as long as nobody communicates in them.
+        """
+        found: list[dist.ProcessGroup] = [dist.group.WORLD]
+        for unit in plan.units:
+            mesh = self.mesh(unit.shard_size)
+            if unit.shard_size < self.world_size:
+                found.append(mesh.get_group(REPLICATE_AXIS))
+            if unit.two_stage:
+                stages = self.stages(unit.shard_size, unit.stage_size)
+                found += [stages.between, stages.within]
+            elif unit.shard_size > 1:
+                found.append(mesh.get_group(SHARD_AXIS))
+        return list(dict.fromkeys(found))
 
     def _needed(self, plan: Plan) -> tuple[list[int], list[Layout]]:
         """Shard sizes of meshes, and layouts in two stages; ascending."""
         staged = sorted({(unit.shard_size, unit.stage_size) for unit in plan.units if unit.two_stage})
-        over_all = (stage_size for shard_size, stage_size in staged if shard_size == self.world_size)
-        return sorted({plan.world_size, *(unit.shard_size for unit in plan.units), *over_all}), staged
+        sizes = {plan.world_size, *(unit.shard_size for unit in plan.units), *(stage_size for _, stage_size in staged)}
+        return sorted(sizes), staged
 
     def _divisors(self) -> str:
         return ", ".join(str(size) for size in range(1, self.world_size + 1) if self.world_size % size == 0)

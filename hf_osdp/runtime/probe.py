@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ..collectives.topology import find_topology
 from ..planner.description import UnitDescription
 from ..planner.job import TrainingJob
 from ..planner.plan import Plan
@@ -74,6 +75,7 @@ def probe(plan: Plan, trial: Trial, meshes: Meshes | None, *, timed_steps: int =
     Returns:
         Peak, step time and collectives, the same on every rank.
     """
+    find_topology()  # now, while all ranks are here: what follows looks it up, and ranks may fail one by one
     with _generators_kept(trial.device):
         seen = (_on_cuda if trial.device.type == "cuda" else _observe)(plan, trial, meshes, timed_steps)
     _give_back(trial.device)
@@ -225,7 +227,7 @@ def _generators_kept(device: torch.device) -> Iterator[None]:
 def _connect(meshes: Meshes, plan: Plan, device: torch.device) -> None:
     """Have NCCL take the memory of every communicator now: it does so when a group first communicates. Collective."""
     meshes.prepare(plan)
-    for group in meshes.groups():
+    for group in meshes.groups(plan):
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 TIMEOUT_VARIABLE = "OSDP_LAUNCH_TIMEOUT_S"
 _MOST_LETTERS = 160
@@ -24,6 +25,12 @@ class RankReport:
     """Its number there."""
     versions: Mapping[str, str]
     """Version of each package that must be the same everywhere, and of Python (major.minor)."""
+
+    @classmethod
+    def read(cls, text: str | bytes) -> RankReport:
+        """A report as JSON; what another version of hf_osdp says beside it is passed over."""
+        said = json.loads(text)
+        return cls(**{field.name: said[field.name] for field in fields(cls)})
 
 
 def missing_line(

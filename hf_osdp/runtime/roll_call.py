@@ -145,7 +145,7 @@ def _preside(hall: dist.Store, launch: Launch, mine: RankReport, limit_s: float)
     others = range(1, launch.world_size)
     objection = _collect(hall, space, chair, others, limit_s)
     present = [rank for rank in others if space.check([_report(rank)])]
-    reports = [mine, *(RankReport(**json.loads(text)) for text in space.multi_get([_report(rank) for rank in present]))]
+    reports = [mine, *(RankReport.read(text) for text in space.multi_get([_report(rank) for rank in present]))]
     error = objection or difference_line(reports)
     if objection is None and len(reports) < launch.world_size:
         error = missing_line(
@@ -205,7 +205,7 @@ def _hand_in(space: dist.Store, launch: Launch, mine: RankReport, chair: dict) -
     """Report, unless this rank should not be there: then returns the objection."""
     if launch.world_size != chair["world_size"]:
         return another_world_line(mine.rank, mine.host, launch.world_size, first_host=chair["host"], first_size=chair["world_size"])
-    first = RankReport(**json.loads(space.compare_set(_report(mine.rank), "", json.dumps(asdict(mine)))))
+    first = RankReport.read(space.compare_set(_report(mine.rank), "", json.dumps(asdict(mine))))
     return None if first == mine else twice_line(mine.rank, [first.host, mine.host])
 
 

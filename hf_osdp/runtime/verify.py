@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..collectives.fsdp import TwoStageAllGather, TwoStageReduceScatter
+from ..collectives.fsdp import TwoStageAllGather, TwoStageReduceScatter, flat_collectives
 from ..errors import PlanMismatchError
 from ..planner.description import UnitDescription
 from ..planner.plan import Plan, UnitDecision
@@ -83,12 +83,18 @@ def _read_unit(unit: UnitDescription, modules: dict[str, nn.Module], owners: dic
 
 def _stage_size(group: Any) -> int:
     """Ranks of a node where a parameter group gathers and reduces in two stages, else 1."""
+    mesh = group.mesh_info.mesh
+    shards = mesh.get_group(mesh.ndim - 1)
     gather, scatter = group._all_gather_comm, group._reduce_scatter_comm
     two_stage = (isinstance(gather, TwoStageAllGather), isinstance(scatter, TwoStageReduceScatter))
-    if two_stage == (True, True):
+    if two_stage == (True, True) and gather.stages == scatter.stages and gather.stages.covers(shards):
         return gather.stages.per_node
-    if any(two_stage):
-        raise PlanMismatchError("A unit gathers in two stages and reduces in one, or the other way round; apply the plan to a fresh model.")
+    flat = tuple(type(collective) for collective in flat_collectives(shards, mesh.device_type))
+    if shards.size() > 1 and (type(gather), type(scatter)) != flat:
+        raise PlanMismatchError(
+            f"A unit gathers by {type(gather).__name__} and reduces by {type(scatter).__name__}, which no plan has;"
+            " apply the plan to a fresh model and do not change its collectives afterwards."
+        )
     return 1
 
 

@@ -94,6 +94,14 @@ def test_peak_where_parameters_outweigh_activations(layout):
     assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
 
 
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("layout", ["zero3", "two_stage"])
+def test_peak_where_one_large_parameter_is_reduced(layout, precision):
+    """Llama's head: its gradient lives on while it is reduced, beside what lies between two stages."""
+    error = relative_error("llama", layout, length=16, batch=one(1), precision=precision)
+    assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
+
+
 @pytest.mark.parametrize("layout", ["ddp", "zero3", "two_stage", "mixed"])
 def test_peak_in_bfloat16(layout):
     error = relative_error("gpt2", layout, batch=one(4), precision="bf16")

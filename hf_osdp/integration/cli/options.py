@@ -74,7 +74,7 @@ class Request:
     optimizer: OptimizerName = "adamw"
     strategy: Annotated[
         Strategy,
-        typer.Option(metavar="NAME", help="osdp decides unit by unit; fsdp, ddp, zero2 and hsdp are one layout for all units."),
+        typer.Option(metavar="NAME", help="osdp decides unit by unit; the others are one layout for all units."),
     ] = Strategy.OSDP
     micro_batch_size: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Samples that one device runs at once; else the planner decides.")

@@ -53,6 +53,7 @@ def test_replicated_unit():
         unsharded_gradients=128,
         reduce_input=128,
         reduce_stage=0,
+        last_gradient=0,
         reduce_tail=128,
         reduce_output=0,
         kept=0,
@@ -74,11 +75,27 @@ def test_unit_sharded_over_all():
         unsharded_gradients=128,
         reduce_input=128,
         reduce_stage=0,
+        last_gradient=32,  # of b: a loop variable of FSDP2's holds it
         reduce_tail=128,
         reduce_output=0,
         kept=0,
         step_scratch=0,
     )
+
+
+def test_two_stages_take_memory_between_them_and_nothing_else():
+    flat, staged = terms(g=4), unit_bytes(UNIT, Choice(shard_size=4, keep=False, stage_size=2), 4, job_of(), ONCE)
+    assert staged == replace(flat, reduce_stage=64), "half of what is reduced inside a node of two"
+    half = unit_bytes(UNIT, Choice(shard_size=4, keep=False, stage_size=2), 8, job_of("bf16"), ONCE)
+    assert (half.reduce_stage, half.last_gradient) == (64, 16), "reduced in float32, made in bfloat16"
+    assert half.reduce_work == 64 + 16 + max(0, half.reduce_output - half.reduced_after)
+
+
+def test_the_last_gradient_is_held_while_shards_are_reduced():
+    assert terms(g=2, batch=HOLDING).last_gradient == 0, "whole gradients that are held count already"
+    whole_step = unit_of(parameter("w", 8, 3), span=GatherSpan.STEP)
+    assert terms(whole_step, g=2, batch=HOLDING).last_gradient == 96
+    assert terms(unit_of(parameter("w", 8, 3), parameter("frozen", 8, requires_grad=False)), g=2).last_gradient == 96
 
 
 def test_unit_sharded_over_a_group():

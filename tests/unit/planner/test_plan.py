@@ -322,3 +322,20 @@ def test_failed_save_leaves_the_plan_that_was_there(tmp_path, monkeypatch):
 )
 def test_odd_json_is_refused_in_one_line(text):
     refused(text)
+
+
+# two stages
+
+
+def test_stages_divide_the_shards():
+    for stage_size in (0, 3, 8):
+        with pytest.raises(ValueError, match=f"Unit 'x': stage_size={stage_size} must be 1, or divide shard_size=8 and be less"):
+            UnitDecision(fqn="x", shard_size=8, reshard_after_forward=True, stage_size=stage_size)
+
+
+def test_stages_show_in_texts_and_differences():
+    flat, four, two = (UnitDecision(fqn="x", shard_size=8, reshard_after_forward=False, stage_size=size) for size in (1, 4, 2))
+    assert [unit.describe(8) for unit in (flat, four, two)] == [
+        "shard 8, keep", "shard 8 in 2 stages (2 x 4), keep", "shard 8 in 2 stages (4 x 2), keep",
+    ]  # fmt: skip
+    assert four.describe(16) == "shard 8 x replicate 2 in 2 stages (2 x 4), keep"

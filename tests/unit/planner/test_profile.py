@@ -86,7 +86,7 @@ def test_damaged_profiles_are_refused_in_one_line():
     assert "Invalid JSON" in refused("{")
     assert "should be an object" in refused("[]")
     assert "hardware: Field required" in refused("{}")
-    assert "version 2; this hf_osdp reads version 1" in refused(changed(version=2))
+    assert "version 1; this hf_osdp reads version 2" in refused(changed(version=1))
     assert "colour" in refused(changed(colour="red"))
     text = PROFILE.to_json()
     assert "group_size=1" in refused(text.replace('"group_size": 2', '"group_size": 1'))
