@@ -22,6 +22,8 @@ __all__ = ["fit_line", "measure_collectives"]
 
 _SIZES_BYTES = {"cpu": (2**16, 2**19, 2**21, 2**23, 2**25), "cuda": (2**20, 2**23, 2**26, 2**28)}
 """Of the whole tensor: from where latency rules to where bandwidth does."""
+_LEAST_SIZES = 3
+"""Sizes that are timed however long they take: the largest of them tells bandwidth from what a busy machine adds to each call."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 25
 
 
@@ -112,7 +114,7 @@ def _choose_sizes(tests: Sequence[_Test], device: torch.device, seconds: float) 
     for test in tests:
         spent_s = 0.0
         for number, nbytes in enumerate(_SIZES_BYTES[device.type]):
-            if number > 1 and 5 * spent_s > budget_s:
+            if number >= _LEAST_SIZES and 5 * spent_s > budget_s:
                 break  # the next takes about four times as long as the last
             test.timed(nbytes, device)
             spent_s += largest([test.timed(nbytes, device)], device)[0]
