@@ -156,7 +156,8 @@ def run_nodes(options: argparse.Namespace) -> int:
     for node in nodes:
         node.bring_up(options.rate)
     cores = sorted(os.sched_getaffinity(0))
-    shares = [cores[node.index :: len(nodes)] or cores for node in nodes]  # a machine has cores of its own, where there are enough
+    each = len(cores) // len(nodes)
+    shares = [cores[node.index * each :][:each] or cores for node in nodes]  # as many for each machine; all, where there are too few
     running = [node.torchrun(len(nodes), options.ranks, share, options.command) for node, share in zip(nodes, shares, strict=True)]
     while True:
         codes = [process.poll() for process in running]
