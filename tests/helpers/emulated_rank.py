@@ -16,6 +16,7 @@ from hf_osdp.planner.costs import Batch, Choice
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.profiling.describe import describe
+from hf_osdp.runtime.agree import on_rank_zero
 from hf_osdp.runtime.mesh import Meshes
 
 SIZES = Experiment(
@@ -33,14 +34,13 @@ def main() -> None:
     from transformers import GPT2LMHeadModel
 
     dist.init_process_group("gloo")
-    description = describe(SIZES.config(), sequence_length=SIZES.sequence_length)
+    description = on_rank_zero(lambda: describe(SIZES.config(), sequence_length=SIZES.sequence_length))
     torch.manual_seed(0)  # the same weights on every rank
     job, meshes, found = TrainingJob(global_batch_size=4), Meshes("cpu"), {}
     batch = Batch(micro_batch_size=1, accumulation_steps=1, reduce_every_micro_step=True)
     for name, (choice, sends) in LAYOUTS.items():
         plan = Plan.of(description, [choice] * len(description.units), batch, world_size=4)
         contender = Contender(GPT2LMHeadModel(SIZES.config()).train(), Entrant(plan=plan, sends=sends), description, job, meshes)
-        contender.measure(2)  # connections are made
         payload = bytes_sent(plan, description, 2, stock_reduce_scatter=sends is Sends.STOCK)
         theory = with_headers(payload, mtu=MTU, packet_bytes=GSO_BYTES)
         found[name] = {"sent": contender.measure(2).sent_bytes, "theory": theory}
