@@ -58,9 +58,11 @@ def average(values: Sequence[float], device: torch.device) -> list[float]:
 
 
 def cores_are_shared(device: torch.device) -> bool:
-    """Whether this node's ranks compute on the CPU with more threads than there are cores for them. Collective."""
+    """Whether on some node ranks compute on the CPU with more threads than there are cores for them; the same on every rank.
+    Collective."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return device.type == "cpu" and find_topology().ranks_per_node * torch.get_num_threads() > cores
+    crowded = device.type == "cpu" and find_topology().ranks_per_node * torch.get_num_threads() > cores
+    return bool(largest([float(crowded)], device)[0])
 
 
 def typical(values: Sequence[float]) -> float:

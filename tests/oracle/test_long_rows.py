@@ -150,13 +150,13 @@ def _peaks(description: ModelDescription, job: TrainingJob, root, terms, table) 
         whole = level + segment.gradient_bytes.bytes(1) + ahead + of("reduce_input", block)
         moment(whole + of("unsharded_gradients", block))
         after, reduced = of("gradients_after", block), of("reduced_after", block)
-        moment(whole + after + reduced + np.maximum(0, of("reduce_output", block) - reduced))
+        moment(whole + after + reduced + of("last_gradient", block) + np.maximum(0, of("reduce_output", block) - reduced))
         level, buffers = level + after + reduced, buffers + reduced
         tail = of("reduce_tail", block)
     level = level + owed + sum(of("gradients_settled", b) for b in blocks) - root.gathered
     moment(level + root.reduce_input)
     level = level + root.gradients_after + root.gradients_settled - root.unsharded_gradients
-    moment(level + root.reduce_input + max(root.reduced_after, root.reduce_output))
+    moment(level + root.reduce_input + root.last_gradient + max(root.reduced_after, root.reduce_output))
     scratch = [of("step_scratch", b) for b in blocks]
     loop = job.optimizer.step is OptimizerStep.FOR_LOOP
     moment(
