@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from ..planner.hardware import Collective
 from .announce import announced
-from .transport import PieceTransport, Transport, runs_gloo
+from .transport import PieceTransport, Transport, runs_gloo, transport_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,3 +114,14 @@ def flat_collectives(group: dist.ProcessGroup, device_type: str) -> tuple[AllGat
         device_type: `"cpu"` or `"cuda"`.
     """
     return DefaultAllGather(), RingReduceScatter() if runs_gloo(group, device_type) else DefaultReduceScatter()
+
+
+def two_stage_collectives(stages: Stages, device_type: str) -> tuple[AllGather, ReduceScatter]:
+    """What a unit gathers and reduces with in two stages.
+
+    Args:
+        stages: the unit's groups.
+        device_type: `"cpu"` or `"cuda"`.
+    """
+    transport = transport_of(stages.within, device_type)
+    return TwoStageAllGather(stages, transport), TwoStageReduceScatter(stages, transport)

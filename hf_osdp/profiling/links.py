@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from ..collectives.fsdp import Stages, TwoStageAllGather, TwoStageReduceScatter, flat_collectives
-from ..collectives.transport import transport_of
+from ..collectives.fsdp import Stages, flat_collectives, two_stage_collectives
 from ..planner.hardware import Collective, CollectiveTiming
 from ..planner.lines import fit_line
 from .together import largest, rounds, synchronize, typical, wait_for_all
@@ -164,8 +163,7 @@ def _calls(group_sizes: Sequence[int], local: int, device: torch.device, stack: 
         calls[Collective.ALL_REDUCE, size] = _Call(replicas, lambda whole, part, group=replicas: dist.all_reduce(whole, group=group))
         if 1 < local < size and size % local == 0:
             stages = Stages(between=group_of(_places(size, local)), within=group_of(_members(Collective.ALL_GATHER, local)))
-            transport = transport_of(shards, device.type)
-            gather, scatter = TwoStageAllGather(stages, transport), TwoStageReduceScatter(stages, transport)
+            gather, scatter = two_stage_collectives(stages, device.type)
             calls[Collective.TWO_STAGE_ALL_GATHER, size] = _Call(shards, partial(_gather, gather, shards))
             calls[Collective.TWO_STAGE_REDUCE_SCATTER, size] = _Call(shards, partial(_scatter, scatter, shards))
     return calls

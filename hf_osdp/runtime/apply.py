@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from ..collectives.fsdp import TwoStageAllGather, TwoStageReduceScatter, flat_collectives
-from ..collectives.transport import transport_of
+from ..collectives.fsdp import flat_collectives, two_stage_collectives
 from ..errors import OSDPError, PlanError
 from ..planner.description import DType, GatherSpan, ModelDescription, UnitDescription
 from ..planner.plan import Plan, UnitDecision
@@ -76,7 +75,7 @@ def apply_plan(
 
 
 def set_collectives(module: FSDPModule, decision: UnitDecision, meshes: Meshes) -> None:
-    """Give a sharded unit the collectives of its decision, where FSDP2's own are not those.
+    """Give a sharded unit the collectives of its decision; a replicated one gathers and scatters nothing.
 
     Args:
         module: the unit's first module; its parameter group is that of all.
@@ -85,12 +84,10 @@ def set_collectives(module: FSDPModule, decision: UnitDecision, meshes: Meshes) 
     """
     if decision.shard_size == 1:
         return
-    group = meshes.mesh(decision.shard_size).get_group(SHARD_AXIS)
     if decision.two_stage:
-        stages, transport = meshes.stages(decision.shard_size, decision.stage_size), transport_of(group, meshes.device_type)
-        gather, scatter = TwoStageAllGather(stages, transport), TwoStageReduceScatter(stages, transport)
+        gather, scatter = two_stage_collectives(meshes.stages(decision.shard_size, decision.stage_size), meshes.device_type)
     else:
-        gather, scatter = flat_collectives(group, meshes.device_type)
+        gather, scatter = flat_collectives(meshes.mesh(decision.shard_size).get_group(SHARD_AXIS), meshes.device_type)
     module.set_custom_all_gather(gather)
     module.set_custom_reduce_scatter(scatter)
 
