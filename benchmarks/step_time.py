@@ -182,7 +182,7 @@ class Trainer:
         started = time.perf_counter()
         for number in range(self._plan.accumulation_steps):
             last = number == self._plan.accumulation_steps - 1
-            with micro_step(self._model, is_last=last, reduce_every_micro_step=self._plan.reduce_every_micro_step):
+            with micro_step(self._model, is_last=last, plan=self._plan):
                 began = time.perf_counter()
                 loss = self._model(**self._batch).loss
                 between = time.perf_counter()

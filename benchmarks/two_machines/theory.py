@@ -60,7 +60,8 @@ def _unit_bytes(unit: UnitDescription, decision: UnitDecision, batch: Batch, wor
     whole = sum(g * p.sharded_numel(g) * p.dtype.itemsize for p in unit.parameters)
     reduced = sum(g * p.sharded_numel(g) * p.dtype.itemsize for p in unit.parameters if p.requires_grad)
     frees = decision.reshard_after_forward and unit.span is GatherSpan.USE
-    passes = batch.accumulation_steps * (2 if frees else 1) * whole + batch.reduce_scatters * laps * reduced
+    scatters = batch.accumulation_steps if decision.reduce_every_micro_step else 1
+    passes = batch.accumulation_steps * (2 if frees else 1) * whole + scatters * laps * reduced
     shards = [range(start + place, start + g, places) for start in range(0, world, g) for place in range(places)]
     replicas = [range(start, world, g) for start in range(g)]
     sent = Counter(_ring_bytes(shards, per_node, passes / places))

@@ -297,8 +297,7 @@ class OSDPAccelerator(Accelerator):
             with super().no_sync(model):
                 yield
             return
-        every = self._run is not None and self._run.plan.reduce_every_micro_step
-        with micro_step(model, is_last=False, reduce_every_micro_step=every):
+        with micro_step(model, is_last=False, plan=None if self._run is None else self._run.plan):
             yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:

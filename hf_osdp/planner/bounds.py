@@ -8,7 +8,7 @@ from dataclasses import fields
 from .costs import Batch, Choice, UnitBytes
 from .description import ModelDescription
 from .job import TrainingJob
-from .memory import peak_of_terms
+from .memory import SegmentBytes, peak_of_terms
 from .stations import Line, Option
 
 
@@ -22,7 +22,8 @@ def peak_floor(description: ModelDescription, line: Line, job: TrainingJob, batc
         least = {f.name: min(getattr(o.bytes, f.name) for o in group.options) for f in fields(UnitBytes)}
         least["cast_buffer"] = min(0 if o.bytes.kept else o.bytes.cast_buffer for o in group.options)  # what is kept is not cast again
         terms |= dict.fromkeys(group.units, UnitBytes(**least))
-    return peak_of_terms(description, [terms[i] for i in range(len(terms))], job, batch)
+    segments = [SegmentBytes.least(segment, batch.micro_batch_size) for segment in description.segments]
+    return peak_of_terms(description, [terms[i] for i in range(len(terms))], segments, job, batch)
 
 
 def frugal_choices(line: Line) -> dict[int, Choice]:

@@ -48,7 +48,10 @@ class Correction:
         def scaled(phase: PhaseCost) -> PhaseCost:
             return replace(phase, seconds=phase_affine(phase, description, hardware).scaled(self.compute_factor, constants=True))
 
-        segments = (replace(s, forward=scaled(s.forward), backward=scaled(s.backward)) for s in description.segments)
+        segments = (
+            segment.each(lambda costs: replace(costs, forward=scaled(costs.forward), backward=scaled(costs.backward)))
+            for segment in description.segments
+        )
         return replace(description, segments=tuple(segments))
 
 

@@ -1,6 +1,7 @@
 """What one choice costs one unit: the terms from which memory and time are built.
 
-A choice is (shard size g, keep gathered parameters after forward, collectives in one stage or two). Every term is a whole number of
+A choice is a layout (shard size g, keep gathered parameters after forward, collectives in one stage or two) with what else may be
+decided for a unit (see `Choice`). Every term is a whole number of
 bytes on the fullest rank, or seconds. The terms follow what FSDP2 allocates (torch/distributed/fsdp/_fully_shard), not an idealisation:
 gathering needs a buffer beside the gathered parameters, reducing needs a copy of the gradients, and a replicated unit
 is copied although nothing is sent.
@@ -11,21 +12,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ..errors import HardwareError
 from .collectives import collective_seconds, gather_seconds, reduce_scatter_seconds, replicate_ring
-from .description import GatherSpan, ParameterSpec, UnitDescription
-from .hardware import Collective, Hardware
+from .description import Activations, GatherSpan, ParameterSpec, UnitDescription
+from .hardware import Collective, Hardware, HostSpec
 from .job import OptimizerSpec, OptimizerStep, TrainingJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Choice:
-    """One layout that the search may give a unit."""
+    """All that the search decides for one unit."""
 
     shard_size: int
     keep: bool
     """Keep the gathered parameters from forward to backward."""
     stage_size: int = 1
     """Ranks of a node in all-gathers and reduce-scatters of two stages; 1 runs them in one."""
+    hold_gradients: bool = False
+    """Hold whole gradients between micro-steps and reduce their sum in the last; else reduce-scatter in each and hold shards."""
+    activations: Activations = Activations.SAVE
+    on_host: bool = False
+    """Parameters, gradients and optimizer states live in the host's memory, and the host takes the optimizer step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +41,14 @@ class Batch:
 
     micro_batch_size: int
     accumulation_steps: int
-    reduce_every_micro_step: bool
 
-    @property
-    def holds_whole_gradients(self) -> bool:
-        """Whole (unsharded) gradients are held between micro-steps."""
-        return self.accumulation_steps > 1 and not self.reduce_every_micro_step
+    def holds_gradients(self, choice: Choice) -> bool:
+        """Whether a unit's whole (unsharded) gradients are held between micro-steps."""
+        return self.accumulation_steps > 1 and choice.hold_gradients
 
-    @property
-    def reduce_scatters(self) -> int:
+    def reduce_scatters(self, choice: Choice) -> int:
         """Reduce-scatters of a unit in one optimizer step; the all-reduce between replicas comes once, in the last micro-step."""
-        return self.accumulation_steps if self.reduce_every_micro_step else 1
+        return 1 if choice.hold_gradients else self.accumulation_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +75,7 @@ class UnitBytes:
     gather_buffer: int
     """Output of the all-gather before it is copied out; 0 where nothing is sent."""
     cast_buffer: int
-    """Parameters cast to the compute dtype before they are gathered."""
+    """Parameters cast to the compute dtype, or brought to the device, before they are gathered."""
     unsharded_gradients: int
     """Gradients as autograd makes them, before they are reduced or added to whole ones that are held."""
     reduce_input: int
@@ -92,6 +96,8 @@ class UnitBytes:
     """Gathered parameters that stay between forward and backward."""
     step_scratch: int
     """Temporaries of the optimizer step."""
+    host: int
+    """Parameters, gradients and optimizer states on the host; they are not in any other term."""
 
     @property
     def held(self) -> int:
@@ -147,37 +153,40 @@ def unit_bytes(unit: UnitDescription, choice: Choice, world_size: int, job: Trai
     g = choice.shard_size
     trainable = [p for p in unit.parameters if p.requires_grad]
     precision = job.precision
-    gradients = _total(trainable, lambda p: p.sharded_numel(g) * p.dtype.itemsize)
+    parameters = _total(unit.parameters, lambda p: p.sharded_numel(g) * p.dtype.itemsize)
+    shards = _total(trainable, lambda p: p.sharded_numel(g) * p.dtype.itemsize)
+    gradients = 0 if choice.on_host else shards
     casts = _casts(unit, job)
-    copies = world_size > 1 or casts  # one process in its own precision trains the plain module
+    copies = world_size > 1 or casts or choice.on_host  # one process in its own precision trains the plain module
     gathered = _total(unit.parameters, lambda p: g * p.sharded_numel(g) * precision.gathered_dtype(p).itemsize) if copies else 0
     reduced = _total(trainable, lambda p: p.sharded_numel(g) * precision.reduced_dtype(p).itemsize)
     recast = any(precision.reduced_dtype(p) is not p.dtype for p in trainable)
     whole = _total(trainable, lambda p: p.numel * precision.reduced_dtype(p).itemsize)
-    holds = batch.holds_whole_gradients
+    holds = batch.holds_gradients(choice)
     accumulates = batch.accumulation_steps > 1 and not holds
     if world_size == 1:
         holds, accumulates = False, batch.accumulation_steps > 1
     partial = accumulates and g < world_size  # reduced in the shard group, not yet between replicas
     held = whole if holds else reduced if partial else gradients if accumulates else 0
     return UnitBytes(
-        parameters=_total(unit.parameters, lambda p: p.sharded_numel(g) * p.dtype.itemsize),
+        parameters=0 if choice.on_host else parameters,
         optimizer=job.optimizer.states * gradients,
         gradients_held=held,
         gradients_after=0 if holds else gradients - held,
         gradients_settled=gradients - whole if holds else 0,
-        reduced_after=reduced if g < world_size and recast else 0,
+        reduced_after=reduced if g < world_size and (recast or choice.on_host) else 0,
         gathered=gathered,
         gather_buffer=gathered if g > 1 else 0,
-        cast_buffer=_cast_buffer(unit, g, job) if casts else 0,
+        cast_buffer=_gather_inputs(unit, choice, job),
         unsharded_gradients=0 if holds and unit.span is GatherSpan.USE else _unsharded(trainable, job),
         reduce_input=g * reduced if copies else 0,
         reduce_stage=g // choice.stage_size * reduced if choice.stage_size > 1 else 0,
         last_gradient=0 if g == 1 or (holds and unit.span is GatherSpan.USE) else _unsharded(trainable[-1:], job),
         reduce_tail=reduce_tail(unit, world_size, job),
-        reduce_output=reduced if copies and (recast or accumulates) else 0,
+        reduce_output=reduced if copies and (recast or accumulates or choice.on_host) else 0,
         kept=gathered if choice.keep else 0,
-        step_scratch=_step_scratch(trainable, g, job),
+        step_scratch=0 if choice.on_host else _step_scratch(trainable, g, job),
+        host=parameters + (1 + job.optimizer.states) * shards if choice.on_host else 0,
     )
 
 
@@ -206,7 +215,15 @@ def unit_seconds(unit: UnitDescription, choice: Choice, hardware: Hardware, job:
     gather = gather_seconds(hardware, g, choice.stage_size, gathered)
     scatter = reduce_scatter_seconds(hardware, g, choice.stage_size, reduced)
     all_reduce = collective_seconds(hardware, Collective.ALL_REDUCE, replicate_ring(hardware, g), reduced // g)
-    copy_out, copy_in = _handling_seconds(unit, g, gathered, reduced, hardware) if world_size > 1 else (0.0, 0.0)
+    handled = world_size > 1 or choice.on_host
+    copy_out, copy_in = _handling_seconds(unit, g, gathered, reduced, hardware) if handled else (0.0, 0.0)
+    if choice.on_host:
+        brought, taken = _host_seconds(unit, g, hardware)
+        scatter += taken
+        if g == 1:  # FSDP2 brings replicas over when they are copied, on the stream of compute
+            copy_out += brought
+        else:
+            gather += brought
     return UnitSeconds(
         gather_forward=gather,
         gather_backward=0.0 if choice.keep else gather,
@@ -214,7 +231,7 @@ def unit_seconds(unit: UnitDescription, choice: Choice, hardware: Hardware, job:
         all_reduce=all_reduce,
         copy_forward=copy_out,
         copy_backward=copy_in + (0.0 if choice.keep else copy_out),
-        optimizer=_update_seconds(len(trainable), elements, hardware, job),
+        optimizer=_update_seconds(len(trainable), elements, hardware, job, on_host=choice.on_host),
     )
 
 
@@ -229,10 +246,27 @@ def _handling_seconds(unit: UnitDescription, g: int, gathered: int, reduced: int
     return handling.gather(len(unit.parameters), copied), handling.reduce(trainable, reductions * reduced)
 
 
-def _update_seconds(tensors: int, nbytes: int, hardware: Hardware, job: TrainingJob) -> float:
+def _host_seconds(unit: UnitDescription, g: int, hardware: Hardware) -> tuple[float, float]:
+    """To bring a unit's shards from the host to the device, and its reduced gradients back."""
+    host = _host_of(hardware)
+    shards = _total(unit.parameters, lambda p: p.sharded_numel(g) * p.dtype.itemsize)
+    trained = _total((p for p in unit.parameters if p.requires_grad), lambda p: p.sharded_numel(g) * p.dtype.itemsize)
+    return shards / host.to_device_bytes_per_s, trained / host.to_host_bytes_per_s
+
+
+def _host_of(hardware: Hardware) -> HostSpec:
+    if hardware.host is None:
+        raise HardwareError(f"States are to live on the host, but the host of {hardware.device.name} is not known; measure it (profile).")
+    return hardware.host
+
+
+def _update_seconds(tensors: int, nbytes: int, hardware: Hardware, job: TrainingJob, *, on_host: bool) -> float:
     """Optimizer step on a rank's `tensors` parameters of `nbytes`, and clipping: its norm reads each gradient, its factor
     reads and writes it."""
     device, optimizer = hardware.device, job.optimizer
+    if on_host:
+        clipped = 3 if job.clips_gradients else 0
+        return (optimizer.traffic_per_element + clipped) * nbytes / _host_of(hardware).update_bytes_per_s
     if hardware.handling is None:
         update = optimizer.traffic_per_element * nbytes / device.memory_bytes_per_s
     else:
@@ -254,9 +288,15 @@ def _unsharded(parameters: Iterable[ParameterSpec], job: TrainingJob) -> int:
     return _total(parameters, lambda p: p.numel * job.precision.gathered_dtype(p).itemsize)
 
 
-def _cast_buffer(unit: UnitDescription, g: int, job: TrainingJob) -> int:
+def _gather_inputs(unit: UnitDescription, choice: Choice, job: TrainingJob) -> int:
+    """Copies of a unit's shards from which it is gathered: in the compute dtype, and on the device where they lie on the host."""
+    casts, g = _casts(unit, job), choice.shard_size
+    if not casts and not choice.on_host:
+        return 0
     sizes = [p.sharded_numel(g) * job.precision.gathered_dtype(p).itemsize for p in unit.parameters]
-    return max(sizes, default=0) if g == 1 else sum(sizes)  # replicas are cast one by one, shards all at once
+    # what comes from the host is there in its own dtype, too, while it is cast
+    uncast = max((p.sharded_numel(g) * p.dtype.itemsize for p in unit.parameters), default=0) if casts and choice.on_host else 0
+    return uncast + (max(sizes, default=0) if g == 1 else sum(sizes))  # replicas are cast one by one, shards all at once
 
 
 def _step_scratch(trainable: Sequence[ParameterSpec], g: int, job: TrainingJob) -> int:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -46,6 +46,14 @@ class GatherSpan(str, Enum):
     """While the unit runs: a transformer block, an embedding, a head."""
     STEP = "step"
     """From the first use in forward to the end of backward: the root, and weights that embedding and head share."""
+
+
+class Activations(str, Enum):
+    """What happens to the activations that a unit's forward saves for its backward."""
+
+    SAVE = "save"
+    RECOMPUTE = "recompute"
+    """Only the unit's input is saved; its forward runs again in backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +215,17 @@ class Segment:
     """Gradient of the segment's input, live when its backward ends: what it hands to the segment before it."""
     forward: PhaseCost = PhaseCost()
     backward: PhaseCost = PhaseCost()
+    recomputed: Segment | None = None
+    """The same stretch where only its input is saved and its forward runs again in backward; None where it cannot be."""
+
+    def under(self, activations: Activations) -> Segment:
+        """The costs under a choice about activations; the only ones where there is none."""
+        return self.recomputed if activations is Activations.RECOMPUTE and self.recomputed is not None else self
+
+    def each(self, change: Callable[[Segment], Segment]) -> Segment:
+        """The segment after a change of its costs under every choice."""
+        recomputed = None if self.recomputed is None else change(self.recomputed)
+        return replace(change(self), recomputed=recomputed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +266,11 @@ class ModelDescription:
     @property
     def numel(self) -> int:
         return sum(unit.numel for unit in self.units)
+
+    @property
+    def recomputable(self) -> frozenset[int]:
+        """Indices of the units whose activations can be recomputed in backward."""
+        return frozenset(segment.unit for segment in self.segments if segment.recomputed is not None)
 
     @property
     def fingerprint(self) -> str:

@@ -35,6 +35,9 @@ def choices_of(plan: Plan, description: ModelDescription) -> tuple[Choice, ...]:
             shard_size=decisions[unit.fqn].shard_size,
             keep=unit.span is GatherSpan.STEP or not decisions[unit.fqn].reshard_after_forward,
             stage_size=decisions[unit.fqn].stage_size,
+            hold_gradients=not decisions[unit.fqn].reduce_every_micro_step and plan.accumulation_steps > 1,
+            activations=decisions[unit.fqn].activations,
+            on_host=decisions[unit.fqn].on_host,
         )
         for unit in description.units
     )
@@ -42,11 +45,7 @@ def choices_of(plan: Plan, description: ModelDescription) -> tuple[Choice, ...]:
 
 def batch_of(plan: Plan) -> Batch:
     """The plan's batch."""
-    return Batch(
-        micro_batch_size=plan.micro_batch_size,
-        accumulation_steps=plan.accumulation_steps,
-        reduce_every_micro_step=plan.reduce_every_micro_step,
-    )
+    return Batch(micro_batch_size=plan.micro_batch_size, accumulation_steps=plan.accumulation_steps)
 
 
 def estimate_plan(plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware | None = None) -> PlanEstimate:
@@ -82,6 +81,6 @@ def _collectives(
         gather = Collective.TWO_STAGE_ALL_GATHER if two_stage else Collective.ALL_GATHER
         scatter = Collective.TWO_STAGE_REDUCE_SCATTER if two_stage else Collective.REDUCE_SCATTER
         seconds[gather] += batch.accumulation_steps * (t.gather_forward + t.gather_backward)
-        seconds[scatter] += batch.reduce_scatters * t.reduce_scatter
+        seconds[scatter] += batch.reduce_scatters(choice) * t.reduce_scatter
         seconds[Collective.ALL_REDUCE] += t.all_reduce
     return seconds

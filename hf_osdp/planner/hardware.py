@@ -91,6 +91,24 @@ class DeviceSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostSpec:
+    """The host beside one device, all devices of its node at work at once; a CPU that trains by itself has none."""
+
+    memory_bytes: int
+    """Of one rank's share."""
+    to_device_bytes_per_s: float
+    to_host_bytes_per_s: float
+    update_bytes_per_s: float
+    """Bytes that a fused optimizer step on the host's cores reads and writes each second."""
+    source: str
+
+    def __post_init__(self) -> None:
+        rates = (self.to_device_bytes_per_s, self.to_host_bytes_per_s, self.update_bytes_per_s)
+        if self.memory_bytes <= 0 or not all(0 < rate < float("inf") for rate in rates):
+            raise ValueError(f"A host needs memory and finite rates above 0, not {self.memory_bytes} bytes and rates {rates}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveTiming:
     """A measured collective: `seconds = latency_s + bytes * seconds_per_byte`, bytes of the whole (unsharded) tensor."""
 
@@ -170,6 +188,8 @@ class Hardware:
     backend: Backend
     timings: tuple[CollectiveTiming, ...] = field(default=())
     """Measured collectives; they go before what the links would give."""
+    host: HostSpec | None = None
+    """Where states can be moved to; None where there is no memory but the device's."""
     handling: Handling | None = None
     """Measured work of FSDP2 and the optimizer; None takes their copies and updates at the speed of memory."""
 

@@ -85,7 +85,12 @@ class TrainingJob:
     micro_batch_size: int | None = None
     """Fixed micro-batch size, or None to let the planner choose it."""
     reduce_every_micro_step: bool | None = None
-    """Fixed choice of when gradients are reduced, or None to let the planner choose it."""
+    """Fixed choice of when all gradients are reduced, or None to let the planner choose for each unit."""
+    recompute: bool | None = None
+    """Recompute the activations of every block in backward, of none, or None to let the planner choose for each."""
+    host_offload: bool | None = None
+    """Hold the states of every unit on the host, of none, or None to let the planner choose for each. Of use only where the
+    hardware has a host beside the device."""
     holds_outputs: bool = False
     """The loop keeps the model's outputs from forward through backward (`out = model(...); out.loss.backward()`)."""
     clips_gradients: bool = False

@@ -4,7 +4,7 @@ A micro-step is walked through as FSDP2 runs it. Let, for unit u under its choic
 f what its forward leaves behind (saved activations, gathered parameters that are kept), and r what its gradients add
 once its backward is done. With segments 1..n in forward order,
 
-    forward of i:   Σ h + Σ_{j<i} f_j                 + (gathered + gather buffer)_i + workspace_i
+    forward of i:   Σ h + Σ_{j<i} f_j                 + (gathered + gather buffer)_i + max(workspace_i, gather buffer_{i-1})
     backward of i:  Σ h + Σ_{j<=i} f_j + Σ_{j>i} r_j  + max over i's own moments
     optimizer:      Σ h + Σ r + scratch
 
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .costs import Batch, Choice, UnitBytes, merged_gradients, unit_bytes
-from .description import GatherSpan, ModelDescription
+from .description import Activations, GatherSpan, ModelDescription, Segment
 from .job import OptimizerStep, TrainingJob
 
 
@@ -55,7 +55,7 @@ class Moment:
     """A point of the step at which memory may peak."""
 
     phase: str
-    """`forward`, `backward: gather`, `backward`, `backward: reduce`, `reduce` or `optimizer step`."""
+    """`forward: gather`, `forward`, `backward: gather`, `backward`, `backward: reduce`, `reduce` or `optimizer step`."""
     unit: str
     breakdown: MemoryBreakdown
 
@@ -65,10 +65,38 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentBytes:
+    """Memory terms of one segment of one micro-batch, in bytes; `Segment` and `PhaseCost` say what each is."""
+
+    saved: int
+    gradient: int
+    forward_peak: int
+    backward_peak: int
+
+    @classmethod
+    def of(cls, segment: Segment, samples: int) -> SegmentBytes:
+        """The terms at a micro-batch size."""
+        return cls(
+            saved=segment.saved_bytes.bytes(samples),
+            gradient=segment.gradient_bytes.bytes(samples),
+            forward_peak=segment.forward.peak_bytes.bytes(samples),
+            backward_peak=segment.backward.peak_bytes.bytes(samples),
+        )
+
+    @classmethod
+    def least(cls, segment: Segment, samples: int) -> SegmentBytes:
+        """The least of each term under any choice about activations."""
+        forms = [cls.of(segment.under(activations), samples) for activations in Activations]
+        return cls(**{name: min(getattr(form, name) for form in forms) for name in cls.__slots__})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
     """All moments of a step in the order in which they come."""
 
     moments: tuple[Moment, ...]
+    host_bytes: int = 0
+    """States that live on the host, of one rank."""
 
     @property
     def peak(self) -> Moment:
@@ -96,12 +124,15 @@ def estimate_memory(
         Moments with their breakdowns, in bytes.
     """
     units = [unit_bytes(u, c, world_size, job, batch) for u, c in zip(description.units, choices, strict=True)]
-    return MemoryEstimate(moments=_Walk(description, units, job, batch).moments())
+    segments = [SegmentBytes.of(s.under(choices[s.unit].activations), batch.micro_batch_size) for s in description.segments]
+    return MemoryEstimate(moments=_Walk(description, units, segments, job, batch).moments(), host_bytes=sum(unit.host for unit in units))
 
 
-def peak_of_terms(description: ModelDescription, units: Sequence[UnitBytes], job: TrainingJob, batch: Batch) -> int:
-    """Peak in bytes of a step whose units have these terms, whatever choices they come from."""
-    return max(moment.total_bytes for moment in _Walk(description, units, job, batch).moments())
+def peak_of_terms(
+    description: ModelDescription, units: Sequence[UnitBytes], segments: Sequence[SegmentBytes], job: TrainingJob, batch: Batch
+) -> int:
+    """Peak in bytes of a step whose units and segments have these terms, whatever choices they come from."""
+    return max(moment.total_bytes for moment in _Walk(description, units, segments, job, batch).moments())
 
 
 def combined_scratch(job: TrainingJob, scratch: Sequence[int]) -> int:
@@ -151,8 +182,10 @@ def gathered_ahead(description: ModelDescription) -> tuple[int | None, ...]:
 class _Walk:
     """One micro-step over a description, with the bytes of each unit's choice."""
 
-    def __init__(self, description: ModelDescription, units: Sequence[UnitBytes], job: TrainingJob, batch: Batch):
-        self.description, self.units, self.job, self.samples = description, units, job, batch.micro_batch_size
+    def __init__(
+        self, description: ModelDescription, units: Sequence[UnitBytes], segments: Sequence[SegmentBytes], job: TrainingJob, batch: Batch
+    ):
+        self.description, self.units, self.segments, self.job = description, units, segments, job
         self.labels = [unit.label for unit in description.units]
         self.first_use: dict[int, int] = {}
         for index, segment in enumerate(description.segments):
@@ -165,7 +198,7 @@ class _Walk:
             optimizer=sum(u.optimizer for u in units),
             gradients=sum(u.gradients_held for u in units),
             gathered=sum(units[i].gathered for i in self.whole_step),
-            model_buffers=_model_buffers(description, job, self.samples),
+            model_buffers=_model_buffers(description, job, batch.micro_batch_size),
             correction=job.correction_bytes,
         )
 
@@ -180,17 +213,19 @@ class _Walk:
         """Moments of the forward pass; what it leaves behind is added to the level."""
         buffer = max((self.units[i].gather_buffer for i in self.whole_step), default=0)
         for index, segment in enumerate(self.description.segments):
-            unit, workspace = self.units[segment.unit], segment.forward.peak_bytes.bytes(self.samples)
+            unit, workspace = self.units[segment.unit], self.segments[index].forward_peak
             if segment.unit in self.whole_step:
                 yield self._moment("forward", self.labels[segment.unit], activations=workspace, gathered=buffer)
             else:
+                # FSDP2 frees the buffer of the unit before only when this one has been copied out of its own
+                yield self._moment("forward: gather", self.labels[segment.unit], gathered=buffer + unit.gather_buffer + unit.gathered)
                 buffer = unit.gather_buffer
                 yield self._moment(
                     "forward", self.labels[segment.unit], activations=workspace, gathered=buffer + unit.gathered,
                 )  # fmt: skip
                 if index == self.first_use[segment.unit]:
                     self.level = self.level.plus(gathered=unit.kept)
-            self.level = self.level.plus(activations=segment.saved_bytes.bytes(self.samples))
+            self.level = self.level.plus(activations=self.segments[index].saved)
 
     def backward(self):
         """Moments of the backward pass, in reverse order."""
@@ -199,12 +234,13 @@ class _Walk:
         owed = {i: self.units[i].unsharded_gradients for i in self.whole_step}
         for index in range(len(segments) - 1, -1, -1):
             segment, unit = segments[index], self.units[segments[index].unit]
-            label, compute = self.labels[segment.unit], segment.backward.peak_bytes.bytes(self.samples)
+            terms = self.segments[index]
+            label, compute = self.labels[segment.unit], terms.backward_peak
             ahead = 0 if self.ahead[index] is None else self.units[self.ahead[index]].prefetched
             if segment.unit in self.whole_step:
                 compute += self.merging.get(index, 0)
                 yield self._moment("backward", label, activations=compute, gathered=ahead, buffers=in_flight)
-                self.level = self.level.plus(activations=-segment.saved_bytes.bytes(self.samples))
+                self.level = self.level.plus(activations=-terms.saved)
                 self.level = self.level.plus(gradients=owed.pop(segment.unit, 0))  # a tied weight has one from the head on
                 continue
             own = 0 if unit.kept else unit.gathered
@@ -212,11 +248,11 @@ class _Walk:
                 "backward: gather", label, gathered=own + unit.prefetched, buffers=in_flight + (0 if unit.kept else unit.cast_buffer)
             )
             yield self._moment("backward", label, activations=compute, gathered=own + ahead, buffers=in_flight)
-            self.level = self.level.plus(activations=-segment.saved_bytes.bytes(self.samples))
+            self.level = self.level.plus(activations=-terms.saved)
             last_use = index == self.first_use[segment.unit]
             if last_use:
                 self.level = self.level.plus(gathered=-unit.kept)
-                yield from self._reduce(label, unit, segment.gradient_bytes.bytes(self.samples), ahead)
+                yield from self._reduce(label, unit, terms.gradient, ahead)
                 in_flight = unit.reduce_tail
         self.level = self.level.plus(gradients=sum(owed.values()))
 

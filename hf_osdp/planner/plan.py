@@ -12,10 +12,10 @@ from typing import Any
 
 from ..errors import PlanError
 from .costs import Batch, Choice
-from .description import ModelDescription
+from .description import Activations, ModelDescription
 from .files import read_whole, validated, write_whole
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 
 
 class ShardMode(str, Enum):
@@ -37,6 +37,14 @@ class UnitDecision:
     """Free the gathered parameters after forward and gather them again in backward (ZeRO-3), or keep them (ZeRO-2)."""
     stage_size: int = 1
     """Ranks of a node where all-gathers and reduce-scatters run in two stages, between nodes and inside; 1 runs them in one."""
+    reduce_every_micro_step: bool = True
+    """Reduce-scatter gradients in each micro-step, holding shards, or hold whole gradients and reduce their sum in the last.
+
+    The all-reduce between replicas comes in the last micro-step either way.
+    """
+    activations: Activations = Activations.SAVE
+    on_host: bool = False
+    """Parameters, gradients and optimizer states live in the host's memory, and the host takes the optimizer step."""
 
     def __post_init__(self) -> None:
         if self.shard_size < 1:
@@ -46,6 +54,24 @@ class UnitDecision:
                 f"Unit {self.fqn or '(root)'!r}: stage_size={self.stage_size} must be 1, or divide shard_size={self.shard_size}"
                 " and be less."
             )
+
+    @classmethod
+    def of(cls, fqn: str, choice: Choice) -> UnitDecision:
+        """What was chosen for the unit of this name."""
+        return cls(
+            fqn=fqn,
+            shard_size=choice.shard_size,
+            reshard_after_forward=not choice.keep,
+            stage_size=choice.stage_size,
+            reduce_every_micro_step=not choice.hold_gradients,
+            activations=choice.activations,
+            on_host=choice.on_host,
+        )
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        """Modules of the unit: its name holds theirs, joined by `+`."""
+        return tuple(self.fqn.split("+"))
 
     @property
     def two_stage(self) -> bool:
@@ -69,7 +95,13 @@ class UnitDecision:
                 text = f"shard {self.shard_size} x replicate {world_size // self.shard_size}"
         if self.two_stage:
             text = f"{text} in 2 stages ({self.shard_size // self.stage_size} x {self.stage_size})"
-        return text if self.reshard_after_forward else f"{text}, keep"
+        more = {
+            "keep": not self.reshard_after_forward,
+            "hold gradients": not self.reduce_every_micro_step,
+            "recompute": self.activations is Activations.RECOMPUTE,
+            "on host": self.on_host,
+        }
+        return ", ".join([text, *(word for word, said in more.items() if said)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +120,6 @@ class Plan:
     """Samples that one rank runs at once."""
     accumulation_steps: int
     """Micro-batches a rank runs before each optimizer step."""
-    reduce_every_micro_step: bool
-    """Reduce-scatter gradients in each micro-step, holding shards, or hold whole gradients and reduce them in the last.
-
-    The all-reduce between replicas comes in the last micro-step either way.
-    """
     model_fingerprint: str
     model_name: str = ""
     sequence_length: int = 1
@@ -144,10 +171,7 @@ class Plan:
             world_size: ranks.
             **stated: other fields, such as `strategy` (default `osdp`) and estimates.
         """
-        units = (
-            UnitDecision(fqn=unit.fqn, shard_size=choice.shard_size, reshard_after_forward=not choice.keep, stage_size=choice.stage_size)
-            for unit, choice in zip(description.units, choices, strict=True)
-        )
+        units = (UnitDecision.of(unit.fqn, choice) for unit, choice in zip(description.units, choices, strict=True))
         return cls(
             world_size=world_size,
             strategy=stated.pop("strategy", "osdp"),
@@ -191,7 +215,7 @@ class Plan:
         """One line for each way in which `other` runs differently; empty when the two run the same."""
         lines = [
             f"{name}: {getattr(self, name)} -> {getattr(other, name)}"
-            for name in ("world_size", "micro_batch_size", "accumulation_steps", "reduce_every_micro_step", "model_fingerprint")
+            for name in ("world_size", "micro_batch_size", "accumulation_steps", "model_fingerprint")
             if getattr(self, name) != getattr(other, name)
         ]
         mine, theirs = ({u.fqn: u for u in plan.units} for plan in (self, other))

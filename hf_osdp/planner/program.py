@@ -124,6 +124,8 @@ class Program:
                 continue
             if len(station.units) > 1:
                 self._constrain_forward_runs(station, level)
+            for buffer in buffers:
+                self._fits(level + buffer + self._picked(station, self._first[station], _copy_out_peak))
             level = level + self._sum([station], lambda o: o.left_by_forward)
             self._fits(level + self._picked(station, self._last[station], lambda o: o.forward_peak - o.left_by_forward))
             buffers = [self._picked(station, self._last[station], _gather_buffer)]
@@ -131,10 +133,16 @@ class Program:
 
     def _constrain_forward_runs(self, group: Group, level) -> None:
         """Forward only raises the level: each run's peak is at its last unit."""
-        rows = list(zip(group.options, self._counts[group], self._used[group], strict=True))
-        for option, x, used in reversed(rows):
+        rows = list(zip(group.options, self._counts[group], self._used[group], strict=True))[::-1]
+        for k, (option, x, used) in enumerate(rows):
+            for earlier in range(k):
+                if nbytes := _gather_buffer(rows[earlier][0]):
+                    between = [~u for _, _, u in rows[earlier + 1 : k]]
+                    self._fits(level + nbytes + option.copy_out_peak, used, rows[earlier][2], *between)
             level = level + option.left_by_forward * x
             self._fits(level - option.left_by_forward + option.forward_peak, used)
+            if nbytes := _gather_buffer(option):
+                self._fits(level - option.left_by_forward + nbytes + option.copy_out_peak, self._at_least(x, 2))
 
     def _constrain_backward(self, level):
         stations = self._line.stations
@@ -217,6 +225,10 @@ def _prefetched(option: Option) -> int:
 
 def _unsharded_gradients(option: Option) -> int:
     return option.bytes.unsharded_gradients
+
+
+def _copy_out_peak(option: Option) -> int:
+    return option.copy_out_peak
 
 
 def _gather_buffer(option: Option) -> int:

@@ -71,14 +71,13 @@ class _Fits:
         limit = self.limit_bytes - hardware.device.reserved_bytes
         smallest_first = list(batches(job, hardware.world_size))[::-1]
         try:
-            spaces = search_spaces(strategy, description, hardware.world_size, hardware.devices_per_node)
+            return any(
+                self._line_fits(description, hardware, job, batch, build_line(description, hardware, job, batch, space), limit)
+                for batch in smallest_first
+                for space in search_spaces(strategy, description, hardware, job, batch)
+            )
         except ValueError:
             return False
-        return any(
-            self._line_fits(description, hardware, job, batch, build_line(description, hardware, job, batch, space, 0.0), limit)
-            for batch in smallest_first
-            for space in spaces
-        )
 
     @staticmethod
     def _line_fits(description, hardware, job, batch, line, limit: int) -> bool:
@@ -114,10 +113,13 @@ def _scaled(segment: Segment, factor: float, *, constants: bool = False) -> Segm
     def phase(cost: PhaseCost) -> PhaseCost:
         return replace(cost, peak_bytes=cost.peak_bytes.scaled(factor, constants=constants))
 
-    return replace(
-        segment,
-        saved_bytes=segment.saved_bytes.scaled(factor, constants=constants),
-        gradient_bytes=segment.gradient_bytes.scaled(factor, constants=constants),
-        forward=phase(segment.forward),
-        backward=phase(segment.backward),
-    )
+    def scaled(costs: Segment) -> Segment:
+        return replace(
+            costs,
+            saved_bytes=costs.saved_bytes.scaled(factor, constants=constants),
+            gradient_bytes=costs.gradient_bytes.scaled(factor, constants=constants),
+            forward=phase(costs.forward),
+            backward=phase(costs.backward),
+        )
+
+    return segment.each(scaled)

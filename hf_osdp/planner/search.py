@@ -18,7 +18,7 @@ from .remedies import remedies_for
 from .solver import Solution, any_within, fastest, least_peak
 from .stations import Line, build_line
 from .strategies import Strategy, batches, search_spaces
-from .timing import TimeEstimate, compute_seconds, estimate_time
+from .timing import TimeEstimate, estimate_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,14 +89,13 @@ def search(
             break  # bounds only rise from here
         if candidate.floor_bytes > limit:
             continue
-        cutoff = None if best is None else best_s - candidate.line.fixed_s
+        cutoff = None if best is None else best_s
         solution = _free_choice(description, hardware, job, candidate, limit) or fastest(candidate.line, job, limit, cutoff_s=cutoff)
         if solution is None:
             continue
-        seconds = candidate.line.fixed_s + solution.objective
         proven = proven and solution.proven
-        if seconds < best_s:
-            best, best_s = (candidate, solution), seconds
+        if solution.objective < best_s:
+            best, best_s = (candidate, solution), solution.objective
     if best is None:
         raise _infeasible(description, hardware, job, memory_limit_bytes, strategy, candidates)
     candidate, solution = best
@@ -139,14 +138,11 @@ def compare_strategies(
 
 
 def _candidates(description: ModelDescription, hardware: Hardware, job: TrainingJob, strategy: Strategy) -> Iterator[_Candidate]:
-    spaces = search_spaces(strategy, description, hardware.world_size, hardware.devices_per_node)
     for batch in batches(job, hardware.world_size):
-        compute_s = sum(compute_seconds(description, hardware, batch.micro_batch_size))
-        for space in spaces:
-            line = build_line(description, hardware, job, batch, space, compute_s)
+        for space in search_spaces(strategy, description, hardware, job, batch):
+            line = build_line(description, hardware, job, batch, space)
             quickest = sum(len(g.units) * min(o.seconds for o in g.options) for g in line.groups)
-            floor = peak_floor(description, line, job, batch)
-            yield _Candidate(batch=batch, line=line, bound_s=line.fixed_s + quickest, floor_bytes=floor)
+            yield _Candidate(batch=batch, line=line, bound_s=quickest, floor_bytes=peak_floor(description, line, job, batch))
 
 
 def _free_choice(description, hardware, job, candidate: _Candidate, limit: int) -> Solution | None:
@@ -158,7 +154,7 @@ def _free_choice(description, hardware, job, candidate: _Candidate, limit: int) 
     ordered = in_order(choices)
     if estimate_memory(description, ordered, hardware.world_size, job, candidate.batch).peak_bytes > limit:
         return None
-    return Solution(choices=choices, objective=candidate.bound_s - candidate.line.fixed_s, proven=True)
+    return Solution(choices=choices, objective=candidate.bound_s, proven=True)
 
 
 def _decode(

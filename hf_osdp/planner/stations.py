@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .costs import Batch, Choice, UnitBytes, reduce_tail, unit_bytes, unit_seconds
-from .description import GatherSpan, ModelDescription, Segment, UnitDescription
+from .costs import Batch, Choice, UnitBytes, reduce_tail, unit_bytes
+from .description import Activations, GatherSpan, ModelDescription, Segment, UnitDescription
 from .hardware import Hardware
 from .job import TrainingJob
-from .memory import gathered_ahead, merging_stretch, resident_bytes
+from .memory import SegmentBytes, gathered_ahead, merging_stretch, resident_bytes
 from .strategies import Space
-from .timing import Windows, overlap_windows, unit_time
+from .timing import UnitTimer
 
 SHORT_ROW = 8
 """Rows of up to so many equal units are searched unit by unit."""
@@ -35,13 +35,15 @@ class Option:
     choice: Choice
     bytes: UnitBytes
     seconds: float
-    """Time in one optimizer step that depends on the choice."""
+    """Time in one optimizer step."""
     left_by_forward: int = 0
     """f: saved activations and kept parameters."""
     left_by_backward: int = 0
     """r: gradients."""
+    copy_out_peak: int = 0
+    """Highest level while parameters are copied out in forward, above the level before it; the buffer of the unit before is left out."""
     forward_peak: int = 0
-    """Highest level in forward, above the level before it."""
+    """Highest level in the rest of forward, above the level before it."""
     gather_peak: int = 0
     """Highest level while parameters are copied out in backward, above the level before it."""
     compute_peak: int = 0
@@ -62,11 +64,11 @@ class Option:
     def _levels(self) -> tuple[int, ...]:
         held = self.bytes.held
         return (
-            held, held + self.left_by_forward, held + self.left_by_backward, held + self.forward_peak,
+            held, held + self.left_by_forward, held + self.left_by_backward, held + self.forward_peak, held + self.copy_out_peak,
             held + self.gather_peak, held + self.compute_peak, held + self.compute_peak + self.bytes.prefetched,
             self.bytes.prefetched, self.bytes.gather_buffer, held + self.left_by_backward + self.bytes.step_scratch,
             held + self.bytes.gathered, self.bytes.reduce_input, self.bytes.reduced_after + self.bytes.reduce_output,
-            self.bytes.reduce_stage, self.bytes.last_gradient,
+            self.bytes.reduce_stage, self.bytes.last_gradient, self.bytes.host,
             held + self.left_by_backward + self.bytes.gradients_settled, held + self.bytes.gradients_after + self.bytes.gradients_settled,
             held + self.left_by_backward + self.bytes.gradients_settled + self.bytes.step_scratch,
         )  # fmt: skip
@@ -114,8 +116,6 @@ class Line:
     """Units that never run: they hold parameters and nothing else."""
     model_bytes: int
     """Buffers of the module and the batch."""
-    fixed_s: float
-    """Compute of the step, which no choice changes."""
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -123,7 +123,7 @@ class Line:
         return (*(s for s in self.stations if isinstance(s, Group)), *self.whole_step, *self.idle)
 
 
-def build_line(description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch, space: Space, compute_s: float) -> Line:
+def build_line(description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch, space: Space) -> Line:
     """Stations of one micro-step.
 
     Args:
@@ -132,7 +132,6 @@ def build_line(description: ModelDescription, hardware: Hardware, job: TrainingJ
         job: precision, optimizer.
         batch: micro-batch size and accumulation.
         space: choices of each unit.
-        compute_s: compute of one micro-step.
 
     Returns:
         Groups of equal units with their options, and the stretches between them.
@@ -148,8 +147,9 @@ def build_line(description: ModelDescription, hardware: Hardware, job: TrainingJ
             stations.append(_stretch(segment, tail, merging.get(index, 0), ahead[index] is not None, batch.micro_batch_size))
             key_before = None
             continue
-        key = (_shape_key(unit), segment.saved_bytes, segment.gradient_bytes, segment.forward, segment.backward, tail,
-               maker.windows[segment.unit], space[segment.unit])  # fmt: skip
+        key = (
+            _shape_key(unit), segment.each(lambda costs: replace(costs, unit=0)), tail, maker.windows(segment.unit), space[segment.unit],
+        )  # fmt: skip
         if key == key_before:
             last = stations[-1]
             stations[-1] = replace(last, units=(*last.units, segment.unit))
@@ -169,7 +169,6 @@ def build_line(description: ModelDescription, hardware: Hardware, job: TrainingJ
         whole_step=tuple(g for i, g in rest.items() if units[i].span is GatherSpan.STEP),
         idle=tuple(g for i, g in rest.items() if units[i].span is GatherSpan.USE),
         model_bytes=resident_bytes(description, job, batch.micro_batch_size),
-        fixed_s=batch.accumulation_steps * compute_s,
     )
 
 
@@ -190,7 +189,11 @@ class _OptionMaker:
 
     def __init__(self, description, hardware, job, batch, space):
         self.description, self.hardware, self.job, self.batch, self.space = description, hardware, job, batch, space
-        self.windows: tuple[Windows, ...] = overlap_windows(description, hardware, batch.micro_batch_size)
+        self.timer = UnitTimer(description, hardware, job, batch)
+
+    def windows(self, index: int) -> tuple:
+        """What hides the unit's communication, under each choice about activations."""
+        return tuple(self.timer.windows[activations][index] for activations in Activations)
 
     def options(self, index: int, segment: Segment | None, tail: int) -> tuple[Option, ...]:
         """The choices of a unit that are not dominated, in the order of the rule."""
@@ -205,24 +208,24 @@ class _OptionMaker:
     def _option(self, index: int, choice: Choice, segment: Segment | None, tail: int) -> Option:
         unit = self.description.units[index]
         terms = unit_bytes(unit, choice, self.hardware.world_size, self.job, self.batch)
-        seconds = unit_time(unit_seconds(unit, choice, self.hardware, self.job), self.windows[index], 0.0, self.batch).choice_s
+        seconds = self.timer(index, choice).total_s
         if segment is None:
             return Option(choice=choice, bytes=terms, seconds=seconds)
-        samples = self.batch.micro_batch_size
-        saved, gradient = segment.saved_bytes.bytes(samples), segment.gradient_bytes.bytes(samples)
+        costs = SegmentBytes.of(segment.under(choice.activations), self.batch.micro_batch_size)
         own = 0 if terms.kept else terms.gathered
         after = terms.gradients_after + terms.reduced_after
-        reducing = gradient - saved - terms.kept + terms.reduce_input
+        reducing = costs.gradient - costs.saved - terms.kept + terms.reduce_input
         return Option(
             choice=choice,
             bytes=terms,
             seconds=seconds,
-            left_by_forward=saved + terms.kept,
+            left_by_forward=costs.saved + terms.kept,
             left_by_backward=after,
-            forward_peak=terms.gather_buffer + terms.gathered + segment.forward.peak_bytes.bytes(samples),
+            copy_out_peak=terms.gather_buffer + terms.gathered,
+            forward_peak=terms.gather_buffer + terms.gathered + costs.forward_peak,
             gather_peak=own + terms.prefetched + tail + (0 if terms.kept else terms.cast_buffer),
             compute_peak=max(
-                own + tail + segment.backward.peak_bytes.bytes(samples),
+                own + tail + costs.backward_peak,
                 reducing + terms.unsharded_gradients,
                 reducing + after + terms.reduce_work,
             ),
@@ -230,11 +233,12 @@ class _OptionMaker:
 
 
 def _stretch(segment: Segment, tail: int, merging: int, prefetches: bool, samples: int) -> Stretch:
+    costs = SegmentBytes.of(segment, samples)
     return Stretch(
         unit=segment.unit,
-        saved=segment.saved_bytes.bytes(samples),
-        forward_peak=segment.forward.peak_bytes.bytes(samples),
-        backward_peak=segment.backward.peak_bytes.bytes(samples) + merging,
+        saved=costs.saved,
+        forward_peak=costs.forward_peak,
+        backward_peak=costs.backward_peak + merging,
         tail=tail,
         prefetches=prefetches,
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from .costs import Batch, Choice, choices_for
-from .description import ModelDescription
+from .description import Activations, ModelDescription
+from .hardware import Hardware
 from .job import TrainingJob
 
 
@@ -49,59 +52,118 @@ Space = tuple[tuple[Choice, ...], ...]
 """For each unit, the choices that it may take."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """Layouts that a unit may take; `None` leaves keeping open."""
+
+    shard_sizes: tuple[int, ...]
+    keep: bool | None
+    stage_sizes: tuple[int, ...] = (1,)
+
+
 def search_spaces(
-    strategy: Strategy, description: ModelDescription, world_size: int, devices_per_node: int | None = None
+    strategy: Strategy, description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch
 ) -> tuple[Space, ...]:
     """The spaces whose best plan is the strategy's best plan.
+
+    Under `osdp` each unit takes any layout, recomputes or saves, holds its gradients or reduces them. A single strategy gives every
+    unit the same layout, and is offered with all blocks recomputed and with none, with all gradients held and with none.
 
     Args:
         strategy: what may be chosen.
         description: the model.
-        world_size: ranks.
-        devices_per_node: ranks of a node; None takes all to be on one.
+        hardware: devices; a host beside them where states may be moved to it.
+        job: what the user has fixed.
+        batch: micro-batch size and accumulation.
 
     Returns:
-        One space, but for HSDP one for each group size, and for DDP one for each answer to whether copies are kept.
+        The spaces; `osdp` has one.
 
     Raises:
         ValueError: HSDP in a world that has no group size between 1 and all; two stages without several nodes of several devices.
     """
+    kinds = _kinds(strategy, hardware)
+    holds, activations, hosts = _holds(job, batch), _activations(job), _hosts(job, hardware)
+    if strategy is Strategy.OSDP:
+        ways = [(holds, activations, hosts)]
+    else:
+        ways = [((h,), (a,), (o,)) for h, a, o in itertools.product(holds, activations, hosts)]
+    spaces = (tuple(_choices(description, unit, kind, *way) for unit in range(len(description.units))) for kind in kinds for way in ways)
+    return tuple(dict.fromkeys(spaces))
+
+
+def _kinds(strategy: Strategy, hardware: Hardware) -> list[_Kind]:
+    """Layouts of a strategy: several where all units take one of them together."""
+    world_size, per_node = hardware.world_size, hardware.devices_per_node
     whole = (world_size,)
-    per_node = devices_per_node or world_size
     stages = (per_node,) if 1 < per_node < world_size else ()
-    flat = (1,)
+    if world_size == 1:
+        return [_Kind(shard_sizes=(1,), keep=True)]  # there is nothing to free: what is cast to a lower precision is needed in backward
     match strategy:
         case Strategy.OSDP:
-            kinds = [(divisors(world_size), None, flat + stages)]
+            return [_Kind(shard_sizes=divisors(world_size), keep=None, stage_sizes=(1, *stages))]
         case Strategy.FSDP:
-            kinds = [(whole, False, flat)]
+            return [_Kind(shard_sizes=whole, keep=False)]
         case Strategy.DDP:
-            kinds = [((1,), False, flat), ((1,), True, flat)]
+            return [_Kind(shard_sizes=(1,), keep=False), _Kind(shard_sizes=(1,), keep=True)]
         case Strategy.ZERO2:
-            kinds = [(whole, True, flat)]
+            return [_Kind(shard_sizes=whole, keep=True)]
         case Strategy.TWO_STAGE:
-            kinds = [(whole, False, stages)]
             if not stages:
                 raise ValueError(
-                    f"strategy=two_stage needs several nodes of several devices, not {world_size // per_node} of {per_node}; use fsdp, or"
+                    f"strategy=two_stage needs several nodes of several devices, not {hardware.nodes} of {per_node}; use fsdp, or"
                     " start more."
                 )
+            return [_Kind(shard_sizes=whole, keep=False, stage_sizes=stages)]
         case Strategy.HSDP:
-            kinds = [((size,), False, flat) for size in divisors(world_size)[1:-1]]
-            if not kinds:
+            if not (sizes := divisors(world_size)[1:-1]):
                 raise ValueError(f"strategy=hsdp needs a group size between 1 and {world_size} that divides it; use fsdp or ddp.")
-    if world_size == 1:
-        kinds = [((1,), True, flat)]  # there is nothing to free: what is cast to a lower precision is needed in backward
+            return [_Kind(shard_sizes=(size,), keep=False) for size in sizes]
+    raise AssertionError(strategy)
+
+
+def _holds(job: TrainingJob, batch: Batch) -> tuple[bool, ...]:
+    """Whether whole gradients are held between micro-steps."""
+    if batch.accumulation_steps == 1:
+        return (False,)
+    return (False, True) if job.reduce_every_micro_step is None else (not job.reduce_every_micro_step,)
+
+
+def _activations(job: TrainingJob) -> tuple[Activations, ...]:
+    """What may happen to the saved activations of units that can be recomputed."""
+    match job.recompute:
+        case None:
+            return (Activations.SAVE, Activations.RECOMPUTE)
+        case True:
+            return (Activations.RECOMPUTE,)
+        case False:
+            return (Activations.SAVE,)
+
+
+def _hosts(job: TrainingJob, hardware: Hardware) -> tuple[bool, ...]:
+    """Whether states live on the host."""
+    if hardware.host is None:
+        return (False,)
+    return (False, True) if job.host_offload is None else (job.host_offload,)
+
+
+def _choices(
+    description: ModelDescription, index: int, kind: _Kind, holds: Sequence[bool], activations: Sequence[Activations], hosts: Sequence[bool]
+) -> tuple[Choice, ...]:
+    """The choices of one unit."""
+    unit = description.units[index]
+    layouts = choices_for(unit, kind.shard_sizes, keep=kind.keep, stage_sizes=kind.stage_sizes)
+    if index not in description.recomputable:
+        activations = (Activations.SAVE,)
+    if not unit.trainable_numel:
+        holds = (False,)
     return tuple(
-        tuple(choices_for(unit, sizes, keep=keep, stage_sizes=stage_sizes) for unit in description.units)
-        for sizes, keep, stage_sizes in kinds
+        replace(layout, hold_gradients=hold, activations=kept, on_host=host)
+        for layout, hold, kept, host in itertools.product(layouts, holds, activations, hosts)
     )
 
 
 def batches(job: TrainingJob, world_size: int) -> Iterator[Batch]:
-    """Every way to run the global batch: micro-batch size, accumulation, when gradients are reduced."""
+    """Every way to run the global batch: micro-batch size and accumulation."""
     for size in job.micro_batch_sizes(world_size):
-        steps = job.global_batch_size // (world_size * size)
-        both = (True, False) if job.reduce_every_micro_step is None else (job.reduce_every_micro_step,)
-        for every in both if steps > 1 else (True,):
-            yield Batch(micro_batch_size=size, accumulation_steps=steps, reduce_every_micro_step=every)
+        yield Batch(micro_batch_size=size, accumulation_steps=job.global_batch_size // (world_size * size))

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .costs import Batch, Choice, UnitSeconds, unit_seconds
-from .description import Affine, GatherSpan, ModelDescription, PhaseCost
+from .description import Activations, Affine, GatherSpan, ModelDescription, PhaseCost
 from .hardware import Hardware
 from .job import TrainingJob
 
@@ -49,13 +49,8 @@ class UnitTime:
     optimizer_s: float
 
     @property
-    def choice_s(self) -> float:
-        """What depends on the unit's choice: everything but compute."""
-        return self.exposed_s + self.copy_s + self.optimizer_s
-
-    @property
     def total_s(self) -> float:
-        return self.compute_s + self.choice_s
+        return self.compute_s + self.exposed_s + self.copy_s + self.optimizer_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +89,13 @@ def phase_seconds(phase: PhaseCost, samples: int, description: ModelDescription,
     return max(0.0, phase_affine(phase, description, hardware)(samples))
 
 
-def overlap_windows(description: ModelDescription, hardware: Hardware, samples: int) -> tuple[Windows, ...]:
-    """For each unit, the compute that its communication can hide behind. A segment before the first gives none."""
+def overlap_windows(
+    description: ModelDescription, hardware: Hardware, samples: int, activations: Activations = Activations.SAVE
+) -> tuple[Windows, ...]:
+    """For each unit, the compute that its communication can hide behind. A segment before the first gives none.
+
+    `activations` is the unit's own choice; a forward takes as long under any.
+    """
     windows = [Windows()] * len(description.units)
     if not hardware.backend.overlaps:
         return tuple(windows)
@@ -103,24 +103,51 @@ def overlap_windows(description: ModelDescription, hardware: Hardware, samples: 
     for segment in description.segments:
         if description.units[segment.unit].span is GatherSpan.USE:
             windows[segment.unit] = Windows(
-                forward=before, backward=phase_seconds(segment.backward, samples, description, hardware)
+                forward=before, backward=phase_seconds(segment.under(activations).backward, samples, description, hardware)
             )  # fmt: skip
         before = phase_seconds(segment.forward, samples, description, hardware)
     return tuple(windows)
 
 
-def compute_seconds(description: ModelDescription, hardware: Hardware, samples: int) -> tuple[float, ...]:
-    """Forward and backward compute of each unit in one micro-step."""
+def compute_seconds(
+    description: ModelDescription, hardware: Hardware, samples: int, activations: Activations = Activations.SAVE
+) -> tuple[float, ...]:
+    """Forward and backward compute of each unit in one micro-step, under its own choice about activations."""
     seconds = [0.0] * len(description.units)
     for segment in description.segments:
-        for phase in (segment.forward, segment.backward):
+        costs = segment.under(activations)
+        for phase in (costs.forward, costs.backward):
             seconds[segment.unit] += phase_seconds(phase, samples, description, hardware)
     return tuple(seconds)
 
 
-def unit_time(terms: UnitSeconds, windows: Windows, compute_s: float, batch: Batch) -> UnitTime:
+class UnitTimer:
+    """Time of each unit of a description in an optimizer step, whatever is chosen for the others.
+
+    Args:
+        description: the model.
+        hardware: devices and links.
+        job: precision, optimizer.
+        batch: micro-batch size and accumulation.
+    """
+
+    def __init__(self, description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch) -> None:
+        self._description, self._hardware, self._job, self._batch = description, hardware, job, batch
+        samples = batch.micro_batch_size
+        self.windows = {a: overlap_windows(description, hardware, samples, a) for a in Activations}
+        """By choice about activations, for each unit."""
+        self.compute_s = {a: compute_seconds(description, hardware, samples, a) for a in Activations}
+
+    def __call__(self, index: int, choice: Choice) -> UnitTime:
+        """Seconds of a unit under a choice."""
+        terms = unit_seconds(self._description.units[index], choice, self._hardware, self._job)
+        kept = choice.activations
+        return unit_time(terms, choice, self.windows[kept][index], self.compute_s[kept][index], self._batch)
+
+
+def unit_time(terms: UnitSeconds, choice: Choice, windows: Windows, compute_s: float, batch: Batch) -> UnitTime:
     """One unit's time in an optimizer step, from its terms under a choice."""
-    micro_steps, scatters = batch.accumulation_steps, batch.reduce_scatters
+    micro_steps, scatters = batch.accumulation_steps, batch.reduce_scatters(choice)
     forward = max(0.0, terms.gather_forward - windows.forward)
     last = max(0.0, terms.gather_backward + terms.reduce_scatter + terms.all_reduce - windows.backward)
     earlier = max(0.0, terms.gather_backward + (terms.reduce_scatter if scatters > 1 else 0.0) - windows.backward)
@@ -149,10 +176,5 @@ def estimate_time(
     Returns:
         Seconds by unit and kind.
     """
-    windows = overlap_windows(description, hardware, batch.micro_batch_size)
-    compute = compute_seconds(description, hardware, batch.micro_batch_size)
-    times = (
-        unit_time(unit_seconds(unit, choice, hardware, job), window, seconds, batch)
-        for unit, choice, window, seconds in zip(description.units, choices, windows, compute, strict=True)
-    )
-    return TimeEstimate(units=tuple(times))
+    timer = UnitTimer(description, hardware, job, batch)
+    return TimeEstimate(units=tuple(timer(index, choice) for index, choice in enumerate(choices)))

@@ -65,7 +65,7 @@ def _alternative(other: Alternative | None, world_size: int) -> dict | None:
 
 def batch_content(plan) -> dict:
     """The batch side of a plan."""
-    names = ("world_size", "micro_batch_size", "accumulation_steps", "reduce_every_micro_step", "global_batch_size", "sequence_length")
+    names = ("world_size", "micro_batch_size", "accumulation_steps", "global_batch_size", "sequence_length")
     return {name: getattr(plan, name) for name in names}
 
 

@@ -15,7 +15,7 @@ from ..planner.memory import estimate_memory
 from ..planner.plan import Plan
 from ..planner.search import search
 from ..planner.strategies import Strategy, search_spaces
-from ..planner.timing import overlap_windows, unit_time
+from ..planner.timing import UnitTimer
 from .tables import PlanRow, plan_rows
 
 _GAIN = 1.001
@@ -137,12 +137,12 @@ def stream_times(plan: Plan, description: ModelDescription, job: TrainingJob, ha
     shared out among them in proportion to their time.
     """
     choices, batch = choices_of(plan, description), batch_of(plan)
-    windows = overlap_windows(description, hardware, batch.micro_batch_size)
+    timer = UnitTimer(description, hardware, job, batch)
     totals = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce"), (0.0, 0.0))
-    for unit, choice, window in zip(description.units, choices, windows, strict=True):
-        terms = unit_seconds(unit, choice, hardware, job)
+    for index, (unit, choice) in enumerate(zip(description.units, choices, strict=True)):
+        terms, window = unit_seconds(unit, choice, hardware, job), timer.windows[choice.activations][index]
         phases = [({"all-gather": terms.gather_forward}, window.forward, batch.accumulation_steps)]
-        phases += _backward_phases(terms, window.backward, batch.accumulation_steps, batch.reduce_scatters)
+        phases += _backward_phases(terms, window.backward, batch.accumulation_steps, batch.reduce_scatters(choice))
         for work, hides, times in phases:
             whole = sum(work.values())
             share = max(0.0, whole - hides) / whole if whole else 0.0
@@ -181,12 +181,12 @@ class _Question:
     def __init__(self, plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware, limit: int | None):
         self.plan, self.description, self.job, self.hardware, self.limit = plan, description, job, hardware, limit
         self.choices, self.batch = choices_of(plan, description), batch_of(plan)
-        self.windows = overlap_windows(description, hardware, self.batch.micro_batch_size)
+        self.timer = UnitTimer(description, hardware, job, self.batch)
 
     def reason(self, row: PlanRow) -> RowReason:
         unit, choice = row.units[0], self.choices[row.units[0]]
-        (space,) = search_spaces(Strategy.OSDP, self.description, self.plan.world_size, self.hardware.devices_per_node)
-        space = space[unit] if self.plan.world_size > 1 else ()  # one device has nothing to choose
+        (space,) = search_spaces(Strategy.OSDP, self.description, self.hardware, self.job, self.batch)
+        space = space[unit]
         added = {other: sum(self._seconds(i, other) - self._seconds(i, choice) for i in row.units) for other in space if other != choice}
         ranked = sorted(added, key=lambda other: (added[other], other))
         quicker = next((other for other in ranked if added[other] < 0), None)
@@ -214,8 +214,7 @@ class _Question:
         return memory.peak_bytes + self.hardware.device.reserved_bytes
 
     def _seconds(self, index: int, choice: Choice) -> float:
-        terms = unit_seconds(self.description.units[index], choice, self.hardware, self.job)
-        return unit_time(terms, self.windows[index], 0.0, self.batch).choice_s
+        return self.timer(index, choice).total_s
 
 
 def what_binds(plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware, memory_limit_bytes: int) -> Binding:

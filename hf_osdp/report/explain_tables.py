@@ -200,8 +200,7 @@ def row_label(row: PlanRow) -> str:
 
 def layout_text(choice: Choice, world_size: int) -> str:
     """A layout as the plan's tables write it."""
-    decision = UnitDecision(fqn="", shard_size=choice.shard_size, reshard_after_forward=not choice.keep, stage_size=choice.stage_size)
-    return decision.describe(world_size)
+    return UnitDecision.of("", choice).describe(world_size)
 
 
 def _layout(other: Alternative, plan: Plan) -> str:

@@ -87,13 +87,19 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, reserved_bytes: int = 0) ->
         rate = f", {plan.global_batch_size / time.step_s:.1f} samples/s" if time.step_s else ""
         lines.append(f"Step {format_seconds(time.step_s)}{rate}: {parts}.")
     if plan.accumulation_steps > 1:
-        when = "in every micro-step" if plan.reduce_every_micro_step else "once a step; whole gradients are held until then"
-        lines.append(f"Gradients are reduced {when}.")
+        lines.append(f"Gradients are reduced {_when_reduced(plan)}.")
     if plan.strategy == "osdp" and plan.proven_optimal:
         lines.append(
             "Proven: no plan of the search space is faster under this limit, by the cost model (docs/design.md says what is in it)."
         )
     return tuple(lines)
+
+
+def _when_reduced(plan: Plan) -> str:
+    held = sum(not unit.reduce_every_micro_step for unit in plan.units)
+    if not held:
+        return "in every micro-step"
+    return f"once a step; whole gradients {'' if held == len(plan.units) else f'of {held} of {len(plan.units)} units '}are held until then"
 
 
 def comparison_table(rows: Sequence[StrategyResult], memory_limit_bytes: int) -> Table:

@@ -43,8 +43,10 @@ def check_given(
         raise PlanError(f"The plan takes {plan.global_batch_size} samples a step, but {global_batch_size} are asked for. {_REMEDY}")
     if micro_batch_size not in (None, plan.micro_batch_size):
         raise PlanError(f"The plan runs {plan.micro_batch_size} samples at once, but batches hold {micro_batch_size}. {_REMEDY}")
-    if reduce_every_micro_step not in (None, plan.reduce_every_micro_step):
-        raise PlanError(f"The plan has reduce_every_micro_step={plan.reduce_every_micro_step}, but the opposite is asked for. {_REMEDY}")
+    if reduce_every_micro_step is not None and any(u.reduce_every_micro_step is not reduce_every_micro_step for u in plan.units):
+        raise PlanError(
+            f"The plan has units with reduce_every_micro_step={not reduce_every_micro_step}, the opposite is asked for. {_REMEDY}"
+        )
     if sequence_length is not None and sequence_length > plan.sequence_length:
         raise PlanError(f"The plan is for {plan.sequence_length} tokens a sample, but samples have {sequence_length}. {_REMEDY}")
     if memory_limit_bytes is None:

@@ -171,7 +171,7 @@ class OptimalShardedDataParallel(nn.Module):
 
     def micro_step(self, *, is_last: bool = True) -> AbstractContextManager[None]:
         """Forward and backward of one micro-batch go inside; `is_last` where the optimizer steps after it."""
-        return micro_step(self.module, is_last=is_last, reduce_every_micro_step=self.plan.reduce_every_micro_step)
+        return micro_step(self.module, is_last=is_last, plan=self.plan)
 
     def backward(self, loss: torch.Tensor, *, is_last: bool = True) -> None:
         """`loss.backward()` of one micro-batch, as `micro_step`. The loss is taken as it is: divide it by the number of micro-steps."""

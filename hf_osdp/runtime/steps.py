@@ -46,7 +46,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mappin
     output = None
     for number in range(1, plan.accumulation_steps + 1):
         last = number == plan.accumulation_steps
-        with micro_step(model, is_last=last, reduce_every_micro_step=plan.reduce_every_micro_step):
+        with micro_step(model, is_last=last, plan=plan):
             output = model(**batch)
             loss = loss_of(output)
             if not job.holds_outputs:

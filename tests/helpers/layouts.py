@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hf_osdp.planner.description import DType, ModelDescription, UnitDescription
 from hf_osdp.planner.plan import Plan, UnitDecision
 
@@ -15,10 +17,12 @@ def plan_of(
     return Plan(
         world_size=world_size,
         strategy="osdp",
-        units=tuple(_decision(unit.fqn, index, world_size, layout) for index, unit in enumerate(units)),
+        units=tuple(
+            replace(_decision(unit.fqn, index, world_size, layout), reduce_every_micro_step=reduce_every_micro_step)
+            for index, unit in enumerate(units)
+        ),
         micro_batch_size=1,
         accumulation_steps=accumulation_steps,
-        reduce_every_micro_step=reduce_every_micro_step,
         model_fingerprint=fingerprint_of(units),
     )
 

@@ -93,7 +93,7 @@ def train_sharded(model: nn.Module, plan: Plan) -> Trained:
         optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64)
         for part in range(k):
-            with micro_step(model, is_last=part == k - 1, reduce_every_micro_step=plan.reduce_every_micro_step):
+            with micro_step(model, is_last=part == k - 1, plan=plan):
                 loss = tiny_loss(model, tiny_batch(step, part=part * world + rank, parts=world * k)) / k
                 loss.backward()
             total += loss.detach()
