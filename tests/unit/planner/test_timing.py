@@ -8,19 +8,20 @@ import pytest
 
 from hf_osdp.errors import HardwareError
 from hf_osdp.planner.costs import Batch, Choice, UnitSeconds, choices_for, unit_seconds
-from hf_osdp.planner.description import Affine, DType, PhaseCost
+from hf_osdp.planner.description import Activations, Affine, DType, ModelDescription, PhaseCost
 from hf_osdp.planner.hardware import Backend
 from hf_osdp.planner.job import TrainingJob
-from hf_osdp.planner.timing import Windows, compute_seconds, estimate_time, overlap_windows, phase_seconds, unit_time
+from hf_osdp.planner.timing import UnitTimer, Windows, compute_seconds, estimate_time, overlap_windows, phase_seconds, unit_time
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 
 TERMS = UnitSeconds(
     gather_forward=4.0, gather_backward=4.0, reduce_scatter=3.0, all_reduce=2.0, copy_forward=0.5, copy_backward=0.75, optimizer=0.25
 )
-ONCE = Batch(micro_batch_size=1, accumulation_steps=1, reduce_every_micro_step=True)
-REDUCING = Batch(micro_batch_size=1, accumulation_steps=5, reduce_every_micro_step=True)
-HOLDING = Batch(micro_batch_size=1, accumulation_steps=5, reduce_every_micro_step=False)
+ONCE = Batch(micro_batch_size=1, accumulation_steps=1)
+FIVE = Batch(micro_batch_size=1, accumulation_steps=5)
+REDUCING = Choice(shard_size=2, keep=False)
+HOLDING = replace(REDUCING, hold_gradients=True)
 JOB = TrainingJob(global_batch_size=20)
 
 
@@ -29,26 +30,25 @@ def hardware(backend: Backend = Backend.NCCL):
 
 
 def test_without_windows_everything_is_exposed():
-    time = unit_time(TERMS, Windows(), 1.0, ONCE)
+    time = unit_time(TERMS, REDUCING, Windows(), 1.0, ONCE)
     assert time.communication_s == 4 + 4 + 3 + 2
     assert time.exposed_s == time.communication_s
     assert time.total_s == time.compute_s + time.exposed_s + time.copy_s + time.optimizer_s == 1 + 13 + 1.25 + 0.25
-    assert time.choice_s == time.total_s - time.compute_s
 
 
 def test_overlap_hides_at_most_the_window():
-    exposed = unit_time(TERMS, Windows(forward=1.0, backward=2.5), 1.0, ONCE).exposed_s
+    exposed = unit_time(TERMS, REDUCING, Windows(forward=1.0, backward=2.5), 1.0, ONCE).exposed_s
     assert exposed == (4 - 1) + (4 + 3 + 2 - 2.5)
 
 
 def test_overlap_hides_at_most_what_there_is():
-    time = unit_time(TERMS, Windows(forward=100.0, backward=100.0), 1.0, ONCE)
+    time = unit_time(TERMS, REDUCING, Windows(forward=100.0, backward=100.0), 1.0, ONCE)
     assert time.exposed_s == 0
     assert time.communication_s == 13  # it still happens
 
 
 def test_accumulation_multiplies_compute_gathers_copies_and_reduce_scatters():
-    time = unit_time(TERMS, Windows(), 1.0, REDUCING)
+    time = unit_time(TERMS, REDUCING, Windows(), 1.0, FIVE)
     assert time.compute_s == 5
     assert time.communication_s == time.exposed_s == 5 * (4 + 4 + 3) + 2  # one all-reduce between replicas
     assert time.copy_s == 5 * 1.25
@@ -56,13 +56,14 @@ def test_accumulation_multiplies_compute_gathers_copies_and_reduce_scatters():
 
 
 def test_holding_whole_gradients_reduces_once():
-    time = unit_time(TERMS, Windows(), 1.0, HOLDING)
+    time = unit_time(TERMS, HOLDING, Windows(), 1.0, FIVE)
     assert time.communication_s == time.exposed_s == 5 * (4 + 4) + 3 + 2
 
 
 def test_window_hides_in_each_micro_step():
-    assert unit_time(TERMS, Windows(backward=8.0), 1.0, REDUCING).exposed_s == 5 * 4 + 0 * 4 + 1  # 4 + 3 fit beside 8, with 2 more not
-    assert unit_time(TERMS, Windows(backward=3.0), 1.0, HOLDING).exposed_s == 5 * 4 + 4 * 1 + (4 + 3 + 2 - 3)
+    reducing, holding = Windows(backward=8.0), Windows(backward=3.0)
+    assert unit_time(TERMS, REDUCING, reducing, 1.0, FIVE).exposed_s == 5 * 4 + 0 * 4 + 1  # 4 + 3 fit beside 8, with 2 more not
+    assert unit_time(TERMS, HOLDING, holding, 1.0, FIVE).exposed_s == 5 * 4 + 4 * 1 + (4 + 3 + 2 - 3)
 
 
 def test_phase_is_a_roofline_of_products_and_traffic():
@@ -114,12 +115,52 @@ def test_overlap_never_slows_a_step():
 def test_step_is_the_sum_of_its_units():
     description = transformer()
     choices = [choices_for(u, (2,), keep=True)[0] for u in description.units]
-    time = estimate_time(description, choices, hardware(), JOB, REDUCING)
+    time = estimate_time(description, choices, hardware(), JOB, FIVE)
     windows, compute = overlap_windows(description, hardware(), 1), compute_seconds(description, hardware(), 1)
     for index, unit in enumerate(description.units):
-        terms = unit_seconds(unit, Choice(shard_size=2, keep=True), hardware(), JOB)
-        assert time.units[index] == unit_time(terms, windows[index], compute[index], REDUCING)
+        terms = unit_seconds(unit, choices[index], hardware(), JOB)
+        assert time.units[index] == unit_time(terms, choices[index], windows[index], compute[index], FIVE)
     assert time.step_s == pytest.approx(
         time.total("compute_s") + time.total("exposed_s") + time.total("copy_s") + time.total("optimizer_s")
     )
     assert time.total("compute_s") == pytest.approx(5 * sum(compute))
+
+
+def recomputable(layers: int = 3) -> ModelDescription:
+    """A transformer whose blocks, run again in backward, take another forward there."""
+    description = transformer(layers=layers)
+    blocks = {index for index, unit in enumerate(description.units) if unit.fqn.startswith("layers.")}
+
+    def again(segment):
+        flops, traffic = (
+            Affine(per_sample=sum(getattr(phase, name).per_sample for phase in (segment.forward, segment.backward)))
+            for name in ("matmul_flops", "traffic_bytes")
+        )
+        return replace(segment, backward=replace(segment.backward, matmul_flops=flops, traffic_bytes=traffic))
+
+    segments = (replace(s, recomputed=again(s)) if s.unit in blocks else s for s in description.segments)
+    return replace(description, segments=tuple(segments))
+
+
+def test_recompute_is_one_more_forward_and_a_longer_window_of_its_own_unit_alone():
+    description = recomputable()
+    assert description.recomputable == {2, 3, 4}
+    saved, again = (compute_seconds(description, hardware(), 4, a) for a in (Activations.SAVE, Activations.RECOMPUTE))
+    forward = [phase_seconds(s.forward, 4, description, hardware()) for s in description.segments[1:-1]]
+    assert again[:2] == saved[:2], "the root and the shared embedding cannot be run again"
+    assert again[2:] == pytest.approx([seconds + more for seconds, more in zip(saved[2:], forward, strict=True)])
+    short, long = (overlap_windows(description, hardware(), 4, a) for a in (Activations.SAVE, Activations.RECOMPUTE))
+    assert [w.forward for w in long] == [w.forward for w in short]
+    assert [w.backward for w in long[2:]] == pytest.approx([w.backward + more for w, more in zip(short[2:], forward, strict=True)])
+
+
+def test_timer_gives_each_unit_the_time_of_its_own_choice():
+    description = recomputable()
+    timer = UnitTimer(description, hardware(), JOB, FIVE)
+    plain = Choice(shard_size=4, keep=False)
+    choices = [plain, plain, plain, replace(plain, activations=Activations.RECOMPUTE), replace(plain, hold_gradients=True)]
+    alone = [estimate_time(description, [choice] * 5, hardware(), JOB, FIVE).units[i] for i, choice in enumerate(choices)]
+    assert [timer(i, choice) for i, choice in enumerate(choices)] == alone
+    assert estimate_time(description, choices, hardware(), JOB, FIVE).units == tuple(alone)
+    assert timer(3, choices[3]).compute_s > timer(3, plain).compute_s
+    assert timer(4, choices[4]).communication_s < timer(4, plain).communication_s
