@@ -17,7 +17,7 @@ from tests.helpers.hardware import bare_preset
 
 MODEL = transformer(layers=3)
 HARDWARE = bare_preset("a100-40", devices_per_node=4)
-BATCH = Batch(micro_batch_size=2, accumulation_steps=1, reduce_every_micro_step=True)
+BATCH = Batch(micro_batch_size=2, accumulation_steps=1)
 
 
 def test_extra_bytes_are_at_every_moment_and_add_up() -> None:

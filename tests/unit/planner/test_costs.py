@@ -9,15 +9,16 @@ from dataclasses import replace
 
 import pytest
 
+from hf_osdp.errors import HardwareError
 from hf_osdp.planner.collectives import collective_seconds, replicate_ring, shard_ring
 from hf_osdp.planner.costs import Batch, Choice, UnitBytes, choices_for, merged_gradients, unit_bytes, unit_seconds
-from hf_osdp.planner.description import DType, GatherSpan, ParameterSpec, UnitDescription
-from hf_osdp.planner.hardware import Backend, Collective, DeviceSpec, Handling, Hardware, Link, WorkTime
+from hf_osdp.planner.description import Activations, DType, GatherSpan, ParameterSpec, UnitDescription
+from hf_osdp.planner.hardware import Backend, Collective, DeviceSpec, Handling, Hardware, HostSpec, Link, WorkTime
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 
-ONCE = Batch(micro_batch_size=1, accumulation_steps=1, reduce_every_micro_step=True)
-REDUCING = Batch(micro_batch_size=1, accumulation_steps=3, reduce_every_micro_step=True)
-HOLDING = Batch(micro_batch_size=1, accumulation_steps=3, reduce_every_micro_step=False)
+ONCE = Batch(micro_batch_size=1, accumulation_steps=1)
+THRICE = Batch(micro_batch_size=1, accumulation_steps=3)
+HOST = HostSpec(memory_bytes=10**9, to_device_bytes_per_s=1e4, to_host_bytes_per_s=2e4, update_bytes_per_s=5e3, source="made up")
 
 
 def parameter(name: str, *shape: int, dtype: DType = DType.FLOAT32, requires_grad: bool = True) -> ParameterSpec:
@@ -35,8 +36,12 @@ def job_of(precision: str = "no", *, states: int = 2, step: OptimizerStep = Opti
     return TrainingJob(global_batch_size=12, precision=Precision.named(precision), optimizer=OptimizerSpec(states=states, step=step))
 
 
-def terms(unit: UnitDescription = UNIT, *, g: int, keep: bool = False, world_size: int = 4, job=None, batch: Batch = ONCE) -> UnitBytes:
-    return unit_bytes(unit, Choice(shard_size=g, keep=keep), world_size, job or job_of(), batch)
+def terms(
+    unit: UnitDescription = UNIT, *, g: int, keep: bool = False, hold: bool = False, on_host: bool = False, world_size: int = 4, job=None,
+    batch: Batch = ONCE,
+) -> UnitBytes:  # fmt: skip
+    choice = Choice(shard_size=g, keep=keep, hold_gradients=hold, on_host=on_host)
+    return unit_bytes(unit, choice, world_size, job or job_of(), batch)
 
 
 def test_replicated_unit():
@@ -58,6 +63,7 @@ def test_replicated_unit():
         reduce_output=0,
         kept=0,
         step_scratch=0,
+        host=0,
     )
 
 
@@ -80,6 +86,7 @@ def test_unit_sharded_over_all():
         reduce_output=0,
         kept=0,
         step_scratch=0,
+        host=0,
     )
 
 
@@ -92,9 +99,9 @@ def test_two_stages_take_memory_between_them_and_nothing_else():
 
 
 def test_the_last_gradient_is_held_while_shards_are_reduced():
-    assert terms(g=2, batch=HOLDING).last_gradient == 0, "whole gradients that are held count already"
+    assert terms(g=2, hold=True, batch=THRICE).last_gradient == 0, "whole gradients that are held count already"
     whole_step = unit_of(parameter("w", 8, 3), span=GatherSpan.STEP)
-    assert terms(whole_step, g=2, batch=HOLDING).last_gradient == 96
+    assert terms(whole_step, g=2, hold=True, batch=THRICE).last_gradient == 96
     assert terms(unit_of(parameter("w", 8, 3), parameter("frozen", 8, requires_grad=False)), g=2).last_gradient == 96
 
 
@@ -155,14 +162,14 @@ def test_reduction_in_another_dtype_than_the_parameter_needs_an_output_buffer():
 
 
 def test_frozen_parameters_are_gathered_and_nothing_more():
-    frozen = terms(unit_of(parameter("w", 8, 3, requires_grad=False), parameter("b", 8)), g=4, batch=HOLDING)
+    frozen = terms(unit_of(parameter("w", 8, 3, requires_grad=False), parameter("b", 8)), g=4, hold=True, batch=THRICE)
     assert (frozen.parameters, frozen.gathered) == (32, 128)
     assert (frozen.optimizer, frozen.gradients_held, frozen.gradients_settled) == (16, 32, 8 - 32)
     assert (frozen.reduce_input, frozen.reduce_tail) == (32, 32)
 
 
 def test_accumulation_that_holds_whole_gradients():
-    holding = terms(g=4, batch=HOLDING)
+    holding = terms(g=4, hold=True, batch=THRICE)
     assert (holding.gradients_held, holding.gradients_after) == (128, 0)
     assert holding.gradients_settled == 32 - 128
     assert holding.unsharded_gradients == 0  # autograd adds to what is held
@@ -170,14 +177,14 @@ def test_accumulation_that_holds_whole_gradients():
 
 
 def test_accumulation_that_reduces_every_time_holds_shards():
-    reducing = terms(g=4, batch=REDUCING)
+    reducing = terms(g=4, batch=THRICE)
     assert (reducing.gradients_held, reducing.gradients_after, reducing.gradients_settled) == (32, 0, 0)
     assert (reducing.unsharded_gradients, reducing.reduce_output) == (128, 32)
 
 
-@pytest.mark.parametrize("batch", [REDUCING, HOLDING])
-def test_one_process_accumulates_in_place(batch):
-    alone = terms(g=1, world_size=1, batch=batch)
+@pytest.mark.parametrize("hold", [False, True])
+def test_one_process_accumulates_in_place(hold):
+    alone = terms(g=1, world_size=1, hold=hold, batch=THRICE)
     assert (alone.gradients_held, alone.gradients_after, alone.gradients_settled) == (128, 0, 0)
     assert (alone.gathered, alone.gather_buffer, alone.reduce_input, alone.reduce_tail, alone.reduce_output) == (0, 0, 0, 0, 0)
 
@@ -321,5 +328,70 @@ def test_clipping_reads_gradients_twice_and_writes_them_once():
 
 
 def test_batch_says_what_it_holds_and_how_often_it_reduces():
-    assert [b.holds_whole_gradients for b in (ONCE, REDUCING, HOLDING)] == [False, False, True]
-    assert [b.reduce_scatters for b in (ONCE, REDUCING, HOLDING)] == [1, 3, 1]
+    reducing, holding = Choice(shard_size=4, keep=False), Choice(shard_size=4, keep=False, hold_gradients=True)
+    asked = [(ONCE, reducing), (ONCE, holding), (THRICE, reducing), (THRICE, holding)]
+    assert [batch.holds_gradients(choice) for batch, choice in asked] == [False, False, False, True]
+    assert [batch.reduce_scatters(choice) for batch, choice in asked] == [1, 1, 3, 1]
+
+
+def test_recompute_changes_no_term_of_the_parameters():
+    choice = Choice(shard_size=4, keep=False)
+    again = replace(choice, activations=Activations.RECOMPUTE)
+    assert unit_bytes(UNIT, again, 4, job_of(), ONCE) == unit_bytes(UNIT, choice, 4, job_of(), ONCE)
+    assert unit_seconds(UNIT, again, machine(), job_of()) == unit_seconds(UNIT, choice, machine(), job_of())
+
+
+# states on the host
+
+
+@pytest.mark.parametrize("g", [1, 2, 4])
+def test_states_on_the_host_leave_the_device_whole(g):
+    here, there = terms(g=g), terms(g=g, on_host=True)
+    assert (there.parameters, there.optimizer, there.gradients_held, there.gradients_after, there.held) == (0, 0, 0, 0, 0)
+    assert there.host == here.parameters + here.optimizer + here.gradients_after == 4 * 128 // g
+    assert here.host == 0
+    assert (there.gathered, there.gather_buffer, there.reduce_input) == (here.gathered, here.gather_buffer, here.reduce_input)
+    assert there.reduce_output == 128 // g, "what is reduced cannot become the gradient where it lies"
+    assert terms(g=g, on_host=True, job=job_of(step=OptimizerStep.FOREACH)).step_scratch == 0, "the host takes the step"
+
+
+def test_shards_from_the_host_are_on_the_device_before_they_are_gathered():
+    assert terms(g=4, on_host=True).cast_buffer == 32
+    assert terms(g=1, on_host=True).cast_buffer == 96, "replicas come one by one"
+    assert terms(g=4, on_host=True, job=job_of("bf16")).cast_buffer == 16 + 24, "the larger one is there in its own dtype, too"
+
+
+def test_frozen_parameters_on_the_host_have_no_states():
+    frozen = terms(unit_of(parameter("w", 8, 3, requires_grad=False), parameter("b", 8)), g=4, on_host=True)
+    assert frozen.host == 32 + 3 * 8
+
+
+def test_one_process_gathers_what_lies_on_the_host():
+    alone = terms(g=1, world_size=1, on_host=True)
+    assert (alone.gathered, alone.gather_buffer, alone.reduce_input, alone.host) == (128, 0, 128, 512)
+
+
+def test_host_link_brings_shards_takes_gradients_and_the_host_steps():
+    hardware = replace(machine(), host=HOST)
+    here, there = (unit_seconds(UNIT, Choice(shard_size=4, keep=False, on_host=way), hardware, job_of()) for way in (False, True))
+    assert there.gather_forward - here.gather_forward == pytest.approx(32 / 1e4)
+    assert there.gather_backward - here.gather_backward == pytest.approx(32 / 1e4)
+    assert there.reduce_scatter - here.reduce_scatter == pytest.approx(32 / 2e4)
+    assert there.optimizer == pytest.approx(7 * 32 / 5e3)
+    assert there.all_reduce == here.all_reduce
+    kept = unit_seconds(UNIT, Choice(shard_size=4, keep=True, on_host=True), hardware, job_of())
+    assert (kept.gather_forward, kept.gather_backward) == (there.gather_forward, 0)
+    clipping = unit_seconds(UNIT, Choice(shard_size=4, keep=False, on_host=True), hardware, replace(job_of(), clips_gradients=True))
+    assert clipping.optimizer == pytest.approx((7 + 3) * 32 / 5e3)
+
+
+def test_replicas_come_from_the_host_on_the_stream_of_compute():
+    hardware = replace(machine(), host=HOST)
+    here, there = (unit_seconds(UNIT, Choice(shard_size=1, keep=False, on_host=way), hardware, job_of()) for way in (False, True))
+    assert (there.gather_forward, there.gather_backward) == (0, 0)
+    assert there.copy_forward - here.copy_forward == pytest.approx(128 / 1e4)
+
+
+def test_a_host_that_is_not_known_is_an_error():
+    with pytest.raises(HardwareError, match="the host of toy is not known; measure it"):
+        unit_seconds(UNIT, Choice(shard_size=4, keep=False, on_host=True), machine(), job_of())

@@ -8,14 +8,16 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.errors import PlanError
-from hf_osdp.planner.plan import Plan, ShardMode, UnitDecision
+from hf_osdp.planner.costs import Batch, Choice
+from hf_osdp.planner.description import Activations
+from hf_osdp.planner.plan import PLAN_VERSION, Plan, ShardMode, UnitDecision
 from tests.helpers.descriptions import transformer
 
 DESCRIPTION = transformer(layers=3)
 
 
 def decision(fqn: str, shard_size: int, reshard: bool = True) -> UnitDecision:
-    return UnitDecision(fqn=fqn, shard_size=shard_size, reshard_after_forward=reshard)
+    return UnitDecision(fqn=fqn, shard_size=shard_size, reshard_after_forward=reshard, reduce_every_micro_step=False)
 
 
 PLAN = Plan(
@@ -26,7 +28,6 @@ PLAN = Plan(
     ),
     micro_batch_size=2,
     accumulation_steps=3,
-    reduce_every_micro_step=False,
     model_fingerprint=DESCRIPTION.fingerprint,
     model_name="transformer",
     sequence_length=32,
@@ -97,7 +98,10 @@ DIFFERENT = {
     "another world": replace(PLAN, world_size=8),
     "another micro-batch": replace(PLAN, micro_batch_size=3),
     "other micro-steps": replace(PLAN, accumulation_steps=2),
-    "reduced in every micro-step": replace(PLAN, reduce_every_micro_step=True),
+    "one unit's gradients reduced in every micro-step": unit_changed(2, reduce_every_micro_step=True),
+    "one unit's activations run again": unit_changed(2, activations=Activations.RECOMPUTE),
+    "one unit's states on the host": unit_changed(2, on_host=True),
+    "in two stages": unit_changed(1, stage_size=2),
     "another model": replace(PLAN, model_fingerprint="0" * 16),
 }
 
@@ -116,9 +120,11 @@ def test_diff_has_one_line_for_each_change():
     assert PLAN.diff(PLAN) == ()
     assert PLAN.diff(replace(PLAN, peak_bytes=1, step_s=2.0)) == ()
     other = replace(unit_changed(0, shard_size=4), micro_batch_size=1)
-    assert PLAN.diff(other) == ("micro_batch_size: 2 -> 1", "(root): replicate -> shard 4")
-    assert PLAN.diff(replace(PLAN, units=PLAN.units[:-1])) == ("layers.2: replicate -> absent",)
-    assert replace(PLAN, units=PLAN.units[:-1]).diff(PLAN) == ("layers.2: absent -> replicate",)
+    assert PLAN.diff(other) == ("micro_batch_size: 2 -> 1", "(root): replicate, hold gradients -> shard 4, hold gradients")
+    reducing = unit_changed(3, reduce_every_micro_step=True, activations=Activations.RECOMPUTE, on_host=True)
+    assert PLAN.diff(reducing) == ("layers.1: shard 4, hold gradients -> shard 4, recompute, on host",)
+    assert PLAN.diff(replace(PLAN, units=PLAN.units[:-1])) == ("layers.2: replicate, hold gradients -> absent",)
+    assert replace(PLAN, units=PLAN.units[:-1]).diff(PLAN) == ("layers.2: absent -> replicate, hold gradients",)
 
 
 @pytest.mark.parametrize(
@@ -126,9 +132,10 @@ def test_diff_has_one_line_for_each_change():
     [(1, ShardMode.REPLICATE, "replicate"), (2, ShardMode.GROUP_SHARD, "shard 2 x replicate 4"), (8, ShardMode.SHARD, "shard 8")],
 )
 def test_layouts_have_names(shard_size, mode, text):
-    assert decision("u", shard_size).mode(8) is mode
-    assert decision("u", shard_size).describe(8) == text
-    assert decision("u", shard_size, False).describe(8) == f"{text}, keep"
+    unit = UnitDecision(fqn="u", shard_size=shard_size, reshard_after_forward=True)
+    assert unit.mode(8) is mode
+    assert unit.describe(8) == text
+    assert replace(unit, reshard_after_forward=False).describe(8) == f"{text}, keep"
 
 
 def test_decision_is_found_by_name():
@@ -191,14 +198,14 @@ def test_json_that_is_not_an_object_is_refused(text, kind):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("world_size", "4"), ("world_size", 4.0), ("reduce_every_micro_step", 1), ("units", {}), ("units", [1]), ("strategy", 5),
+    [("world_size", "4"), ("world_size", 4.0), ("proven_optimal", 1), ("units", {}), ("units", [1]), ("strategy", 5),
      ("step_s", "fast"), ("micro_batch_size", None), ("accumulation_steps", True)],
 )  # fmt: skip
 def test_wrong_type_is_named(field, value):
     assert f"p.json is not a valid plan: {field}" in refused(changed(**{field: value}))
 
 
-@pytest.mark.parametrize("field", ["world_size", "strategy", "units", "micro_batch_size", "reduce_every_micro_step", "model_fingerprint"])
+@pytest.mark.parametrize("field", ["world_size", "strategy", "units", "micro_batch_size", "accumulation_steps", "model_fingerprint"])
 def test_missing_field_is_named(field):
     assert f"p.json is not a valid plan: {field}" in refused(without(field))
 
@@ -210,9 +217,7 @@ def test_extra_field_is_named():
     assert "p.json is not a valid plan: units.1.checkpoint" in refused(changed(units=units))
 
 
-@pytest.mark.parametrize(
-    "change", [{"micro_batch_size": 4}, {"accumulation_steps": 1}, {"reduce_every_micro_step": True}, {"strategy": "ddp"}]
-)
+@pytest.mark.parametrize("change", [{"micro_batch_size": 4}, {"accumulation_steps": 1}, {"strategy": "ddp"}])
 def test_changed_value_is_seen_by_the_fingerprint(change):
     message = refused(changed(**change))
     assert "p.json was changed or damaged" in message
@@ -246,7 +251,7 @@ def test_unit_that_is_listed_twice_is_refused():
 
 
 def test_other_version_is_refused():
-    assert "version 1; this hf_osdp reads version 2" in refused(changed(version=1))
+    assert f"version 2; this hf_osdp reads version {PLAN_VERSION}" in refused(changed(version=2))
 
 
 # damaged files
@@ -339,3 +344,62 @@ def test_stages_show_in_texts_and_differences():
         "shard 8, keep", "shard 8 in 2 stages (2 x 4), keep", "shard 8 in 2 stages (4 x 2), keep",
     ]  # fmt: skip
     assert four.describe(16) == "shard 8 x replicate 2 in 2 stages (2 x 4), keep"
+
+
+# decisions beside the layout
+
+
+def test_decisions_show_in_texts_in_one_order():
+    plain = UnitDecision(fqn="x", shard_size=8, reshard_after_forward=False)
+    everything = replace(plain, reduce_every_micro_step=False, activations=Activations.RECOMPUTE, on_host=True)
+    assert plain.describe(8) == "shard 8, keep"
+    assert everything.describe(8) == "shard 8, keep, hold gradients, recompute, on host"
+    assert replace(everything, shard_size=1, reshard_after_forward=True).describe(8) == "replicate, hold gradients, recompute, on host"
+
+
+def test_choices_become_decisions_unit_by_unit():
+    plain = Choice(shard_size=4, keep=False)
+    choices = [
+        plain, replace(plain, keep=True), replace(plain, hold_gradients=True), replace(plain, activations=Activations.RECOMPUTE),
+        replace(plain, on_host=True, stage_size=2),
+    ]  # fmt: skip
+    plan = Plan.of(DESCRIPTION, choices, Batch(micro_batch_size=1, accumulation_steps=2), world_size=4)
+    assert [u.describe(4) for u in plan.units] == [
+        "shard 4", "shard 4, keep", "shard 4, hold gradients", "shard 4, recompute", "shard 4 in 2 stages (2 x 2), on host"
+    ]  # fmt: skip
+    assert [u.fqn for u in plan.units] == [u.fqn for u in DESCRIPTION.units]
+    assert (plan.micro_batch_size, plan.accumulation_steps) == (1, 2)
+
+
+def in_unit(index: int, **values) -> str:
+    units = json.loads(PLAN.to_json())["units"]
+    units[index] |= values
+    return changed(units=units)
+
+
+def test_decisions_are_in_the_json_form_by_unit():
+    plan = unit_changed(3, reduce_every_micro_step=True, activations=Activations.RECOMPUTE, on_host=True)
+    data = json.loads(plan.to_json())
+    assert "reduce_every_micro_step" not in data
+    assert {"reduce_every_micro_step": True, "activations": "recompute", "on_host": True}.items() <= data["units"][3].items()
+    assert {"reduce_every_micro_step": False, "activations": "save", "on_host": False}.items() <= data["units"][0].items()
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.units[3].activations is Activations.RECOMPUTE
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("activations", "forget"), ("activations", None), ("on_host", "yes"), ("reduce_every_micro_step", 1)]
+)
+def test_a_decision_that_is_none_is_named(field, value):
+    assert f"p.json is not a valid plan: units.1.{field}" in refused(in_unit(1, **{field: value}))
+
+
+@pytest.mark.parametrize("change", [{"activations": "recompute"}, {"on_host": True}, {"reduce_every_micro_step": True}])
+def test_a_decision_changed_by_hand_is_seen_by_the_fingerprint(change):
+    assert "p.json was changed or damaged" in refused(in_unit(1, **change))
+
+
+def test_a_plan_of_the_version_before_says_to_plan_again():
+    """It had one `reduce_every_micro_step` for all units, which is no reason to name that field."""
+    assert "The plan has version 2; this hf_osdp reads version 3. Plan again" in refused(changed(version=2, reduce_every_micro_step=True))
