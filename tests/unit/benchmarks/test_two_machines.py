@@ -34,10 +34,9 @@ DEVICES = """Inter-|   Receive                                                | 
 """
 
 
-def plan_of(shard_size: int, *, world: int = 4, keep: bool = False, stage_size: int = 1, **batch) -> Plan:
-    choice = Choice(shard_size=shard_size, keep=keep, stage_size=stage_size)
-    batch = {"micro_batch_size": 1, "accumulation_steps": 1, "reduce_every_micro_step": True, **batch}
-    return Plan.of(MODEL, [choice] * len(MODEL.units), Batch(**batch), world_size=world)
+def plan_of(shard_size: int, *, world: int = 4, steps: int = 1, **choice) -> Plan:
+    choices = [Choice(**{"shard_size": shard_size, "keep": False, **choice})] * len(MODEL.units)
+    return Plan.of(MODEL, choices, Batch(micro_batch_size=1, accumulation_steps=steps), world_size=world)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +67,7 @@ def test_bytes_of_three_nodes_of_two():
 def test_groups_inside_a_node_send_nothing_and_micro_steps_gather_again():
     assert bytes_sent(plan_of(4), MODEL, 4) == 0
     once, held, reduced = (
-        bytes_sent(plan_of(4, accumulation_steps=steps, reduce_every_micro_step=every), MODEL, 2)
-        for steps, every in ((1, True), (3, False), (3, True))
+        bytes_sent(plan_of(4, steps=steps, hold_gradients=held), MODEL, 2) for steps, held in ((1, False), (3, True), (3, False))
     )
     gathers = 0.75 * (ROOT + 2 * BLOCKS)
     assert (held - once, reduced - once) == (2 * gathers, 2 * gathers + 2 * 0.75 * (ROOT + BLOCKS))

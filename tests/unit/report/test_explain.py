@@ -25,12 +25,7 @@ def with_row(plan: Plan, units, choice) -> Plan:
     """The plan with another layout for some units."""
     return replace(
         plan,
-        units=tuple(
-            UnitDecision(fqn=u.fqn, shard_size=choice.shard_size, reshard_after_forward=not choice.keep, stage_size=choice.stage_size)
-            if i in units
-            else u
-            for i, u in enumerate(plan.units)
-        ),
+        units=tuple(UnitDecision.of(u.fqn, choice) if i in units else u for i, u in enumerate(plan.units)),
     )
 
 

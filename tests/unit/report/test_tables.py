@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from hf_osdp.planner.description import ModelDescription
+from hf_osdp.planner.description import Activations, ModelDescription
 from hf_osdp.planner.evaluate import PlanEstimate, estimate_plan
+from hf_osdp.planner.hardware import HostSpec
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.search import compare_strategies
@@ -43,12 +44,11 @@ def plan_for(description: ModelDescription, shard_sizes: list[int], world_size: 
         world_size=world_size,
         strategy="osdp",
         units=tuple(
-            UnitDecision(fqn=u.fqn, shard_size=g, reshard_after_forward=not keep)
+            UnitDecision(fqn=u.fqn, shard_size=g, reshard_after_forward=not keep, reduce_every_micro_step=False)
             for u, g in zip(description.units, shard_sizes, strict=True)
         ),
         micro_batch_size=4,
         accumulation_steps=2,
-        reduce_every_micro_step=False,
         model_fingerprint=description.fingerprint,
         memory_limit_bytes=2**35,
         proven_optimal=True,
@@ -120,7 +120,7 @@ def test_neighbours_with_one_layout_are_one_row():
     rows = plan_rows(plan_for(description, [1, 1, 8, 8, 1, 8, 8, 8]), description)
     assert [row.label for row in rows] == ["(root)", "model.embed_tokens+lm_head", "h.0-1", "h.2", "h.3-5"]
     assert [row.units for row in rows] == [(0,), (1,), (2, 3), (4,), (5, 6, 7)]
-    assert rows[2].layout == "shard 8 x replicate 16, keep"
+    assert rows[2].layout == "shard 8 x replicate 16, keep, hold gradients"
 
 
 def test_keeping_or_not_makes_another_row():
@@ -128,6 +128,20 @@ def test_keeping_or_not_makes_another_row():
     plan = plan_for(description, [8] * 4)
     units = (*plan.units[:3], replace(plan.units[3], reshard_after_forward=True))
     assert [row.label for row in plan_rows(replace(plan, units=units), description)][2:] == ["h.0", "h.1"]
+
+
+@pytest.mark.parametrize("values", [{"activations": Activations.RECOMPUTE}, {"on_host": True}, {"reduce_every_micro_step": True}])
+def test_each_decision_makes_another_row_that_fits(values):
+    description = named_like("transformer.h", "GPT2Block", layers=4)
+    plan = plan_for(description, [1, 1, 64, 64, 64, 64])
+    units = (*plan.units[:4], *(replace(unit, **values) for unit in plan.units[4:]))
+    plan = replace(plan, units=units)
+    first, second = plan_rows(plan, description)[2:]
+    assert (first.label, second.label) == ("transformer.h.0-1", "transformer.h.2-3")
+    assert first.layout != second.layout
+    hardware = replace(HARDWARE, host=HostSpec(memory_bytes=2**40, to_device_bytes_per_s=1e10, to_host_bytes_per_s=1e10,
+                                               update_bytes_per_s=1e10, source="made up"))  # fmt: skip
+    assert_whole(rendered(plan_table(plan, description, estimated(description, plan, hardware=hardware))))
 
 
 def test_range_keeps_what_stands_after_the_number():
@@ -155,6 +169,10 @@ def test_caption_says_where_the_peak_is_and_how_gradients_are_reduced():
     assert lines[1].startswith("Step ") and "samples/s" in lines[1]
     assert "Gradients are reduced once a step" in lines[2]
     assert lines[3].startswith("Proven")
+    reduced = replace(plan, units=tuple(replace(unit, reduce_every_micro_step=True) for unit in plan.units))
+    mixed = replace(plan, units=(*reduced.units[:3], plan.units[3]))
+    assert plan_caption(reduced, estimated(description, reduced))[2] == "Gradients are reduced in every micro-step."
+    assert "whole gradients of 1 of 4 units are held until then" in plan_caption(mixed, estimated(description, mixed))[2]
     single = replace(plan, strategy="ddp", accumulation_steps=1)
     assert len(plan_caption(single, estimated(description, single))) == 2
 
