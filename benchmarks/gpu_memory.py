@@ -404,10 +404,11 @@ def hardware_of(memory: Memory) -> Hardware:
 
 def plan_of(setting: Setting, layout: str) -> Plan:
     """A layout for all units; `mixed` gives neighbours different ones in turn."""
-    spaces = search_spaces(Strategy({"zero3": "fsdp", "mixed": "osdp"}.get(layout, layout)), setting.description, WORLD)
+    batch = Batch(micro_batch_size=setting.job.micro_batch_size, accumulation_steps=1)
+    strategy, hardware = Strategy({"zero3": "fsdp", "mixed": "osdp"}.get(layout, layout)), preset("h100", devices_per_node=WORLD)
+    spaces = search_spaces(strategy, setting.description, hardware, replace(setting.job, recompute=False), batch)
     space = spaces[len(spaces) // 2]
     choices: list[Choice] = [options[3 * index % len(options)] if layout == "mixed" else options[0] for index, options in enumerate(space)]
-    batch = Batch(micro_batch_size=setting.job.micro_batch_size, accumulation_steps=1, reduce_every_micro_step=True)
     return Plan.of(setting.description, choices, batch, world_size=WORLD, strategy=layout)
 
 

@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from transformers.utils import logging
 from hf_osdp.planner.costs import Batch, Choice
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.evaluate import choices_of
+from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.memory import estimate_memory
 from hf_osdp.planner.plan import Plan
@@ -152,7 +153,7 @@ def measure(setting: Setting, world: int, layout: str) -> Row:
     """Estimate and simulate one case."""
     started = time.perf_counter()
     config, description, job = _described(setting, world)
-    batch = Batch(micro_batch_size=SAMPLES, accumulation_steps=1, reduce_every_micro_step=True)
+    batch = Batch(micro_batch_size=SAMPLES, accumulation_steps=1)
     plan = Plan.of(description, layout_choices(layout, description, job, world), batch, world_size=world, strategy=layout)
     estimate = estimate_memory(description, choices_of(plan, description), world, job, batch)
     simulation = simulate(
@@ -169,21 +170,27 @@ def layout_choices(layout: str, description: ModelDescription, job: TrainingJob,
     """One choice a unit."""
     if layout == "osdp":
         return _searched(description, job, world)
-    if layout == "mixed":
-        space = search_spaces(Strategy.OSDP, description, world, PER_NODE[world])[0]
-        return [options[3 * index % len(options)] for index, options in enumerate(space)]
-    spaces = search_spaces(Strategy({"zero3": "fsdp"}.get(layout, layout)), description, world, PER_NODE[world])
-    return [options[0] for options in spaces[len(spaces) // 2]]
+    strategy, batch = (
+        Strategy({"zero3": "fsdp", "mixed": "osdp"}.get(layout, layout)),
+        Batch(micro_batch_size=SAMPLES, accumulation_steps=1),
+    )
+    spaces = search_spaces(strategy, description, _hardware(world), replace(job, recompute=False), batch)
+    space = spaces[len(spaces) // 2]
+    return [options[3 * index % len(options)] if layout == "mixed" else options[0] for index, options in enumerate(space)]
+
+
+def _hardware(world: int) -> Hardware:
+    return preset("a100-80", nodes=world // PER_NODE[world], devices_per_node=PER_NODE[world])
 
 
 def _searched(description: ModelDescription, job: TrainingJob, world: int) -> list[Choice]:
     """The search's plan under a limit between what full sharding and DDP need."""
-    batch = Batch(micro_batch_size=SAMPLES, accumulation_steps=1, reduce_every_micro_step=True)
+    batch = Batch(micro_batch_size=SAMPLES, accumulation_steps=1)
     ends = [
         estimate_memory(description, layout_choices(name, description, job, world), world, job, batch).peak_bytes
         for name in ("zero3", "ddp")
     ]
-    hardware = preset("a100-80", nodes=world // PER_NODE[world], devices_per_node=PER_NODE[world])
+    hardware = _hardware(world)
     result = search(description, hardware, job, sum(ends) // 2 + hardware.device.reserved_bytes)
     return list(choices_of(result.plan, description))
 

@@ -229,12 +229,16 @@ def plan_of(description: ModelDescription, world: int, layout: str) -> Plan:
         world_size=world,
         strategy="osdp",
         units=tuple(
-            UnitDecision(fqn=unit.fqn, shard_size=size, reshard_after_forward=free and unit.span is GatherSpan.USE)
+            UnitDecision(
+                fqn=unit.fqn,
+                shard_size=size,
+                reshard_after_forward=free and unit.span is GatherSpan.USE,
+                reduce_every_micro_step=layout != "mixed",
+            )
             for unit, (size, free) in zip(description.units, choices, strict=True)
         ),
         micro_batch_size=MICRO_BATCH_SIZE,
         accumulation_steps=2 if layout == "mixed" else 1,
-        reduce_every_micro_step=layout != "mixed",
         model_fingerprint=description.fingerprint,
         sequence_length=SEQUENCE_LENGTH,
     )
