@@ -15,7 +15,7 @@ from tests.helpers.distributed import run_ranks
 
 PLAN = Plan(
     world_size=3, strategy="osdp", units=(UnitDecision(fqn="", shard_size=3, reshard_after_forward=False),), micro_batch_size=2,
-    accumulation_steps=1, reduce_every_micro_step=True, model_fingerprint="abc", peak_bytes=12345, step_s=0.25,
+    accumulation_steps=1, model_fingerprint="abc", peak_bytes=12345, step_s=0.25,
 )  # fmt: skip
 OTHER = replace(PLAN, micro_batch_size=1)
 

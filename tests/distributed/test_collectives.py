@@ -141,7 +141,7 @@ def test_stages_of_half_the_world_are_given_back_with_the_plan():
             UnitDecision(fqn=f"u{i}", shard_size=g, stage_size=stage, reshard_after_forward=True) for i, (g, stage) in enumerate(layouts)
         )
         return Plan(
-            world_size=8, strategy="osdp", units=units, micro_batch_size=1, accumulation_steps=1, reduce_every_micro_step=True,
+            world_size=8, strategy="osdp", units=units, micro_batch_size=1, accumulation_steps=1,
             model_fingerprint="",
         )  # fmt: skip
 

@@ -16,10 +16,10 @@ TOLERANCE = 1e-12
 CASES = {
     **{f"{model}-{layout}": {"model_name": model, "layout": layout} for model in MODELS for layout in LAYOUTS},
     **{
-        f"gpt2-{layout}-accumulate-{'reduce' if reduce else 'hold'}": {
+        f"gpt2-{layout}-accumulate-{name}": {
             "model_name": "gpt2", "layout": layout, "accumulation_steps": 2, "reduce_every_micro_step": reduce,
         }
-        for layout in ("zero3", "mixed") for reduce in (True, False)
+        for layout in ("zero3", "mixed") for name, reduce in (("reduce", True), ("hold", False), ("by_unit", None))
     },
     **{f"gpt2-{layout}-async": {"model_name": "gpt2", "layout": layout, "async_gathers": True} for layout in ("two_stage", "mixed")},
     **{f"{model}-mixed-checkpointing": {"model_name": model, "layout": "mixed", "checkpointing": True} for model in ("gpt2", "llama")},

@@ -90,8 +90,13 @@ def test_a_plan_without_a_peak_cannot_be_held_against_a_limit():
 def test_reducing_otherwise_than_the_plan_is_refused():
     plan = plan_of(find_units(tiny_model("gpt2")), 1, "replicate")
     check_given(plan, reduce_every_micro_step=True)
-    with pytest.raises(PlanError, match="reduce_every_micro_step=True, but the opposite"):
+    with pytest.raises(PlanError, match="units with reduce_every_micro_step=True, the opposite"):
         check_given(plan, reduce_every_micro_step=False)
+    mixed = plan_of(find_units(tiny_model("gpt2")), 1, "replicate", accumulation_steps=2, reduce_every_micro_step=None)
+    check_given(mixed)
+    for every in (True, False):
+        with pytest.raises(PlanError, match=f"units with reduce_every_micro_step={not every}, the opposite"):
+            check_given(mixed, reduce_every_micro_step=every)
 
 
 # ------------------------------------------------------------------------------------------------------------ planning

@@ -56,10 +56,11 @@ def transformer(
     )
 
 
-def at_random(seed: int, *, kinds: int, blocks: int, tied: bool = False) -> ModelDescription:
+def at_random(seed: int, *, kinds: int, blocks: int, tied: bool = False, recomputable: bool = False) -> ModelDescription:
     """A few blocks of `kinds` kinds in runs, with arbitrary bytes and times; the root may or may not come between.
 
-    `tied` adds weights that are shared by an embedding, a head, and sometimes something between.
+    `tied` adds weights that are shared by an embedding, a head, and sometimes something between. `recomputable` blocks have
+    costs for recomputation that have nothing to do with their others.
     """
     dice = random.Random(seed)
     units = [_unit("", GatherSpan.STEP, {"root": (dice.randint(1, 40), dice.randint(1, 20))}, DType.FLOAT32)]
@@ -68,10 +69,13 @@ def at_random(seed: int, *, kinds: int, blocks: int, tied: bool = False) -> Mode
         ({f"w{j}": (dice.randint(1, 60), dice.randint(1, 40)) for j in range(dice.randint(1, 2))}, _random_segment(dice, 0))
         for _ in range(kinds)
     ]
+    again = [_random_segment(random.Random(seed + 1 + kind), 0) for kind in range(kinds)]
     for index in range(blocks):
         shapes, segment = made[index * kinds // blocks]
         units.append(_unit(f"b{index}", GatherSpan.USE, {f"b{index}.{k}": v for k, v in shapes.items()}, DType.FLOAT32))
         segments.append(_segment(segment, unit=len(units) - 1))
+        if recomputable:
+            segments[-1] = replace(segments[-1], recomputed=_segment(again[index * kinds // blocks], unit=len(units) - 1))
         if dice.random() < 0.1:
             segments.append(_random_segment(dice, 0))
     if tied:

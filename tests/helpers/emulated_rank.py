@@ -37,7 +37,7 @@ def main() -> None:
     description = on_rank_zero(lambda: describe(SIZES.config(), sequence_length=SIZES.sequence_length))
     torch.manual_seed(0)  # the same weights on every rank
     job, meshes, found = TrainingJob(global_batch_size=4), Meshes("cpu"), {}
-    batch = Batch(micro_batch_size=1, accumulation_steps=1, reduce_every_micro_step=True)
+    batch = Batch(micro_batch_size=1, accumulation_steps=1)
     for name, (choice, sends) in LAYOUTS.items():
         plan = Plan.of(description, [choice] * len(description.units), batch, world_size=4)
         contender = Contender(GPT2LMHeadModel(SIZES.config()).train(), Entrant(plan=plan, sends=sends), description, job, meshes)

@@ -11,14 +11,23 @@ LAYOUTS = ("replicate", "zero2", "zero3", "two_stage", "hsdp", "mixed")
 
 
 def plan_of(
-    units: tuple[UnitDescription, ...], world_size: int, layout: str, *, accumulation_steps: int = 1, reduce_every_micro_step: bool = True
+    units: tuple[UnitDescription, ...],
+    world_size: int,
+    layout: str,
+    *,
+    accumulation_steps: int = 1,
+    reduce_every_micro_step: bool | None = True,
 ) -> Plan:
-    """One layout for all units, or `mixed`: every kind of decision in turn. Two stages take the world as two nodes of several ranks."""
+    """One layout for all units, or `mixed`: every kind of decision in turn. Two stages take the world as two nodes of several ranks.
+
+    `reduce_every_micro_step=None` lets every third unit reduce, the others hold.
+    """
+    reduces = (True, False, False) if reduce_every_micro_step is None else (reduce_every_micro_step,)
     return Plan(
         world_size=world_size,
         strategy="osdp",
         units=tuple(
-            replace(_decision(unit.fqn, index, world_size, layout), reduce_every_micro_step=reduce_every_micro_step)
+            replace(_decision(unit.fqn, index, world_size, layout), reduce_every_micro_step=reduces[index % len(reduces)])
             for index, unit in enumerate(units)
         ),
         micro_batch_size=1,

@@ -30,12 +30,11 @@ def mixed_plan(
         world_size=world_size,
         strategy="osdp",
         units=tuple(
-            UnitDecision(fqn=unit.fqn, shard_size=size, reshard_after_forward=free, stage_size=stage)
+            UnitDecision(fqn=unit.fqn, shard_size=size, reshard_after_forward=free, stage_size=stage, reduce_every_micro_step=reduce)
             for unit, (size, free, stage) in zip(units, layouts, strict=False)
         ),
         micro_batch_size=micro_batch_size,
         accumulation_steps=accumulation_steps,
-        reduce_every_micro_step=reduce,
         model_fingerprint=description.fingerprint,
         sequence_length=sequence_length,
     )

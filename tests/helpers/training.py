@@ -67,7 +67,7 @@ def train_by_layout(
     meshes: Meshes,
     *,
     accumulation_steps: int = 1,
-    reduce_every_micro_step: bool = True,
+    reduce_every_micro_step: bool | None = True,
     checkpointing: bool = False,
     async_gathers: bool = False,
 ) -> Trained:

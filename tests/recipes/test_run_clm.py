@@ -149,7 +149,7 @@ def bad_files(recipe):
     (recipe.folder / "some.pdf").write_text("A few words only.\n")
     (recipe.folder / "broken.json").write_text("{ not a plan")
     plan = {
-        "world_size": 2, "strategy": "osdp", "micro_batch_size": 4, "accumulation_steps": 1, "reduce_every_micro_step": True,
+        "world_size": 2, "strategy": "osdp", "micro_batch_size": 4, "accumulation_steps": 1,
         "model_fingerprint": "0", "units": [{"fqn": "", "shard_size": 1, "reshard_after_forward": False}],
     }  # fmt: skip
     (recipe.folder / "world2.json").write_text(json.dumps(plan))

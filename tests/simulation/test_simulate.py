@@ -28,7 +28,7 @@ WORLD = 8
 CONFIG = GPT2Config(n_layer=3, n_embd=128, n_head=4, n_positions=128, vocab_size=2000, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 HARDWARE = preset("a100-40", devices_per_node=WORLD)
 RESERVED = HARDWARE.device.reserved_bytes
-BATCH = Batch(micro_batch_size=2, accumulation_steps=1, reduce_every_micro_step=True)
+BATCH = Batch(micro_batch_size=2, accumulation_steps=1)
 JOB = TrainingJob(global_batch_size=2 * WORLD, micro_batch_size=2)
 
 
