@@ -1,0 +1,48 @@
+"""How a model is cut before its units are found: operator units inside blocks, and operators in slices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorSplit:
+    """One operator in slices that are gathered and used one after the other."""
+
+    fqn: str
+    """Name of the module, as `named_modules` gives it: `transformer.h.0.mlp.c_fc`; the vocabulary projection is named by its head,
+    `lm_head`, also where its weight is the embedding's."""
+    slices: int
+    """How many; they need not divide the output features."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fqn, str) or not self.fqn or any(not part or part != part.strip() for part in self.fqn.split(".")):
+            raise ValueError(f"fqn={self.fqn!r} is no module's name; give one as named_modules() does, such as 'lm_head'.")
+        if isinstance(self.slices, bool) or not isinstance(self.slices, int) or self.slices < 2:
+            raise ValueError(
+                f"slices={self.slices!r} for {self.fqn!r}, but a split has at least 2; leave the operator out to keep it whole."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """What a plan's units are made of. The default is a model as its author wrote it, with blocks as units."""
+
+    operators: bool = False
+    """Whether attention, MLP and the like are units of their own, instead of whole blocks."""
+    splits: tuple[OperatorSplit, ...] = ()
+    """Operators in slices, in any order; each slice becomes a unit."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.operators, bool):
+            raise ValueError(f"operators={self.operators!r} must be True or False.")
+        if not isinstance(self.splits, tuple) or not all(isinstance(split, OperatorSplit) for split in self.splits):
+            raise ValueError(f"splits={self.splits!r} must be a tuple of OperatorSplit.")
+        names = [split.fqn for split in self.splits]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{twice[0]!r} is split {names.count(twice[0])} times; name each operator once.")
+
+    @property
+    def is_none(self) -> bool:
+        """Whether the model stays as it is."""
+        return not self.operators and not self.splits
