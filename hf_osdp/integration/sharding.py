@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ..runtime.apply import apply_plan
+from ..runtime.host_offload import empty_on_device, move_to_device
 from ..runtime.optimizer import check_optimizer, parameter_names, rebind_parameters, release_parameters
 from ..runtime.state import free_gathered, load_full_state_dict
 from ..runtime.verify import verify_applied
 from .planning import PlannedRun
-from .plugin import OSDPPlugin
+from .plugin import OSDPPlugin, offloads
 
 
 def shard_model(
@@ -43,12 +44,12 @@ def shard_model(
     weights = _take_weights(model) if plugin.cpu_ram_efficient_loading and run.plan.world_size > 1 else None
     apply_plan(
         model, run.plan, run.description.units, meshes=run.meshes,
-        mp_policy=plugin.mixed_precision_policy, offload_policy=plugin.cpu_offload or None,
+        mp_policy=plugin.mixed_precision_policy, pin_memory=plugin.cpu_offload.pin_memory if offloads(plugin) else None,
     )  # fmt: skip
     if weights is not None:
         _give_weights(model, weights, device)
     elif run.plan.world_size == 1:
-        model.to(device)
+        move_to_device(model, device)
     verify_applied(model, run.plan, run.description.units)
     for optimizer in optimizers:
         rebind_parameters(optimizer, names, model)
@@ -85,7 +86,7 @@ def _take_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def _give_weights(model: nn.Module, weights: dict[str, torch.Tensor], device: torch.device) -> None:
     """Give every rank its shards of rank 0's weights."""
     persistent = set(model.state_dict())
-    model.to_empty(device=device)
+    empty_on_device(model, device)
     load_full_state_dict(model, {name: value for name, value in weights.items() if name in persistent})
     for name, buffer in model.named_buffers():
         if name not in persistent:

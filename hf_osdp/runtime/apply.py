@@ -8,14 +8,15 @@ from graphlib import TopologicalSorter
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ..collectives.fsdp import flat_collectives, two_stage_collectives
 from ..errors import OSDPError, PlanError
 from ..planner.description import DType, GatherSpan, ModelDescription, UnitDescription
 from ..planner.plan import Plan, UnitDecision
-from ..profiling.units import modules_by_name
+from ..profiling.units import canonical_name, modules_by_name
 from .broadcast import broadcast_parameters
+from .host_offload import offload_policy, uses_host
 from .mesh import SHARD_AXIS, Meshes, world_size
 
 
@@ -26,13 +27,13 @@ def apply_plan(
     *,
     meshes: Meshes | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy | None = None,
+    pin_memory: bool | None = None,
     broadcast: bool = True,
 ) -> nn.Module:
     """Shard the model in place as the plan says. Collective.
 
-    One process needs no sharding, and the model is left as it is, unless `mp_policy` or `offload_policy` ask for what only
-    FSDP2 gives.
+    One process needs no sharding. There only units that live on the host are FSDP2's, each whole, and the others stay plain
+    parameters that are not copied; `mp_policy` is to be had from FSDP2 alone, and makes all units its own.
 
     Args:
         model: the unsharded model; blocks may be in torch's `checkpoint_wrapper`.
@@ -40,7 +41,7 @@ def apply_plan(
         units: the model's units, as `find_units` gives them for this model.
         meshes: meshes of the process group; made for the default device where None.
         mp_policy: FSDP2's mixed precision, for every unit.
-        offload_policy: FSDP2's offload policy, for every unit.
+        pin_memory: whether units on the host lie in page-locked memory; None: where the device is not the CPU.
         broadcast: first make every rank's weights those of rank 0; False where they are equal for certain.
 
     Returns:
@@ -49,28 +50,36 @@ def apply_plan(
     Raises:
         PlanError: the plan is for another model or world size, or a unit names a module that the model lacks.
         OSDPError: the model is sharded already.
-        ValueError: `mp_policy` or `offload_policy` is given, but there is no process group.
+        ValueError: `mp_policy` is given, but there is no process group. For units on the host one process forms its own.
     """
     plan.check(_as_description(model, units), world_size())
     steps = _steps(model, plan, units)
-    if plan.world_size == 1 and not _needs_fsdp(mp_policy, offload_policy):
+    if plan.world_size == 1 and not needs_process_group(plan, mp_policy):
         return model
+    if plan.world_size == 1 and uses_host(plan):
+        from .environment import form_process_group
+
+        form_process_group(needed=True)
     meshes = meshes or Meshes(default_device_type())
     meshes.prepare(plan)
     if broadcast:
         broadcast_parameters(model)
-    policies = {"mp_policy": mp_policy or MixedPrecisionPolicy(), "offload_policy": offload_policy or OffloadPolicy()}
+    plain = _staying(model, plan, units) if plan.world_size == 1 and not casts(mp_policy) else None
+    options = {"mp_policy": mp_policy or MixedPrecisionPolicy(), "ignored_params": plain}
     for modules, decision in steps:
+        if plain is not None and not decision.on_host:
+            continue
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=meshes.mesh(decision.shard_size),
             reshard_after_forward=decision.reshard_after_forward,
-            **policies,
+            offload_policy=offload_policy(on_host=decision.on_host, device_type=meshes.device_type, pin_memory=pin_memory),
+            **options,
         )
         set_collectives(modules[0], decision, meshes)
     if not isinstance(model, FSDPModule):
         # Without a root, each unit would be a root of its own: no prefetch, no common streams.
-        fully_shard(model, mesh=meshes.mesh(plan.world_size), reshard_after_forward=False, **policies)
+        fully_shard(model, mesh=meshes.mesh(plan.world_size), reshard_after_forward=False, **options)
     return model
 
 
@@ -137,6 +146,17 @@ def _as_description(model: nn.Module, units: tuple[UnitDescription, ...]) -> Mod
     )  # fmt: skip
 
 
-def _needs_fsdp(mp_policy: MixedPrecisionPolicy | None, offload_policy: OffloadPolicy | None) -> bool:
-    casts = mp_policy is not None and any((mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype))
-    return casts or type(offload_policy) not in (type(None), OffloadPolicy)
+def needs_process_group(plan: Plan, mp_policy: MixedPrecisionPolicy | None) -> bool:
+    """Whether the plan is FSDP2's to run, in one process as in many."""
+    return plan.world_size > 1 or casts(mp_policy) or uses_host(plan)
+
+
+def casts(mp_policy: MixedPrecisionPolicy | None) -> bool:
+    """Whether a policy asks for another dtype than the parameters have."""
+    return mp_policy is not None and any((mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype))
+
+
+def _staying(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> set[nn.Parameter]:
+    """Parameters of units that stay on the device."""
+    named = {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    return {named[p.name] for unit in units if not plan.decision(unit.fqn).on_host for p in unit.parameters}

@@ -23,8 +23,8 @@ def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.T
     and for p = inf the largest local norm. The sum is taken in float64.
 
     Args:
-        grads: DTensors on any meshes that span the world, or plain tensors that are equal on every rank. A rank whose shard
-            is empty takes part.
+        grads: DTensors on any meshes that span the world, or plain tensors that are equal on every rank; on the device or on
+            the host. A rank whose shard is empty takes part.
         norm_type: p >= 1 or `inf`.
 
     Returns:
@@ -36,10 +36,10 @@ def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.T
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} must be positive; use 1, 2 or inf.")
     grads = list(grads)
-    device = collective_device() if world_size() > 1 else (grads[0].device if grads else torch.device("cpu"))
+    device = collective_device() if world_size() > 1 else _main_device(grads)
     value = torch.zeros((), dtype=torch.float64, device=device)
-    for shard_size, locals_ in _by_shard_size(grads).items():
-        norms = torch.stack([_norm(tensor, norm_type).to(device, torch.float64) for tensor in locals_])
+    for (shard_size, _), locals_ in _by_kind(grads).items():
+        norms = torch.stack([_norm(tensor, norm_type).double() for tensor in locals_]).to(device)
         if math.isinf(norm_type):
             value = torch.maximum(value, norms.max())
         else:
@@ -72,7 +72,7 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for grad in grads:
-        by_device.setdefault(grad.device, []).append(local(grad))
+        by_device.setdefault(local(grad).device, []).append(local(grad))
     for device, tensors in by_device.items():
         torch._foreach_mul_(tensors, factor.to(device))
     return norm
@@ -83,11 +83,18 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _by_shard_size(grads: list[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
-    groups: dict[int, list[torch.Tensor]] = {}
+def _by_kind(grads: list[torch.Tensor]) -> dict[tuple[int, torch.device], list[torch.Tensor]]:
+    """Local gradients by shard size and device."""
+    groups: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
     for grad in grads:
-        groups.setdefault(_shard_size(grad), []).append(local(grad))
+        groups.setdefault((_shard_size(grad), local(grad).device), []).append(local(grad))
     return groups
+
+
+def _main_device(grads: list[torch.Tensor]) -> torch.device:
+    """Where most of a model is: units on the host are beside an accelerator."""
+    devices = [local(grad).device for grad in grads]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def _shard_size(tensor: torch.Tensor) -> int:

@@ -9,6 +9,8 @@ from torch import nn
 
 from ..errors import OSDPError
 from ..profiling.units import canonical_name
+from .by_place import step_by_place
+from .host_offload import host_parameters
 
 _REASONS = {
     "adafactor": "factors a parameter's second moment over its rows and columns",
@@ -82,6 +84,7 @@ def rebind_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Pa
         raise OSDPError(f"The sharded model has no parameter {missing[0]!r} ({len(missing)} missing), which the optimizer updates.")
     for group in optimizer.param_groups:
         group["params"] = [new[name] for name in group["params"]]
+    step_by_place(optimizer, host_parameters(model))
 
 
 def _name(parameter: nn.Parameter | str, old_names: Mapping[nn.Parameter, str]) -> str:

@@ -22,8 +22,10 @@ from ..quantities import format_bytes, format_seconds
 from .accumulation import micro_step
 from .agree import on_rank_zero
 from .apply import apply_plan
+from .by_place import step_new_optimizers_by_place
 from .clip import clip_grad_norm_
 from .environment import form_process_group, mp_policy, prepare_model, training_device
+from .host_offload import move_to_device, uses_host
 from .measure import Observation
 from .mesh import Meshes
 from .scaler import OSDPGradScaler
@@ -155,7 +157,9 @@ class OptimalShardedDataParallel(nn.Module):
             self.plan = wanted.load(plan)
         apply_plan(model, self.plan, units, meshes=meshes, mp_policy=mp_policy(self._precision))
         verify_applied(model, self.plan, units)
-        self.module = model.to(training_device())
+        self.module = move_to_device(model, training_device())
+        if uses_host(self.plan):
+            step_new_optimizers_by_place(self.module)
         skips = self._precision.compute is DType.FLOAT16
         self._watch = LoopWatch(self.module, training_device(), self._tell, micro_steps=self.plan.accumulation_steps if skips else None)
 

@@ -30,8 +30,9 @@ from ..planner.plan import Plan
 from ..profiling.batch import Inputs
 from ..profiling.build import checkpoint_blocks
 from ..profiling.units import class_of
-from .apply import apply_plan
+from .apply import apply_plan, needs_process_group
 from .environment import mp_policy
+from .host_offload import empty_on_device
 from .measure import Observation, StepMeter, training_tensors
 from .mesh import Meshes, collective_device, destroy_mesh, world_size
 from .steps import batch_on, make_optimizer, train_step
@@ -134,7 +135,7 @@ def _observe(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int, 
 def sharded_copy(plan: Plan, trial: Trial, meshes: Meshes | None) -> nn.Module:
     """The model anew under the plan, on the device, with weights of its own. Collective."""
     policy = mp_policy(trial.job.precision)
-    whole = plan.world_size == 1 and policy is None
+    whole = not needs_process_group(plan, policy)
     model = _empty_copy(trial.model, trial.device if whole else torch.device("meta"))
     if trial.checkpoint_wrapper:
         _wrap_blocks(model, trial.block_classes)
@@ -142,7 +143,7 @@ def sharded_copy(plan: Plan, trial: Trial, meshes: Meshes | None) -> nn.Module:
         checkpoint_blocks(model, trial.block_classes)
     apply_plan(model, plan, trial.units, meshes=meshes, mp_policy=policy, broadcast=False)
     if isinstance(model, FSDPModule):
-        model.to_empty(device=trial.device)
+        empty_on_device(model, trial.device)
     _fill(model, trial.model)
     return model
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -16,6 +18,19 @@ class OSDPGradScaler(torch.amp.GradScaler):
     would step and others skip. Here local shards are checked and unscaled, and `found_inf` is the MAX over the world.
     Optimizers that unscale by themselves (`fused=True`) get the same `found_inf`.
     """
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """As torch's. Where gradients lie on two devices an optimizer with fused kernels is treated as any other: torch would copy
+        the scale to the host without waiting for it, and the step there would read what was in that memory before.
+        """
+        unscales = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if not unscales or len({device for device, _ in _local_grads(optimizer, allow_fp16=True)}) < 2:
+            return super().step(optimizer, *args, **kwargs)
+        optimizer._step_supports_amp_scaling = False
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            optimizer._step_supports_amp_scaling = unscales
 
     @torch.no_grad()
     def _unscale_grads_(

@@ -13,18 +13,26 @@ from ..planner.plan import Plan
 from ..profiling.batch import Inputs
 from ..profiling.trace import loss_of
 from .accumulation import micro_step
+from .by_place import step_by_place
 from .clip import clip_grad_norm_
+from .host_offload import host_parameters
 
 _LEARNING_RATE = 1e-6
 
 
 def make_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.Optimizer:
-    """An optimizer of torch that holds and steps as the description says.
+    """An optimizer of torch that holds and steps as the description says; what lives on the host steps by itself.
 
     Raises:
         ValueError: torch has no element-wise optimizer with so many states.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = _optimizer_of(parameters, spec)
+    step_by_place(optimizer, host_parameters(model))
+    return optimizer
+
+
+def _optimizer_of(parameters: list[nn.Parameter], spec: OptimizerSpec) -> torch.optim.Optimizer:
     step = spec.step
     match spec.states:
         case 0 | 1:

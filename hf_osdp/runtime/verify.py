@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -9,10 +10,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..collectives.fsdp import TwoStageAllGather, TwoStageReduceScatter, flat_collectives
 from ..errors import PlanMismatchError
-from ..planner.description import UnitDescription
+from ..planner.description import Activations, UnitDescription
 from ..planner.plan import Plan, UnitDecision
 from ..profiling.units import modules_by_name
 from .apply import effective
+from .host_offload import is_on_host, parameter_groups
 from .mesh import world_size
 
 
@@ -25,7 +27,7 @@ def read_back(model: nn.Module, units: tuple[UnitDescription, ...]) -> tuple[Uni
 
     Returns:
         One decision a unit, in the order of `units`. A unit without parameters has no layout; it reads as sharded over all
-        and kept.
+        and kept, as does one that one process trains as it is.
 
     Raises:
         PlanMismatchError: a unit is not sharded, lies on a mesh that is not this world, or holds other parameters.
@@ -42,10 +44,11 @@ def verify_applied(model: nn.Module, plan: Plan, units: tuple[UnitDescription, .
     """
     if plan.world_size == 1 and not any(isinstance(module, FSDPModule) for module in model.modules()):
         return
+    modules = modules_by_name(model)
     different = [
         (unit, planned, found)
         for unit, found in zip(units, read_back(model, units), strict=True)
-        if unit.parameters and found != (planned := effective(plan.decision(unit.fqn), unit))
+        if unit.parameters and found != (planned := _visible(effective(plan.decision(unit.fqn), unit), modules[unit.module_names[0]]))
     ]
     if different:
         unit, planned, found = different[0]
@@ -56,11 +59,20 @@ def verify_applied(model: nn.Module, plan: Plan, units: tuple[UnitDescription, .
         )
 
 
+def _visible(planned: UnitDecision, module: nn.Module) -> UnitDecision:
+    """What of a decision the model shows: not what micro-steps do, and nothing of a unit that one process trains as it is."""
+    shown = replace(planned, reduce_every_micro_step=True, activations=Activations.SAVE)
+    plain = world_size() == 1 and not planned.on_host and not parameter_groups(module)
+    return replace(shown, reshard_after_forward=False) if plain else shown
+
+
 def _read_unit(unit: UnitDescription, modules: dict[str, nn.Module], owners: dict[tuple[int, str], str]) -> UnitDecision:
     world = world_size()
     if not unit.parameters:
         return UnitDecision(fqn=unit.fqn, shard_size=world, reshard_after_forward=False)
-    groups = _param_groups(modules[unit.module_names[0]])
+    groups = parameter_groups(modules[unit.module_names[0]])
+    if world == 1 and not groups:
+        return UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=False)  # plain parameters, see `apply_plan`
     if len(groups) != 1:
         raise PlanMismatchError(f"Unit {unit.label!r} has {len(groups)} FSDP2 parameter groups instead of one; apply the plan to it.")
     group = groups[0]
@@ -78,6 +90,7 @@ def _read_unit(unit: UnitDescription, modules: dict[str, nn.Module], owners: dic
         shard_size=mesh.size(mesh.ndim - 1),
         reshard_after_forward=group.post_forward_mesh_info is not None,
         stage_size=_stage_size(group),
+        on_host=is_on_host(group),
     )
 
 
@@ -109,12 +122,3 @@ def _owners(model: nn.Module) -> dict[tuple[int, str], str]:
                 full = f"{name}.{leaf}".lstrip(".")
                 owners[id(module), leaf] = first.setdefault(id(parameter), full)
     return owners
-
-
-def _param_groups(module: nn.Module) -> list[Any]:
-    """FSDP2's parameter groups of a module: one field in torch up to 2.11, a list after it."""
-    if not isinstance(module, FSDPModule):
-        return []
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return list(groups) if groups is not None else [group for group in [state._fsdp_param_group] if group is not None]
