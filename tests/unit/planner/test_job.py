@@ -105,7 +105,7 @@ def _is_part(strategy: Strategy, batch: Batch) -> None:
 def test_hsdp_needs_a_size_between_one_and_all():
     plain = replace(JOB, recompute=False)
     assert len(search_spaces(Strategy.HSDP, DESCRIPTION, devices(8), plain, ONCE)) == 2
-    for world_size in (2, 3):
+    for world_size in (1, 2, 3):
         with pytest.raises(ValueError, match=f"strategy=hsdp needs a group size between 1 and {world_size}"):
             search_spaces(Strategy.HSDP, DESCRIPTION, devices(world_size), plain, ONCE)
 
@@ -114,7 +114,7 @@ def test_two_stages_need_several_nodes_of_several_devices():
     plain = replace(JOB, recompute=False)
     (space,) = search_spaces(Strategy.TWO_STAGE, DESCRIPTION, devices(4, nodes=2), plain, ONCE)
     assert {(choice.shard_size, choice.stage_size) for choices in space for choice in choices} == {(8, 4)}
-    for hardware in (devices(1, nodes=8), devices(8)):
+    for hardware in (devices(1, nodes=8), devices(8), devices(1)):
         with pytest.raises(ValueError, match=r"strategy=two_stage needs several nodes of several devices, not [18] of [18]; use fsdp"):
             search_spaces(Strategy.TWO_STAGE, DESCRIPTION, hardware, plain, ONCE)
     (everything,) = search_spaces(Strategy.OSDP, DESCRIPTION, devices(4, nodes=4), plain, ONCE)
