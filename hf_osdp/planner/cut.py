@@ -20,7 +20,7 @@ class OperatorSplit:
             raise ValueError(f"fqn={self.fqn!r} is no module's name; give one as named_modules() does, such as 'lm_head'.")
         if isinstance(self.slices, bool) or not isinstance(self.slices, int) or self.slices < 2:
             raise ValueError(
-                f"slices={self.slices!r} for {self.fqn!r}, but a split has at least 2; leave the operator out to keep it whole."
+                f"slices={self.slices!r} for {self.fqn!r}, but a split has at least 2; leave it out to keep it whole."
             )
 
 

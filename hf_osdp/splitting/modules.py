@@ -1,0 +1,194 @@
+"""A linear operator and an embedding in slices, each slice a module of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .statistics import sliced_statistics
+
+
+def slice_sizes(features: int, slices: int) -> tuple[int, ...]:
+    """Output features of each slice, as equal as can be, larger ones first."""
+    least, larger = divmod(features, slices)
+    return (least + 1,) * larger + (least,) * (slices - larger)
+
+
+class LinearSlice(nn.Module):
+    """Some of an operator's output features: a part of its weight and of its bias.
+
+    Args:
+        weight: `[features, in]`, or `[in, features]` where `transposed`; shared, not copied, where it is contiguous.
+        bias: `[features]` or None.
+        transposed: the weight lies as in GPT-2's `Conv1D`.
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool):
+        super().__init__()
+        self.transposed = transposed
+        self.weight = weight
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., in]` → `[..., features]`, by the same function as the whole operator."""
+        if not self.transposed:
+            return F.linear(x, self.weight, self.bias)
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], self.weight.shape[1])
+
+    def extra_repr(self) -> str:
+        return f"features={self.weight.shape[1 if self.transposed else 0]}"
+
+
+class VocabularySlice(LinearSlice):
+    """Some of the vocabulary: gives its logits, what the loss needs of them, and its rows of a tied embedding.
+
+    All three go through `forward`, so that FSDP2 gathers the slice for each.
+
+    Attributes:
+        padding: row of the slice that a tied embedding never trains, or None.
+    """
+
+    padding: int | None = None
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Without `other` logits; with targets of the loss in `other` their statistics; with ids in `x` rows for these ids.
+
+        Args:
+            x: hidden states, `[..., in]`; or ids in the slice, integers of any shape.
+            other: for hidden states, targets in the slice, shape `[...]`; for ids, a float of one element that requires grad where
+                the lookup is to be trained.
+
+        Returns:
+            `[..., features]`; or log-sum-exp and target's logit, each `[...]`; or `[..., in]`.
+        """
+        if not x.is_floating_point():
+            return _Lookup.apply(self.weight, x, other, self.padding)
+        if other is None:
+            return super().forward(x)
+        return sliced_statistics(super().forward, x, other)
+
+
+class SplitOperator(nn.Module):
+    """What a module split by output features has in common.
+
+    Attributes:
+        slices: the slices, each with `weight` and perhaps `bias`.
+        sizes: output features (rows of an embedding) of each.
+        leaves: parameters of the whole operator, with the dimension in which each is cut.
+    """
+
+    slices: nn.ModuleList
+    sizes: tuple[int, ...]
+    leaves: dict[str, int]
+
+    def parts(self, leaf: str) -> Iterator[nn.Parameter]:
+        """The slices of one parameter, in order."""
+        return (getattr(part, leaf) for part in self.slices)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("weight", "bias") and "leaves" in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no {name!r}: it is in {len(self.sizes)} slices; leave the operator whole.")
+        return super().__getattr__(name)
+
+
+class SplitLinear(SplitOperator):
+    """An `nn.Linear` or GPT-2 `Conv1D` whose output features are computed slice by slice and concatenated.
+
+    Each output is the same sum of products as the whole operator's, bitwise so where the BLAS runs one kernel for both widths. It may
+    pick another one for a narrower matrix, as MKL does in float64, which rounds the last places otherwise. The weights are taken
+    over, with dtype, device and `requires_grad`.
+
+    Args:
+        source: the operator; not to be used any more.
+        slices: how many slices, at most the output features.
+    """
+
+    def __init__(self, source: nn.Module, slices: int):
+        super().__init__()
+        transposed = is_conv1d(source)
+        dim = 1 if transposed else 0
+        self.in_features, self.out_features = source.weight.shape[1 - dim], source.weight.shape[dim]
+        self.sizes = slice_sizes(self.out_features, slices)
+        self.leaves = {"weight": dim} if source.bias is None else {"weight": dim, "bias": 0}
+        weights = cut_parameter(source.weight, self.sizes, dim)
+        biases = [None] * slices if source.bias is None else cut_parameter(source.bias, self.sizes, 0)
+        self.slices = nn.ModuleList(self._slice(w, b, transposed) for w, b in zip(weights, biases, strict=True))
+        self.train(source.training)
+
+    def _slice(self, weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool) -> LinearSlice:
+        return LinearSlice(weight, bias, transposed=transposed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., in_features]` → `[..., out_features]`."""
+        return torch.cat([part(x) for part in self.slices], dim=-1)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, slices={len(self.sizes)}"
+
+
+class SplitEmbedding(SplitOperator):
+    """An `nn.Embedding` that looks up in the vocabulary slices of the head it is tied to.
+
+    Args:
+        source: the embedding; its weight is the head's.
+        slices: the head's slices, the same modules.
+        sizes: rows of each.
+    """
+
+    def __init__(self, source: nn.Embedding, slices: nn.ModuleList, sizes: tuple[int, ...]):
+        super().__init__()
+        self.num_embeddings, self.embedding_dim, self.padding_idx = source.num_embeddings, source.embedding_dim, source.padding_idx
+        self.sizes, self.leaves, self.slices = sizes, {"weight": 0}, slices
+        self.train(source.training)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Ids of any shape → `[..., embedding_dim]`."""
+        rows, start, last = None, 0, len(self.sizes) - 1
+        for index, (part, size) in enumerate(zip(self.slices, self.sizes, strict=True)):
+            local = ids - start
+            # Ids outside the vocabulary stay so in the first and the last slice, whose lookup then fails as a whole embedding's does.
+            inside = local < size if index == 0 else local >= 0 if index == last else (local >= 0) & (local < size)
+            found = part(local.masked_fill(~inside, 0), self._trainable(ids))
+            rows = found if rows is None else torch.where(inside.unsqueeze(-1), found, rows)
+            start += size
+        return rows
+
+    def _trainable(self, ids: torch.Tensor) -> torch.Tensor | None:
+        """A float that requires grad: FSDP2 frees and reduces a unit once its inputs have gradients, and ids never have."""
+        return torch.zeros(1, device=ids.device, requires_grad=True) if torch.is_grad_enabled() else None
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, slices={len(self.sizes)}"
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a weight. The third input only receives a gradient, after the weight did."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, ids: torch.Tensor, anchor: torch.Tensor | None, padding: int | None) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows, ctx.padding = weight.shape[0], -1 if padding is None else padding
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (ids,) = ctx.saved_tensors
+        rows = torch.ops.aten.embedding_dense_backward(grad, ids, ctx.rows, ctx.padding, False) if ctx.needs_input_grad[0] else None
+        return rows, None, grad.new_zeros(1) if ctx.needs_input_grad[2] else None, None
+
+
+def cut_parameter(parameter: nn.Parameter, sizes: tuple[int, ...], dim: int) -> list[nn.Parameter]:
+    """Slices of a parameter; they share its memory where a slice is contiguous, for FSDP2 takes nothing else."""
+    # .data again: slices of one storage would count one another's in-place updates as changes to themselves.
+    parts = [part.contiguous().data for part in parameter.data.split(list(sizes), dim)]
+    return [nn.Parameter(part, requires_grad=parameter.requires_grad) for part in parts]
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is transformers' `Conv1D`, without importing transformers."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
