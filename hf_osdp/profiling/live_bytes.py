@@ -86,7 +86,7 @@ class LiveBytes(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         before: set[int] | None = None
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             for local in plain_tensors(tensor):
                 storage = storage_of(local)
                 if storage is None:
@@ -146,15 +146,15 @@ class LiveBytes(TorchDispatchMode):
         return restore
 
 
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
+def tensors_in(value: Any) -> Iterable[torch.Tensor]:
     """Tensors in an operator's arguments or result."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        yield from tensors_in(list(value.values()))
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
@@ -183,5 +183,5 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def _storage_keys(value: Any) -> set[int]:
-    storages = (storage_of(local) for tensor in _tensors(value) for local in plain_tensors(tensor))
+    storages = (storage_of(local) for tensor in tensors_in(value) for local in plain_tensors(tensor))
     return {storage._cdata for storage in storages if storage is not None}

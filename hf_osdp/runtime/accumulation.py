@@ -33,6 +33,7 @@ def micro_step(model: nn.Module, *, is_last: bool, plan: Plan | None) -> Iterato
     if not is_last and plan is not None:
         for module in _reducing(model, plan):
             module.set_requires_gradient_sync(True, recurse=False)
+            module.set_requires_all_reduce(False, recurse=False)  # which the line before switches on as well
     try:
         yield
     finally:

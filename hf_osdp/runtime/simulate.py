@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,11 +22,13 @@ from ..planner.plan import Plan
 from ..profiling.batch import Inputs, training_batch, without_packing
 from ..profiling.build import build_on_meta, checkpoint_blocks
 from ..profiling.fused import FusedKernels
-from ..profiling.ledger import Kind, Ledger
+from ..profiling.host_ledger import HostLedger
+from ..profiling.ledger import Kind
 from ..profiling.live_bytes import CUDA_BLOCK_BYTES
 from ..profiling.twin import fake_copy, fake_like
 from .apply import apply_plan
 from .environment import mp_policy
+from .host_offload import host_parameters
 from .mesh import Meshes
 from .steps import make_optimizer, train_step
 
@@ -39,6 +41,8 @@ class Simulation:
     """Most bytes of live tensors at once; what the device reserves for itself is not among them."""
     breakdown: MemoryBreakdown
     """The same by kind, at the highest moment."""
+    host_bytes: int
+    """Most bytes on the host at once, of units that live there."""
     seconds: float
     """How long the simulation took."""
 
@@ -70,7 +74,7 @@ def simulate(
         activation_checkpointing: recompute the model's blocks in backward, see `describe`.
 
     Returns:
-        Peak bytes with their breakdown, and the seconds that it took.
+        Peak bytes with their breakdown, the host's beside them, and the seconds that it took.
 
     Raises:
         ValueError: `device_type` is neither of the two, or the optimizer has more than three states.
@@ -92,29 +96,38 @@ def simulate(
             checkpoint_blocks(twin, description.block_classes)
         apply_plan(twin, plan, description.units, meshes=meshes, mp_policy=mp_policy(job.precision), broadcast=False)
         fakes = tree_map_only(torch.Tensor, lambda tensor: fake_like(tensor, mode, None), dict(batch))
-        ledger = stack.enter_context(Ledger(block_bytes=CUDA_BLOCK_BYTES if device_type == "cuda" else 1))
-        if device_type == "cuda":
+        on_cuda = device_type == "cuda"
+        ledger = stack.enter_context(HostLedger(block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1, locks_pages=on_cuda))
+        stack.enter_context(ledger.copies())
+        if on_cuda:
             stack.enter_context(FusedKernels(lambda flops: None))
         _run_step(twin, fakes, plan, job, ledger)
         at_peak = {kind.value: nbytes for kind, nbytes in ledger.at_peak.items()}
         return Simulation(
             peak_bytes=ledger.peak_bytes,
             breakdown=MemoryBreakdown(**at_peak),
+            host_bytes=ledger.host_peak_bytes,
             seconds=time.perf_counter() - started,
         )
 
 
-def _run_step(model: nn.Module, batch: Mapping[str, Any], plan: Plan, job: TrainingJob, ledger: Ledger) -> None:
+def _run_step(model: nn.Module, batch: Mapping[str, Any], plan: Plan, job: TrainingJob, ledger: HostLedger) -> None:
     """One optimizer step under the ledger, with optimizer states as after an earlier one."""
     optimizer = make_optimizer(model, job.optimizer)
+    host = host_parameters(model)
+    ledger.track_on_host(host, pinned=True)
     ledger.track_as(Kind.PARAMETERS, model.parameters())
     _make_states(model, optimizer)
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-    ledger.relabel(Kind.OPTIMIZER, states)
+    ledger.relabel(Kind.OPTIMIZER, _states_of(optimizer, optimizer.state))
+    ledger.track_on_host(_states_of(optimizer, host))
     tensors = [leaf for leaf in tree_leaves(dict(batch)) if isinstance(leaf, torch.Tensor)]
     ledger.track_as(Kind.MODEL_BUFFERS, [*model.buffers(), *tensors])
     ledger.reset_peak()
     train_step(model, optimizer, batch, plan, replace(job, clips_gradients=False))  # norms are a few bytes, and cannot be read from fakes
+
+
+def _states_of(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [value for p in parameters for value in optimizer.state.get(p, {}).values() if isinstance(value, torch.Tensor)]
 
 
 def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
