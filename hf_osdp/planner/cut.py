@@ -19,9 +19,7 @@ class OperatorSplit:
         if not isinstance(self.fqn, str) or not self.fqn or any(not part or part != part.strip() for part in self.fqn.split(".")):
             raise ValueError(f"fqn={self.fqn!r} is no module's name; give one as named_modules() does, such as 'lm_head'.")
         if isinstance(self.slices, bool) or not isinstance(self.slices, int) or self.slices < 2:
-            raise ValueError(
-                f"slices={self.slices!r} for {self.fqn!r}, but a split has at least 2; leave it out to keep it whole."
-            )
+            raise ValueError(f"slices={self.slices!r} for {self.fqn!r}, but a split has at least 2; leave it out to keep it whole.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

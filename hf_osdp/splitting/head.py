@@ -13,7 +13,6 @@ from ..errors import OSDPError
 from .modules import SplitLinear, VocabularySlice
 
 
-
 class SplitHead(SplitLinear):
     """A vocabulary projection in slices, which also computes the loss of training, so that whole logits never exist there.
 
@@ -76,7 +75,7 @@ class SplitHead(SplitLinear):
             return self._whole_loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
         hidden = self._hidden
         if logits is not self._stand_in or hidden is None:
-            raise OSDPError("The model changes its logits between head and loss, which a head in slices cannot follow; leave the head whole.")
+            raise OSDPError("The model changes its logits between head and loss, which slices cannot follow; leave the head whole.")
         if vocab_size != self.out_features:
             raise OSDPError(f"The loss is over {vocab_size} tokens, but the head has {self.out_features}; leave the head whole.")
         if shift_labels is None:

@@ -92,7 +92,7 @@ def _tied_embedding(fqn: str, head: nn.Module, sharing: list[tuple[str, nn.Modul
     """The embedding to split with the head."""
     if not sharing:
         return None
-    name, embedding = sharing[0]
+    embedding = sharing[0][1]
     plain = type(embedding) is nn.Embedding and embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
     if len(sharing) > 1 or not plain or head.bias is not None or embedding is not owner.get_input_embeddings():
         names = ", ".join(repr(other) for other, _ in sharing)
