@@ -26,31 +26,33 @@ import multiprocessing
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
-import torch
-import transformers
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # run as a program, Python looks only in its folder
 
-from hf_osdp.planner.costs import Batch, Choice
-from hf_osdp.planner.description import ModelDescription
-from hf_osdp.planner.evaluate import estimate_plan
-from hf_osdp.planner.hardware import Hardware
-from hf_osdp.planner.job import Precision, TrainingJob
-from hf_osdp.planner.plan import Plan
-from hf_osdp.planner.presets import preset
-from hf_osdp.planner.search import least_memory, search
-from hf_osdp.planner.strategies import Strategy, search_spaces
-from hf_osdp.profiling.batch import training_batch
-from hf_osdp.profiling.build import build_on_meta
-from hf_osdp.profiling.describe import describe
-from hf_osdp.quantities import format_bytes
-from hf_osdp.runtime.mesh import Meshes
-from hf_osdp.runtime.probe import Trial, sharded_copy
-from hf_osdp.runtime.simulate import fake_process_group
-from hf_osdp.runtime.steps import batch_on, make_optimizer, train_step
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+from benchmarks.cuda_memory import CudaMemory, Memory, Reading  # noqa: E402
+from hf_osdp.planner.costs import Batch, Choice  # noqa: E402
+from hf_osdp.planner.description import ModelDescription  # noqa: E402
+from hf_osdp.planner.evaluate import estimate_plan  # noqa: E402
+from hf_osdp.planner.hardware import Hardware  # noqa: E402
+from hf_osdp.planner.job import Precision, TrainingJob  # noqa: E402
+from hf_osdp.planner.plan import Plan  # noqa: E402
+from hf_osdp.planner.presets import preset  # noqa: E402
+from hf_osdp.planner.search import least_memory, search  # noqa: E402
+from hf_osdp.planner.strategies import Strategy, search_spaces  # noqa: E402
+from hf_osdp.profiling.batch import training_batch  # noqa: E402
+from hf_osdp.profiling.build import build_on_meta  # noqa: E402
+from hf_osdp.profiling.describe import describe  # noqa: E402
+from hf_osdp.quantities import format_bytes  # noqa: E402
+from hf_osdp.runtime.mesh import Meshes  # noqa: E402
+from hf_osdp.runtime.probe import Trial, sharded_copy  # noqa: E402
+from hf_osdp.runtime.simulate import fake_process_group  # noqa: E402
+from hf_osdp.runtime.steps import batch_on, make_optimizer, train_step  # noqa: E402
 
 WORLD = 8
 STEPS = 3
@@ -97,39 +99,6 @@ MODELS = {
 }  # fmt: skip
 LAYOUTS = ("ddp", "zero2", "zero3", "hsdp", "mixed")
 PRECISIONS = ("no", "bf16")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """What the allocator says after a step, in bytes."""
-
-    allocated: int
-    """Most that tensors had at once in the last step."""
-    reserved: int
-    """Most that was taken from the device, cut into blocks."""
-
-
-class Memory(Protocol):
-    """A device's memory under a limit. The test puts counted CPU memory in the place of CUDA's."""
-
-    device: torch.device
-    total_bytes: int
-    workspace_bytes: int
-    """What libraries keep in the same allocator, beside the step's tensors."""
-
-    def limited(self, limit_bytes: int | None) -> AbstractMemory: ...
-
-    def last_step_begins(self) -> None: ...
-
-    def reading(self) -> Reading: ...
-
-
-class AbstractMemory(Protocol):
-    """What `limited` gives: a context in which more than the limit raises `torch.OutOfMemoryError`."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exception: object) -> bool | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,53 +315,6 @@ def headline(layouts: Sequence[LayoutRow], limits: Sequence[LimitRow]) -> tuple[
 
 
 # ------------------------------------------------------------------------------------------------------------- pieces
-
-
-class CudaMemory:
-    """The first GPU's memory, as torch's allocator counts and limits it."""
-
-    def __init__(self, precision: Precision) -> None:
-        self.device = torch.device("cuda", 0)
-        torch.cuda.set_device(self.device)
-        free, self._total = torch.cuda.mem_get_info(self.device)
-        self.total_bytes = free  # what the context and other processes leave
-        self.workspace_bytes = self._workspaces(precision)
-
-    @contextmanager
-    def limited(self, limit_bytes: int | None) -> Iterator[None]:
-        """Enforce a limit; on leaving, the cache is given back whatever happened."""
-        self._give_back()
-        torch.cuda.set_per_process_memory_fraction(1.0 if limit_bytes is None else min(1.0, limit_bytes / self._total), self.device)
-        try:
-            yield
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
-            self._give_back()
-
-    def last_step_begins(self) -> None:
-        """Peaks count from here."""
-        torch.cuda.synchronize(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-    def reading(self) -> Reading:
-        """Peaks since then."""
-        torch.cuda.synchronize(self.device)
-        return Reading(
-            allocated=torch.cuda.max_memory_allocated(self.device), reserved=torch.cuda.max_memory_reserved(self.device)
-        )  # fmt: skip
-
-    def _workspaces(self, precision: Precision) -> int:
-        """What cuBLAS keeps after a product forward and backward; backward runs on a thread with a handle of its own."""
-        dtype = torch.float32 if precision.compute is None else getattr(torch, precision.compute.value)
-        layer = torch.nn.Linear(1024, 1024, device=self.device, dtype=dtype)
-        layer(torch.zeros(1024, 1024, device=self.device, dtype=dtype, requires_grad=True)).sum().backward()
-        del layer
-        gc.collect()
-        return torch.cuda.memory_allocated(self.device)
-
-    def _give_back(self) -> None:
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 def hardware_of(memory: Memory) -> Hardware:
