@@ -164,17 +164,20 @@ def unit_bytes(unit: UnitDescription, choice: Choice, world_size: int, job: Trai
     whole = _total(trainable, lambda p: p.numel * precision.reduced_dtype(p).itemsize)
     holds = batch.holds_gradients(choice)
     accumulates = batch.accumulation_steps > 1 and not holds
-    if world_size == 1:
+    if not copies:  # a plain parameter adds up its gradient where it is
         holds, accumulates = False, batch.accumulation_steps > 1
     partial = accumulates and g < world_size  # reduced in the shard group, not yet between replicas
     held = whole if holds else reduced if partial else gradients if accumulates else 0
+    kept_back = reduced if g < world_size and (recast or choice.on_host) else 0
+    # beside whole gradients that become less than they were, what is kept back is no more than these were
+    beside = max(0, kept_back + gradients - whole) if holds else kept_back
     return UnitBytes(
         parameters=0 if choice.on_host else parameters,
         optimizer=job.optimizer.states * gradients,
         gradients_held=held,
         gradients_after=0 if holds else gradients - held,
-        gradients_settled=gradients - whole if holds else 0,
-        reduced_after=reduced if g < world_size and (recast or choice.on_host) else 0,
+        gradients_settled=gradients - whole + kept_back - beside if holds else 0,
+        reduced_after=beside,
         gathered=gathered,
         gather_buffer=gathered if g > 1 else 0,
         cast_buffer=_gather_inputs(unit, choice, job),
@@ -182,17 +185,18 @@ def unit_bytes(unit: UnitDescription, choice: Choice, world_size: int, job: Trai
         reduce_input=g * reduced if copies else 0,
         reduce_stage=g // choice.stage_size * reduced if choice.stage_size > 1 else 0,
         last_gradient=0 if g == 1 or (holds and unit.span is GatherSpan.USE) else _unsharded(trainable[-1:], job),
-        reduce_tail=reduce_tail(unit, world_size, job),
+        reduce_tail=reduce_tail(unit, world_size, job, on_host=choice.on_host),
         reduce_output=reduced if copies and (recast or accumulates or choice.on_host) else 0,
         kept=gathered if choice.keep else 0,
         step_scratch=0 if choice.on_host else _step_scratch(trainable, g, job),
-        host=parameters + (1 + job.optimizer.states) * shards if choice.on_host else 0,
+        host=_host_bytes(unit, g, job) if choice.on_host else 0,
     )
 
 
-def reduce_tail(unit: UnitDescription, world_size: int, job: TrainingJob) -> int:
-    """Bytes of `UnitBytes.reduce_tail`, which is the same for every choice."""
-    if world_size == 1 and not _casts(unit, job):
+def reduce_tail(unit: UnitDescription, world_size: int, job: TrainingJob, *, on_host: bool = False) -> int:
+    """Bytes of `UnitBytes.reduce_tail`, which is the same for every choice among several ranks; in one process units on the host
+    have one and plain ones have none."""
+    if world_size == 1 and not (on_host or _casts(unit, job)):
         return 0
     trainable = (p for p in unit.parameters if p.requires_grad)
     return _total(trainable, lambda p: world_size * p.sharded_numel(world_size) * job.precision.reduced_dtype(p).itemsize)
@@ -297,6 +301,19 @@ def _gather_inputs(unit: UnitDescription, choice: Choice, job: TrainingJob) -> i
     # what comes from the host is there in its own dtype, too, while it is cast
     uncast = max((p.sharded_numel(g) * p.dtype.itemsize for p in unit.parameters), default=0) if casts and choice.on_host else 0
     return uncast + (max(sizes, default=0) if g == 1 else sum(sizes))  # replicas are cast one by one, shards all at once
+
+
+def _host_bytes(unit: UnitDescription, g: int, job: TrainingJob) -> int:
+    """States of a unit on the host. Parameters and gradients are in page-locked memory, each in a power of two of bytes."""
+    pinned = _total(unit.parameters, lambda p: (1 + p.requires_grad) * pinned_bytes(p.sharded_numel(g) * p.dtype.itemsize))
+    trainable = [p.sharded_numel(g) * p.dtype.itemsize for p in unit.parameters if p.requires_grad]
+    return pinned + job.optimizer.states * sum(trainable)
+
+
+def pinned_bytes(nbytes: int) -> int:
+    """What page-locked memory for so many bytes takes: torch rounds up to a power of two
+    (`CachingHostAllocatorImpl::allocate` in ATen/core/CachingHostAllocator.h)."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
 def _step_scratch(trainable: Sequence[ParameterSpec], g: int, job: TrainingJob) -> int:

@@ -34,6 +34,7 @@ class Program:
         self._last: dict[Group, list] = {}
         for group in line.groups:
             self._declare(group)
+        self._constrain_host()
         level = self._constrain_forward()
         level = self._constrain_backward(level)
         self._constrain_finish(level)
@@ -111,6 +112,11 @@ class Program:
     @staticmethod
     def _picked(group: Group, literals: Sequence, value: Callable[[Option], int]):
         return sum(value(o) * literal for o, literal in zip(group.options, literals, strict=True))
+
+    def _constrain_host(self) -> None:
+        """States on the host within its memory."""
+        if any(option.bytes.host for group in self._line.groups for option in group.options):
+            self._model.add(self._sum(self._line.groups, lambda o: o.bytes.host) <= self._line.host_limit_bytes)
 
     def _constrain_forward(self):
         line = self._line

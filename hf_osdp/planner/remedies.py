@@ -83,8 +83,9 @@ class _Fits:
     def _line_fits(description, hardware, job, batch, line, limit: int) -> bool:
         if peak_floor(description, line, job, batch) > limit:
             return False
-        frugal = in_order(frugal_choices(line))
-        if estimate_memory(description, frugal, hardware.world_size, job, batch).peak_bytes <= limit:
+        frugal = frugal_choices(line)
+        peak = estimate_memory(description, in_order(frugal), hardware.world_size, job, batch).peak_bytes
+        if peak <= limit and line.fits_host(frugal):
             return True
         return any_within(line, job, limit) is not None
 

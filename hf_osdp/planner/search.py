@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..errors import InfeasibleError, OSDPError
+from ..errors import HardwareError, InfeasibleError, OSDPError
 from ..quantities import format_bytes
 from .bounds import frugal_choices, in_order, peak_floor
 from .costs import Batch, Choice
@@ -49,6 +49,9 @@ class _Candidate:
     line: Line
     bound_s: float
     floor_bytes: int
+
+
+_UNLIMITED = 2**60
 
 
 def search(
@@ -141,8 +144,18 @@ def _candidates(description: ModelDescription, hardware: Hardware, job: Training
     for batch in batches(job, hardware.world_size):
         for space in search_spaces(strategy, description, hardware, job, batch):
             line = build_line(description, hardware, job, batch, space)
+            _check_host(line, hardware)
             quickest = sum(len(g.units) * min(o.seconds for o in g.options) for g in line.groups)
             yield _Candidate(batch=batch, line=line, bound_s=quickest, floor_bytes=peak_floor(description, line, job, batch))
+
+
+def _check_host(line: Line, hardware: Hardware) -> None:
+    """Refuse to have all states on a host that is too small for them."""
+    if line.least_host_bytes > line.host_limit_bytes:
+        raise HardwareError(
+            f"With host_offload=True the states of each rank take {format_bytes(line.least_host_bytes)} of the host's memory, which has"
+            f" {format_bytes(line.host_limit_bytes)} for a rank ({hardware.device.name}); leave host_offload open, or use more devices."
+        )
 
 
 def _free_choice(description, hardware, job, candidate: _Candidate, limit: int) -> Solution | None:
@@ -151,8 +164,8 @@ def _free_choice(description, hardware, job, candidate: _Candidate, limit: int) 
     for group in candidate.line.groups:
         quickest = min(group.options, key=lambda o: (o.seconds, o.bytes.held + o.left_by_forward + o.left_by_backward))
         choices |= {unit: quickest.choice for unit in group.units}
-    ordered = in_order(choices)
-    if estimate_memory(description, ordered, hardware.world_size, job, candidate.batch).peak_bytes > limit:
+    memory = estimate_memory(description, in_order(choices), hardware.world_size, job, candidate.batch)
+    if memory.peak_bytes > limit or not candidate.line.fits_host(choices):
         return None
     return Solution(choices=choices, objective=candidate.bound_s, proven=True)
 
@@ -223,5 +236,7 @@ def _tightest(description, hardware, job, candidate: _Candidate) -> tuple[Sequen
         return estimate_memory(description, in_order(choices), hardware.world_size, job, candidate.batch).peak_bytes
 
     start = frugal_choices(candidate.line)
+    if not candidate.line.fits_host(start):
+        start = any_within(candidate.line, job, _UNLIMITED)
     choices, peak_bytes = least_peak(candidate.line, job, start, candidate.floor_bytes, peak_of)
     return in_order(choices), peak_bytes

@@ -116,11 +116,23 @@ class Line:
     """Units that never run: they hold parameters and nothing else."""
     model_bytes: int
     """Buffers of the module and the batch."""
+    host_limit_bytes: int
+    """What states on the host may take of its memory, for one rank; 0 where there is none."""
 
     @property
     def groups(self) -> tuple[Group, ...]:
         """Every group of which options are to be chosen."""
         return (*(s for s in self.stations if isinstance(s, Group)), *self.whole_step, *self.idle)
+
+    @property
+    def least_host_bytes(self) -> int:
+        """States on the host that no choice avoids."""
+        return sum(len(group.units) * min(option.bytes.host for option in group.options) for group in self.groups)
+
+    def fits_host(self, choices: dict[int, Choice]) -> bool:
+        """Whether the host has memory for the states that these choices move there."""
+        chosen = (o.bytes.host for group in self.groups for unit in group.units for o in group.options if o.choice == choices[unit])
+        return sum(chosen) <= self.host_limit_bytes
 
 
 def build_line(description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch, space: Space) -> Line:
@@ -169,6 +181,7 @@ def build_line(description: ModelDescription, hardware: Hardware, job: TrainingJ
         whole_step=tuple(g for i, g in rest.items() if units[i].span is GatherSpan.STEP),
         idle=tuple(g for i, g in rest.items() if units[i].span is GatherSpan.USE),
         model_bytes=resident_bytes(description, job, batch.micro_batch_size),
+        host_limit_bytes=0 if hardware.host is None else hardware.host.memory_bytes,
     )
 
 

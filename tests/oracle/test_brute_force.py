@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
 
-from hf_osdp.errors import InfeasibleError
+from hf_osdp.errors import HardwareError, InfeasibleError
 from hf_osdp.planner.description import DType, ModelDescription
-from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, Link
+from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, HostSpec, Link
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.memory import estimate_memory
 from hf_osdp.planner.search import search
@@ -17,9 +18,11 @@ from hf_osdp.planner.strategies import Strategy, batches, search_spaces
 from hf_osdp.planner.timing import estimate_time
 from tests.helpers.descriptions import at_random
 
-INSTANCES = 240
+INSTANCES = 320
 SAMPLE = 120
 """So many run by default; the others are slow."""
+MOST_PLANS = 2_500
+"""Over all batches: an instance has so few blocks that there are no more."""
 
 
 def small_hardware(dice: random.Random) -> Hardware:
@@ -31,6 +34,18 @@ def small_hardware(dice: random.Random) -> Hardware:
         intra_node=Link(latency_s=1e-6, bytes_per_s=dice.choice([1e7, 1e8]), source="made up"),
         inter_node=Link(latency_s=1e-5, bytes_per_s=1e6, source="made up"),
         backend=dice.choice(list(Backend)),
+        host=dice.choice([None, None, small_host(dice)]),
+    )
+
+
+def small_host(dice: random.Random) -> HostSpec:
+    """Sometimes too small for all states."""
+    return HostSpec(
+        memory_bytes=dice.choice([20_000, 10**9]),
+        to_device_bytes_per_s=dice.choice([1e7, 1e8]),
+        to_host_bytes_per_s=1e7,
+        update_bytes_per_s=dice.choice([1e7, 1e9]),
+        source="made up",
     )
 
 
@@ -39,31 +54,43 @@ def small_job(dice: random.Random, hardware: Hardware) -> TrainingJob:
         global_batch_size=hardware.world_size * dice.choice([1, 2, 4]),
         precision=Precision.named(dice.choice(["no", "no", "bf16"])),
         optimizer=OptimizerSpec(states=dice.choice([0, 2]), step=dice.choice(list(OptimizerStep))),
+        reduce_every_micro_step=dice.choice([None, True, False]),
+        recompute=dice.choice([None, None, False, True]),
+        host_offload=dice.choice([None, None, False, True]),
     )
 
 
 def every_plan(description: ModelDescription, hardware: Hardware, job: TrainingJob):
     """Peak and step time of every plan there is."""
-    (space,) = search_spaces(Strategy.OSDP, description, hardware.world_size, hardware.devices_per_node)
     for batch in batches(job, hardware.world_size):
+        (space,) = search_spaces(Strategy.OSDP, description, hardware, job, batch)
         for choices in itertools.product(*space):
-            peak = estimate_memory(description, choices, hardware.world_size, job, batch).peak_bytes
-            yield peak, estimate_time(description, choices, hardware, job, batch).step_s
+            memory = estimate_memory(description, choices, hardware.world_size, job, batch)
+            if hardware.host is None or memory.host_bytes <= hardware.host.memory_bytes:
+                yield memory.peak_bytes, estimate_time(description, choices, hardware, job, batch).step_s
 
 
 def instance(seed: int):
     dice = random.Random(seed)
     hardware = small_hardware(dice)
-    # Two nodes of two devices know two stages, which makes eight choices a unit.
-    blocks = {(1, 2): 4, (2, 1): 4, (1, 3): 3, (1, 4): 3, (2, 2): 2}[hardware.nodes, hardware.devices_per_node]
-    description = at_random(seed, kinds=dice.choice([1, 1, 2]), blocks=blocks, tied=dice.random() < 0.3)
-    return description, hardware, small_job(dice, hardware), dice
+    job, kinds, tied = small_job(dice, hardware), dice.choice([1, 1, 2]), dice.random() < 0.3
+    recomputable = dice.random() < 0.5
+    for blocks in (4, 3, 2, 1):
+        description = at_random(seed, kinds=min(kinds, blocks), blocks=blocks, tied=tied, recomputable=recomputable)
+        spaces = (search_spaces(Strategy.OSDP, description, hardware, job, batch)[0] for batch in batches(job, hardware.world_size))
+        if sum(math.prod(map(len, space)) for space in spaces) <= MOST_PLANS:
+            break
+    return description, hardware, job, dice
 
 
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed >= SAMPLE else []) for seed in range(INSTANCES)])
 def test_search_equals_brute_force(seed):
     description, hardware, job, dice = instance(seed)
     plans = list(every_plan(description, hardware, job))
+    if not plans:  # the host has too little memory for all states, which are to lie there
+        with pytest.raises(HardwareError):
+            search(description, hardware, job, 10**9)
+        return
     peaks = sorted({peak for peak, _ in plans})
     limits = {peaks[0], dice.choice(peaks), peaks[len(peaks) // 3], dice.randint(peaks[0], peaks[-1])}
     for limit in limits:

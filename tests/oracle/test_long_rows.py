@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 import pytest
 
 from hf_osdp.errors import InfeasibleError
-from hf_osdp.planner.costs import Batch, unit_bytes, unit_seconds
-from hf_osdp.planner.description import DType, ModelDescription
+from hf_osdp.planner.costs import Batch, unit_bytes
+from hf_osdp.planner.description import DType, ModelDescription, Segment
 from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, Link
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
-from hf_osdp.planner.memory import estimate_memory, merging_stretch
+from hf_osdp.planner.memory import SegmentBytes, estimate_memory, merging_stretch
 from hf_osdp.planner.search import search
 from hf_osdp.planner.stations import SHORT_ROW, build_line
 from hf_osdp.planner.strategies import Strategy, batches, search_spaces
-from hf_osdp.planner.timing import compute_seconds, estimate_time, overlap_windows, unit_time
+from hf_osdp.planner.timing import UnitTimer, estimate_time
 from tests.helpers.descriptions import at_random
 
 np = pytest.importorskip("numpy")
@@ -82,8 +82,8 @@ class Layouts:
 
 def every_layout(description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch) -> Layouts:
     """All of them; options that are worse in every term are left out, as test_brute_force.py shows they may be."""
-    (space,) = search_spaces(Strategy.OSDP, description, WORLD)
-    line = build_line(description, hardware, job, batch, space, 0.0)
+    (space,) = search_spaces(Strategy.OSDP, description, hardware, job, batch)
+    line = build_line(description, hardware, job, batch, space)
     group_of = {unit: group for group in line.groups for unit in group.units}
     assert max(len(group.units) for group in line.groups) > 1, "the rule has nothing to lay out"
     blocks = [[o.choice for o in group_of[index].options] for index in range(1, len(description.units))]
@@ -92,28 +92,30 @@ def every_layout(description: ModelDescription, hardware: Hardware, job: Trainin
     for group in line.groups:
         for before, after in itertools.pairwise(group.units):  # backward meets the options in their order
             by_rule &= table[before - 1] >= table[after - 1]
-    windows, compute = overlap_windows(description, hardware, 1), compute_seconds(description, hardware, 1)
+    timer = UnitTimer(description, hardware, job, batch)
     peaks, seconds = [], []
     for root in space[0]:
         choices = [[root], *blocks]
         terms = [[unit_bytes(u, c, WORLD, job, batch) for c in own] for u, own in zip(description.units, choices, strict=True)]
-        times = [
-            [unit_time(unit_seconds(u, c, hardware, job), window, s, batch).total_s for c in own]
-            for u, own, window, s in zip(description.units, choices, windows, compute, strict=True)
-        ]
+        times = [[timer(index, choice).total_s for choice in own] for index, own in enumerate(choices)]
         parts = np.array_split(table, -(-table.shape[1] // CHUNK), axis=1)
-        peaks.append(np.concatenate([_peaks(description, job, terms[0][0], terms[1:], part) for part in parts]))
+        peaks.append(np.concatenate([_peaks(description, job, terms[0][0], terms[1:], choices[1:], part) for part in parts]))
         seconds.append(times[0][0] + sum(np.array(own)[column] for own, column in zip(times[1:], table, strict=True)))
         _spot_check(description, hardware, job, batch, choices, table, peaks[-1], seconds[-1])
     return Layouts(peaks=np.concatenate(peaks), seconds=np.concatenate(seconds), by_rule=np.tile(by_rule, len(space[0])))
 
 
-def _peaks(description: ModelDescription, job: TrainingJob, root, terms, table) -> np.ndarray:
+def _peaks(description: ModelDescription, job: TrainingJob, root, terms, choices, table) -> np.ndarray:
     """Peak of each layout (column of `table`): the walk of memory.py."""
     highest, table, blocks = np.zeros(table.shape[1], dtype=np.int64), table.astype(np.intp), range(len(table))
 
     def of(name: str, block: int) -> np.ndarray:
         return np.array([getattr(t, name) for t in terms[block]], dtype=np.int64)[table[block]]
+
+    def costs(segment: Segment, name: str) -> np.ndarray:
+        block = segment.unit - 1
+        forms = [SegmentBytes.of(segment.under(choice.activations), 1) for choice in choices[block]]
+        return np.array([getattr(form, name) for form in forms], dtype=np.int64)[table[block]]
 
     def moment(level) -> None:
         np.maximum(highest, level, out=highest)
@@ -122,32 +124,32 @@ def _peaks(description: ModelDescription, job: TrainingJob, root, terms, table) 
     level = root.held + root.gathered + sum(of("held", b) for b in blocks)
     buffer = root.gather_buffer
     for segment in segments:
-        workspace, saved = segment.forward.peak_bytes.bytes(1), segment.saved_bytes.bytes(1)
         if segment.unit == 0:
-            moment(level + workspace + buffer)
-            level = level + saved
+            moment(level + segment.forward.peak_bytes.bytes(1) + buffer)
+            level = level + segment.saved_bytes.bytes(1)
             continue
         block = segment.unit - 1
+        moment(level + buffer + of("gather_buffer", block) + of("gathered", block))
         buffer = of("gather_buffer", block)
-        moment(level + workspace + buffer + of("gathered", block))
-        level = level + of("kept", block) + saved
+        moment(level + costs(segment, "forward_peak") + buffer + of("gathered", block))
+        level = level + of("kept", block) + costs(segment, "saved")
     owed, tail = root.unsharded_gradients, 0
     buffers = 0
     for index in range(len(segments) - 1, -1, -1):
         segment = segments[index]
-        compute, saved = segment.backward.peak_bytes.bytes(1), segment.saved_bytes.bytes(1)
         ahead = next((of("prefetched", s.unit - 1) for s in reversed(segments[:index]) if s.unit), 0)
         if segment.unit == 0:
+            compute, saved = segment.backward.peak_bytes.bytes(1), segment.saved_bytes.bytes(1)
             moment(level + compute + merging.get(index, 0) + ahead + tail)
             level, owed = level - saved + owed, 0
             continue
-        block = segment.unit - 1
+        block, compute, saved = segment.unit - 1, costs(segment, "backward_peak"), costs(segment, "saved")
         gathered, kept = of("gathered", block), of("kept", block)
         own = np.where(kept > 0, 0, gathered)
         moment(level + own + of("prefetched", block) + tail + np.where(kept > 0, 0, of("cast_buffer", block)))
         moment(level + own + compute + ahead + tail)
         level = level - saved - kept
-        whole = level + segment.gradient_bytes.bytes(1) + ahead + of("reduce_input", block)
+        whole = level + costs(segment, "gradient") + ahead + of("reduce_input", block)
         moment(whole + of("unsharded_gradients", block))
         after, reduced = of("gradients_after", block), of("reduced_after", block)
         moment(whole + after + reduced + of("last_gradient", block) + np.maximum(0, of("reduce_output", block) - reduced))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hf_osdp.planner.bounds import frugal_choices, in_order, peak_floor
 from hf_osdp.planner.collectives import collective_seconds, replicate_ring, shard_ring
-from hf_osdp.planner.costs import Choice
+from hf_osdp.planner.costs import Batch, Choice
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import Backend, Collective, Hardware
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
@@ -35,9 +35,9 @@ jobs = st.builds(
 CAST = TrainingJob(global_batch_size=48, precision=Precision.named("bf16"), optimizer=OptimizerSpec(states=0, step=OptimizerStep.FOREACH))
 
 
-def layout(seed: int, description: ModelDescription, world_size: int) -> list[Choice]:
+def layout(seed: int, description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch) -> list[Choice]:
     """An arbitrary choice for each unit."""
-    (space,) = search_spaces(Strategy.OSDP, description, world_size)
+    (space,) = search_spaces(Strategy.OSDP, description, hardware, job, batch)
     dice = random.Random(seed)
     return [dice.choice(choices) for choices in space]
 
@@ -47,13 +47,14 @@ def hardware_of(world: tuple[int, int], backend: Backend = Backend.NCCL) -> Hard
 
 
 @quick
-@given(seeds, worlds, jobs, st.booleans())
-def test_memory_rises_with_the_micro_batch(seed, world, job, every):
-    description, world_size = at_random(seed, kinds=2, blocks=4), world[0] * world[1]
-    choices = layout(seed, description, world_size)
+@given(seeds, worlds, jobs)
+def test_memory_rises_with_the_micro_batch(seed, world, job):
+    description, hardware = at_random(seed, kinds=2, blocks=4, recomputable=True), hardware_of(world)
+    world_size = hardware.world_size
     for steps in (1, 3):
+        choices = layout(seed, description, hardware, job, Batch(micro_batch_size=1, accumulation_steps=steps))
         of_size = [
-            estimate_memory(description, choices, world_size, job, replace(batch, accumulation_steps=steps, reduce_every_micro_step=every))
+            estimate_memory(description, choices, world_size, job, replace(batch, accumulation_steps=steps))
             for batch in sorted(batches(job, world_size), key=lambda b: b.micro_batch_size)
         ]
         peaks = [memory.peak_bytes for memory in of_size]
@@ -64,12 +65,13 @@ def test_memory_rises_with_the_micro_batch(seed, world, job, every):
 @given(seeds, worlds, jobs, st.booleans())
 @example(26174, (1, 2), CAST, False)  # what is kept after forward is not cast again in backward
 def test_no_plan_peaks_below_the_floor(seed, world, job, overlaps):
-    description, hardware = at_random(seed, kinds=2, blocks=4), hardware_of(world, Backend.NCCL if overlaps else Backend.GLOO)
-    (space,) = search_spaces(Strategy.OSDP, description, hardware.world_size, hardware.devices_per_node)
+    description = at_random(seed, kinds=2, blocks=4, recomputable=True)
+    hardware = hardware_of(world, Backend.NCCL if overlaps else Backend.GLOO)
     for batch in batches(job, hardware.world_size):
-        line = build_line(description, hardware, job, batch, space, 0.0)
+        (space,) = search_spaces(Strategy.OSDP, description, hardware, job, batch)
+        line = build_line(description, hardware, job, batch, space)
         floor = peak_floor(description, line, job, batch)
-        plans = [in_order(frugal_choices(line)), *(layout(seed + k, description, hardware.world_size) for k in range(5))]
+        plans = [in_order(frugal_choices(line)), *(layout(seed + k, description, hardware, job, batch) for k in range(5))]
         assert all(estimate_memory(description, c, hardware.world_size, job, batch).peak_bytes >= floor for c in plans)
 
 
@@ -97,7 +99,7 @@ def test_all_reduce_takes_as_long_as_reduce_scatter_and_all_gather(world, nbytes
 @given(seeds, worlds, jobs)
 def test_exposed_communication_is_never_more_than_all(seed, world, job):
     description, hardware = at_random(seed, kinds=2, blocks=4), hardware_of(world)
-    choices = layout(seed, description, hardware.world_size)
     for batch in batches(job, hardware.world_size):
+        choices = layout(seed, description, hardware, job, batch)
         for unit in estimate_time(description, choices, hardware, job, batch).units:
             assert 0 <= unit.exposed_s <= unit.communication_s * (1 + 1e-9)

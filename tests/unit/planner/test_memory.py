@@ -27,7 +27,7 @@ from hf_osdp.planner.stations import build_line
 from hf_osdp.planner.strategies import Strategy, batches, search_spaces
 from tests.helpers.descriptions import at_random, transformer
 
-ONCE = Batch(micro_batch_size=1, accumulation_steps=1, reduce_every_micro_step=True)
+ONCE = Batch(micro_batch_size=1, accumulation_steps=1)
 JOB = TrainingJob(global_batch_size=8)
 LAYERS = 4
 P = 4 * 100
@@ -54,14 +54,12 @@ def blocks(*, saved: int = 0, workspace: int = 0, head_saved: int = 0, head_work
     )  # fmt: skip
 
 
-def everywhere(description: ModelDescription, g: int, *, keep: bool = False) -> list[Choice]:
-    return [choices_for(unit, (g,), keep=keep)[0] for unit in description.units]
+def everywhere(description: ModelDescription, g: int, *, keep: bool = False, **more) -> list[Choice]:
+    return [replace(choices_for(unit, (g,), keep=keep)[0], **more) for unit in description.units]
 
 
-def estimate(
-    description: ModelDescription, g: int, *, keep: bool = False, world_size: int = 4, job: TrainingJob = JOB, batch: Batch = ONCE
-):
-    return estimate_memory(description, everywhere(description, g, keep=keep), world_size, job, batch)
+def estimate(description: ModelDescription, g: int, *, world_size: int = 4, job: TrainingJob = JOB, batch: Batch = ONCE, **chosen):
+    return estimate_memory(description, everywhere(description, g, **chosen), world_size, job, batch)
 
 
 def test_activations_that_dominate_peak_at_the_head():
@@ -83,9 +81,9 @@ def test_gradients_that_dominate_peak_in_the_block_that_runs_last_in_backward():
 
 def test_whole_gradients_that_are_held_are_all_there_when_the_last_block_is_reduced():
     job = TrainingJob(global_batch_size=8, optimizer=OptimizerSpec(states=0))
-    holding = Batch(micro_batch_size=1, accumulation_steps=2, reduce_every_micro_step=False)
+    holding = Batch(micro_batch_size=1, accumulation_steps=2)
     # parameters and gradients, one block gathered, and the buffer in which the one after it is reduced
-    assert estimate(blocks(), g=1, job=job, batch=holding).peak_bytes == LAYERS * P + LAYERS * P + P + P
+    assert estimate(blocks(), g=1, job=job, batch=holding, hold_gradients=True).peak_bytes == LAYERS * P + LAYERS * P + P + P
 
 
 def test_full_sharding_of_one_block_at_a_time():
@@ -148,8 +146,11 @@ def test_last_moment_holds_parameters_gradients_and_states_only():
 @pytest.mark.parametrize("hold", [True, False])
 def test_accumulation_ends_with_shards_however_gradients_were_held(hold):
     description = transformer()
-    batch = Batch(micro_batch_size=1, accumulation_steps=2, reduce_every_micro_step=not hold)
-    assert estimate(description, g=4, batch=batch).moments[-1].breakdown == estimate(description, g=4).moments[-1].breakdown
+    batch = Batch(micro_batch_size=1, accumulation_steps=2)
+    assert (
+        estimate(description, g=4, batch=batch, hold_gradients=hold).moments[-1].breakdown
+        == estimate(description, g=4).moments[-1].breakdown
+    )
 
 
 def test_one_process_gathers_and_reduces_nothing():
@@ -183,9 +184,9 @@ def test_gradients_of_shared_weights_meet_in_their_first_segment():
 @pytest.mark.parametrize("seed", range(5))
 def test_frugal_floor_is_below_every_layout(seed):
     description, hardware = at_random(seed, kinds=2, blocks=3), preset("cpu", devices_per_node=2)
-    (space,) = search_spaces(Strategy.OSDP, description, 2)
     for batch in batches(TrainingJob(global_batch_size=4), 2):
-        floor = peak_floor(description, build_line(description, hardware, JOB, batch, space, 0.0), JOB, batch)
+        (space,) = search_spaces(Strategy.OSDP, description, hardware, JOB, batch)
+        floor = peak_floor(description, build_line(description, hardware, JOB, batch, space), JOB, batch)
         assert all(estimate_memory(description, c, 2, JOB, batch).peak_bytes >= floor for c in itertools.product(*space))
 
 
