@@ -9,6 +9,7 @@ from torch import nn
 
 from ..errors import OSDPError
 from ..profiling.units import canonical_name
+from ..splitting.names import split_names
 from .by_place import step_by_place
 from .host_offload import host_parameters
 
@@ -70,6 +71,8 @@ def release_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.P
 def rebind_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Parameter, str], model: nn.Module) -> None:
     """Point an optimizer at the sharded parameters, found by name. Groups, their order and hyperparameters stay.
 
+    In the place of a parameter that is in slices now come all its slices.
+
     Args:
         optimizer: made from the unsharded model, without state; `release_parameters` may have been called on it.
         old_names: `parameter_names(model)`, from before sharding.
@@ -79,11 +82,12 @@ def rebind_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Pa
         OSDPError: the optimizer has state, or holds a parameter that the model does not have.
     """
     release_parameters(optimizer, old_names)
-    new = {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    new = {canonical_name(name): [parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
+    new |= {name: [new[part][0] for part in whole.parts] for name, whole in split_names(model).items()}
     if missing := [name for group in optimizer.param_groups for name in group["params"] if name not in new]:
         raise OSDPError(f"The sharded model has no parameter {missing[0]!r} ({len(missing)} missing), which the optimizer updates.")
     for group in optimizer.param_groups:
-        group["params"] = [new[name] for name in group["params"]]
+        group["params"] = [parameter for name in group["params"] for parameter in new[name]]
     step_by_place(optimizer, host_parameters(model))
 
 

@@ -1,17 +1,20 @@
-"""A sharded model's weights as Hugging Face stores them, and back."""
+"""A sharded model's weights as Hugging Face stores them, and its optimizer's state by their names, and back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..profiling.units import canonical_name
+from ..splitting.checkpoint import get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
+from ..splitting.names import is_split, merge_state_dict, split_state_dict
 
 
 def free_gathered(model: nn.Module) -> None:
@@ -31,6 +34,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
     Returns:
         On rank 0 CPU copies (later steps do not change them; tied weights stay one tensor), on other ranks an empty dict.
+        What is in slices is one tensor.
     """
     keep = not dist.is_initialized() or dist.get_rank() == 0
     copies: dict[int, torch.Tensor] = {}
@@ -41,7 +45,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             copies[id(value)] = whole.detach().to("cpu", copy=True) if keep else torch.empty(0)
         state[canonical_name(name)] = copies[id(value)]
-    return state if keep else {}
+    return merge_state_dict(state, model) if keep else {}
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
@@ -58,5 +62,51 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], *,
     if not isinstance(model, FSDPModule):
         model.load_state_dict(dict(state), strict=strict)
         return
+    own = _in_slices(model, state) if is_split(model) else state
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.get_world_size() > 1, strict=strict)
-    set_model_state_dict(model, dict(state) if dist.get_rank() == 0 else {}, options=options)
+    set_model_state_dict(model, dict(own) if dist.get_rank() == 0 else {}, options=options)
+
+
+def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's whole state by its parameters' Hugging Face names. Collective.
+
+    Args:
+        model: a sharded or a plain model, between steps.
+        optimizer: of this model's parameters.
+
+    Returns:
+        On rank 0 `{"state": {name: {...}}, "param_groups": [...]}` with CPU copies, on other ranks an empty dict.
+    """
+    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if not state or (dist.is_initialized() and dist.get_rank() != 0):
+        return {}
+    # Copies: on the CPU torch gives what is not sharded as it is, and the next step would change it.
+    states = {name: {key: v.clone() if torch.is_tensor(v) else v for key, v in own.items()} for name, own in state["state"].items()}
+    return {"state": states, "param_groups": state["param_groups"]}
+
+
+def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load what `full_optimizer_state_dict` gave, whatever the layout and the slices were. Collective.
+
+    Args:
+        model: a sharded or a plain model.
+        optimizer: of this model's parameters, with the same parameter groups.
+        state: only rank 0's content counts.
+    """
+    broadcast = isinstance(model, FSDPModule) and dist.get_world_size() > 1
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    set_optimizer_state_dict(model, optimizer, dict(state) if not broadcast or dist.get_rank() == 0 else {}, options=options)
+
+
+def _in_slices(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Rank 0's state under the slices' names. All ranks raise where it does not fit: the others would wait for its tensors."""
+    own, problem = state, [None]
+    if dist.get_rank() == 0:
+        try:
+            own = split_state_dict(state, model)
+        except RuntimeError as error:
+            problem = [str(error)]
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise RuntimeError(problem[0])
+    return own
