@@ -98,6 +98,8 @@ class UnitBytes:
     """Temporaries of the optimizer step."""
     host: int
     """Parameters, gradients and optimizer states on the host; they are not in any other term."""
+    host_moment: int = 0
+    """What comes to the host beside them for a moment: a gradient that is then added to the one that is there. Units take turns."""
 
     @property
     def held(self) -> int:
@@ -190,6 +192,9 @@ def unit_bytes(unit: UnitDescription, choice: Choice, world_size: int, job: Trai
         kept=gathered if choice.keep else 0,
         step_scratch=0 if choice.on_host else _step_scratch(trainable, g, job),
         host=_host_bytes(unit, g, job) if choice.on_host else 0,
+        host_moment=max((p.sharded_numel(g) * p.dtype.itemsize for p in trainable), default=0)
+        if choice.on_host and accumulates and not partial
+        else 0,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..planner.costs import pinned_bytes
 from .ledger import Ledger
 from .live_bytes import CUDA_BLOCK_BYTES, plain_tensors, storage_of, tensors_in
 
@@ -130,9 +131,3 @@ class HostLedger(Ledger):
             yield
         finally:
             self._to_host, self._pinned = None, False
-
-
-def pinned_bytes(nbytes: int) -> int:
-    """What page-locked memory for so many bytes takes: torch rounds up to a power of two
-    (`CachingHostAllocatorImpl::allocate` in ATen/core/CachingHostAllocator.h)."""
-    return 1 << (nbytes - 1).bit_length() if nbytes else 0

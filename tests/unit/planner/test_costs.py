@@ -344,15 +344,35 @@ def test_recompute_changes_no_term_of_the_parameters():
 # states on the host
 
 
-@pytest.mark.parametrize("g", [1, 2, 4])
-def test_states_on_the_host_leave_the_device_whole(g):
+@pytest.mark.parametrize(("g", "pinned"), [(1, 128 + 32), (2, 64 + 16), (4, 32 + 8)])
+def test_states_on_the_host_leave_the_device_whole(g, pinned):
     here, there = terms(g=g), terms(g=g, on_host=True)
     assert (there.parameters, there.optimizer, there.gradients_held, there.gradients_after, there.held) == (0, 0, 0, 0, 0)
-    assert there.host == here.parameters + here.optimizer + here.gradients_after == 4 * 128 // g
+    assert there.host == 2 * pinned + here.optimizer, "parameters and gradients in powers of two"
     assert here.host == 0
     assert (there.gathered, there.gather_buffer, there.reduce_input) == (here.gathered, here.gather_buffer, here.reduce_input)
     assert there.reduce_output == 128 // g, "what is reduced cannot become the gradient where it lies"
     assert terms(g=g, on_host=True, job=job_of(step=OptimizerStep.FOREACH)).step_scratch == 0, "the host takes the step"
+
+
+def test_one_process_that_holds_gradients_holds_those_of_units_on_the_host_whole():
+    held = terms(g=1, world_size=1, on_host=True, hold=True, batch=Batch(micro_batch_size=1, accumulation_steps=3))
+    assert (held.gradients_held, held.gradients_after, held.gradients_settled, held.reduce_tail) == (128, 0, -128, 128)
+    assert terms(g=1, world_size=1).reduce_tail == 0
+
+
+def test_replicas_on_the_host_keep_no_more_than_the_gradients_that_they_held():
+    batch = Batch(micro_batch_size=1, accumulation_steps=3)
+    held = terms(g=1, on_host=True, hold=True, batch=batch)
+    assert (held.gradients_held, held.reduced_after, held.gradients_settled) == (128, 0, 0)
+    assert terms(g=1, on_host=True, batch=batch).reduced_after == 128
+
+
+def test_a_gradient_comes_to_the_host_before_it_is_added():
+    batch = Batch(micro_batch_size=1, accumulation_steps=3)
+    assert terms(g=4, on_host=True, batch=batch).host_moment == 24
+    assert terms(g=4, on_host=True, hold=True, batch=batch).host_moment == terms(g=4, on_host=True).host_moment == 0
+    assert terms(g=2, on_host=True, batch=batch).host_moment == 0, "the sum of replicas comes over once"
 
 
 def test_shards_from_the_host_are_on_the_device_before_they_are_gathered():
@@ -363,12 +383,12 @@ def test_shards_from_the_host_are_on_the_device_before_they_are_gathered():
 
 def test_frozen_parameters_on_the_host_have_no_states():
     frozen = terms(unit_of(parameter("w", 8, 3, requires_grad=False), parameter("b", 8)), g=4, on_host=True)
-    assert frozen.host == 32 + 3 * 8
+    assert frozen.host == 32 + 2 * 8 + 2 * 8, "its weight in a power of two; parameter, gradient and two states of the other"
 
 
 def test_one_process_gathers_what_lies_on_the_host():
     alone = terms(g=1, world_size=1, on_host=True)
-    assert (alone.gathered, alone.gather_buffer, alone.reduce_input, alone.host) == (128, 0, 128, 512)
+    assert (alone.gathered, alone.gather_buffer, alone.reduce_input, alone.host) == (128, 0, 128, 576)
 
 
 def test_host_link_brings_shards_takes_gradients_and_the_host_steps():
