@@ -88,7 +88,7 @@ def rebind_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Pa
         raise OSDPError(f"The sharded model has no parameter {missing[0]!r} ({len(missing)} missing), which the optimizer updates.")
     for group in optimizer.param_groups:
         group["params"] = [parameter for name in group["params"] for parameter in new[name]]
-    step_by_place(optimizer, host_parameters(model))
+    step_by_place(getattr(optimizer, "optimizer", optimizer), host_parameters(model))  # Accelerate's wrapper has no hooks
 
 
 def _name(parameter: nn.Parameter | str, old_names: Mapping[nn.Parameter, str]) -> str:
