@@ -33,6 +33,7 @@ def describe(
     auto_class: Any = None,
     inputs: Inputs | None = None,
     activation_checkpointing: bool = False,
+    recomputation: bool = True,
 ) -> ModelDescription:
     """Describe a model for the planner: its units, and what each costs in memory and work.
 
@@ -50,6 +51,8 @@ def describe(
             a transformers model.
         activation_checkpointing: the blocks will be recomputed in backward. A model that has it switched on already needs
             no word of it here.
+        recomputation: also trace each block as recomputed in backward, so that the search can choose; of no use where all are
+            checkpointed anyway.
 
     Returns:
         The description; its `trace` says how the costs were found.
@@ -68,11 +71,17 @@ def describe(
         inputs = _default_inputs(model, sequence_length)
     dtype = compute_dtype or _main_dtype(units)
     found_classes = _block_classes(units, model, block_classes)
-    try:
-        segments, outputs = trace_segments(
+    recomputation = recomputation and not activation_checkpointing and not is_checkpointed(model)
+    recomputable = _recomputable(units, found_classes) if recomputation else frozenset()
+
+    def traced(recomputable: frozenset[int]) -> tuple[tuple[Segment, ...], Affine]:
+        return trace_segments(
             model, units, inputs, compute_dtype=_torch_dtype(compute_dtype), fused_kernels=device_type == "cuda",
-            checkpointed_blocks=found_classes if activation_checkpointing else None,
+            checkpointed_blocks=found_classes if activation_checkpointing else None, recomputable=recomputable,
         )  # fmt: skip
+
+    try:
+        segments, outputs = traced(recomputable)
         trace = _how_traced(model, device_type, activation_checkpointing)
     except CheckpointingError:
         raise
@@ -95,6 +104,13 @@ def describe(
         output_bytes=outputs,
         trace=trace,
     )
+
+
+def _recomputable(units: Sequence[UnitDescription], block_classes: Sequence[str]) -> frozenset[int]:
+    """Blocks: a unit of one module that runs once."""
+    return frozenset(
+        index for index, unit in enumerate(units) if unit.span is GatherSpan.USE and unit.class_name in block_classes
+    )  # fmt: skip
 
 
 def _never_freed_where_repeated(units: tuple[UnitDescription, ...], segments: tuple[Segment, ...]) -> tuple[UnitDescription, ...]:

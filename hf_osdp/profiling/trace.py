@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ from .recorder import PhaseRecord, Recorder, Stretch
 from .standin import CallRecord, block_key, call_key
 from .twin import fake_like, fake_twin
 from .units import modules_by_name
-from .wrapping import cast_floating, forward_replaced
+from .wrapping import cast_floating, forward_replaced, recompute
 
 SAMPLES = (1, 2, 3)
 """Micro-batch sizes that are traced: lines go through the last two, and are raised where the first lies above them.
@@ -42,6 +42,7 @@ def trace_segments(
     compute_dtype: torch.dtype | None,
     fused_kernels: bool,
     checkpointed_blocks: Sequence[str] | None = None,
+    recomputable: Collection[int] = (),
     shortcut: bool = True,
     samples: tuple[int, int, int] = SAMPLES,
 ) -> tuple[tuple[Segment, ...], Affine]:
@@ -54,6 +55,7 @@ def trace_segments(
         compute_dtype: dtype of gathered parameters and of floating-point inputs; None leaves both.
         fused_kernels: allocate as CUDA's fused attention and dropout do, else as the CPU does.
         checkpointed_blocks: classes whose activations are recomputed in backward, see `checkpoint_blocks`; None for none.
+        recomputable: indices of units, of one module each, that are traced once more as recomputed (`Segment.recomputed`).
         shortcut: trace only the first two of equal blocks.
         samples: the batch sizes, rising by one after the first.
 
@@ -66,22 +68,42 @@ def trace_segments(
         Exception: whatever the model raises under fake tensors.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    twin = fake_twin(model, mode, compute_dtype)
-    if checkpointed_blocks is not None:
-        checkpoint_blocks(twin, checkpointed_blocks)
-    tracer = _Tracer(
-        twin=twin,
-        mode=mode,
-        units=units,
-        compute_dtype=compute_dtype,
-        fused_kernels=fused_kernels,
-        shortcut=shortcut,
-    )
-    traces = [tracer.run(_fake_batch(inputs(count), mode, compute_dtype)) for count in samples]
+    batches = [_fake_batch(inputs(count), mode, compute_dtype) for count in samples]
+
+    def traced(recomputed: Collection[int]) -> tuple[list[Segment], Affine]:
+        twin = fake_twin(model, mode, compute_dtype)
+        if checkpointed_blocks is not None:
+            checkpoint_blocks(twin, checkpointed_blocks)
+        modules = modules_by_name(twin)
+        for index in recomputed:
+            recompute(modules[units[index].module_names[0]])
+        tracer = _Tracer(
+            twin=twin, mode=mode, units=units, compute_dtype=compute_dtype, fused_kernels=fused_kernels, shortcut=shortcut
+        )  # fmt: skip
+        return _segments([tracer.run(batch) for batch in batches], samples), _bytes_line(tracer.output_bytes, samples)
+
+    segments, outputs = traced(())
+    if recomputable:
+        segments = _with_recomputed(segments, traced(recomputable)[0], recomputable)
+    return tuple(segment for segment in segments if not _is_idle(segment)), outputs
+
+
+def _segments(traces: Sequence[Sequence[Stretch]], samples: tuple[int, int, int]) -> list[Segment]:
     if len({tuple(stretch.unit for stretch in trace) for trace in traces}) > 1:
         raise DescriptionError(f"The model runs other units with {samples[0]} samples than with {samples[-1]}; its costs are no line.")
-    segments = [_segment(stretches, samples) for stretches in zip(*traces, strict=True)]
-    return tuple(segment for segment in segments if not _is_idle(segment)), _bytes_line(tracer.output_bytes, samples)
+    return [_segment(stretches, samples) for stretches in zip(*traces, strict=True)]
+
+
+def _with_recomputed(plain: list[Segment], again: list[Segment], recomputable: Collection[int]) -> list[Segment]:
+    """The plain segments, with those of the other trace beside them.
+
+    Raises:
+        DescriptionError: the traces do not run through the same units.
+    """
+    if [segment.unit for segment in plain] != [segment.unit for segment in again]:
+        raise DescriptionError("The model runs other units where its blocks are recomputed.")
+    pairs = zip(plain, again, strict=True)
+    return [replace(one, recomputed=other) if one.unit in recomputable else one for one, other in pairs]
 
 
 _Traced = tuple[Stretch, CallRecord]

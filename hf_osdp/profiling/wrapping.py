@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import update_wrapper
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 
 @contextmanager
@@ -30,3 +32,30 @@ def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None:
         return value
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+
+
+class _Recomputed:
+    """A forward that saves its input alone and runs again in backward."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        update_wrapper(self, forward)
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+
+
+def recompute(module: nn.Module) -> None:
+    """Have a module's activations recomputed in backward, in place. Names of parameters and modules stay as they are.
+
+    FSDP2's hooks lie outside, so that a unit's parameters are gathered once for the recomputation and the backward after it.
+    """
+    if not is_recomputed(module):
+        module.forward = _Recomputed(module.forward)
+
+
+def is_recomputed(module: nn.Module) -> bool:
+    """Whether `recompute` was called on the module."""
+    return isinstance(module.__dict__.get("forward"), _Recomputed)

@@ -12,9 +12,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ..collectives.fsdp import flat_collectives, two_stage_collectives
 from ..errors import OSDPError, PlanError
-from ..planner.description import DType, GatherSpan, ModelDescription, UnitDescription
+from ..planner.description import Activations, DType, GatherSpan, ModelDescription, UnitDescription
 from ..planner.plan import Plan, UnitDecision
 from ..profiling.units import canonical_name, modules_by_name
+from ..profiling.wrapping import recompute
 from .broadcast import broadcast_parameters
 from .host_offload import offload_policy, uses_host
 from .mesh import SHARD_AXIS, Meshes, world_size
@@ -54,6 +55,9 @@ def apply_plan(
     """
     plan.check(_as_description(model, units), world_size())
     steps = _steps(model, plan, units)
+    for modules, decision in steps:
+        if decision.activations is Activations.RECOMPUTE:
+            recompute(modules[0])
     if plan.world_size == 1 and not needs_process_group(plan, mp_policy):
         return model
     if plan.world_size == 1 and uses_host(plan):
@@ -110,6 +114,8 @@ def _steps(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> 
     for unit in units:
         if absent := [name for name in unit.module_names if name not in by_name]:
             raise PlanError(f"Unit {unit.label!r} names module {absent[0]!r}, which the model does not have; find its units again.")
+        if plan.decision(unit.fqn).activations is not Activations.SAVE and (unit.span is GatherSpan.STEP or len(unit.module_names) > 1):
+            raise PlanError(f"Unit {unit.label!r} is no block whose forward could run again, but the plan recomputes it; plan again.")
     return [([by_name[name] for name in unit.module_names], effective(plan.decision(unit.fqn), unit)) for unit in bottom_up(units)]
 
 

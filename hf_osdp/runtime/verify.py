@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from ..collectives.fsdp import TwoStageAllGather, TwoStageReduceScatter, flat_collectives
 from ..errors import PlanMismatchError
 from ..planner.description import Activations, UnitDescription
 from ..planner.plan import Plan, UnitDecision
 from ..profiling.units import modules_by_name
+from ..profiling.wrapping import is_recomputed
 from .apply import effective
 from .host_offload import is_on_host, parameter_groups
 from .mesh import world_size
@@ -42,8 +42,6 @@ def verify_applied(model: nn.Module, plan: Plan, units: tuple[UnitDescription, .
     Raises:
         PlanMismatchError: names the first unit that differs, and how many do.
     """
-    if plan.world_size == 1 and not any(isinstance(module, FSDPModule) for module in model.modules()):
-        return
     modules = modules_by_name(model)
     different = [
         (unit, planned, found)
@@ -60,8 +58,8 @@ def verify_applied(model: nn.Module, plan: Plan, units: tuple[UnitDescription, .
 
 
 def _visible(planned: UnitDecision, module: nn.Module) -> UnitDecision:
-    """What of a decision the model shows: not what micro-steps do, and nothing of a unit that one process trains as it is."""
-    shown = replace(planned, reduce_every_micro_step=True, activations=Activations.SAVE)
+    """What of a decision the model shows: not what micro-steps do, nor the layout of a unit that one process trains as it is."""
+    shown = replace(planned, reduce_every_micro_step=True)
     plain = world_size() == 1 and not planned.on_host and not parameter_groups(module)
     return replace(shown, reshard_after_forward=False) if plain else shown
 
@@ -70,9 +68,11 @@ def _read_unit(unit: UnitDescription, modules: dict[str, nn.Module], owners: dic
     world = world_size()
     if not unit.parameters:
         return UnitDecision(fqn=unit.fqn, shard_size=world, reshard_after_forward=False)
-    groups = parameter_groups(modules[unit.module_names[0]])
-    if world == 1 and not groups:
-        return UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=False)  # plain parameters, see `apply_plan`
+    module = modules[unit.module_names[0]]
+    groups = parameter_groups(module)
+    activations = Activations.RECOMPUTE if is_recomputed(module) else Activations.SAVE
+    if world == 1 and not groups:  # plain parameters, see `apply_plan`
+        return UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=False, activations=activations)
     if len(groups) != 1:
         raise PlanMismatchError(f"Unit {unit.label!r} has {len(groups)} FSDP2 parameter groups instead of one; apply the plan to it.")
     group = groups[0]
@@ -90,6 +90,7 @@ def _read_unit(unit: UnitDescription, modules: dict[str, nn.Module], owners: dic
         shard_size=mesh.size(mesh.ndim - 1),
         reshard_after_forward=group.post_forward_mesh_info is not None,
         stage_size=_stage_size(group),
+        activations=activations,
         on_host=is_on_host(group),
     )
 
