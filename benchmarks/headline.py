@@ -1,0 +1,251 @@
+"""The headline experiments: OSDP against full sharding, ZeRO-2 and DDP under a memory limit, each at one batch and at its own best.
+
+    python benchmarks/headline.py --plan-only                    # estimates for the real sizes; no device is needed
+    python benchmarks/headline.py --device cuda --json FILE --markdown FILE
+    python benchmarks/headline.py --device cpu [--quick]
+
+1. GPT-2, 48 layers of 1536, 8 GiB on each of 8 devices joined by PCIe 3.0; 2. the first 8 layers of OPT-30B, 16 GiB; 3. deep and
+narrow, shallow and wide, and a mix; 4. one device, 6.7B parameters, states on the host: some against all.
+
+`--device cuda` trains on one real GPU as rank 0 of 8. Its memory limit is enforced by torch's allocator, so that a plan that does
+not fit runs out of memory; compute, sharding and FSDP2's streams are real. The link is EMULATED: collectives send nothing and keep
+FSDP2's own communication streams busy for as long as PCIe 3.0 would take (latency + bytes / bandwidth). Tables say so.
+
+`--device cpu` trains small twins of 1 to 3 on gloo ranks, whose link is real. The limit is the planner's; the peak of live tensors
+is measured against it. Steps are interleaved in rounds, one of every plan, and ratios are medians over rounds.
+
+Single strategies recompute all blocks or none, whichever is faster; OSDP decides unit by unit. The equal batch is the global batch
+with which full sharding does best. Aims: no plan needs more than its limit; OSDP is the fastest by estimate, and measured within
+5 % of the fastest. Exit code 1 where one is missed, 77 where there is no device to measure on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # run as a program, Python looks only in its folder
+
+from rich.console import Console  # noqa: E402
+
+from benchmarks.headline_parts.cases import CASES, TWINS, Case, chosen  # noqa: E402
+from benchmarks.headline_parts.lineup import line_up  # noqa: E402
+from benchmarks.headline_parts.machines import NAMED, named_machine  # noqa: E402
+from benchmarks.headline_parts.rows import Row, rows_of  # noqa: E402
+from benchmarks.headline_parts.tables import WIDTH, groups, markdown, remarks, table_of, verdicts  # noqa: E402
+from hf_osdp.report.run_report import package_versions  # noqa: E402
+
+NOTHING_MEASURED = 77
+EXPERIMENTS = (1, 2, 3, 4)
+LINKS = {"cuda": "EMULATED link", "cpu": "gloo", "plan": "Estimated"}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.as_rank:
+        return run_rank(options)
+    console = Console(width=WIDTH)
+    if options.mode == "cuda" and (problem := no_device()):
+        print(problem, file=sys.stderr)
+        return NOTHING_MEASURED
+    sections: list[tuple[Case, Sequence[Row]]] = []
+    machine, notes = {"plan": planned_by, "cuda": measured_on_cuda, "cpu": measured_on_cpu}[options.mode](options, sections, console)
+    rows = [row for _, members in sections for row in members]
+    for note in notes:
+        print(textwrap.fill(note, WIDTH - 1))
+    judged = verdicts(rows)
+    for verdict in judged:
+        print(f"{'met   ' if verdict.met else 'MISSED'} {verdict.text}")
+    head = head_of(arguments, machine, notes)
+    if options.json:
+        content = {**head, "mode": options.mode, "rows": [asdict(row) for row in rows], "verdicts": [asdict(one) for one in judged]}
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if options.markdown:
+        options.markdown.write_text(markdown(sections, head, LINKS[options.mode]), encoding="utf-8")
+    return 0 if all(verdict.met for verdict in judged) else 1
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="train on a GPU (1 to 4), or small twins on the CPU (1 to 3)")
+    parser.add_argument("--plan-only", action="store_true", help=f"estimates for {NAMED} devices; nothing is trained")
+    parser.add_argument("--experiments", type=numbers, help="with commas, for example 1,3 (default all)")
+    parser.add_argument("--ranks", type=int, choices=(2, 4), help="of the CPU's twins (default 2)")
+    parser.add_argument("--quick", action="store_true", help="fewer steps; on the CPU fewer twins as well")
+    parser.add_argument("--json", type=Path, help="also write every row here")
+    parser.add_argument("--markdown", type=Path, help="also write the tables here")
+    parser.add_argument("--as-rank", nargs=2, metavar=("CASE", "FILE"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if (options.device is None) == (not options.plan_only):
+        parser.error("give --device cuda, --device cpu or --plan-only")
+    options.mode = "plan" if options.plan_only else options.device
+    if options.ranks and options.mode != "cpu":
+        parser.error("--ranks is for --device cpu; the real sizes have 8 devices")
+    if options.quick and options.mode == "plan":
+        parser.error("--quick is for what is measured; planning is quick")
+    if options.mode == "cpu" and options.experiments and 4 in options.experiments:
+        parser.error("experiment 4 moves states between a GPU and its host; give --device cuda or --plan-only")
+    for path in filter(None, (options.json, options.markdown)):
+        if not path.parent.is_dir():
+            parser.error(f"the folder {path.parent} does not exist; make it first")
+    available = EXPERIMENTS[:3] if options.mode == "cpu" else EXPERIMENTS
+    options.experiments = options.experiments or (available[:1] if options.quick and options.mode == "cpu" else available)
+    return options
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Experiments, with commas between."""
+    found = tuple(int(part) if part.isdigit() else 0 for part in text.split(","))
+    if wrong := [part for part, number in zip(text.split(","), found, strict=True) if number not in EXPERIMENTS]:
+        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is no experiment; there are {', '.join(map(str, EXPERIMENTS))}")
+    return tuple(sorted(set(found)))
+
+
+def no_device() -> str:
+    """Why nothing can be measured on a GPU; empty where it can."""
+    import torch
+
+    if torch.cuda.is_available():
+        return ""
+    return "headline: no CUDA device here, nothing was measured; use --plan-only for estimates, --device cpu for small twins."
+
+
+# ------------------------------------------------------------------------------------------------- the three ways to run
+
+
+def planned_by(options: argparse.Namespace, sections: list, console: Console) -> tuple[str, list[str]]:
+    """Estimates of the real sizes."""
+    from hf_osdp.profiling.describe import describe
+
+    _quiet()
+    machine = ""
+    for case in chosen(CASES, options.experiments):
+        hardware = named_machine(case)
+        machine = f"{hardware.device.name} with {hardware.intra_node.source}"
+        description = describe(
+            case.config(), sequence_length=case.sequence_length, compute_dtype=case.compute.compute, device_type="cuda",
+            block_classes=case.block_classes,
+        )  # fmt: skip
+        finish(case, rows_of(line_up(case, description, hardware)), sections, console, "plan")
+    return machine, [f"Planned for {machine}: estimates, nothing was trained. Limits are those of torch's allocator."]
+
+
+def measured_on_cuda(options: argparse.Namespace, sections: list, console: Console) -> tuple[str, list[str]]:
+    """Real sizes on this machine's GPU."""
+    from benchmarks.headline_parts.gpu import QUICK, GpuEffort, measure_on_cuda
+
+    machine, drift = "", 0.0
+    for case in chosen(CASES, options.experiments):
+        # A process for each: what a failed step leaves behind in the allocator must not meet the next one.
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            found = pool.submit(measure_on_cuda, case, QUICK if options.quick else GpuEffort()).result()
+        machine, drift = found.machine, max(drift, found.worst_drift, key=abs)
+        finish(case, found.rows, sections, console, "cuda")
+    return machine, [
+        f"One {machine} trains as rank 0 of 8. The link is emulated: streams are held for as long as PCIe 3.0 takes, nothing is sent;"
+        f" holds were off by {drift:+.1%} at worst."
+    ]
+
+
+def measured_on_cpu(options: argparse.Namespace, sections: list, console: Console) -> tuple[str, list[str]]:
+    """Twins on gloo ranks, started by torchrun."""
+    ranks = options.ranks or 2
+    for number, case in enumerate(TWINS):
+        if case.experiment in options.experiments:
+            rows = start_ranks(number, ranks, quick=options.quick)
+            finish(replace(case, devices=ranks), rows, sections, console, "cpu")
+    cores = os.cpu_count() or 1
+    shared = f"; {ranks} ranks share {cores} cores" if ranks > cores else ""
+    return f"CPU with {cores} cores", [f"Small twins on {ranks} gloo ranks of {cores} cores{shared}: ratios count, not rates."]
+
+
+def start_ranks(number: int, ranks: int, *, quick: bool) -> tuple[Row, ...]:
+    """Rows of one twin, from ranks that torchrun starts."""
+    with tempfile.TemporaryDirectory(prefix="hf_osdp_headline_") as folder:
+        result = Path(folder) / "rows.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+        options = ["--device", "cpu", "--as-rank", str(number), str(result), *(["--quick"] if quick else [])]
+        subprocess.run([*command, *options], env=environment, check=True)
+        return tuple(Row(**row) for row in json.loads(result.read_text(encoding="utf-8")))
+
+
+def run_rank(options: argparse.Namespace) -> int:
+    """One rank of one twin."""
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.headline_parts.twins import QUICK, TwinEffort, measure_twin
+
+    _quiet()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    case = replace(TWINS[int(options.as_rank[0])], devices=dist.get_world_size())
+    rows = measure_twin(case, QUICK if options.quick else TwinEffort())
+    if dist.get_rank() == 0:
+        Path(options.as_rank[1]).write_text(json.dumps(rows), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------------- pieces
+
+
+def finish(case: Case, rows: Sequence[Row], sections: list, console: Console, mode: str) -> None:
+    """Show a case as soon as it is done."""
+    sections.append((case, rows))
+    for _, rule, members in groups(rows):
+        console.print(table_of(case, rule, members, LINKS[mode]))
+        for line in remarks(members):
+            print(textwrap.fill(line, WIDTH - 1, initial_indent=" ", subsequent_indent="   "))
+        print()
+    if case.remark:
+        print(textwrap.fill(case.remark, WIDTH - 1, initial_indent=" ", subsequent_indent="   "), end="\n\n")
+    sys.stdout.flush()
+
+
+def head_of(arguments: list[str] | None, machine: str, notes: list[str]) -> dict[str, Any]:
+    """What results are kept with."""
+    given = shlex.join(sys.argv[1:] if arguments is None else arguments)
+    return {
+        "command": f"python benchmarks/headline.py {given}", "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(), "versions": package_versions(), "hardware": machine, "remarks": notes,
+    }  # fmt: skip
+
+
+def commit() -> str:
+    """The checkout's, marked where files differ from it."""
+    git = ["git", "-C", str(ROOT)]
+    found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    if found.returncode:
+        return "unknown"
+    changed = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True).stdout.strip()
+    return found.stdout.strip() + (" with changes" if changed else "")
+
+
+def _quiet() -> None:
+    import warnings
+
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    warnings.filterwarnings("ignore")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""A link that is not there: collectives that send nothing and keep FSDP2's own communication streams busy for as long as the link
+would take. What overlaps with compute, and what waits, is then FSDP2's and the device's own doing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from hf_osdp.planner.collectives import collective_seconds, gather_seconds, reduce_scatter_seconds, replicate_ring
+from hf_osdp.planner.hardware import Collective, Hardware
+from hf_osdp.planner.plan import Plan
+from hf_osdp.profiling.units import modules_by_name
+
+Hold = Callable[[Collective, float], None]
+"""Keeps the current stream busy for so many seconds, on account of a collective."""
+_CALIBRATION_CYCLES, _CALIBRATIONS = 20_000_000, 7
+
+
+class CudaHold:
+    """Spins one thread on the current stream.
+
+    `torch.cuda._sleep` counts the device's clock, so that its rate is measured here, and again with `drift` once the device has
+    worked for a while.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cycles_per_s = self._measured()
+
+    def __call__(self, collective: Collective, seconds: float) -> None:
+        if seconds > 0:
+            torch.cuda._sleep(int(seconds * self._cycles_per_s))
+
+    def drift(self) -> float:
+        """By how much holds were too short (negative) or too long, as a part, at the clock of this moment."""
+        return self._cycles_per_s / self._measured() - 1
+
+    def _measured(self) -> float:
+        """Cycles in a second: the median of a few holds."""
+        rates = []
+        for _ in range(_CALIBRATIONS):
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            torch.cuda._sleep(_CALIBRATION_CYCLES)
+            ended.record()
+            torch.cuda.synchronize(self._device)
+            rates.append(_CALIBRATION_CYCLES / (began.elapsed_time(ended) / 1e3))
+        return statistics.median(rates)
+
+
+class _Allocating:
+    """Buffers from torch's allocator, as FSDP2's own collectives take them."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class HeldAllGather(_Allocating, AllGather):
+    """Every rank's shard is this rank's: the output is written, as a real one writes it, and holds finite numbers."""
+
+    def __init__(self, hardware: Hardware, hold: Hold) -> None:
+        self._hardware, self._hold = hardware, hold
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
+        """Done on the current stream when it returns, so that there is no work to wait for."""
+        size = group.size()
+        output_tensor.view(size, -1)[1:] = input_tensor.view(1, -1)  # the first is the input itself, rank 0's place
+        self._hold(Collective.ALL_GATHER, gather_seconds(self._hardware, size, 1, output_tensor.nbytes))
+
+
+class HeldReduceScatter(_Allocating, ReduceScatter):
+    """This rank's own part, as if all others' were the same."""
+
+    def __init__(self, hardware: Hardware, hold: Hold) -> None:
+        self._hardware, self._hold = hardware, hold
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Done on the current stream when it returns."""
+        output_tensor.copy_(input_tensor.view(-1)[: output_tensor.numel()].view_as(output_tensor))
+        self._hold(Collective.REDUCE_SCATTER, reduce_scatter_seconds(self._hardware, group.size(), 1, input_tensor.nbytes))
+
+
+def hold_link(model: nn.Module, plan: Plan, hardware: Hardware, hold: Hold) -> None:
+    """Put the emulated link under a sharded model; its process group must be one that sends nothing (`fake`), seen as rank 0.
+
+    Args:
+        model: laid out by `apply_plan`; plans of several nodes are not emulated.
+        plan: what it is laid out by.
+        hardware: whose links are emulated.
+        hold: what keeps streams busy.
+
+    Raises:
+        ValueError: the plan has collectives in two stages.
+    """
+    modules = modules_by_name(model)
+    for unit in plan.units:
+        if unit.two_stage:
+            raise ValueError(f"Unit {unit.fqn or '(root)'!r} has collectives in two stages; this link is that of one node.")
+        module = modules[unit.module_names[0]]
+        if not isinstance(module, FSDPModule):
+            continue
+        if unit.shard_size > 1:
+            module.set_custom_all_gather(HeldAllGather(hardware, hold))
+            module.set_custom_reduce_scatter(HeldReduceScatter(hardware, hold))
+        if unit.shard_size < plan.world_size:
+            module.set_all_reduce_hook(_all_reduce(hardware, unit.shard_size, hold))
+
+
+def _all_reduce(hardware: Hardware, shard_size: int, hold: Hold) -> Callable[[torch.Tensor], None]:
+    """FSDP2 calls it on its stream for all-reduces, after its own that sends nothing."""
+    ring = replicate_ring(hardware, shard_size)
+    return lambda reduced: hold(Collective.ALL_REDUCE, collective_seconds(hardware, Collective.ALL_REDUCE, ring, reduced.nbytes))

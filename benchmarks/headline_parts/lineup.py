@@ -1,0 +1,177 @@
+"""Who is compared: each contender's best plan under the limit, at one batch for all and at its own best batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from benchmarks.headline_parts.cases import Case
+from hf_osdp.errors import InfeasibleError
+from hf_osdp.planner.description import Activations, ModelDescription
+from hf_osdp.planner.hardware import Hardware
+from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.search import SearchResult, least_memory, search
+from hf_osdp.planner.strategies import Strategy
+
+SAMPLES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Samples of one device that are tried for the own best batch."""
+NEAR = 1.005
+"""A larger batch has to bring more than this to be the better one."""
+
+
+class BatchRule(str, Enum):
+    """At which batch contenders are compared."""
+
+    EQUAL = "equal batch"
+    """The same global batch for all: the baseline's own best."""
+    OWN = "own best batch"
+    """Each at the samples a device with which it does most samples a second, in one micro-step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """A strategy, with what is fixed for it."""
+
+    name: str
+    strategy: Strategy
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the job."""
+    baseline: bool = False
+    """Others' rates are told as multiples of this one's."""
+
+
+CONTENDERS = (
+    Contender(name="full shard", strategy=Strategy.FSDP, baseline=True),
+    Contender(name="full shard, all saved", strategy=Strategy.FSDP, fixed={"recompute": False}),
+    Contender(name="ZeRO-2", strategy=Strategy.ZERO2),
+    Contender(name="DDP", strategy=Strategy.DDP),
+    Contender(name="OSDP, all saved", strategy=Strategy.OSDP, fixed={"recompute": False}),
+    Contender(name="OSDP", strategy=Strategy.OSDP),
+)
+"""On several devices. "All saved" recomputes nothing; the others recompute where it pays, single strategies all blocks or none."""
+OFFLOADERS = (
+    Contender(name="all on the host", strategy=Strategy.FSDP, fixed={"host_offload": True}, baseline=True),
+    Contender(name="none on the host", strategy=Strategy.FSDP, fixed={"host_offload": False}),
+    Contender(name="OSDP", strategy=Strategy.OSDP),
+)
+"""On one device with a host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A contender at a batch."""
+
+    contender: Contender
+    rule: BatchRule
+    plan: Plan | None
+    """None where nothing fits."""
+    needs_bytes: int | None = None
+    """Where nothing fits: the least that one sample a device needs."""
+    host_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lineup:
+    """All entries of a case."""
+
+    case: Case
+    limit_bytes: int
+    entries: tuple[Entry, ...]
+
+    def distinct_plans(self) -> dict[str, Plan]:
+        """Each plan that runs differently, by a name of its own: two entries may have one."""
+        return {run_name(entry.plan): entry.plan for entry in self.entries if entry.plan is not None}
+
+
+def run_name(plan: Plan) -> str:
+    """The same for plans that run the same, whatever strategy they are called by."""
+    return replace(plan, strategy="osdp").fingerprint
+
+
+def contenders_of(case: Case) -> tuple[Contender, ...]:
+    return CONTENDERS if case.devices > 1 else OFFLOADERS
+
+
+def line_up(case: Case, description: ModelDescription, hardware: Hardware, *, samples: tuple[int, ...] = SAMPLES) -> Lineup:
+    """Every contender's plans.
+
+    Args:
+        case: model and limit.
+        description: of the model.
+        hardware: of `case.devices` devices; what they reserve counts to the limit.
+        samples: of one device, tried in this order until they no longer fit.
+    """
+    limit = limit_of(case, description, hardware)
+    own = {contender.name: _at_own_best(case, contender, description, hardware, limit, samples) for contender in contenders_of(case)}
+    order = sorted(own.items(), key=lambda item: not item[1].contender.baseline)
+    common = next((entry.plan.global_batch_size for _, entry in order if entry.plan is not None), None)
+    equal = [] if common is None else [_at(case, c, description, hardware, limit, common) for c in contenders_of(case)]
+    return Lineup(case=case, limit_bytes=limit, entries=(*equal, *own.values()))
+
+
+def limit_of(case: Case, description: ModelDescription, hardware: Hardware) -> int:
+    """The case's limit in bytes of one device."""
+    if case.limit_bytes is not None:
+        return case.limit_bytes
+    job = job_of(case, case.devices, micro_batch_size=1, recompute=False)
+    ends = [least_memory(description, hardware, job, strategy=strategy) for strategy in (Strategy.FSDP, Strategy.DDP)]
+    return sum(ends) // 2
+
+
+def job_of(case: Case, global_batch_size: int, **fixed: Any) -> TrainingJob:
+    return TrainingJob(global_batch_size=global_batch_size, precision=case.compute, **fixed)
+
+
+def _at(case: Case, contender: Contender, description: ModelDescription, hardware: Hardware, limit: int, global_batch_size: int) -> Entry:
+    job = job_of(case, global_batch_size, **contender.fixed)
+    try:
+        return _entry(contender, BatchRule.EQUAL, search(description, hardware, job, limit, strategy=contender.strategy))
+    except InfeasibleError as error:
+        return Entry(contender=contender, rule=BatchRule.EQUAL, plan=None, needs_bytes=error.least_peak_bytes)
+
+
+def _at_own_best(
+    case: Case, contender: Contender, description: ModelDescription, hardware: Hardware, limit: int, samples: tuple[int, ...]
+) -> Entry:
+    best: SearchResult | None = None
+    needs = None
+    for found in _by_samples(case, contender, description, hardware, limit, samples):
+        if isinstance(found, InfeasibleError):
+            needs = found.least_peak_bytes
+        elif best is None or found.plan.samples_per_s > NEAR * best.plan.samples_per_s:
+            best = found
+    if best is None:
+        return Entry(contender=contender, rule=BatchRule.OWN, plan=None, needs_bytes=needs)
+    return _entry(contender, BatchRule.OWN, best)
+
+
+def _by_samples(case, contender, description, hardware, limit, samples) -> Iterator[SearchResult | InfeasibleError]:
+    """Plans of rising samples a device, and last the error of those that fit no more."""
+    for count in samples:
+        job = job_of(case, case.devices * count, micro_batch_size=count, **contender.fixed)
+        try:
+            yield search(description, hardware, job, limit, strategy=contender.strategy)
+        except InfeasibleError as error:
+            yield error
+            return
+
+
+def _entry(contender: Contender, rule: BatchRule, result: SearchResult) -> Entry:
+    return Entry(contender=contender, rule=rule, plan=result.plan, host_bytes=result.memory.host_bytes)
+
+
+def layout_text(plan: Plan) -> str:
+    """How many units are laid out how: `40 shard 8; 8 replicate, keep`."""
+    kinds: dict[str, int] = {}
+    for unit in plan.units:
+        text = unit.describe(plan.world_size)
+        kinds[text] = kinds.get(text, 0) + 1
+    return "; ".join(f"{number} {text}" for text, number in sorted(kinds.items(), key=lambda item: -item[1]))
+
+
+def recomputed(plan: Plan) -> int:
+    """Units whose activations are recomputed."""
+    return sum(unit.activations is Activations.RECOMPUTE for unit in plan.units)

@@ -1,0 +1,163 @@
+"""Rows as tables of 100 columns, verdicts, and the two files that keep them."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.headline_parts.cases import Case
+from benchmarks.headline_parts.rows import Row
+from hf_osdp.quantities import format_bytes, format_seconds
+from hf_osdp.report.tables import bare_table
+
+WIDTH = 100
+NEAR_FASTEST = 1.05
+"""OSDP's measured step may take so many times that of the fastest other that fits."""
+OURS = "OSDP"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One aim, and whether it was met."""
+
+    text: str
+    met: bool
+
+
+def groups(rows: Iterable[Row]) -> Iterator[tuple[str, str, list[Row]]]:
+    """Case, batch rule and rows, in their order."""
+    for (case, rule), members in itertools.groupby(rows, key=lambda row: (row.case, row.rule)):
+        yield case, rule, list(members)
+
+
+def was_measured(rows: Iterable[Row]) -> bool:
+    return any(row.measured_step_s is not None or row.out_of_memory for row in rows)
+
+
+def table_of(case: Case, rule: str, rows: Sequence[Row], link: str) -> Table:
+    """One line a contender; estimates beside measurements where there are any."""
+    unit = "tokens/s" if case.tokens else "samples/s"
+    measured = was_measured(rows)
+    table = bare_table(f"{case.name}; {format_bytes(rows[0].limit_bytes)} on each of {case.devices}; {rule}. {link}")
+    table.add_column("contender", no_wrap=True)
+    table.add_column("batch", justify="right", no_wrap=True)
+    names = ("est. peak", *(("peak",) if measured else ()), "est. step", *(("step",) if measured else ()))
+    rates = (f"est. {unit}", "x") if not measured else (unit, "est. x", "x")
+    for name in (*names, *rates):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(row.contender, *_figures(row, case, measured))
+    return table
+
+
+def _figures(row: Row, case: Case, measured: bool) -> list[str]:
+    if row.run is None:
+        return ["-", f"> {_bytes(row.needs_bytes)}"]
+    batch = f"{row.micro_batch_size}" + (f" x {row.accumulation_steps}" if row.accumulation_steps != 1 else "")
+    scale = case.sequence_length if case.tokens else 1
+    if not measured:
+        rate = row.rate(row.estimated_step_s)
+        return [
+            batch,
+            _bytes(row.estimated_peak_bytes),
+            format_seconds(row.estimated_step_s),
+            _rate(rate, scale),
+            _times(row.estimated_gain),
+        ]
+    estimated = row.estimated_step_s if row.measured_estimate_s is None else row.measured_estimate_s
+    peaks = [_bytes(row.estimated_peak_bytes), "OUT OF MEM" if row.out_of_memory else _bytes(row.measured_peak_bytes)]
+    steps = [format_seconds(estimated), "-" if row.measured_step_s is None else format_seconds(row.measured_step_s)]
+    rate = row.rate(row.measured_step_s)
+    return [batch, *peaks, *steps, _rate(rate, scale), _times(row.estimated_gain), _times(row.measured_gain)]
+
+
+def _bytes(count: int | None) -> str:
+    return "-" if count is None else format_bytes(count)
+
+
+def _rate(rate: float | None, scale: int) -> str:
+    return "-" if rate is None else f"{rate * scale:.{0 if rate * scale >= 1000 else 2 if rate * scale < 100 else 1}f}"
+
+
+def _times(gain: float | None) -> str:
+    return "-" if gain is None else f"{gain:.2f}"
+
+
+def remarks(rows: Sequence[Row]) -> list[str]:
+    """Layouts, and what lies on the host; lines that may be long."""
+    lines = [f"{row.contender}: {row.layout}" for row in rows if row.contender.startswith(OURS) and row.layout]
+    lines += [f"{row.contender}: {format_bytes(row.host_bytes)} of states on the host" for row in rows if row.host_bytes]
+    return lines
+
+
+def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    """Every aim over all rows."""
+    found = [_by_estimate(rows)]
+    if was_measured(rows):
+        over = [row for row in rows if row.out_of_memory or (row.measured_peak_bytes or 0) > row.limit_bytes]
+        runs = {(row.case, row.run) for row in rows if row.run}
+        named = ", ".join(sorted({f"{row.contender} of {row.case}" for row in over}))
+        found.append(
+            Verdict(text=f"{len({(r.case, r.run) for r in over})} of {len(runs)} plans needed more than their limit"
+                         f"{f': {named}' if named else ''}; aim 0", met=not over)
+        )  # fmt: skip
+        found.append(_by_measurement(rows))
+    return found
+
+
+def _by_estimate(rows: Sequence[Row]) -> Verdict:
+    worst, where = _behind(rows, lambda row: row.rate(row.estimated_step_s))
+    text = f"by estimate OSDP takes at most {worst:.3f} times the step of the best other that fits{where}; aim 1"
+    return Verdict(text=text, met=worst <= 1.0 + 1e-6)
+
+
+def _by_measurement(rows: Sequence[Row]) -> Verdict:
+    worst, where = _behind(rows, lambda row: row.rate(row.measured_step_s))
+    text = f"measured, OSDP takes at most {worst:.2f} times the step of the fastest other that fits{where}; aim {NEAR_FASTEST}"
+    return Verdict(text=text, met=worst <= NEAR_FASTEST)
+
+
+def _behind(rows: Sequence[Row], rate: Any) -> tuple[float, str]:
+    """How far OSDP is behind the best other at its worst, as a factor, and where; 0 where it has no row or no rival."""
+    worst, where = 0.0, ""
+    for case, rule, members in groups(rows):
+        own = next((rate(row) for row in members if row.contender == OURS), None)
+        others = [found for row in members if row.contender != OURS and (found := rate(row)) is not None]
+        if others and max(others) / (own or 1e-12) > worst:
+            worst, where = max(others) / (own or 1e-12), f" ({case}, {rule})"
+    return worst, where
+
+
+def markdown(sections: Sequence[tuple[Case, Sequence[Row]]], head: dict[str, Any], link: str) -> str:
+    """All tables with what made them.
+
+    Args:
+        sections: rows by case.
+        head: `command`, `date`, `commit`, `versions`, `hardware`, `remarks`.
+        link: what the link is, as in the tables' titles.
+    """
+    versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
+    lines = [
+        "# Headline experiments", "", f"`{head['command']}` on {head['hardware']}, {head['date']}; commit {head['commit']};"
+        f" {versions}.", "", *head["remarks"], "",
+    ]  # fmt: skip
+    for case, rows in sections:
+        for _, rule, members in groups(rows):
+            lines += ["```", _text(table_of(case, rule, members, link)).rstrip(), "```", ""]
+            lines += [*(f"- {line}" for line in remarks(members)), ""]
+        lines += [case.remark, ""] if case.remark else []
+    rows = [row for _, members in sections for row in members]
+    lines += [f"- {'met' if verdict.met else 'MISSED'}: {verdict.text}" for verdict in verdicts(rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _text(table: Table) -> str:
+    console = Console(width=WIDTH, record=True, file=io.StringIO())
+    console.print(table)
+    return "\n".join(line.rstrip() for line in console.export_text().splitlines())

@@ -1,0 +1,130 @@
+"""Small twins on gloo ranks of this machine's CPU: real collectives, every plan kept alive, one step of each a round."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.headline_parts.cases import Case
+from benchmarks.headline_parts.lineup import Lineup, job_of, line_up
+from benchmarks.headline_parts.rows import Measured, rows_of
+from hf_osdp.planner.description import ModelDescription
+from hf_osdp.planner.evaluate import estimate_plan
+from hf_osdp.planner.hardware import Hardware
+from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.profile import with_block_times
+from hf_osdp.profiling.batch import training_batch
+from hf_osdp.profiling.build import build_on_meta
+from hf_osdp.profiling.describe import describe
+from hf_osdp.profiling.profile import measure_profile
+from hf_osdp.runtime.agree import on_rank_zero
+from hf_osdp.runtime.measure import StepMeter, training_tensors
+from hf_osdp.runtime.mesh import Meshes
+from hf_osdp.runtime.probe import Trial, sharded_copy
+from hf_osdp.runtime.steps import batch_on, make_optimizer, train_step
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwinEffort:
+    """How much is measured."""
+
+    rounds: int = 9
+    """In each, one step of every plan."""
+    profile_s: float = 6.0
+    rounds_a_profile: int = 3
+    """The machine is measured again after so many rounds, for it drifts."""
+    samples: tuple[int, ...] = (1, 2, 4, 8)
+    """Of a device, tried for the own best batch and timed; a step of more takes long."""
+
+
+QUICK = TwinEffort(rounds=3, profile_s=2.0, samples=(1, 2, 4))
+
+
+def measure_twin(case: Case, effort: TwinEffort) -> list[dict]:
+    """All rows of a twin, as plain values. Collective over gloo ranks, as many as the case has devices."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    description, hardware = _measured_machine(case, effort)
+    lineup = on_rank_zero(lambda: line_up(case, description, hardware, samples=effort.samples))
+    plans = lineup.distinct_plans()
+    contestants = _contestants(lineup, description)
+    peaks = {name: contestant.peak_bytes() for name, contestant in contestants.items()}
+    steps, estimates = ({name: [] for name in plans} for _ in range(2))
+    names = list(plans)
+    for number in range(effort.rounds):
+        if number and number % effort.rounds_a_profile == 0:
+            description, hardware = _measured_machine(case, effort)
+        for name in names[number % len(names) :] + names[: number % len(names)]:  # each takes its turn at being first
+            steps[name].append(contestants[name].step_s())
+            job = job_of(case, plans[name].global_batch_size)
+            estimates[name].append(estimate_plan(plans[name], description, job, hardware).time.step_s)
+        say(f"{case.name}: round {number + 1} of {effort.rounds}")
+    found = {
+        name: Measured(steps_s=tuple(steps[name]), peak_bytes=peaks[name], estimated_s=tuple(estimates[name])) for name in plans
+    }  # fmt: skip
+    return [asdict(row) for row in rows_of(lineup, found)]
+
+
+def _measured_machine(case: Case, effort: TwinEffort) -> tuple[ModelDescription, Hardware]:
+    """The model with its blocks' times on these ranks, and the ranks. Collective."""
+    config, options = case.config(), {"sequence_length": case.sequence_length, "block_classes": case.block_classes}
+    profile = measure_profile(
+        device_type="cpu", seconds=effort.profile_s, model_or_config=config, micro_batch_sizes=effort.samples, **options
+    )  # fmt: skip
+    return with_block_times(describe(config, **options), profile), profile.hardware
+
+
+def _contestants(lineup: Lineup, description: ModelDescription) -> dict[str, _Contestant]:
+    """A model of its own for each plan. Collective."""
+    case, meshes = lineup.case, Meshes("cpu")
+    model = build_on_meta(case.config())
+    trial = Trial(
+        model=model, units=description.units, job=job_of(case, case.devices), device=CPU,
+        inputs=training_batch(model, case.sequence_length), block_classes=description.block_classes,
+    )  # fmt: skip
+    return {name: _Contestant(plan, replace(trial, job=job_of(case, plan.global_batch_size)), meshes)
+            for name, plan in lineup.distinct_plans().items()}  # fmt: skip
+
+
+class _Contestant:
+    """A model that takes a plan's steps."""
+
+    def __init__(self, plan: Plan, trial: Trial, meshes: Meshes) -> None:
+        self._plan, self._job = plan, trial.job
+        self._model = sharded_copy(plan, trial, meshes)
+        self._optimizer = make_optimizer(self._model, trial.job.optimizer)
+        self._batch = batch_on(trial.inputs, plan.micro_batch_size, CPU)
+
+    def peak_bytes(self) -> int:
+        """Most bytes of live tensors in the second step, on the fullest rank. Collective."""
+        inputs = [value for value in self._batch.values() if isinstance(value, torch.Tensor)]
+        meter = StepMeter(CPU, lambda: [*training_tensors(self._model, self._optimizer), *inputs], clocked_steps=0)
+        for _ in range(meter.untimed):
+            meter.step_begins()
+            self._step()
+            meter.step_ends()
+        return meter.summary().peak_bytes
+
+    def step_s(self) -> float:
+        """Seconds of one step on the slowest rank. Collective."""
+        dist.barrier()
+        began = time.perf_counter()
+        self._step()
+        seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        return seconds.item()
+
+    def _step(self) -> None:
+        train_step(self._model, self._optimizer, self._batch, self._plan, self._job)
+
+
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
