@@ -28,6 +28,7 @@ from ..runtime.scaler import OSDPGradScaler
 from ..runtime.state import full_state_dict
 from ..runtime.watch import LoopWatch
 from .announce import announce_plan, announce_result
+from .checkpoints import AcceleratorCheckpoints
 from .config import OSDPConfig
 from .launch import launch_request, launched_world_size
 from .measuring import watch_loop
@@ -38,7 +39,7 @@ from .samples import batch_length, batch_size_of
 from .sharding import check_bound, shard_model
 
 
-class OSDPAccelerator(Accelerator):
+class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     """An `Accelerator` that plans when a model is prepared, and shards each unit as the plan says.
 
     The plan is made at `prepare`, for the batch size of the first DataLoader given there. To let the planner choose the

@@ -19,6 +19,7 @@ from ..runtime.environment import hold_master_weights
 from ..runtime.state import free_gathered
 from .accelerator import OSDPAccelerator
 from .announce import announce_plan, announce_result
+from .checkpoints import TrainerCheckpoints
 from .config import OSDPConfig, every_option
 from .launch import launched_world_size
 from .measuring import StepCallback
@@ -29,7 +30,7 @@ from .samples import longest_sample
 from .trainer_options import asked_config, plugin_options, refuse_unplanned
 
 
-class Trainer(transformers.Trainer):
+class Trainer(TrainerCheckpoints, transformers.Trainer):
     """`transformers.Trainer` that shards each unit of the model as a plan says.
 
     The plan is made when the Trainer is. The samples of one optimizer step stay as the arguments have them

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import OSDPError
-from .modules import SplitLinear, VocabularySlice
+from .modules import SplitEmbedding, SplitLinear, VocabularySlice
 
 
 class SplitHead(SplitLinear):
@@ -22,19 +22,27 @@ class SplitHead(SplitLinear):
     Args:
         source: the projection, an `nn.Linear`.
         slices: how many slices, at most the vocabulary.
-        padding_idx: row that a tied embedding never trains.
     """
 
-    def __init__(self, source: nn.Linear, slices: int, *, padding_idx: int | None = None):
+    def __init__(self, source: nn.Linear, slices: int):
         super().__init__(source, slices)
-        for part, size in zip(self.slices, self.sizes, strict=True):
-            if padding_idx is not None:
-                part.padding = padding_idx if 0 <= padding_idx < size else None
-                padding_idx -= size
+        self._tied: tuple[SplitEmbedding, ...] = ()
         self._labelled, self._hidden, self._stand_in = False, None, None
 
     def _slice(self, weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool) -> VocabularySlice:
         return VocabularySlice(weight, bias, transposed=transposed)
+
+    def tie(self, source: nn.Embedding) -> SplitEmbedding:
+        """The embedding in this head's slices. It alone registers them, so that each parameter has one name and one owner."""
+        embedding = SplitEmbedding(source, self.slices, self.sizes)
+        del self.slices
+        self._tied = (embedding,)  # in a tuple, which registers nothing
+        return embedding
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "slices" and self.__dict__.get("_tied"):
+            return self._tied[0].slices
+        return super().__getattr__(name)
 
     # ----------------------------------------------------------------------------------------------- in the model's forward
 

@@ -131,7 +131,7 @@ class SplitLinear(SplitOperator):
 
 
 class SplitEmbedding(SplitOperator):
-    """An `nn.Embedding` that looks up in the vocabulary slices of the head it is tied to.
+    """An `nn.Embedding` in the vocabulary slices of the head that it is tied to.
 
     Args:
         source: the embedding; its weight is the head's.
@@ -143,6 +143,11 @@ class SplitEmbedding(SplitOperator):
         super().__init__()
         self.num_embeddings, self.embedding_dim, self.padding_idx = source.num_embeddings, source.embedding_dim, source.padding_idx
         self.sizes, self.leaves, self.slices = sizes, {"weight": 0}, slices
+        start = 0
+        for part, size in zip(slices, sizes, strict=True):
+            local = -1 if source.padding_idx is None else source.padding_idx - start
+            part.padding = local if 0 <= local < size else None
+            start += size
         self.train(source.training)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

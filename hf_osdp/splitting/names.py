@@ -50,30 +50,34 @@ def is_split(model: nn.Module) -> bool:
 
 
 def split_names(model: nn.Module) -> dict[str, SlicedName]:
-    """Each parameter that is in slices, by its Hugging Face name; of tied weights every name is there.
+    """Each parameter that is in slices, by its Hugging Face name. Names of tied weights have the same slices.
 
     Args:
         model: split by `split_operators`; sharded or not.
     """
+    modules = [(plain_name(name), module) for name, module in model.named_modules(remove_duplicate=False)]
+    home: dict[int, str] = {}
+    for name, module in modules:
+        home.setdefault(id(module), name)
     found = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    for prefix, module in modules:
         if not isinstance(module, SplitOperator):
             continue
         for leaf, dim in module.leaves.items():
-            name = plain_name(f"{prefix}.{leaf}")
             shape = list(next(module.parts(leaf)).shape)
             shape[dim] = sum(module.sizes)
-            parts = tuple(plain_name(f"{prefix}.slices.{index}.{leaf}") for index in range(len(module.sizes)))
+            parts = tuple(f"{home[id(part)]}.{leaf}" for part in module.slices)
+            name = f"{prefix}.{leaf}"
             found[name] = SlicedName(name=name, parts=parts, dim=dim, sizes=module.sizes, shape=tuple(shape))
     return found
 
 
-def current_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """The parameters of a split model by Hugging Face name: `(name,)` of one that is whole, else its slices' names."""
-    sliced = split_names(model)
-    inside = {part for whole in sliced.values() for part in whole.parts}
-    names = {plain_name(name): (plain_name(name),) for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {name: own for name, own in names.items() if name not in inside} | {name: whole.parts for name, whole in sliced.items()}
+def _by_first_part(model: nn.Module) -> tuple[dict[str, list[SlicedName]], set[str]]:
+    """Names by their first slice, tied ones together in the model's order; and the other slices."""
+    names: dict[str, list[SlicedName]] = {}
+    for whole in split_names(model).values():
+        names.setdefault(whole.parts[0], []).append(whole)
+    return names, {part for wholes in names.values() for part in wholes[0].parts[1:]}
 
 
 # ---------------------------------------------------------------------------------------------------------- model states
@@ -90,27 +94,20 @@ def merge_state_dict(state: Mapping[str, Any], model: nn.Module, *, join: Join =
     Args:
         state: with slices under their own names; other entries stay, order too.
         model: the split model.
-        join: makes one value of the slices; by default tensors, whole and local, are concatenated. It is called once for
-            slices that lie at the same place, so that tied weights stay one tensor.
+        join: makes one value of the slices; by default tensors, whole and local, are concatenated. Tied weights stay one.
 
     Raises:
         OSDPError: some slices of a parameter are missing.
     """
-    whole_of = {whole.parts[0]: whole for whole in split_names(model).values()}
-    inside = {part for whole in whole_of.values() for part in whole.parts[1:]}
-    joined: dict[Any, Any] = {}
-    merged = {}
+    first, others = _by_first_part(model)
+    merged: dict[str, Any] = {}
     for name, value in state.items():
-        if name in whole_of:
-            whole = whole_of[name]
+        if name in first:
+            whole = first[name][0]
             if missing := [part for part in whole.parts if part not in state]:
                 raise OSDPError(f"{missing[0]!r} is not in the state, but {name!r} is; give all slices of {whole.name!r}.")
-            parts = [state[part] for part in whole.parts]
-            key = tuple(_place(part) for part in parts)
-            if key not in joined:
-                joined[key] = join(parts, whole)
-            merged[whole.name] = joined[key]
-        elif name not in inside:
+            merged.update(dict.fromkeys((each.name for each in first[name]), join([state[part] for part in whole.parts], whole)))
+        elif name not in others:
             merged[name] = value
     return merged
 
@@ -140,12 +137,6 @@ def cut_value(value: torch.Tensor, whole: SlicedName) -> list[torch.Tensor]:
     return list(parts) if parts is not None else list(value.split(list(whole.sizes), whole.dim))
 
 
-def _place(value: Any) -> Any:
-    """Where a tensor lies; two names of tied weights lie at the same place."""
-    value = getattr(value, "_local_tensor", value)
-    return (value.untyped_storage()._cdata, value.storage_offset()) if torch.is_tensor(value) else id(value)
-
-
 # ------------------------------------------------------------------------------------------------------ optimizer states
 
 
@@ -157,8 +148,10 @@ def merge_optimizer_state(state: Mapping[str, Any], model: nn.Module, *, join: J
         model: the split model.
         join: makes one value of the slices of a state tensor; a scalar, such as `step`, is that of the first slice.
     """
-    whole_of = {whole.parts[0]: whole for whole in reversed(split_names(model).values())}  # of tied weights the first name
-    inside = {part for whole in whole_of.values() for part in whole.parts[1:]}
+    first, others = _by_first_part(model)
+
+    def renamed(name: str) -> str:
+        return first[name][0].name if name in first else name
 
     def merged(whole: SlicedName) -> dict[str, Any]:
         states = [state["state"][part] for part in whole.parts]
@@ -167,13 +160,10 @@ def merge_optimizer_state(state: Mapping[str, Any], model: nn.Module, *, join: J
 
     return {
         "state": {
-            whole_of[name].name if name in whole_of else name: merged(whole_of[name]) if name in whole_of else value
-            for name, value in state["state"].items()
-            if name not in inside
+            renamed(name): merged(first[name][0]) if name in first else own for name, own in state["state"].items() if name not in others
         },
         "param_groups": [
-            {**group, "params": [whole_of[name].name if name in whole_of else name for name in group["params"] if name not in inside]}
-            for group in state["param_groups"]
+            {**group, "params": [renamed(name) for name in group["params"] if name not in others]} for group in state["param_groups"]
         ],
     }
 

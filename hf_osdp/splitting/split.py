@@ -9,7 +9,7 @@ from torch import nn
 from ..errors import OSDPError
 from ..planner.cut import OperatorSplit
 from .head import SplitHead, check_model, language_model_of
-from .modules import SplitEmbedding, SplitLinear, SplitOperator, is_conv1d
+from .modules import SplitLinear, SplitOperator, is_conv1d
 from .names import keep_names, plain_name
 
 
@@ -35,11 +35,11 @@ def split_operators(model: nn.Module, splits: Sequence[OperatorSplit]) -> None:
         if owner is None:
             _replace(model, whole, SplitLinear(whole, split.slices))
             continue
-        head = SplitHead(whole, split.slices, padding_idx=None if embedding is None else embedding.padding_idx)
+        head = SplitHead(whole, split.slices)
         head.attach(owner)
         _replace(model, whole, head)
         if embedding is not None:
-            _replace(model, embedding, SplitEmbedding(embedding, head.slices, head.sizes))
+            _replace(model, embedding, head.tie(embedding))
             owner.tie_weights = head.stay_tied
     if splits:
         keep_names(model)
