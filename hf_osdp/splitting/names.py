@@ -113,7 +113,7 @@ def merge_state_dict(state: Mapping[str, Any], model: nn.Module, *, join: Join =
 
 
 def split_state_dict(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The reverse of `merge_state_dict`. Slices are views; what is under a slice's own name already stays.
+    """The reverse of `merge_state_dict`. What is under a slice's own name already stays.
 
     Raises:
         RuntimeError: a whole tensor has another shape than the model's.
@@ -134,7 +134,8 @@ def split_state_dict(state: Mapping[str, Any], model: nn.Module) -> dict[str, An
 def cut_value(value: torch.Tensor, whole: SlicedName) -> list[torch.Tensor]:
     """Slices of a whole value; of one that already knows its slices, those."""
     parts = getattr(value, "parts", None)
-    return list(parts) if parts is not None else list(value.split(list(whole.sizes), whole.dim))
+    # Contiguous: torch broadcasts the memory of what it is given, whatever the strides.
+    return list(parts) if parts is not None else [part.contiguous() for part in value.split(list(whole.sizes), whole.dim)]
 
 
 # ------------------------------------------------------------------------------------------------------ optimizer states
