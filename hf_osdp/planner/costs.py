@@ -75,7 +75,7 @@ class UnitBytes:
     gather_buffer: int
     """Output of the all-gather before it is copied out; 0 where nothing is sent."""
     cast_buffer: int
-    """Parameters cast to the compute dtype, or brought to the device, before they are gathered."""
+    """What parameters that are cast to the compute dtype, or brought to the device, take beyond `gathered` and `gather_buffer`."""
     unsharded_gradients: int
     """Gradients as autograd makes them, before they are reduced or added to whole ones that are held."""
     reduce_input: int
@@ -182,7 +182,7 @@ def unit_bytes(unit: UnitDescription, choice: Choice, world_size: int, job: Trai
         reduced_after=beside,
         gathered=gathered,
         gather_buffer=gathered if g > 1 else 0,
-        cast_buffer=_gather_inputs(unit, choice, job),
+        cast_buffer=_beside_gathered(unit, choice, job) if copies else 0,
         unsharded_gradients=0 if holds and unit.span is GatherSpan.USE else _unsharded(trainable, job),
         reduce_input=g * reduced if copies else 0,
         reduce_stage=g // choice.stage_size * reduced if choice.stage_size > 1 else 0,
@@ -297,15 +297,22 @@ def _unsharded(parameters: Iterable[ParameterSpec], job: TrainingJob) -> int:
     return _total(parameters, lambda p: p.numel * job.precision.gathered_dtype(p).itemsize)
 
 
-def _gather_inputs(unit: UnitDescription, choice: Choice, job: TrainingJob) -> int:
-    """Copies of a unit's shards from which it is gathered: in the compute dtype, and on the device where they lie on the host."""
-    casts, g = _casts(unit, job), choice.shard_size
-    if not casts and not choice.on_host:
+def _beside_gathered(unit: UnitDescription, choice: Choice, job: TrainingJob) -> int:
+    """What parameters that are cast or come from the host take beyond the gathered ones and the gather's buffer.
+
+    Shards are cast and brought over all at once, before anything of their unit is gathered: never more than what is there then.
+    Replicas are, one after the other, brought to the device, cast there, and copied.
+    """
+    if choice.shard_size > 1:
         return 0
-    sizes = [p.sharded_numel(g) * job.precision.gathered_dtype(p).itemsize for p in unit.parameters]
-    # what comes from the host is there in its own dtype, too, while it is cast
-    uncast = max((p.sharded_numel(g) * p.dtype.itemsize for p in unit.parameters), default=0) if casts and choice.on_host else 0
-    return uncast + (max(sizes, default=0) if g == 1 else sum(sizes))  # replicas are cast one by one, shards all at once
+    highest = done = 0
+    for p in unit.parameters:
+        whole, cast = p.numel * job.precision.gathered_dtype(p).itemsize, job.precision.gathered_dtype(p) is not p.dtype
+        brought = p.numel * p.dtype.itemsize if choice.on_host else 0
+        source = whole if cast else brought
+        highest = max(highest, done + brought + (whole if cast else 0), done + source + whole)
+        done += whole
+    return highest - done
 
 
 def _host_bytes(unit: UnitDescription, g: int, job: TrainingJob) -> int:

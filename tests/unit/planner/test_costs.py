@@ -144,13 +144,13 @@ def test_bf16_halves_what_is_gathered_and_reduces_in_float32():
     half = terms(g=4, job=job_of("bf16"))
     assert (half.parameters, half.optimizer, half.gradients_after) == (32, 64, 32)
     assert (half.gathered, half.gather_buffer, half.unsharded_gradients) == (64, 64, 64)
-    assert half.cast_buffer == 16  # the shard in bfloat16
+    assert half.cast_buffer == 0, "the cast shard is less than what is gathered from it"
     assert (half.reduce_input, half.reduce_tail) == (128, 128)
     assert half.reduce_output == 0  # the float32 output becomes the float32 gradient
 
 
 def test_replicas_are_cast_one_parameter_at_a_time():
-    assert terms(g=1, job=job_of("bf16")).cast_buffer == 48  # w, the larger
+    assert terms(g=1, job=job_of("bf16")).cast_buffer == 48 + 48 - 64, "w and what it is cast from, before b is there"
 
 
 def test_reduction_in_another_dtype_than_the_parameter_needs_an_output_buffer():
@@ -375,10 +375,11 @@ def test_a_gradient_comes_to_the_host_before_it_is_added():
     assert terms(g=2, on_host=True, batch=batch).host_moment == 0, "the sum of replicas comes over once"
 
 
-def test_shards_from_the_host_are_on_the_device_before_they_are_gathered():
-    assert terms(g=4, on_host=True).cast_buffer == 32
-    assert terms(g=1, on_host=True).cast_buffer == 96, "replicas come one by one"
-    assert terms(g=4, on_host=True, job=job_of("bf16")).cast_buffer == 16 + 24, "the larger one is there in its own dtype, too"
+def test_what_comes_from_the_host_is_there_before_it_is_gathered():
+    assert terms(g=4, on_host=True).cast_buffer == 0, "shards are less than what is gathered from them"
+    assert terms(g=1, on_host=True).cast_buffer == 64, "replicas come one by one: 96 twice, or 96 and 32 twice, against 128"
+    assert terms(g=1, on_host=True, job=job_of("bf16")).cast_buffer == 96 + 48 - 64, "it is there in its own dtype, too"
+    assert terms(g=1, world_size=1).cast_buffer == 0
 
 
 def test_frozen_parameters_on_the_host_have_no_states():
