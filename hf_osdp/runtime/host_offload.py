@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
-from torch.distributed.tensor import DTensor, Shard
 
 from ..planner.plan import Plan
 
@@ -70,51 +68,6 @@ def move_to_device(model: nn.Module, device: torch.device) -> nn.Module:
 def empty_on_device(model: nn.Module, device: torch.device) -> nn.Module:
     """`model.to_empty(device=device)`, but for units that live on the host, which get memory there."""
     return _apply(model, device, lambda tensor, place: torch.empty_like(tensor, device=place))
-
-
-def whole_tensor(value: torch.Tensor) -> torch.Tensor:
-    """All of a parameter or buffer. Collective.
-
-    The group of a mesh of CUDA devices may be NCCL's alone, which moves no CPU tensors; shards on the host go over the device.
-    """
-    if not isinstance(value, DTensor):
-        return value
-    device_type = value.device_mesh.device_type
-    if value.device.type != device_type:
-        value = value.to(device_type)
-    return value.full_tensor()
-
-
-@torch.no_grad()
-def take_shard(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy this rank's part of a whole tensor into a parameter or buffer, wherever that lies."""
-    if not isinstance(target, DTensor):
-        target.copy_(whole)
-        return
-    mesh, rank = target.device_mesh, target.device_mesh.get_coordinate()
-    for axis, placement in enumerate(target.placements):
-        if isinstance(placement, Shard):
-            pieces = torch.chunk(whole, mesh.size(axis), dim=placement.dim)
-            whole = pieces[rank[axis]] if rank[axis] < len(pieces) else whole.narrow(placement.dim, 0, 0)
-    target.to_local().copy_(whole)
-
-
-def broadcast_into(target: torch.Tensor, source: torch.Tensor | None, device: torch.device) -> None:
-    """Give every rank its part of rank 0's tensor. Collective; the whole is on the device meanwhile.
-
-    Args:
-        target: a parameter or buffer, on any device.
-        source: the whole tensor, on rank 0; others are not looked at.
-        device: what collectives of the world run on.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        take_shard(target, source)
-        return
-    whole = torch.empty(target.shape, dtype=target.dtype, device=device)
-    if dist.get_rank() == 0:
-        whole.copy_(source)
-    dist.broadcast(whole, src=0)
-    take_shard(target, whole)
 
 
 def _groups(model: nn.Module) -> Iterator[Any]:

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from ..profiling.units import canonical_name
 from ..splitting.checkpoint import get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
-from ..splitting.names import is_split, merge_state_dict, split_state_dict
+from ..splitting.names import is_split, merge_state_dict, split_optimizer_state, split_state_dict
+from .host_offload import host_parameters
+from .whole_states import load_whole_optimizer_state, load_whole_weights, whole_tensor
 
 
 def free_gathered(model: nn.Module) -> None:
@@ -42,7 +43,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     # keep_vars: the parameters themselves, by whose identity ties are known.
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) not in copies:
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            whole = whole_tensor(value)  # on every rank
             copies[id(value)] = whole.detach().to("cpu", copy=True) if keep else torch.empty(0)
         state[canonical_name(name)] = copies[id(value)]
     return merge_state_dict(state, model) if keep else {}
@@ -63,6 +64,9 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], *,
         model.load_state_dict(dict(state), strict=strict)
         return
     own = _in_slices(model, state) if is_split(model) else state
+    if host_parameters(model):
+        load_whole_weights(model, own, strict=strict)
+        return
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.get_world_size() > 1, strict=strict)
     set_model_state_dict(model, dict(own) if dist.get_rank() == 0 else {}, options=options)
 
@@ -93,6 +97,10 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Opti
         optimizer: of this model's parameters, with the same parameter groups.
         state: only rank 0's content counts.
     """
+    if host_parameters(model):
+        own = split_optimizer_state(state, model) if state and is_split(model) else state
+        load_whole_optimizer_state(model, optimizer, own)
+        return
     broadcast = isinstance(model, FSDPModule) and dist.get_world_size() > 1
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
     set_optimizer_state_dict(model, optimizer, dict(state) if not broadcast or dist.get_rank() == 0 else {}, options=options)

@@ -1,0 +1,139 @@
+"""Whole weights and optimizer states into a model of which some units live on the host.
+
+Torch's own functions refuse full state dicts where tensors lie on two devices. Here each tensor is broadcast by itself, and each
+rank copies its part to wherever that lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict as stock
+from torch.distributed.tensor import DTensor, Shard
+
+from ..profiling.units import canonical_name
+from .mesh import collective_device, world_size
+
+
+def whole_tensor(value: torch.Tensor) -> torch.Tensor:
+    """All of a parameter or buffer. Collective.
+
+    The group of a mesh of CUDA devices may be NCCL's alone, which moves no CPU tensors; shards on the host go over the device.
+    """
+    if not isinstance(value, DTensor):
+        return value
+    device_type = value.device_mesh.device_type
+    if value.to_local().device.type != device_type:
+        value = value.to(device_type)
+    return value.full_tensor()
+
+
+@torch.no_grad()
+def load_whole_weights(model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+    """Load whole weights. Collective; one tensor at a time is whole on the device.
+
+    Args:
+        model: sharded.
+        state: the model's own names → whole tensors; only rank 0's content counts.
+        strict: refuse missing and unexpected names.
+
+    Raises:
+        RuntimeError: names or shapes do not fit; on every rank.
+    """
+    targets = {canonical_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    given = _from_rank_zero(lambda: _fitting(targets, state, strict=strict))
+    done: set[int] = set()
+    for name in given:
+        if id(targets[name]) not in done:  # tied weights come once
+            done.add(id(targets[name]))
+            _broadcast_into(targets[name], state.get(name))
+
+
+@torch.no_grad()
+def load_whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load an optimizer's whole state. Collective; one tensor at a time is whole on the device.
+
+    Args:
+        model: sharded.
+        optimizer: of this model's parameters, with the same parameter groups.
+        state: `{"state": {name: {...}}, "param_groups": [...]}` by the model's own names; only rank 0's content counts.
+
+    Raises:
+        RuntimeError: rank 0's state lacks a parameter; on every rank.
+    """
+    mine = stock.get_optimizer_state_dict(model, optimizer)
+
+    def told() -> dict[str, Any]:
+        if missing := sorted(set(mine["state"]) - set(state["state"])):
+            raise RuntimeError(f"The optimizer's state lacks {missing[0]!r} ({len(missing)} missing).")
+        plain = {n: {k: v for k, v in own.items() if not _has_shape(v)} for n, own in state["state"].items()}
+        return {"plain": plain, "param_groups": state["param_groups"]}
+
+    rest = _from_rank_zero(told)
+    for name, own in mine["state"].items():
+        own.update(rest["plain"][name])
+        for key, value in own.items():
+            if _has_shape(value):
+                _broadcast_into(value, state["state"][name][key] if state else None)
+    stock.set_optimizer_state_dict(model, optimizer, {"state": mine["state"], "param_groups": rest["param_groups"]})
+
+
+def _has_shape(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _fitting(targets: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], *, strict: bool) -> list[str]:
+    """Names that are in both, in the model's order."""
+    missing, unexpected = [n for n in targets if n not in state], [n for n in state if n not in targets]
+    if strict and (missing or unexpected):
+        raise RuntimeError(
+            f"Weights do not fit the model: {len(missing)} missing {missing[:3]}, {len(unexpected)} unexpected {unexpected[:3]}."
+        )
+    for name in (found := [n for n in targets if n in state]):
+        if targets[name].shape != state[name].shape:
+            raise RuntimeError(f"{name!r} has shape {tuple(state[name].shape)}, the model has {tuple(targets[name].shape)}.")
+    return found
+
+
+def _from_rank_zero(fn: Callable[[], Any]) -> Any:
+    """What `fn` gives on rank 0; all ranks raise where it does, or the others would wait for tensors that never come."""
+    answer: list[Any] = [None, None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            answer = [fn(), None]
+        except RuntimeError as error:
+            answer = [None, str(error)]
+    if world_size() > 1:
+        dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise RuntimeError(answer[1])
+    return answer[0]
+
+
+def _broadcast_into(target: torch.Tensor, source: torch.Tensor | None) -> None:
+    """Give every rank its part of rank 0's tensor."""
+    if world_size() == 1:
+        _take_part(target, source)
+        return
+    whole = torch.empty(target.shape, dtype=target.dtype, device=collective_device())
+    if dist.get_rank() == 0:
+        whole.copy_(source)
+    dist.broadcast(whole, src=0)
+    _take_part(target, whole)
+
+
+def _take_part(target: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy this rank's part of a whole tensor into a parameter, buffer or state, wherever that lies."""
+    if not isinstance(target, DTensor):
+        target.copy_(whole)
+        return
+    mesh, place = target.device_mesh, target.device_mesh.get_coordinate()
+    for axis, placement in enumerate(target.placements):
+        if isinstance(placement, Shard):
+            pieces = torch.chunk(whole, mesh.size(axis), dim=placement.dim)
+            whole = pieces[place[axis]] if place[axis] < len(pieces) else whole.narrow(placement.dim, 0, 0)
+    target.to_local().copy_(whole)
