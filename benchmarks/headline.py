@@ -15,8 +15,8 @@ FSDP2's own communication streams busy for as long as PCIe 3.0 would take (laten
 is measured against it. Steps are interleaved in rounds, one of every plan, and ratios are medians over rounds.
 
 Single strategies recompute all blocks or none, whichever is faster; OSDP decides unit by unit. The equal batch is the global batch
-with which full sharding does best. Aims: no plan needs more than its limit; OSDP is the fastest by estimate, and measured within
-5 % of the fastest. Exit code 1 where one is missed, 77 where there is no device to measure on.
+with which full sharding does best (8 samples in experiment 4). Aims: no plan needs more than its limit; OSDP is the fastest by
+estimate, and measured within 5 % of the fastest. Exit code 1 where one is missed, 77 where there is no device to measure on.
 """
 
 from __future__ import annotations

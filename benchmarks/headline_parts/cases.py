@@ -28,6 +28,8 @@ class Case:
     limit_bytes: int | None
     """Of one device; None puts it half way between what full sharding and DDP need of this model at one sample."""
     devices: int = 8
+    equal_batch_size: int | None = None
+    """The global batch of the comparison at one batch; None takes the baseline's own best."""
     precision: str = "no"
     tokens: bool = False
     """Rates are told in tokens a second, else in samples."""
@@ -93,7 +95,7 @@ CASES = (
     ),
     Case(
         experiment=4, name="OPT-6.7B, states on the host", **_opt(32, 4096, 32), sequence_length=512, limit_bytes=32 * GIB, devices=1,
-        precision="fp16", tokens=True,
+        precision="fp16", tokens=True, equal_batch_size=8,
         remark="fairseq's page on full sharding has about 310 words/s for 13B parameters on one V100 with everything offloaded.",
     ),
 )  # fmt: skip

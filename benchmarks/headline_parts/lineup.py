@@ -26,7 +26,7 @@ class BatchRule(str, Enum):
     """At which batch contenders are compared."""
 
     EQUAL = "equal batch"
-    """The same global batch for all: the baseline's own best."""
+    """The same global batch for all: the case's, or the baseline's own best."""
     OWN = "own best batch"
     """Each at the samples a device with which it does most samples a second, in one micro-step."""
 
@@ -107,7 +107,7 @@ def line_up(case: Case, description: ModelDescription, hardware: Hardware, *, sa
     limit = limit_of(case, description, hardware)
     own = {contender.name: _at_own_best(case, contender, description, hardware, limit, samples) for contender in contenders_of(case)}
     order = sorted(own.items(), key=lambda item: not item[1].contender.baseline)
-    common = next((entry.plan.global_batch_size for _, entry in order if entry.plan is not None), None)
+    common = case.equal_batch_size or next((entry.plan.global_batch_size for _, entry in order if entry.plan is not None), None)
     equal = [] if common is None else [_at(case, c, description, hardware, limit, common) for c in contenders_of(case)]
     return Lineup(case=case, limit_bytes=limit, entries=(*equal, *own.values()))
 

@@ -16,6 +16,7 @@ from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.evaluate import estimate_plan
 from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import with_block_times
 from hf_osdp.profiling.batch import training_batch
 from hf_osdp.profiling.build import build_on_meta
@@ -36,7 +37,8 @@ class TwinEffort:
 
     rounds: int = 9
     """In each, one step of every plan."""
-    profile_s: float = 6.0
+    profile_s: float | None = 6.0
+    """None measures nothing before plans are made: estimates are then those of the preset `cpu`, for another machine."""
     rounds_a_profile: int = 3
     """The machine is measured again after so many rounds, for it drifts."""
     samples: tuple[int, ...] = (1, 2, 4, 8)
@@ -75,6 +77,8 @@ def measure_twin(case: Case, effort: TwinEffort) -> list[dict]:
 def _measured_machine(case: Case, effort: TwinEffort) -> tuple[ModelDescription, Hardware]:
     """The model with its blocks' times on these ranks, and the ranks. Collective."""
     config, options = case.config(), {"sequence_length": case.sequence_length, "block_classes": case.block_classes}
+    if effort.profile_s is None:
+        return describe(config, **options), preset("cpu", devices_per_node=dist.get_world_size())
     profile = measure_profile(
         device_type="cpu", seconds=effort.profile_s, model_or_config=config, micro_batch_sizes=effort.samples, **options
     )  # fmt: skip

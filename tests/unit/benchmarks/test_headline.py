@@ -1,0 +1,243 @@
+"""The headline experiments in their quickest form: real gloo ranks, the emulated link on the CPU, plans, tables. No timing is judged."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks import headline
+from benchmarks.headline_parts.cases import CASES, TWINS, Case
+from benchmarks.headline_parts.emulated import hold_link
+from benchmarks.headline_parts.lineup import CONTENDERS, OFFLOADERS, SAMPLES, BatchRule, job_of, line_up, run_name
+from benchmarks.headline_parts.machines import named_machine
+from benchmarks.headline_parts.rows import Measured, Row, rows_of
+from benchmarks.headline_parts.tables import WIDTH, groups, markdown, table_of, verdicts
+from benchmarks.headline_parts.twins import TwinEffort, measure_twin
+from hf_osdp.planner.costs import Batch, Choice
+from hf_osdp.planner.evaluate import estimate_plan
+from hf_osdp.planner.plan import Plan
+from hf_osdp.profiling.batch import training_batch
+from hf_osdp.profiling.build import build_on_meta
+from hf_osdp.profiling.describe import describe
+from hf_osdp.runtime.mesh import Meshes
+from hf_osdp.runtime.probe import Trial, sharded_copy
+from hf_osdp.runtime.simulate import fake_process_group
+from hf_osdp.runtime.steps import batch_on, make_optimizer, train_step
+from tests.helpers.descriptions import transformer
+from tests.helpers.distributed import run_ranks
+
+TINY = Case(
+    experiment=1, name="tiny", config_class="GPT2Config", architecture="GPT2LMHeadModel", sequence_length=16, limit_bytes=None, devices=2,
+    sizes={"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 301, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0,
+           "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+)  # fmt: skip
+EFFORT = TwinEffort(rounds=2, profile_s=None, samples=(1, 2))
+
+
+@functools.cache
+def twin() -> tuple[Row, ...]:
+    """Rows of a tiny twin that really ran on two ranks."""
+    return tuple(Row(**row) for row in run_ranks(measure_twin, 2, TINY, EFFORT)[0])
+
+
+def lines_of(case: Case, rows, link: str = "gloo") -> list[str]:
+    console = Console(width=WIDTH, record=True, file=io.StringIO())
+    for _, rule, members in groups(rows):
+        console.print(table_of(case, rule, members, link))
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+def test_every_contender_that_fits_has_a_measured_row_within_its_limit():
+    rows = twin()
+    assert [row.contender for row in rows] == 2 * [contender.name for contender in CONTENDERS]
+    for row in rows:
+        if row.run is None:
+            assert row.needs_bytes > row.limit_bytes
+            continue
+        assert 0 < row.measured_peak_bytes <= row.limit_bytes
+        assert row.measured_peak_bytes == pytest.approx(row.estimated_peak_bytes, rel=0.02)
+        assert row.fastest_step_s <= row.measured_step_s <= row.slowest_step_s
+        assert row.measured_gain is not None
+    assert {row.contender for row in rows if row.run} >= {"full shard", "OSDP"}
+    assert "DDP" in {row.contender for row in rows if row.run is None}, "the limit leaves no room for replicas"
+    assert len({row.global_batch_size for row in rows if row.rule == "equal batch" and row.run}) == 1
+
+
+def test_no_contender_is_faster_than_ours_by_estimate():
+    by_estimate = verdicts(twin())[0]
+    assert by_estimate.met, by_estimate.text
+
+
+def test_tables_show_estimates_beside_measurements_and_fit():
+    lines = lines_of(TINY, twin())
+    assert max(map(len, lines)) <= WIDTH
+    assert not [line for line in lines if "…" in line]
+    header = next(line for line in lines if "contender" in line)
+    assert header.split() == ["contender", "batch", "est.", "peak", "peak", "est.", "step", "step", "samples/s", "est.", "x", "x"]
+    assert any(line.split()[:1] == ["DDP"] and ">" in line for line in lines)
+
+
+MODEL = transformer(layers=6, hidden=256)
+FOUR = replace(TINY, devices=4, limit_bytes=120 * 2**20)
+
+
+def planned(case: Case = FOUR):
+    return line_up(case, MODEL, named_machine(case), samples=(1, 2, 4))
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_entries_are_at_one_batch_or_at_their_own_best(devices):
+    case = replace(FOUR, devices=devices)
+    lineup = planned(case)
+    names = [contender.name for contender in (CONTENDERS if devices > 1 else OFFLOADERS)]
+    assert [(e.rule, e.contender.name) for e in lineup.entries] == [(rule, name) for rule in BatchRule for name in names]
+    own = {e.contender.name: e for e in lineup.entries if e.rule is BatchRule.OWN}
+    base = next(e for e in own.values() if e.contender.baseline)
+    equal = [e for e in lineup.entries if e.rule is BatchRule.EQUAL and e.plan is not None]
+    assert {e.plan.global_batch_size for e in equal} == {base.plan.global_batch_size}
+    assert all(e.plan.accumulation_steps == 1 and e.plan.micro_batch_size in SAMPLES for e in own.values() if e.plan)
+    assert all(e.plan.peak_bytes <= lineup.limit_bytes for e in lineup.entries if e.plan)
+    for rule in BatchRule:
+        best = {e.contender.name: e.plan.samples_per_s for e in lineup.entries if e.rule is rule and e.plan}
+        assert best["OSDP"] >= max(best.values()) * (1 - 1e-9)
+
+
+def test_the_equal_batch_can_be_given():
+    lineup = planned(replace(FOUR, equal_batch_size=24))
+    assert {e.plan.global_batch_size for e in lineup.entries if e.rule is BatchRule.EQUAL and e.plan} == {24}
+
+
+def test_gains_are_round_by_round_and_memory_that_did_not_suffice_shows():
+    lineup = planned()
+    base = next(e.plan for e in lineup.entries if e.rule is BatchRule.OWN and e.contender.baseline)
+    found = {name: Measured(steps_s=(1.0, 4.0, 2.0), peak_bytes=10) for name in lineup.distinct_plans()}
+    found[run_name(base)] = Measured(steps_s=(2.0, 4.0, 6.0), peak_bytes=10)
+    own = [row for row in rows_of(lineup, found) if row.rule == BatchRule.OWN and row.run]
+    for row in own:
+        samples = row.global_batch_size / base.global_batch_size
+        assert row.measured_gain == pytest.approx(samples * (1.0 if row.run == run_name(base) else 2.0))
+    failed = {name: Measured() for name in lineup.distinct_plans()}
+    rows = rows_of(lineup, failed)
+    assert all(row.out_of_memory and row.measured_gain is None for row in rows if row.run)
+    assert any("OUT OF MEM" in line for line in lines_of(lineup.case, rows))
+    memory = verdicts(rows)[1]
+    assert not memory.met and "full shard of tiny" in memory.text
+
+
+def test_a_peak_above_the_limit_and_a_slower_step_are_missed_aims():
+    lineup = planned()
+    found = {name: Measured(steps_s=(1.0,), peak_bytes=lineup.limit_bytes) for name in lineup.distinct_plans()}
+    assert verdicts(rows_of(lineup, found))[1].met
+    ours = next(e.plan for e in lineup.entries if e.contender.name == "OSDP" and e.rule is BatchRule.OWN)
+    found[run_name(ours)] = Measured(steps_s=(1e6,), peak_bytes=lineup.limit_bytes + 1)
+    _, memory, time = verdicts(rows_of(lineup, found))
+    assert not memory.met and not time.met
+
+
+def mixed(description, world: int) -> Plan:
+    """Every kind of layout of one node in turn."""
+    kinds = [(world, False), (1, True), (world // 2, False), (world, True), (world // 2, True), (1, False)]
+    choices = [
+        Choice(shard_size=g, keep=keep or unit.span.value == "step", hold_gradients=index % 4 == 3)
+        for index, (unit, (g, keep)) in enumerate(zip(description.units, kinds * 3, strict=False))
+    ]  # fmt: skip
+    return Plan.of(description, choices, Batch(micro_batch_size=1, accumulation_steps=2), world_size=world)
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_the_emulated_link_holds_streams_for_as_long_as_the_planner_says(precision):
+    case = replace(TINY, devices=4, precision=precision, sizes={**TINY.sizes, "n_layer": 5})
+    hardware, config = named_machine(case), case.config()
+    description = describe(config, sequence_length=16, compute_dtype=case.compute.compute)
+    plan, held, calls = mixed(description, 4), Counter(), Counter()
+
+    def hold(collective, seconds):
+        held[collective] += seconds
+        calls[collective] += 1
+
+    with fake_process_group(4):
+        model = build_on_meta(config)
+        job = job_of(case, 8)
+        inputs = training_batch(model, 16)
+        trial = Trial(model=model, units=description.units, job=job, inputs=inputs, device=torch.device("cpu"))
+        copy = sharded_copy(plan, trial, Meshes("cpu"))
+        hold_link(copy, plan, hardware, hold)
+        optimizer = make_optimizer(copy, job.optimizer)
+        train_step(copy, optimizer, batch_on(inputs, 1, torch.device("cpu")), plan, job)
+        finite = all(parameter.to_local().isfinite().all() for parameter in copy.parameters())
+    expected = {kind: seconds for kind, seconds in estimate_plan(plan, description, job, hardware).collectives.items() if seconds}
+    assert dict(held) == pytest.approx(expected, rel=1e-6)
+    assert min(calls.values()) >= 4
+    assert finite
+
+
+def test_an_emulated_link_of_one_node_refuses_two_stages():
+    description = transformer(layers=1)
+    plan = Plan.of(
+        description, [Choice(shard_size=8, keep=True, stage_size=4)] * 3, Batch(micro_batch_size=1, accumulation_steps=1), world_size=8
+    )
+    with pytest.raises(ValueError, match="'\\(root\\)' has collectives in two stages"):
+        hold_link(torch.nn.Linear(1, 1), plan, named_machine(replace(TINY, devices=8)), lambda *_: None)
+
+
+@pytest.mark.parametrize("case", [*CASES, *TWINS], ids=lambda case: case.name)
+def test_models_have_the_sizes_of_their_names(case):
+    numel = sum(p.numel() for p in build_on_meta(case.config()).parameters())
+    wanted = {"GPT-2, 48": 1.44e9, "OPT-30B": 5.31e9, "deep and narrow, GPT-2": 1.26e9, "shallow and wide, GPT-2": 3.64e9,
+              "a mix, Swin": 3.0e9, "OPT-6.7B": 6.66e9}  # fmt: skip
+    size = next((size for name, size in wanted.items() if case.name.startswith(name)), None)
+    assert numel < 1e7 if size is None else numel == pytest.approx(size, rel=0.01)
+    assert (size is None) == (case in TWINS)
+
+
+def test_plan_only_shows_and_writes_what_was_planned(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(headline, "CASES", (replace(TINY, devices=8, remark="Made small."),))
+    code = headline.main(["--plan-only", "--json", str(tmp_path / "r.json"), "--markdown", str(tmp_path / "r.md")])
+    shown, content = capsys.readouterr().out, json.loads((tmp_path / "r.json").read_text())
+    assert code == 0
+    assert "nothing was trained" in " ".join(shown.split())
+    assert "OSDP: " in shown and "Made small." in shown
+    assert {"command", "date", "commit", "versions", "hardware", "rows", "verdicts"} <= set(content)
+    assert "--plan-only" in content["command"]
+    assert all(row["measured_step_s"] is None for row in content["rows"])
+    text = (tmp_path / "r.md").read_text()
+    assert text.startswith("# Headline experiments") and "own best batch" in text and "torch 2" in text
+
+
+def test_a_link_that_is_emulated_is_said_to_be_in_every_table():
+    rows = twin()
+    text = markdown([(TINY, rows)], {"command": "c", "date": "d", "commit": "e", "versions": {}, "hardware": "h", "remarks": []},
+                    headline.LINKS["cuda"])  # fmt: skip
+    assert text.count("EMULATED link") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ([], "give --device cuda, --device cpu or --plan-only"),
+        (["--plan-only", "--device", "cpu"], "give --device cuda, --device cpu or --plan-only"),
+        (["--device", "cpu", "--experiments", "4"], "give --device cuda or --plan-only"),
+        (["--plan-only", "--experiments", "7"], "'7' is no experiment; there are 1, 2, 3, 4"),
+        (["--plan-only", "--quick"], "planning is quick"),
+        (["--plan-only", "--ranks", "2"], "--ranks is for --device cpu"),
+        (["--plan-only", "--json", "/nowhere/at/all.json"], "the folder /nowhere/at does not exist"),
+    ],
+)
+def test_wrong_options_are_one_line(arguments, part, capsys):
+    with pytest.raises(SystemExit) as ended:
+        headline.parse(arguments)
+    assert ended.value.code == 2
+    assert part in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_without_a_gpu_nothing_is_claimed(capsys):
+    assert headline.main(["--device", "cuda"]) == headline.NOTHING_MEASURED
+    assert "nothing was measured" in capsys.readouterr().err
