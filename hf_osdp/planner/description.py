@@ -127,6 +127,10 @@ class Affine:
         """The value as whole bytes, rounded up and never negative."""
         return max(0, math.ceil(self(samples) - 1e-6))
 
+    def plus(self, other: Affine) -> Affine:
+        """The sum of two lines."""
+        return Affine(constant=self.constant + other.constant, per_sample=self.per_sample + other.per_sample)
+
     def scaled(self, factor: float, *, constants: bool) -> Affine:
         """What grows with samples times the factor, and the constant too where asked."""
         return Affine(constant=self.constant * (factor if constants else 1), per_sample=self.per_sample * factor)
@@ -168,8 +172,9 @@ class Envelope:
 
     def plus(self, other: Affine) -> Envelope:
         """Every moment raised by another line."""
-        lines = (Affine(constant=a.constant + other.constant, per_sample=a.per_sample + other.per_sample) for a in self.lines)
-        return Envelope(lines=tuple(lines), single=None if self.single is None else self.single + other(1))
+        return Envelope(
+            lines=tuple(line.plus(other) for line in self.lines), single=None if self.single is None else self.single + other(1)
+        )
 
     def scaled(self, factor: float, *, constants: bool) -> Envelope:
         """What grows with samples times the factor, and constants too where asked; it stands for one sample as well."""

@@ -141,7 +141,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.version != PLAN_VERSION:
-            raise PlanError(f"The plan has version {self.version}; this hf_osdp reads version {PLAN_VERSION}. Plan again.")
+            raise PlanError(_other_version(self.version))
         for name in ("world_size", "micro_batch_size", "accumulation_steps", "sequence_length"):
             if getattr(self, name) < 1:
                 raise PlanError(f"The plan has {name}={getattr(self, name)}; it must be at least 1.")
@@ -275,6 +275,8 @@ class Plan:
             raise PlanError(f"{source} holds a {type(data).__name__}, not a plan. Write it again with Plan.save.")
         if isinstance(data.get("plan"), dict):
             data = data["plan"]
+        if isinstance(version := data.get("version"), int) and version != PLAN_VERSION:
+            raise PlanError(_other_version(version))
         stated = data.pop("fingerprint", None)
         plan = validated(cls, json.dumps(data), lambda problem: PlanError(f"{source} is not a valid plan: {problem}."))
         if stated is not None and stated != plan.fingerprint:
@@ -289,6 +291,10 @@ class Plan:
             PlanError: the file is missing, too large, or not a valid plan.
         """
         return cls.from_json(read_whole(path, "plan", PlanError), source=str(path))
+
+
+def _other_version(version: int) -> str:
+    return f"The plan has version {version}; this hf_osdp reads version {PLAN_VERSION}. Plan again."
 
 
 def _some(names, limit: int = 6) -> str:

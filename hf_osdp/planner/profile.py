@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ..errors import ProfileError
-from .description import Affine, DType, ModelDescription, PhaseCost, Segment
+from .description import Affine, DType, ModelDescription, Segment
 from .files import plain, read_whole, validated, write_whole
 from .hardware import Hardware
 from .lines import fit_line
@@ -209,10 +209,14 @@ def _timed(segment: Segment, description: ModelDescription, profile: Profile) ->
     if found is None:
         raise ProfileError(_mismatch(segment, description, profile))
 
-    def phase(cost: PhaseCost, name: str) -> PhaseCost:
-        return replace(cost, seconds=found.line(name))
-
-    return replace(segment, forward=phase(segment.forward, "forward_s"), backward=phase(segment.backward, "backward_s"))
+    forward, backward = found.line("forward_s"), found.line("backward_s")
+    timed = replace(segment, forward=replace(segment.forward, seconds=forward), backward=replace(segment.backward, seconds=backward))
+    again = segment.recomputed
+    if again is None:
+        return timed
+    both = {"forward": forward, "backward": backward.plus(forward)}
+    phases = {name: replace(getattr(again, name), seconds=seconds) for name, seconds in both.items()}
+    return replace(timed, recomputed=replace(again, **phases))
 
 
 def _mismatch(segment: Segment, description: ModelDescription, profile: Profile) -> str:

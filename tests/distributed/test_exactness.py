@@ -19,7 +19,7 @@ CASES = {
         f"gpt2-{layout}-accumulate-{name}": {
             "model_name": "gpt2", "layout": layout, "accumulation_steps": 2, "reduce_every_micro_step": reduce,
         }
-        for layout in ("zero3", "mixed") for name, reduce in (("reduce", True), ("hold", False), ("by_unit", None))
+        for layout in ("zero3", "everything") for name, reduce in (("reduce", True), ("hold", False), ("by_unit", None))
     },
     **{f"gpt2-{layout}-async": {"model_name": "gpt2", "layout": layout, "async_gathers": True} for layout in ("two_stage", "mixed")},
     **{f"{model}-mixed-checkpointing": {"model_name": model, "layout": "mixed", "checkpointing": True} for model in ("gpt2", "llama")},

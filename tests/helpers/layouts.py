@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hf_osdp.planner.description import DType, ModelDescription, UnitDescription
+from hf_osdp.planner.description import Activations, DType, ModelDescription, UnitDescription
 from hf_osdp.planner.plan import Plan, UnitDecision
 
-LAYOUTS = ("replicate", "zero2", "zero3", "two_stage", "hsdp", "mixed")
+LAYOUTS = ("replicate", "zero2", "zero3", "two_stage", "hsdp", "mixed", "everything")
 
 
 def plan_of(
@@ -18,7 +18,8 @@ def plan_of(
     accumulation_steps: int = 1,
     reduce_every_micro_step: bool | None = True,
 ) -> Plan:
-    """One layout for all units, or `mixed`: every kind of decision in turn. Two stages take the world as two nodes of several ranks.
+    """One layout for all units, or `mixed`: every layout in turn. Two stages take the world as two nodes of several ranks.
+    `everything` adds to that blocks that are recomputed and units on the host.
 
     `reduce_every_micro_step=None` lets every third unit reduce, the others hold.
     """
@@ -27,7 +28,7 @@ def plan_of(
         world_size=world_size,
         strategy="osdp",
         units=tuple(
-            replace(_decision(unit.fqn, index, world_size, layout), reduce_every_micro_step=reduces[index % len(reduces)])
+            replace(_decision(unit, index, world_size, layout), reduce_every_micro_step=reduces[index % len(reduces)])
             for index, unit in enumerate(units)
         ),
         micro_batch_size=1,
@@ -43,7 +44,7 @@ def fingerprint_of(units: tuple[UnitDescription, ...]) -> str:
     ).fingerprint
 
 
-def _decision(fqn: str, index: int, world_size: int, layout: str) -> UnitDecision:
+def _decision(unit: UnitDescription, index: int, world_size: int, layout: str) -> UnitDecision:
     group = max(1, world_size // 2)
     stage_size = 1
     match layout:
@@ -57,7 +58,7 @@ def _decision(fqn: str, index: int, world_size: int, layout: str) -> UnitDecisio
             shard_size, reshard, stage_size = world_size, True, group
         case "hsdp":
             shard_size, reshard = group, True
-        case "mixed":
+        case "mixed" | "everything":
             kinds = [
                 (group, True, 1), (world_size, False, 1), (1, True, 1), (world_size, True, group), (group, False, 1), (world_size, True, 1),
                 (1, False, 1), (world_size, False, group),
@@ -65,4 +66,12 @@ def _decision(fqn: str, index: int, world_size: int, layout: str) -> UnitDecisio
             shard_size, reshard, stage_size = kinds[index % len(kinds)]
         case _:
             raise ValueError(f"plan_of has no layout {layout!r}; use one of {', '.join(LAYOUTS)}.")
-    return UnitDecision(fqn=fqn, shard_size=shard_size, reshard_after_forward=reshard, stage_size=stage_size)
+    again = layout == "everything" and index % 2 == 0 and unit.class_name.endswith(("Block", "Layer"))
+    return UnitDecision(
+        fqn=unit.fqn,
+        shard_size=shard_size,
+        reshard_after_forward=reshard,
+        stage_size=stage_size,
+        activations=Activations.RECOMPUTE if again else Activations.SAVE,
+        on_host=layout == "everything" and index % 3 == 1,
+    )
