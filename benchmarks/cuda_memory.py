@@ -33,6 +33,8 @@ class Memory(Protocol):
 
     def limited(self, limit_bytes: int | None) -> AbstractMemory: ...
 
+    def wait(self) -> None: ...
+
     def last_step_begins(self) -> None: ...
 
     def reading(self) -> Reading: ...
@@ -67,14 +69,18 @@ class CudaMemory:
             torch.cuda.set_per_process_memory_fraction(1.0, self.device)
             self._give_back()
 
+    def wait(self) -> None:
+        """For all that was queued."""
+        torch.cuda.synchronize(self.device)
+
     def last_step_begins(self) -> None:
         """Peaks count from here."""
-        torch.cuda.synchronize(self.device)
+        self.wait()
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def reading(self) -> Reading:
         """Peaks since then."""
-        torch.cuda.synchronize(self.device)
+        self.wait()
         return Reading(
             allocated=torch.cuda.max_memory_allocated(self.device), reserved=torch.cuda.max_memory_reserved(self.device)
         )  # fmt: skip

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import gc
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import psutil
 import torch
 
-from benchmarks.cuda_memory import CudaMemory
+from benchmarks.cuda_memory import CudaMemory, Memory
 from benchmarks.headline_parts.cases import Case
-from benchmarks.headline_parts.emulated import CudaHold, hold_link
+from benchmarks.headline_parts.emulated import CudaHold, Hold, hold_link
 from benchmarks.headline_parts.lineup import Lineup, job_of, line_up
 from benchmarks.headline_parts.machines import as_one_of
 from benchmarks.headline_parts.rows import Measured, Row, rows_of
 from hf_osdp.planner.description import ModelDescription
-from hf_osdp.planner.hardware import Hardware
+from hf_osdp.planner.hardware import Hardware, HostSpec
+from hf_osdp.planner.job import OptimizerSpec
 from hf_osdp.planner.plan import Plan
-from hf_osdp.planner.profile import with_block_times
+from hf_osdp.planner.profile import HostLink, with_block_times
 from hf_osdp.profiling.batch import training_batch
 from hf_osdp.profiling.build import build_on_meta
 from hf_osdp.profiling.describe import describe
 from hf_osdp.profiling.profile import measure_profile
+from hf_osdp.profiling.rates import median_seconds
 from hf_osdp.runtime.mesh import Meshes
 from hf_osdp.runtime.probe import Trial, sharded_copy
 from hf_osdp.runtime.simulate import fake_process_group
@@ -62,9 +65,12 @@ def measure_on_cuda(case: Case, effort: GpuEffort) -> GpuFound:
     description, hardware = measured_machine(case, effort, memory)
     lineup = line_up(case, description, hardware)
     with fake_process_group(case.devices):
-        runner = _Runner(lineup, description, hardware, memory, effort)
-        measured = {name: runner.run(plan) for name, plan in lineup.distinct_plans().items()}
-    return GpuFound(rows=rows_of(lineup, measured), machine=torch.cuda.get_device_name(), worst_drift=runner.worst_drift)
+        hold = CudaHold(memory.device)
+        runner, measured, drift = Runner(lineup, description, hardware, memory, hold, effort), {}, 0.0
+        for name, plan in lineup.distinct_plans().items():
+            measured[name] = runner.run(plan)
+            drift = max(drift, hold.drift(), key=abs)  # the device is warm now
+    return GpuFound(rows=rows_of(lineup, measured), machine=torch.cuda.get_device_name(), worst_drift=drift)
 
 
 def measured_machine(case: Case, effort: GpuEffort, memory: CudaMemory) -> tuple[ModelDescription, Hardware]:
@@ -76,22 +82,48 @@ def measured_machine(case: Case, effort: GpuEffort, memory: CudaMemory) -> tuple
     )  # fmt: skip
     description = describe(config, compute_dtype=case.compute.compute, device_type="cuda", **options)
     hardware = as_one_of(profile.hardware, case.devices, workspace_bytes=memory.workspace_bytes)
+    if case.devices == 1 and hardware.host is None:
+        hardware = replace(hardware, host=measured_host(profile.host_link))
     return with_block_times(description, profile), hardware
 
 
-class _Runner:
+def measured_host(link: HostLink, *, elements: int = 2**26, seconds: float = 2.0) -> HostSpec:
+    """This machine's memory and its rate of fused AdamW steps, beside the link to the device."""
+    parameter = torch.nn.Parameter(torch.zeros(elements))
+    parameter.grad = torch.zeros(elements)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    optimizer.step()
+    taken_s = median_seconds(optimizer.step, torch.device("cpu"), seconds)
+    traffic = OptimizerSpec().traffic_per_element * parameter.nbytes
+    return HostSpec(
+        memory_bytes=psutil.virtual_memory().available, to_device_bytes_per_s=link.to_device_bytes_per_s,
+        to_host_bytes_per_s=link.to_host_bytes_per_s, update_bytes_per_s=traffic / taken_s, source="measured on this machine",
+    )  # fmt: skip
+
+
+class Runner:
     """Runs plans of one case, one after the other: two models would not fit."""
 
-    def __init__(self, lineup: Lineup, description: ModelDescription, hardware: Hardware, memory: CudaMemory, effort: GpuEffort):
-        self._lineup, self._hardware, self._memory, self._effort = lineup, hardware, memory, effort
+    def __init__(
+        self, lineup: Lineup, description: ModelDescription, hardware: Hardware, memory: Memory, hold: Hold, effort: GpuEffort
+    ) -> None:
+        """
+        Args:
+            lineup: the plans, and the limit.
+            description: of the model.
+            hardware: whose links are emulated.
+            memory: that it trains in.
+            hold: what keeps streams busy.
+            effort: steps.
+        """
+        self._lineup, self._hardware, self._memory, self._hold, self._effort = lineup, hardware, memory, hold, effort
         case = lineup.case
         model = build_on_meta(case.config())
         self._trial = Trial(
             model=model, units=description.units, job=job_of(case, case.devices), device=memory.device,
             inputs=training_batch(model, case.sequence_length), block_classes=description.block_classes,
         )  # fmt: skip
-        self._meshes, self._hold = Meshes(memory.device.type), CudaHold(memory.device)
-        self.worst_drift = 0.0
+        self._meshes = Meshes(memory.device.type)
 
     def run(self, plan: Plan) -> Measured:
         """A plan's steps under the limit; without any where memory did not suffice. Nothing is left behind."""
@@ -115,10 +147,9 @@ class _Runner:
         for number in range(effort.untimed_steps + effort.steps):
             if number == effort.untimed_steps:
                 self._memory.last_step_begins()
-            torch.cuda.synchronize(trial.device)
+            self._memory.wait()
             began = time.perf_counter()
             train_step(model, optimizer, batch, plan, trial.job)
-            torch.cuda.synchronize(trial.device)
+            self._memory.wait()
             steps.append(time.perf_counter() - began)
-        self.worst_drift = max(self.worst_drift, self._hold.drift(), key=abs)
         return Measured(steps_s=tuple(steps[effort.untimed_steps :]), peak_bytes=self._memory.reading().allocated)

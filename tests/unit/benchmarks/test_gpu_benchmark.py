@@ -2,49 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 
 from benchmarks import gpu_memory
-from benchmarks.gpu_memory import LayoutRow, LimitRow, Model, Reading, headline, lowest_limit, measure, setting_of
-from hf_osdp.profiling.live_bytes import LiveBytes
+from benchmarks.gpu_memory import LayoutRow, LimitRow, Model, headline, lowest_limit, measure, setting_of
 from hf_osdp.runtime.simulate import fake_process_group
+from tests.helpers.counted_memory import CountedMemory
 
 TINY = Model(
     config="GPT2Config", architecture="GPT2LMHeadModel", sequence_length=32, samples=2,
     sizes={"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 301, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0},
 )  # fmt: skip
-
-
-class CountedMemory:
-    """CPU memory that "runs out" where live bytes pass the limit, as CUDA's does."""
-
-    device, total_bytes, workspace_bytes = torch.device("cpu"), 2**26, 0
-
-    def __init__(self) -> None:
-        self.attempts = 0
-
-    @contextmanager
-    def limited(self, limit_bytes: int | None) -> Iterator[None]:
-        self.attempts += 1
-        self.limit_bytes, self.live = limit_bytes, LiveBytes(block_bytes=1)
-        with self.live:
-            yield
-
-    def last_step_begins(self) -> None:
-        self._check()
-        self.live.reset_peak()
-
-    def reading(self) -> Reading:
-        self._check()
-        return Reading(allocated=self.live.peak_bytes, reserved=self.live.peak_bytes)
-
-    def _check(self) -> None:
-        if self.limit_bytes is not None and self.live.peak_bytes > self.limit_bytes:
-            raise torch.OutOfMemoryError(f"{self.live.peak_bytes} bytes, limit {self.limit_bytes}")
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from rich.console import Console
 from benchmarks import headline
 from benchmarks.headline_parts.cases import CASES, TWINS, Case
 from benchmarks.headline_parts.emulated import hold_link
+from benchmarks.headline_parts.gpu import GpuEffort, Runner, measured_host
 from benchmarks.headline_parts.lineup import CONTENDERS, OFFLOADERS, SAMPLES, BatchRule, job_of, line_up, run_name
 from benchmarks.headline_parts.machines import named_machine
 from benchmarks.headline_parts.rows import Measured, Row, rows_of
@@ -23,6 +24,7 @@ from benchmarks.headline_parts.twins import TwinEffort, measure_twin
 from hf_osdp.planner.costs import Batch, Choice
 from hf_osdp.planner.evaluate import estimate_plan
 from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.profile import HostLink
 from hf_osdp.profiling.batch import training_batch
 from hf_osdp.profiling.build import build_on_meta
 from hf_osdp.profiling.describe import describe
@@ -30,6 +32,7 @@ from hf_osdp.runtime.mesh import Meshes
 from hf_osdp.runtime.probe import Trial, sharded_copy
 from hf_osdp.runtime.simulate import fake_process_group
 from hf_osdp.runtime.steps import batch_on, make_optimizer, train_step
+from tests.helpers.counted_memory import CountedMemory
 from tests.helpers.descriptions import transformer
 from tests.helpers.distributed import run_ranks
 
@@ -62,7 +65,7 @@ def test_every_contender_that_fits_has_a_measured_row_within_its_limit():
             assert row.needs_bytes > row.limit_bytes
             continue
         assert 0 < row.measured_peak_bytes <= row.limit_bytes
-        assert row.measured_peak_bytes == pytest.approx(row.estimated_peak_bytes, rel=0.02)
+        assert row.measured_peak_bytes == pytest.approx(row.estimated_peak_bytes, rel=0.05)
         assert row.fastest_step_s <= row.measured_step_s <= row.slowest_step_s
         assert row.measured_gain is not None
     assert {row.contender for row in rows if row.run} >= {"full shard", "OSDP"}
@@ -176,6 +179,32 @@ def test_the_emulated_link_holds_streams_for_as_long_as_the_planner_says(precisi
     assert dict(held) == pytest.approx(expected, rel=1e-6)
     assert min(calls.values()) >= 4
     assert finite
+
+
+def test_plans_run_on_a_device_under_a_limit_and_one_that_does_not_fit_runs_out_of_memory():
+    case = replace(TINY, devices=4)
+    description, hardware = describe(case.config(), sequence_length=16), named_machine(case)
+    hardware = replace(hardware, device=replace(hardware.device, reserved_bytes=0))
+    lineup = line_up(case, description, hardware, samples=(1, 2))
+    with fake_process_group(case.devices):
+        plans, calls, memory = lineup.distinct_plans(), [], CountedMemory()
+        hold = lambda *call: calls.append(call)  # noqa: E731
+        runner = Runner(lineup, description, hardware, memory, hold, GpuEffort(steps=2))
+        found = {name: runner.run(plan) for name, plan in plans.items()}
+        tight = Runner(replace(lineup, limit_bytes=lineup.limit_bytes // 2), description, hardware, memory, hold, GpuEffort(steps=1))
+        assert tight.run(next(iter(plans.values()))).out_of_memory
+    assert memory.attempts == len(plans) + 1
+    assert calls
+    for name, plan in plans.items():
+        assert len(found[name].steps_s) == 2
+        assert found[name].peak_bytes == pytest.approx(plan.peak_bytes, rel=0.02)
+    assert verdicts(rows_of(lineup, found))[1].met
+
+
+def test_a_host_is_measured():
+    host = measured_host(HostLink(to_device_bytes_per_s=3e9, to_host_bytes_per_s=2e9), elements=2**12, seconds=0.01)
+    assert (host.to_device_bytes_per_s, host.to_host_bytes_per_s) == (3e9, 2e9)
+    assert host.update_bytes_per_s > 1e6 and host.memory_bytes > 2**20
 
 
 def test_an_emulated_link_of_one_node_refuses_two_stages():
