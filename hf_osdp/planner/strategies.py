@@ -94,11 +94,15 @@ def search_spaces(
 
 def _kinds(strategy: Strategy, hardware: Hardware) -> list[_Kind]:
     """Layouts of a strategy: several where all units take one of them together."""
+    kinds = _layouts(strategy, hardware)
+    # one device has nothing to free: what is cast to a lower precision is needed in backward
+    return [_Kind(shard_sizes=(1,), keep=True)] if hardware.world_size == 1 else kinds
+
+
+def _layouts(strategy: Strategy, hardware: Hardware) -> list[_Kind]:
     world_size, per_node = hardware.world_size, hardware.devices_per_node
     whole = (world_size,)
     stages = (per_node,) if 1 < per_node < world_size else ()
-    if world_size == 1:
-        return [_Kind(shard_sizes=(1,), keep=True)]  # there is nothing to free: what is cast to a lower precision is needed in backward
     match strategy:
         case Strategy.OSDP:
             return [_Kind(shard_sizes=divisors(world_size), keep=None, stage_sizes=(1, *stages))]

@@ -148,7 +148,7 @@ def with_costly_loss() -> ModelDescription:
     return replace(MODEL, segments=(*segments, replace(head, forward=forward)))
 
 
-MICRO_STEPS = TrainingJob(global_batch_size=64, micro_batch_size=1)
+MICRO_STEPS = TrainingJob(global_batch_size=64, micro_batch_size=1, reduce_every_micro_step=True)
 SINGLE = {
     # what is sharded is gathered in each of 16 micro-steps, which nothing hides; replicas are reduced once
     Strategy.DDP: machine(Backend.NCCL, flops_per_s=1e18),
