@@ -84,9 +84,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
     state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if not state or (dist.is_initialized() and dist.get_rank() != 0):
         return {}
-    # Copies: on the CPU torch gives what is not sharded as it is, and the next step would change it.
-    states = {name: {key: v.clone() if torch.is_tensor(v) else v for key, v in own.items()} for name, own in state["state"].items()}
-    return {"state": states, "param_groups": state["param_groups"]}
+    return _copied(state)  # on the CPU torch gives what is not sharded as it is, and the next step would change it
 
 
 def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -103,7 +101,14 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Opti
         return
     broadcast = isinstance(model, FSDPModule) and dist.get_world_size() > 1
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-    set_optimizer_state_dict(model, optimizer, dict(state) if not broadcast or dist.get_rank() == 0 else {}, options=options)
+    # A copy: torch takes over what is not sharded, and the next step would change the caller's.
+    set_optimizer_state_dict(model, optimizer, _copied(state) if not broadcast or dist.get_rank() == 0 else {}, options=options)
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state with tensors of its own."""
+    states = {name: {key: v.clone() if torch.is_tensor(v) else v for key, v in own.items()} for name, own in state["state"].items()}
+    return {"state": states, "param_groups": [dict(group) for group in state["param_groups"]]}
 
 
 def _in_slices(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
