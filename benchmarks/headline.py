@@ -12,7 +12,7 @@ not fit runs out of memory; compute, sharding and FSDP2's streams are real. The 
 FSDP2's own communication streams busy for as long as PCIe 3.0 would take (latency + bytes / bandwidth). Tables say so.
 
 `--device cpu` trains small twins of 1 to 3 on gloo ranks, whose link is real. The limit is the planner's; the peak of live tensors
-is measured against it. Steps are interleaved in rounds, one of every plan, and ratios are medians over rounds.
+is measured against it. Steps are interleaved in rounds, one of every plan, and ratios (x) are medians over rounds.
 
 Single strategies recompute all blocks or none, whichever is faster; OSDP decides unit by unit. The equal batch is the global batch
 with which full sharding does best (8 samples in experiment 4). Aims: no plan needs more than its limit; OSDP is the fastest by

@@ -33,6 +33,8 @@ class Case:
     precision: str = "no"
     tokens: bool = False
     """Rates are told in tokens a second, else in samples."""
+    rates: bool = True
+    """Samples a second are told; not where the machine is too busy for more than ratios."""
     remark: str = ""
 
     @property
@@ -100,7 +102,7 @@ CASES = (
     ),
 )  # fmt: skip
 
-_TWIN = {"sequence_length": 64, "limit_bytes": None, "devices": 2}
+_TWIN = {"sequence_length": 64, "limit_bytes": None, "devices": 2, "rates": False}
 TWINS = (
     Case(experiment=1, name="twin of GPT-2 48 x 1536: 6 x 192", **_gpt2(6, 192, 3, vocabulary=6282, positions=64), **_TWIN),
     Case(experiment=2, name="twin of 8 layers of OPT-30B: 8 x 224", **_opt(8, 224, 7, vocabulary=1571), **_TWIN),

@@ -51,7 +51,10 @@ class Row:
     estimated_gain: float | None = None
     """Samples a second over the baseline's at the same rule, by estimate."""
     measured_peak_bytes: int | None = None
+    steps_s: tuple[float, ...] = ()
+    """Timed steps; where plans took turns, the n-th of each is of the same round."""
     measured_step_s: float | None = None
+    """Their median."""
     fastest_step_s: float | None = None
     slowest_step_s: float | None = None
     measured_estimate_s: float | None = None
@@ -103,18 +106,18 @@ def _seen(found: Measured, plan: Any, other: Any, measured: Mapping[str, Measure
     if found.out_of_memory:
         return {"out_of_memory": True}
     seen: dict[str, Any] = {
-        "measured_peak_bytes": found.peak_bytes, "measured_step_s": statistics.median(found.steps_s),
+        "steps_s": found.steps_s, "measured_peak_bytes": found.peak_bytes, "measured_step_s": statistics.median(found.steps_s),
         "fastest_step_s": min(found.steps_s), "slowest_step_s": max(found.steps_s),
         "measured_estimate_s": statistics.median(found.estimated_s) if found.estimated_s else plan.step_s,
     }  # fmt: skip
     base = None if other is None else measured.get(run_name(other))
     if base is not None and not base.out_of_memory:
         samples = plan.global_batch_size / other.global_batch_size
-        seen["measured_gain"] = samples * statistics.median(_ratios(base.steps_s, found.steps_s))
+        seen["measured_gain"] = samples * statistics.median(ratios(base.steps_s, found.steps_s))
     return seen
 
 
-def _ratios(base: Sequence[float], own: Sequence[float]) -> list[float]:
+def ratios(base: Sequence[float], own: Sequence[float]) -> list[float]:
     """Round by round where there are as many, else of the medians."""
     if len(base) != len(own):
         return [statistics.median(base) / statistics.median(own)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.headline_parts.cases import Case
-from benchmarks.headline_parts.rows import Row
+from benchmarks.headline_parts.rows import Row, ratios
 from hf_osdp.quantities import format_bytes, format_seconds
 from hf_osdp.report.tables import bare_table
 
@@ -48,7 +49,7 @@ def table_of(case: Case, rule: str, rows: Sequence[Row], link: str) -> Table:
     table.add_column("contender", no_wrap=True)
     table.add_column("batch", justify="right", no_wrap=True)
     names = ("est. peak", *(("peak",) if measured else ()), "est. step", *(("step",) if measured else ()))
-    rates = (f"est. {unit}", "x") if not measured else (unit, "est. x", "x")
+    rates = (f"est. {unit}", "x") if not measured else (*((unit,) if case.rates else ()), "est. x", "x")
     for name in (*names, *rates):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -73,8 +74,8 @@ def _figures(row: Row, case: Case, measured: bool) -> list[str]:
     estimated = row.estimated_step_s if row.measured_estimate_s is None else row.measured_estimate_s
     peaks = [_bytes(row.estimated_peak_bytes), "OUT OF MEM" if row.out_of_memory else _bytes(row.measured_peak_bytes)]
     steps = [format_seconds(estimated), "-" if row.measured_step_s is None else format_seconds(row.measured_step_s)]
-    rate = row.rate(row.measured_step_s)
-    return [batch, *peaks, *steps, _rate(rate, scale), _times(row.estimated_gain), _times(row.measured_gain)]
+    rate = [_rate(row.rate(row.measured_step_s), scale)] if case.rates else []
+    return [batch, *peaks, *steps, *rate, _times(row.estimated_gain), _times(row.measured_gain)]
 
 
 def _bytes(count: int | None) -> str:
@@ -112,25 +113,31 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
 
 
 def _by_estimate(rows: Sequence[Row]) -> Verdict:
-    worst, where = _behind(rows, lambda row: row.rate(row.estimated_step_s))
+    worst, where = _behind(rows, lambda own, other: other.rate(other.estimated_step_s) / own.rate(own.estimated_step_s))
     text = f"by estimate OSDP takes at most {worst:.3f} times the step of the best other that fits{where}; aim 1"
     return Verdict(text=text, met=worst <= 1.0 + 1e-6)
 
 
 def _by_measurement(rows: Sequence[Row]) -> Verdict:
-    worst, where = _behind(rows, lambda row: row.rate(row.measured_step_s))
+    worst, where = _behind([row for row in rows if row.run is None or row.steps_s], _step_over)
     text = f"measured, OSDP takes at most {worst:.2f} times the step of the fastest other that fits{where}; aim {NEAR_FASTEST}"
     return Verdict(text=text, met=worst <= NEAR_FASTEST)
 
 
-def _behind(rows: Sequence[Row], rate: Any) -> tuple[float, str]:
-    """How far OSDP is behind the best other at its worst, as a factor, and where; 0 where it has no row or no rival."""
+def _step_over(own: Row, other: Row) -> float:
+    """Time a sample takes under one plan over that under another, from steps of the same round where there are any."""
+    return other.global_batch_size / own.global_batch_size * statistics.median(ratios(own.steps_s, other.steps_s))
+
+
+def _behind(rows: Sequence[Row], over: Callable[[Row, Row], float]) -> tuple[float, str]:
+    """How many times as long OSDP takes as the best other, at its worst, and where; 0 where there is no rival."""
     worst, where = 0.0, ""
     for case, rule, members in groups(rows):
-        own = next((rate(row) for row in members if row.contender == OURS), None)
-        others = [found for row in members if row.contender != OURS and (found := rate(row)) is not None]
-        if others and max(others) / (own or 1e-12) > worst:
-            worst, where = max(others) / (own or 1e-12), f" ({case}, {rule})"
+        own = next((row for row in members if row.contender == OURS and row.run), None)
+        others = [row for row in members if row.contender != OURS and row.run]
+        found = max((float("inf") if own is None else over(own, other) for other in others), default=0.0)
+        if found > worst:
+            worst, where = found, f" ({case}, {rule})"
     return worst, where
 
 

@@ -84,6 +84,7 @@ def test_tables_show_estimates_beside_measurements_and_fit():
     assert not [line for line in lines if "…" in line]
     header = next(line for line in lines if "contender" in line)
     assert header.split() == ["contender", "batch", "est.", "peak", "peak", "est.", "step", "step", "samples/s", "est.", "x", "x"]
+    assert not any("samples/s" in line for line in lines_of(replace(TINY, rates=False), twin()))
     assert any(line.split()[:1] == ["DDP"] and ">" in line for line in lines)
 
 
