@@ -21,7 +21,8 @@ from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
 from ..runtime.accumulation import micro_step
 from ..runtime.clip import clip_grad_norm_
-from ..runtime.environment import prepare_model
+from ..runtime.environment import form_process_group, prepare_model
+from ..runtime.host_offload import uses_host
 from ..runtime.measure import Observation
 from ..runtime.roll_call import compare_versions, roll_call
 from ..runtime.scaler import OSDPGradScaler
@@ -49,7 +50,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     The first 8 optimizer steps of the loop are measured (`measured`), and the estimate is printed beside them; with a `project_dir`
     it goes into `osdp_report.json` there. `end_training` tells it where a loop is shorter.
 
-    A single process without a process group has nobody to share with: its plan only sets the batch size.
+    A single process without a process group has nobody to share with: its plan sets the batch size, and which units live on the
+    host.
 
     Args:
         osdp: what to plan for; what it leaves open comes from the file given to `accelerate launch`.
@@ -147,8 +149,15 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         return self._run.plan
 
     def adopt(self, run: PlannedRun) -> None:
-        """Run this plan. When gradients are reduced is then up to `no_sync`, not to Accelerate."""
+        """Run this plan. When gradients are reduced is then up to `no_sync`, not to Accelerate.
+
+        Units on the host are FSDP2's to run, and so FSDP takes charge of a single process, too, where the plan has any.
+        """
         self._run = run
+        if uses_host(run.plan) and not self.is_fsdp2:
+            form_process_group(needed=True)
+            self._join_fsdp(self.plugin, alone=True)
+            self._choose_scaler()
         self.gradient_state.plugin_kwargs["sync_each_batch"] = False
 
     def _plan_for(self, objects: Iterable[Any]) -> None:
@@ -325,9 +334,10 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
 
     # ----------------------------------------------------------------------------------------------------- construction
 
-    def _join_fsdp(self, plugin: OSDPPlugin) -> None:
-        """Put FSDP in charge: Accelerate does so for every kind of device but the CPU, and keeps a first plugin for ever."""
-        if self.state.distributed_type not in (DistributedType.MULTI_CPU, DistributedType.FSDP):
+    def _join_fsdp(self, plugin: OSDPPlugin, *, alone: bool = False) -> None:
+        """Put FSDP in charge: Accelerate does so for several processes on every kind of device but the CPU, and keeps a first
+        plugin for ever."""
+        if not alone and self.state.distributed_type not in (DistributedType.MULTI_CPU, DistributedType.FSDP):
             return
         if self.state.mixed_precision != "no" and plugin.mixed_precision_policy is None:
             plugin.set_mixed_precision(self.state.mixed_precision)

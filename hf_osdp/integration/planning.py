@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..errors import HardwareError, PlanError
 from ..planner.description import DType, ModelDescription
 from ..planner.evaluate import estimate_plan
 from ..planner.hardware import Hardware
@@ -27,6 +29,8 @@ from ..runtime.mesh import Meshes
 from ..runtime.probe import Trial, probe
 from ..runtime.recalibrate import Problem, Round, recalibrate
 from .config import OSDPConfig
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +82,7 @@ class RunFacts:
     checkpoint_wrapper: bool = False
     """It is Accelerate that will recompute them, in torch's wrapper; else the model does it."""
     cpu_offload: bool = False
-    """Parameters and optimizer states live in the host's memory."""
+    """Every unit's parameters, gradients and optimizer states are to live in the host's memory; else as many as the plan needs."""
 
     def job(self) -> TrainingJob:
         """The job to search for.
@@ -96,9 +100,15 @@ class RunFacts:
             clips_gradients=self.clips_gradients,
             micro_batch_size=self.micro_batch_size,
             reduce_every_micro_step=self.reduce_every_micro_step,
+            host_offload=True if self.offloads_all else None,
         )
         job.micro_batch_sizes(self.world_size)
         return job
+
+    @property
+    def offloads_all(self) -> bool:
+        """All states are to leave the device; the CPU has no other memory than its own."""
+        return self.cpu_offload and self.device_type != "cpu"
 
 
 def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
@@ -137,6 +147,7 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
     if profile is not None:
         description = with_block_times(description, profile)
     hardware = _hardware(config, facts, profile)
+    _check_host(hardware, facts)
     limit = _memory_limit(config, hardware)
     problem = Problem(description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=config.strategy)
     plan = broadcast_plan(on_rank_zero(problem.solve))
@@ -180,14 +191,27 @@ def _tried(model: nn.Module, plan: Plan, problem: Problem, facts: RunFacts) -> t
     return plan, rounds, corrected or problem, meshes
 
 
+def _check_host(hardware: Hardware, facts: RunFacts) -> None:
+    """Refuse to offload to a host that is not known; tell where there is none.
+
+    Raises:
+        HardwareError: nothing is known of the host.
+    """
+    if facts.offloads_all and hardware.host is None:
+        raise HardwareError(
+            f"cpu_offload moves all states to the host, but the host of {hardware.device.name} is not known;"
+            " leave hardware out to have it measured, or give a profile or Hardware(host=...)."
+        )
+    if facts.cpu_offload and not facts.offloads_all:
+        _log.warning("cpu_offload has no effect on the CPU: there is no other memory to move states to.")
+
+
 def _check_recalibration(facts: RunFacts) -> None:
     """Refuse trials that would not be of what then runs.
 
     Raises:
-        ValueError: for offloading, and for low precision in one process without a process group.
+        ValueError: for low precision in one process without a process group.
     """
-    if facts.cpu_offload:
-        raise ValueError("recalibrate=True tries plans on the device, but cpu_offload moves the states off it; leave one of the two out.")
     if not dist.is_initialized() and facts.precision.compute is not None:
         raise ValueError(
             f"recalibrate=True in one process without a process group cannot try {facts.precision.compute.value};"
@@ -240,6 +264,10 @@ def _check_given(plan: Plan, config: OSDPConfig, facts: RunFacts, description: M
         PlanError: model, world, batch, sequence length or memory limit differ.
     """
     plan.check(description, facts.world_size)
+    if facts.offloads_all and (stay := sum(not unit.on_host for unit in plan.units)):
+        raise PlanError(
+            f"cpu_offload asks for every unit on the host, but {stay} of the plan's stay on the device; leave it out, or plan again."
+        )
     limit = config.memory_limit_bytes
     check_given(
         plan,

@@ -85,6 +85,7 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
         with _accelerator_class(_TrainersAccelerator):
             super().create_accelerator_and_postprocess()
         self.accelerator.adopt(self._run)
+        self.is_fsdp_enabled = self.is_fsdp_enabled or self.accelerator.is_fsdp2  # one process with units on the host
 
     def _make_plan(self, config: OSDPConfig) -> PlannedRun:
         """Plan for the training that the arguments describe. Every process calls this together."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_osdp.errors import InfeasibleError, PlanError, ProfileError
+from hf_osdp.errors import HardwareError, InfeasibleError, PlanError, ProfileError
 from hf_osdp.integration.config import OSDPConfig
 from hf_osdp.integration.planning import RunFacts, plan_run
+from hf_osdp.planner.hardware import HostSpec
 from hf_osdp.planner.job import OptimizerSpec, Precision
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile
@@ -138,9 +140,28 @@ def test_one_process_tries_its_plan_too(model):
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("changes", "part"), [({"precision": Precision.named("bf16")}, "cannot try bfloat16"), ({"cpu_offload": True}, "cpu_offload moves")]
-)
-def test_trials_of_what_would_not_run_are_refused(model, changes, part):
-    with pytest.raises(ValueError, match=part):
-        plan_run(model, OSDPConfig(hardware=HARDWARE, recalibrate=True), facts(**changes))
+def test_trials_of_what_would_not_run_are_refused(model):
+    with pytest.raises(ValueError, match="cannot try bfloat16"):
+        plan_run(model, OSDPConfig(hardware=HARDWARE, recalibrate=True), facts(precision=Precision.named("bf16")))
+
+
+def test_all_states_on_a_host_that_is_not_known(model):
+    with pytest.raises(HardwareError, match="is not known; leave hardware out"):
+        plan_run(model, OSDPConfig(hardware=HARDWARE), facts(cpu_offload=True, device_type="cuda"))
+
+
+def test_all_states_on_the_host(model):
+    host = HostSpec(memory_bytes=2**34, to_device_bytes_per_s=1e10, to_host_bytes_per_s=1e10, update_bytes_per_s=1e10, source="made up")
+    run = plan_run(model, OSDPConfig(hardware=replace(HARDWARE, host=host)), facts(cpu_offload=True, device_type="cuda"))
+    assert run.job.host_offload is True and all(unit.on_host for unit in run.plan.units)
+
+
+def test_a_given_plan_that_keeps_units_on_the_device_is_not_offloaded(model):
+    plan = plan_run(model, OSDPConfig(hardware=HARDWARE), facts()).plan
+    with pytest.raises(PlanError, match="stay on the device; leave it out"):
+        plan_run(model, OSDPConfig(plan=plan), facts(cpu_offload=True, device_type="cuda"))
+
+
+def test_the_cpu_has_no_host_beside_it(model, caplog):
+    run = plan_run(model, OSDPConfig(hardware=HARDWARE), facts(cpu_offload=True))
+    assert not any(unit.on_host for unit in run.plan.units) and "no effect on the CPU" in caplog.text
