@@ -148,16 +148,16 @@ def measured_on_cuda(options: argparse.Namespace, sections: list, console: Conso
     """Real sizes on this machine's GPU."""
     from benchmarks.headline_parts.gpu import QUICK, GpuEffort, measure_on_cuda
 
-    machine, drift = "", 0.0
+    machine, error = "", 0.0
     for case in chosen(CASES, options.experiments):
         # A process for each: what a failed step leaves behind in the allocator must not meet the next one.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             found = pool.submit(measure_on_cuda, case, QUICK if options.quick else GpuEffort()).result()
-        machine, drift = found.machine, max(drift, found.worst_drift, key=abs)
+        machine, error = found.machine, max(error, found.worst_hold_error, key=abs)
         finish(case, found.rows, sections, console, "cuda")
     return machine, [
         f"One {machine} trains as rank 0 of 8. The link is emulated: streams are held for as long as PCIe 3.0 takes, nothing is sent;"
-        f" holds were off by {drift:+.1%} at worst."
+        f" holds were off by {error:+.1%} at worst."
     ]
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,32 +19,62 @@ from hf_osdp.planner.hardware import Collective, Hardware
 from hf_osdp.planner.plan import Plan
 from hf_osdp.profiling.units import modules_by_name
 
-Hold = Callable[[Collective, float], None]
-"""Keeps the current stream busy for so many seconds, on account of a collective."""
 _CALIBRATION_CYCLES, _CALIBRATIONS = 20_000_000, 7
 
 
-class CudaHold:
-    """Spins one thread on the current stream.
+class Hold(Protocol):
+    """The link, as what keeps it busy."""
 
-    `torch.cuda._sleep` counts the device's clock, so that its rate is measured here, and again with `drift` once the device has
-    worked for a while.
+    def __call__(self, collective: Collective, seconds: float) -> None:
+        """Keep the current stream busy for so long, on account of a collective."""
+        ...
+
+    def settle(self) -> None:
+        """The device has warmed up: from here on steps count."""
+        ...
+
+
+class CudaHold:
+    """Spins one thread on the current stream. There is one link: what is sent while it is busy waits for its turn, on whichever
+    stream, as collectives of several streams share a real one.
+
+    `torch.cuda._sleep` counts the device's clock, which slows down under load, so that every hold is measured by events.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._cycles_per_s = self._measured()
+        self._cycles_per_s = self._calibrated()
+        self._free: torch.cuda.Event | None = None
+        self._holds: list[tuple[float, torch.cuda.Event, torch.cuda.Event]] = []
 
     def __call__(self, collective: Collective, seconds: float) -> None:
-        if seconds > 0:
-            torch.cuda._sleep(int(seconds * self._cycles_per_s))
+        if seconds <= 0:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if self._free is not None:
+            stream.wait_event(self._free)
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record(stream)
+        torch.cuda._sleep(int(seconds * self._cycles_per_s))
+        ended.record(stream)
+        self._free = ended
+        self._holds.append((seconds, began, ended))
 
-    def drift(self) -> float:
-        """By how much holds were too short (negative) or too long, as a part, at the clock of this moment."""
-        return self._cycles_per_s / self._measured() - 1
+    def settle(self) -> None:
+        """Go by the clock that the device had so far."""
+        if self._holds:
+            self._cycles_per_s /= 1 + self.error()
 
-    def _measured(self) -> float:
-        """Cycles in a second: the median of a few holds."""
+    def error(self) -> float:
+        """By how much holds since the last call were too long, as a part; negative where they were too short."""
+        torch.cuda.synchronize(self._device)
+        asked = sum(seconds for seconds, _, _ in self._holds)
+        taken = sum(began.elapsed_time(ended) / 1e3 for _, began, ended in self._holds)
+        self._holds.clear()
+        return taken / asked - 1 if asked else 0.0
+
+    def _calibrated(self) -> float:
+        """Cycles in a second: the median of a few holds on the device at rest."""
         rates = []
         for _ in range(_CALIBRATIONS):
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))

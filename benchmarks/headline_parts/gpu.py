@@ -52,8 +52,8 @@ class GpuFound:
 
     rows: tuple[Row, ...]
     machine: str
-    worst_drift: float
-    """Of the holds, as a part of their length, over all plans."""
+    worst_hold_error: float
+    """By how much a plan's holds were too long, together, as a part; the worst of the plans."""
 
 
 def measure_on_cuda(case: Case, effort: GpuEffort) -> GpuFound:
@@ -66,11 +66,11 @@ def measure_on_cuda(case: Case, effort: GpuEffort) -> GpuFound:
     lineup = line_up(case, description, hardware)
     with fake_process_group(case.devices):
         hold = CudaHold(memory.device)
-        runner, measured, drift = Runner(lineup, description, hardware, memory, hold, effort), {}, 0.0
+        runner, measured, worst = Runner(lineup, description, hardware, memory, hold, effort), {}, 0.0
         for name, plan in lineup.distinct_plans().items():
             measured[name] = runner.run(plan)
-            drift = max(drift, hold.drift(), key=abs)  # the device is warm now
-    return GpuFound(rows=rows_of(lineup, measured), machine=torch.cuda.get_device_name(), worst_drift=drift)
+            worst = max(worst, hold.error(), key=abs)
+    return GpuFound(rows=rows_of(lineup, measured), machine=torch.cuda.get_device_name(), worst_hold_error=worst)
 
 
 def measured_machine(case: Case, effort: GpuEffort, memory: CudaMemory) -> tuple[ModelDescription, Hardware]:
@@ -147,6 +147,7 @@ class Runner:
         for number in range(effort.untimed_steps + effort.steps):
             if number == effort.untimed_steps:
                 self._memory.last_step_begins()
+                self._hold.settle()
             self._memory.wait()
             began = time.perf_counter()
             train_step(model, optimizer, batch, plan, trial.job)

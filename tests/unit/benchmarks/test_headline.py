@@ -155,17 +155,26 @@ def mixed(description, world: int) -> Plan:
     return Plan.of(description, choices, Batch(micro_batch_size=1, accumulation_steps=2), world_size=world)
 
 
+class RecordingHold:
+    """Keeps account of holds and holds nothing."""
+
+    def __init__(self) -> None:
+        self.seconds, self.calls, self.settled = Counter(), Counter(), 0
+
+    def __call__(self, collective, seconds):
+        self.seconds[collective] += seconds
+        self.calls[collective] += 1
+
+    def settle(self):
+        self.settled += 1
+
+
 @pytest.mark.parametrize("precision", ["no", "fp16"])
 def test_the_emulated_link_holds_streams_for_as_long_as_the_planner_says(precision):
     case = replace(TINY, devices=4, precision=precision, sizes={**TINY.sizes, "n_layer": 5})
     hardware, config = named_machine(case), case.config()
     description = describe(config, sequence_length=16, compute_dtype=case.compute.compute)
-    plan, held, calls = mixed(description, 4), Counter(), Counter()
-
-    def hold(collective, seconds):
-        held[collective] += seconds
-        calls[collective] += 1
-
+    plan, hold = mixed(description, 4), RecordingHold()
     with fake_process_group(4):
         model = build_on_meta(config)
         job = job_of(case, 8)
@@ -177,8 +186,8 @@ def test_the_emulated_link_holds_streams_for_as_long_as_the_planner_says(precisi
         train_step(copy, optimizer, batch_on(inputs, 1, torch.device("cpu")), plan, job)
         finite = all(parameter.to_local().isfinite().all() for parameter in copy.parameters())
     expected = {kind: seconds for kind, seconds in estimate_plan(plan, description, job, hardware).collectives.items() if seconds}
-    assert dict(held) == pytest.approx(expected, rel=1e-6)
-    assert min(calls.values()) >= 4
+    assert dict(hold.seconds) == pytest.approx(expected, rel=1e-6)
+    assert min(hold.calls.values()) >= 4
     assert finite
 
 
@@ -188,14 +197,14 @@ def test_plans_run_on_a_device_under_a_limit_and_one_that_does_not_fit_runs_out_
     hardware = replace(hardware, device=replace(hardware.device, reserved_bytes=0))
     lineup = line_up(case, description, hardware, samples=(1, 2))
     with fake_process_group(case.devices):
-        plans, calls, memory = lineup.distinct_plans(), [], CountedMemory()
-        hold = lambda *call: calls.append(call)  # noqa: E731
+        plans, hold, memory = lineup.distinct_plans(), RecordingHold(), CountedMemory()
         runner = Runner(lineup, description, hardware, memory, hold, GpuEffort(steps=2))
         found = {name: runner.run(plan) for name, plan in plans.items()}
         tight = Runner(replace(lineup, limit_bytes=lineup.limit_bytes // 2), description, hardware, memory, hold, GpuEffort(steps=1))
         assert tight.run(next(iter(plans.values()))).out_of_memory
     assert memory.attempts == len(plans) + 1
-    assert calls
+    assert hold.calls
+    assert hold.settled == len(plans), "once a plan that fits"
     for name, plan in plans.items():
         assert len(found[name].steps_s) == 2
         assert found[name].peak_bytes == pytest.approx(plan.peak_bytes, rel=0.02)
