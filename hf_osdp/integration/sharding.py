@@ -85,11 +85,12 @@ def _take_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _give_weights(model: nn.Module, weights: dict[str, torch.Tensor], device: torch.device) -> None:
     """Give every rank its shards of rank 0's weights."""
-    persistent = set(model.state_dict())
+    others = {name for name, _ in model.named_buffers()} - set(model.state_dict())
     empty_on_device(model, device)
-    load_full_state_dict(model, {name: value for name, value in weights.items() if name in persistent})
+    # Not by the sharded model's own names: what is in slices was taken out under its Hugging Face name.
+    load_full_state_dict(model, {name: value for name, value in weights.items() if name not in others})
     for name, buffer in model.named_buffers():
-        if name not in persistent:
+        if name in others:
             if dist.get_rank() == 0:
                 buffer.copy_(weights[name])
             dist.broadcast(buffer, src=0)
