@@ -10,6 +10,7 @@ from torch import nn
 from ..errors import OSDPError
 from ..profiling.units import canonical_name
 from ..splitting.names import split_names
+from ..splitting.positions import keep_positions
 from .by_place import step_by_place
 from .host_offload import host_parameters
 
@@ -88,7 +89,10 @@ def rebind_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Pa
         raise OSDPError(f"The sharded model has no parameter {missing[0]!r} ({len(missing)} missing), which the optimizer updates.")
     for group in optimizer.param_groups:
         group["params"] = [parameter for name in group["params"] for parameter in new[name]]
-    step_by_place(getattr(optimizer, "optimizer", optimizer), host_parameters(model))  # Accelerate's wrapper has no hooks
+    inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has no hooks
+    step_by_place(inner, host_parameters(model))
+    if split_names(model):
+        keep_positions(inner, model)
 
 
 def _name(parameter: nn.Parameter | str, old_names: Mapping[nn.Parameter, str]) -> str:

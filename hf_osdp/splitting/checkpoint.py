@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import state_dict as stock
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from .names import concatenated, is_split, merge_optimizer_state, merge_state_dict, split_optimizer_state, split_state_dict
+from .positions import own_positions
 from .sharded import SlicedTensor
 
 _get_model, _set_model = stock.get_model_state_dict, stock.set_model_state_dict
@@ -48,7 +49,8 @@ def get_optimizer_state_dict(
         return _get_optimizer(model, optimizers, options=options, **others)
     if options is not None and options.flatten_optimizer_state_dict:
         raise ValueError("flatten_optimizer_state_dict=True is not known for models with operators in slices; set it to False.")
-    state = _get_optimizer(model, optimizers, options=options, **others)
+    with own_positions(optimizers):
+        state = _get_optimizer(model, optimizers, options=options, **others)
     return merge_optimizer_state(state, model, join=_join(options)) if state.get("state") else state
 
 
@@ -58,7 +60,8 @@ def set_optimizer_state_dict(
     """torch's function of this name, for what `get_optimizer_state_dict` gives, in any number of slices or none."""
     if optim_state_dict and is_split(model):
         optim_state_dict = split_optimizer_state(optim_state_dict, model)
-    _set_optimizer(model, optimizers, optim_state_dict, options=options)
+    with own_positions(optimizers):
+        _set_optimizer(model, optimizers, optim_state_dict, options=options)
 
 
 @contextmanager

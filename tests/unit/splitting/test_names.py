@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -16,7 +18,7 @@ from hf_osdp.splitting.checkpoint import get_optimizer_state_dict, hugging_face_
 from hf_osdp.splitting.names import SlicedName, merge_state_dict, split_state_dict
 from hf_osdp.splitting.sharded import SlicedTensor
 from hf_osdp.splitting.split import split_operators
-from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+from tests.helpers.models import VOCABULARY, tiny_batch, tiny_loss, tiny_model
 
 NAMES = ("lm_head", "transformer.h.0.mlp.c_fc", "transformer.h.1.attn.c_attn")
 
@@ -81,7 +83,32 @@ def test_full_states_go_on_in_any_number_of_slices(slices):
     steps = [own["step"] for own in optimizer.state.values()]
     assert len({step.data_ptr() for step in steps}) == len(steps)
     train(second, optimizer, range(2, 4))
-    assert worst(full_state_dict(second), full_state_dict(first)) < 1e-14
+    assert worst(full_state_dict(second), full_state_dict(first)) < 1e-12
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (4, 2)])
+def test_an_optimizers_own_state_dict_does_not_show_the_slices(before, after):
+    first = model_in(before)
+    optimizer = optimizer_of(first)
+    train(first, optimizer, range(2))
+    weights, state = {k: v.clone() for k, v in first.state_dict().items()}, copy.deepcopy(optimizer.state_dict())
+    train(first, optimizer, range(2, 4))
+    whole = optimizer_of(model_in(1))
+    assert [group["params"] for group in state["param_groups"]] == [group["params"] for group in whole.state_dict()["param_groups"]]
+    assert [tuple(state["state"][0]["exp_avg"].shape), state["param_groups"][1]["weight_decay"]] == [(VOCABULARY, 20), 0.0]
+
+    second = model_in(after, seed=3)
+    optimizer = optimizer_of(second)
+    second.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    train(second, optimizer, range(2, 4))
+    assert worst(full_state_dict(second), full_state_dict(first)) < 1e-12
+
+
+def test_an_optimizers_state_of_another_model_does_not_load():
+    optimizer = optimizer_of(model_in(4))
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(torch.optim.AdamW(nn.Linear(2, 2).parameters()).state_dict())
 
 
 def test_flat_optimizer_states_are_refused():
