@@ -21,7 +21,7 @@ from hf_osdp.profiling.units import find_units, modules_by_name
 from hf_osdp.runtime.accumulation import micro_step
 from hf_osdp.runtime.apply import apply_plan
 from hf_osdp.runtime.clip import clip_grad_norm_
-from hf_osdp.runtime.host_offload import is_on_host
+from hf_osdp.runtime.host_offload import parameter_groups
 from hf_osdp.runtime.mesh import Meshes
 from hf_osdp.runtime.optimizer import parameter_names, rebind_parameters
 from hf_osdp.runtime.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict, load_full_state_dict
@@ -137,7 +137,7 @@ def equality() -> dict[str, Any]:
 @contextmanager
 def watched(model: nn.Module, slices: list[nn.Module]) -> Iterator[dict[str, int]]:
     """Most bytes that units under the root show unsharded at once, and most of these slices."""
-    groups = {m: is_on_host(m) for m in model.modules() if isinstance(m, FSDPModule) and m is not model}
+    groups = {m: parameter_groups(m) for m in model.modules() if isinstance(m, FSDPModule) and m is not model}
     seen, wait = {"bytes": 0, "slices": 0}, FSDPParamGroup.wait_for_unshard
 
     def watch(group: FSDPParamGroup) -> None:
