@@ -170,6 +170,10 @@ def unit_bytes(unit: UnitDescription, choice: Choice, world_size: int, job: Trai
         holds, accumulates = False, batch.accumulation_steps > 1
     partial = accumulates and g < world_size  # reduced in the shard group, not yet between replicas
     held = whole if holds else reduced if partial else gradients if accumulates else 0
+    output = reduced if copies and (recast or accumulates or choice.on_host) else 0
+    if holds:  # whole gradients go before it comes, but for the last one's
+        last = _total(trainable[-1:], lambda p: p.numel * precision.reduced_dtype(p).itemsize) if g > 1 else 0
+        output = max(0, reduced + (gradients if recast else 0) + last - whole)
     kept_back = reduced if g < world_size and (recast or choice.on_host) else 0
     # beside whole gradients that become less than they were, what is kept back is no more than these were
     beside = max(0, kept_back + gradients - whole) if holds else kept_back
@@ -188,7 +192,7 @@ def unit_bytes(unit: UnitDescription, choice: Choice, world_size: int, job: Trai
         reduce_stage=g // choice.stage_size * reduced if choice.stage_size > 1 else 0,
         last_gradient=0 if g == 1 or (holds and unit.span is GatherSpan.USE) else _unsharded(trainable[-1:], job),
         reduce_tail=reduce_tail(unit, world_size, job, on_host=choice.on_host),
-        reduce_output=reduced if copies and (recast or accumulates or choice.on_host) else 0,
+        reduce_output=output,
         kept=gathered if choice.keep else 0,
         step_scratch=0 if choice.on_host else _step_scratch(trainable, g, job),
         host=_host_bytes(unit, g, job) if choice.on_host else 0,
