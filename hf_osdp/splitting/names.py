@@ -49,6 +49,15 @@ def is_split(model: nn.Module) -> bool:
     return any(isinstance(module, SplitOperator) for module in model.modules())
 
 
+def slice_names(model: nn.Module) -> tuple[str, ...]:
+    """Names of the modules that are slices, each once, in the model's order; those of a tied head are its embedding's.
+
+    FSDP2 is to make each of them a unit: they are called one by one, those of a head outside of the head's own forward.
+    """
+    slices = {id(part) for module in model.modules() if isinstance(module, SplitOperator) for part in module.slices}
+    return tuple(plain_name(name) for name, module in model.named_modules() if id(module) in slices)
+
+
 def split_names(model: nn.Module) -> dict[str, SlicedName]:
     """Each parameter that is in slices, by its Hugging Face name. Names of tied weights have the same slices.
 

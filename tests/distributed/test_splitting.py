@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from hf_osdp.planner.cut import OperatorSplit
 from hf_osdp.planner.description import GatherSpan, UnitDescription
 from hf_osdp.planner.plan import Plan
-from hf_osdp.profiling.units import find_units, modules_by_name
+from hf_osdp.profiling.units import find_units
 from hf_osdp.runtime.accumulation import micro_step
 from hf_osdp.runtime.apply import apply_plan
 from hf_osdp.runtime.clip import clip_grad_norm_
@@ -26,7 +26,7 @@ from hf_osdp.runtime.mesh import Meshes
 from hf_osdp.runtime.optimizer import parameter_names, rebind_parameters
 from hf_osdp.runtime.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict, load_full_state_dict
 from hf_osdp.runtime.verify import verify_applied
-from hf_osdp.splitting.modules import SplitOperator
+from hf_osdp.splitting.names import slice_names
 from hf_osdp.splitting.split import split_operators
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
@@ -48,9 +48,7 @@ def split_model(name: str, slices: int, *, seed: int = 0) -> nn.Module:
 
 def slice_units(model: nn.Module) -> tuple[UnitDescription, ...]:
     """The model's units, each slice one of them."""
-    modules = modules_by_name(model)
-    slices = [f"{name}.slices.{i}" for name, m in modules.items() if isinstance(m, SplitOperator) for i in range(len(m.sizes))]
-    slices = [name for name in slices if name in modules]  # a tied head has its embedding's
+    slices = slice_names(model)
     units, found = find_units(model), []
     for unit in units:
         rest = tuple(p for p in unit.parameters if p.name.rpartition(".")[0] not in slices)

@@ -12,7 +12,7 @@ from transformers import GPT2LMHeadModel
 
 from hf_osdp.errors import OSDPError
 from hf_osdp.planner.cut import OperatorSplit
-from hf_osdp.splitting.names import is_split, split_names
+from hf_osdp.splitting.names import is_split, slice_names, split_names
 from hf_osdp.splitting.split import split_operators
 from tests.helpers.models import VOCABULARY, tiny_batch, tiny_model
 
@@ -61,6 +61,13 @@ def test_names_of_slices():
     assert (fc.dim, fc.sizes, fc.shape, fc.starts) == (1, (20,) * 4, (20, 80), (0, 20, 40, 60))
     assert names["lm_head.weight"].parts == names["transformer.wte.weight"].parts
     assert names["lm_head.weight"].sizes == (16, 15, 15, 15)
+
+
+def test_slices_are_listed_once():
+    names = slice_names(split(tiny_model("gpt2"), 2, "transformer.h.0.mlp.c_fc", "lm_head"))
+    assert names == tuple(f"transformer.{owner}.slices.{index}" for owner in ("wte", "h.0.mlp.c_fc") for index in (0, 1))
+    assert slice_names(split(tiny_model("llama"), 2, "lm_head")) == ("lm_head.slices.0", "lm_head.slices.1")
+    assert slice_names(tiny_model("gpt2")) == ()
 
 
 def test_blocks_in_a_checkpoint_wrapper_keep_their_names():
