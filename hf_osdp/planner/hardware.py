@@ -107,6 +107,10 @@ class HostSpec:
         if self.memory_bytes <= 0 or not all(0 < rate < float("inf") for rate in rates):
             raise ValueError(f"A host needs memory and finite rates above 0, not {self.memory_bytes} bytes and rates {rates}.")
 
+    def shared(self, before: int, now: int) -> HostSpec:
+        """The share of a rank where `now` devices have what `before` had: its memory and its cores. Each has its own link."""
+        return replace(self, memory_bytes=self.memory_bytes * before // now, update_bytes_per_s=self.update_bytes_per_s * before / now)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveTiming:
@@ -223,7 +227,8 @@ class Hardware:
                 )
         more = communicators(nodes, devices) - communicators(self.nodes, self.devices_per_node)
         device = replace(self.device, reserved_bytes=self.device.reserved_bytes + more * self.device.communicator_bytes)
-        return replace(self, device=device, nodes=nodes, devices_per_node=devices, timings=())
+        host = None if self.host is None else self.host.shared(self.devices_per_node, devices)
+        return replace(self, device=device, nodes=nodes, devices_per_node=devices, timings=(), host=host)
 
     def timing(self, collective: Collective, group_size: int, *, crosses_nodes: bool = False) -> CollectiveTiming | None:
         """The measured timing of a collective in groups of `group_size`, inside a node or across nodes, or None."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..errors import HardwareError
 from .description import DType
-from .hardware import GB, GIB, Backend, DeviceSpec, Hardware, Link
+from .hardware import GB, GIB, Backend, DeviceSpec, Hardware, HostSpec, Link
 
 GIGA, TERA = 10**9, 10**12
 MIB = 2**20
@@ -25,6 +25,7 @@ cuBLASLt; NVIDIA recommends 4 MiB, on Hopper 32 MiB (cuBLAS documentation of cub
 _NCCL_LATENCY = "hop latency: NCCL 2.18 src/graph/tuning.cc, ring, Simple protocol"
 _PCIE3_X16 = Link(latency_s=5.7e-6, bytes_per_s=15.75 * GB, source=f"PCI Express Base 3.0, 16 lanes; {_NCCL_LATENCY}")
 _PCIE4_X16 = Link(latency_s=5.7e-6, bytes_per_s=31.5 * GB, source=f"PCI Express Base 4.0, 16 lanes; {_NCCL_LATENCY}")
+_PCIE5_X16 = Link(latency_s=5.7e-6, bytes_per_s=63 * GB, source=f"PCI Express Base 5.0, 16 lanes; {_NCCL_LATENCY}")
 _ETHERNET_10G = Link(latency_s=14e-6, bytes_per_s=1.25 * GB, source=f"10GBASE-T line rate; {_NCCL_LATENCY}")
 _ETHERNET_25G = Link(latency_s=14e-6, bytes_per_s=3.125 * GB, source=f"25 GbE line rate; {_NCCL_LATENCY}")
 _FABRIC_400G = Link(latency_s=14e-6, bytes_per_s=50 * GB, source=f"4 x 100 Gb/s line rate; {_NCCL_LATENCY}")
@@ -136,6 +137,36 @@ _V100_16, _V100_32 = _v100(16, 15.75), _v100(32, 31.74)
 _V100_NVLINK = _nvlink(150, "V100 data sheet: NVLink 300 GB/s in both directions")
 _A100_NVLINK = _nvlink(300, "A100 data sheet: NVLink 600 GB/s in both directions")
 
+
+def _server(model: str, memory_bytes: int, memory_gb_per_s: float, link: Link, source: str) -> HostSpec:
+    """A server as a whole, as one device has it to itself; `Hardware.scaled` shares it out.
+
+    Optimizer steps are taken at the line rate of its memory. Each device has a whole link, as long as switches let it.
+    """
+    return HostSpec(
+        memory_bytes=memory_bytes,
+        to_device_bytes_per_s=link.bytes_per_s,
+        to_host_bytes_per_s=link.bytes_per_s,
+        update_bytes_per_s=memory_gb_per_s * GB,
+        source=f"{model}: {source}; memory and PCI Express at line rate",
+    )
+
+
+_DGX1 = _server(
+    "DGX-1", 512 * GB, 136.5, _PCIE3_X16, "NVIDIA DGX-1 data sheet (V100, 2018), 2 Xeon E5-2698 v4 of 4 channels with DDR4-2133",
+)  # fmt: skip
+_DGX_A100 = _server(
+    "DGX A100", 1000 * GB, 409.6, _PCIE4_X16, "NVIDIA DGX A100 data sheet (2020), 2 EPYC 7742 of 8 channels with DDR4-3200",
+)  # fmt: skip
+_DGX_H100 = _server(
+    "DGX H100", 2000 * GB, 614.4, _PCIE5_X16,
+    "NVIDIA DGX H100 and H200 data sheets, docs.nvidia.com/dgx-basepod, 2 Xeon 8480C of 8 channels with DDR5-4800",
+)  # fmt: skip
+_HOSTS: dict[str, HostSpec] = {  # what the others are built into differs too much
+    "v100-16": _DGX1, "v100-32": _DGX1, "a100-40": _DGX_A100, "a100-80": replace(_DGX_A100, memory_bytes=2000 * GB),
+    "h100": _DGX_H100, "h200": _DGX_H100,
+}  # fmt: skip
+
 _PRESETS: dict[str, tuple[DeviceSpec, Link, Link, Backend]] = {  # device, link inside a node, link of a node to others
     "v100-16": (_V100_16, _V100_NVLINK, _ETHERNET_25G, Backend.NCCL),  # 8 in a node; with 25 Gb/s: AWS p3.16xlarge
     "v100-32": (_V100_32, _V100_NVLINK, _ETHERNET_25G, Backend.NCCL),
@@ -173,7 +204,8 @@ def preset(name: str, *, nodes: int = 1, devices_per_node: int = 1) -> Hardware:
 
     Returns:
         The hardware, with links within and between nodes as such machines usually have them. Under NCCL the device reserves
-        what the driver, a CUDA context, cuBLAS and NCCL's communicators take (`hardware.communicators` says how many).
+        what the driver, a CUDA context, cuBLAS and NCCL's communicators take (`hardware.communicators` says how many). The host
+        is that of NVIDIA's own servers; it is None for devices that are sold without one.
 
     Raises:
         HardwareError: the name is not known.
@@ -184,5 +216,5 @@ def preset(name: str, *, nodes: int = 1, devices_per_node: int = 1) -> Hardware:
     device, intra_node, inter_node, backend = _PRESETS[key]
     if backend is Backend.NCCL:
         device = replace(device, communicator_bytes=COMMUNICATOR_BYTES)
-    alone = Hardware(device=device, intra_node=intra_node, inter_node=inter_node, backend=backend)
+    alone = Hardware(device=device, intra_node=intra_node, inter_node=inter_node, backend=backend, host=_HOSTS.get(key))
     return alone.scaled(nodes=nodes, devices_per_node=devices_per_node)

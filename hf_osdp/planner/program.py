@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from .costs import Choice
 from .job import OptimizerStep, TrainingJob
+from .relaxation import solve_relaxation
 from .stations import Group, Line, Option, Stretch
 
 
@@ -21,12 +22,13 @@ class Program:
         line: stations with their options.
         job: which optimizer step runs.
         limit_bytes: bytes that no moment may pass.
+        linear: leave out the constraints that hold only for runs that exist; it is then a relaxation, for `relax`.
     """
 
-    def __init__(self, line: Line, job: TrainingJob, limit_bytes: int):
+    def __init__(self, line: Line, job: TrainingJob, limit_bytes: int, *, linear: bool = False):
         from ortools.sat.python import cp_model
 
-        self._line, self._job, self._limit_bytes = line, job, limit_bytes
+        self._line, self._job, self._limit_bytes, self._linear = line, job, limit_bytes, linear
         self._model, self._solver = cp_model.CpModel(), cp_model.CpSolver()
         self._counts: dict[Group, list] = {}
         self._used: dict[Group, list] = {}
@@ -69,6 +71,16 @@ class Program:
             choices |= group.assign([self._solver.value(x) for x in xs])
         return choices, self._solver.objective_value, status == cp_model.OPTIMAL
 
+    def relax(self) -> tuple[float, dict[Group, list[float]]] | None:
+        """The linear relaxation's minimum, and how much it rises at least for each unit that takes an option.
+
+        None where even the relaxation has no solution. The program must be `linear`.
+        """
+        relaxed = solve_relaxation(self._model.proto)
+        if relaxed is None:
+            return None
+        return relaxed.minimum, {group: [relaxed.reduced_costs[x.index] for x in xs] for group, xs in self._counts.items()}
+
     # variables
 
     def _declare(self, group: Group) -> None:
@@ -81,9 +93,20 @@ class Program:
             return
         self._counts[group] = xs = [model.new_int_var(0, size, "") for _ in group.options]
         model.add(sum(xs) == size)
+        if self._linear:
+            self._first[group], self._last[group] = self._one_of(xs), self._one_of(xs)
+            return
         self._used[group] = used = [self._at_least(x, 1) for x in xs]
         self._first[group] = self._foremost(used[::-1])[::-1]
         self._last[group] = self._foremost(used)
+
+    def _one_of(self, xs: Sequence) -> list:
+        """For each option a literal that is not above its count."""
+        literals = [self._model.new_bool_var("") for _ in xs]
+        self._model.add_exactly_one(literals)
+        for literal, x in zip(literals, xs, strict=True):
+            self._model.add(literal <= x)
+        return literals
 
     def _at_least(self, x, number: int):
         literal = self._model.new_bool_var("")
@@ -130,7 +153,7 @@ class Program:
                     self._fits(level + station.forward_peak + buffer)
                 level = level + station.saved
                 continue
-            if len(station.units) > 1:
+            if len(station.units) > 1 and not self._linear:
                 self._constrain_forward_runs(station, level)
             for buffer in buffers:
                 self._fits(level + buffer + self._picked(station, self._first[station], _copy_out_peak))
@@ -178,7 +201,8 @@ class Program:
         """Backward begins with the group's last unit and ends with its first."""
         if len(group.units) > 1:
             self._fits(level + self._picked(group, self._last[group], lambda o: max(o.gather_peak, o.compute_peak)))
-            self._constrain_runs(group, level)
+            if not self._linear:
+                self._constrain_runs(group, level)
         level = level + self._sum([group], _change)
         self._fits(level + self._picked(group, self._first[group], lambda o: o.gather_peak - _change(o)))
         self._fits(level + self._picked(group, self._first[group], lambda o: o.compute_peak - _change(o)) + ahead)
@@ -217,7 +241,7 @@ class Program:
         if self._job.optimizer.step is not OptimizerStep.FOR_LOOP:
             self._fits(level + self._sum(line.groups, lambda o: o.bytes.step_scratch))
             return
-        for group in line.groups:
+        for group in () if self._linear else line.groups:
             for option, used in zip(group.options, self._used[group], strict=True):
                 self._fits(level + option.bytes.step_scratch, used)
 

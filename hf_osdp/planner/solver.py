@@ -2,22 +2,30 @@
 
 Variables: for each group of equal units, how many take each option. Each moment of the step is a linear expression in
 them (memory.py has the formulas); within a run of units with one option the level moves by the same amount from unit to
-unit, so that only the ends of each run can be a peak. Constraint: every moment <= limit. Objective: the seconds that
-choices add.
+unit, so that only the ends of each run can be a peak. Constraint: every moment <= limit. Objective: the seconds of a step.
+
+Most options are never put to the solver. The linear relaxation bounds every plan from below, and its reduced costs say how much
+each option adds to the bound at least (reduced-cost fixing: Dantzig, Fulkerson, Johnson 1954). A program over the few options that
+add least gives a plan; every option with which a better one could exist is then put in, until there is none left to add.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from .costs import Choice
 from .job import TrainingJob
 from .program import Program
-from .stations import Line
+from .stations import Group, Line, Option, undominated
 
 _RESOLUTION = 2**40
 """Integer steps that the largest possible objective is divided into."""
+_FEW, _MORE = 6, 4
+"""Options of each group in the first program, and by how many times more there are in the next where nothing was found."""
+_ROUNDING = 2**12
+"""Steps of the objective by which a reduced cost may be off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +53,51 @@ def fastest(line: Line, job: TrainingJob, limit_bytes: int, *, cutoff_s: float |
     """
     largest = sum(len(g.units) * max(o.seconds for o in g.options) for g in line.groups) or 1.0
     scale = _RESOLUTION / largest
+    relaxed = _relaxed(line, job, limit_bytes, scale)
+    if relaxed is None:
+        return None
+    bound, added = relaxed
+    bound, added = relaxed
+    best = math.inf if cutoff_s is None else cutoff_s * scale
+    found, tried, few = None, set(), _FEW
+    while True:
+        worthwhile = {group: _worthwhile(group, added, best - bound) for group in line.groups}
+        needed = {option for options in worthwhile.values() for option in options[:few]}
+        if needed <= tried:
+            if max(map(len, worthwhile.values())) <= few:
+                return found
+            few *= _MORE
+            continue
+        tried = needed
+        solution = _solve(line.keeping(needed), job, limit_bytes, scale, best)
+        if solution is not None:
+            found, best = solution, solution.objective * scale
+
+
+def _relaxed(line: Line, job: TrainingJob, limit_bytes: int, scale: float) -> tuple[float, dict[Option, float]] | None:
+    """What no plan costs less than, and what each option adds to that at least."""
+    program = Program(line, job, limit_bytes, linear=True)
+    program.minimize(program.cost(lambda option: round(option.seconds * scale)))
+    relaxed = program.relax()
+    if relaxed is None:
+        return None
+    bound, reduced = relaxed
+    return bound, {option: cost for group, costs in reduced.items() for option, cost in zip(group.options, costs, strict=True)}
+
+
+def _worthwhile(group: Group, added: Mapping[Option, float], gap: float) -> list[Option]:
+    """Options that a plan may have that is no more than the gap above the bound; those that add least come first."""
+    options = sorted(group.options, key=lambda option: added[option])
+    return [option for option in options if added[option] <= gap + _ROUNDING] or options[:1]
+
+
+def _solve(line: Line, job: TrainingJob, limit_bytes: int, scale: float, best: float) -> Solution | None:
+    """The optimum of a line's options that is better than the best one known."""
     program = Program(line, job, limit_bytes)
     cost = program.cost(lambda option: round(option.seconds * scale))
     program.minimize(cost)
-    if cutoff_s is not None:
-        program.add_at_most(cost, max(-1, int(cutoff_s * scale) - 1))
+    if best < math.inf:
+        program.add_at_most(cost, max(-1, int(best) - 1))
     found = program.solve()
     if found is None:
         return None
@@ -59,7 +107,8 @@ def fastest(line: Line, job: TrainingJob, limit_bytes: int, *, cutoff_s: float |
 
 def any_within(line: Line, job: TrainingJob, limit_bytes: int) -> dict[int, Choice] | None:
     """Some choice for each unit with every moment within the limit, or None where there is none."""
-    found = Program(line, job, limit_bytes).solve()
+    frugal = {option for group in line.groups for option in undominated(group.options, Option.fits_where)}
+    found = Program(line.keeping(frugal), job, limit_bytes).solve()
     return None if found is None else found[0]
 
 

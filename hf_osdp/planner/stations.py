@@ -11,7 +11,8 @@ by the rule.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from .costs import Batch, Choice, UnitBytes, reduce_tail, unit_bytes
@@ -28,7 +29,7 @@ ROW_END = 1
 """Units at each end of a longer row that are."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Option:
     """A choice with the constants that it brings into the search, in bytes and seconds."""
 
@@ -58,10 +59,15 @@ class Option:
 
     def dominates(self, other: Option) -> bool:
         """No worse in time and at every moment, so that `other` is never needed."""
-        return self.seconds <= other.seconds and all(a <= b for a, b in zip(self._levels, other._levels, strict=True))
+        return self.seconds <= other.seconds and self.fits_where(other)
 
-    @property
-    def _levels(self) -> tuple[int, ...]:
+    def fits_where(self, other: Option) -> bool:
+        """No worse at every moment."""
+        return all(a <= b for a, b in zip(self.levels, other.levels, strict=True))
+
+    @functools.cached_property
+    def levels(self) -> tuple[int, ...]:
+        """Bytes at each moment that the choice bears on."""
         held = self.bytes.held
         return (
             held, held + self.left_by_forward, held + self.left_by_backward, held + self.forward_peak, held + self.copy_out_peak,
@@ -74,9 +80,18 @@ class Option:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def undominated(options: Sequence[Option], dominates: Callable[[Option, Option], bool]) -> list[Option]:
+    """Options that no other makes needless; of equal ones the first."""
+    best: list[Option] = []
+    for option in options:
+        if not any(dominates(other, option) for other in best):
+            best = [other for other in best if not dominates(option, other)] + [option]
+    return best
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Group:
-    """Equal units that run one after the other."""
+    """Equal units that run one after the other. Groups are told apart by identity: comparing all their options takes long."""
 
     units: tuple[int, ...]
     """Indices in forward order."""
@@ -128,6 +143,19 @@ class Line:
     def least_host_bytes(self) -> int:
         """States on the host that no choice avoids."""
         return sum(len(group.units) * min(option.bytes.host for option in group.options) for group in self.groups)
+
+    def keeping(self, options: Set[Option]) -> Line:
+        """The line with only these options, in their order."""
+
+        def less(group: Group) -> Group:
+            return replace(group, options=tuple(option for option in group.options if option in options))
+
+        return replace(
+            self,
+            stations=tuple(less(s) if isinstance(s, Group) else s for s in self.stations),
+            whole_step=tuple(map(less, self.whole_step)),
+            idle=tuple(map(less, self.idle)),
+        )
 
     def fits_host(self, choices: dict[int, Choice]) -> bool:
         """Whether the host has memory for the states that these choices move there."""
@@ -211,12 +239,7 @@ class _OptionMaker:
     def options(self, index: int, segment: Segment | None, tail: int) -> tuple[Option, ...]:
         """The choices of a unit that are not dominated, in the order of the rule."""
         made = [self._option(index, choice, segment, tail) for choice in self.space[index]]
-        best: list[Option] = []
-        for option in made:
-            if any(other.dominates(option) for other in best):
-                continue
-            best = [other for other in best if not option.dominates(other)] + [option]
-        return tuple(sorted(best, key=lambda option: option.order))
+        return tuple(sorted(undominated(made, Option.dominates), key=lambda option: option.order))
 
     def _option(self, index: int, choice: Choice, segment: Segment | None, tail: int) -> Option:
         unit = self.description.units[index]
