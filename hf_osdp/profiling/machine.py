@@ -14,6 +14,7 @@ from ..planner.description import DType
 from ..planner.hardware import Backend, Collective, CollectiveTiming, DeviceSpec, Hardware, Link
 from ..planner.presets import preset
 from .handling import measure_handling
+from .host import measure_host
 from .links import measure_collectives
 from .rates import copy_rate, matmul_rates, operator_seconds
 from .together import distributed, smallest, wait_for_all, world_size
@@ -24,13 +25,13 @@ def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Seq
 
     Args:
         device_type: `"cpu"` or `"cuda"`.
-        seconds: about how long compute is measured, again the collectives, and a third of it what FSDP2 does beside them;
-            setting up groups comes on top.
+        seconds: about how long compute is measured, again the collectives, a third of it what FSDP2 does beside them, and on
+            CUDA a fifth of it the host; setting up groups comes on top.
         group_sizes: sizes of the groups whose collectives are measured; None takes every divisor of the world size.
 
     Returns:
         Figures of the slowest rank, the same on every rank. With one process there are no timings of collectives, and the
-        links stand at the speed of memory.
+        links stand at the speed of memory. On the CPU there is no host beside the device.
 
     Raises:
         ValueError: the device type is not known, or a group size does not divide the world size.
@@ -53,6 +54,7 @@ def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Seq
         backend=Backend.NCCL if device_type == "cuda" else Backend.GLOO,
         timings=timings,
         handling=measure_handling(device, 0.3 * seconds),
+        host=measure_host(device, 0.2 * seconds),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..planner.description import DType
-from ..planner.profile import Profile
+from ..planner.profile import HostLink, Profile
 from .block_times import measure_block_times
 from .host_link import measure_host_link
 from .machine import device_name, measure_hardware, measuring_device
@@ -61,7 +61,11 @@ def measure_profile(
     device = measuring_device(device_type)
     machine_s = seconds if model_or_config is None else seconds / 2
     hardware = measure_hardware(device_type=device_type, seconds=machine_s / 2.4)  # compute, collectives, FSDP2's own work
-    host_link = measure_host_link(device, 0.05 * machine_s)
+    host = hardware.host
+    if host is None:
+        host_link = measure_host_link(device, 0.05 * machine_s)
+    else:
+        host_link = HostLink(to_device_bytes_per_s=host.to_device_bytes_per_s, to_host_bytes_per_s=host.to_host_bytes_per_s)
     segments, name = (), ""
     if model_or_config is not None:
         segments = measure_block_times(

@@ -34,6 +34,9 @@ def _device_line(profile: Profile) -> str:
     host = "" if link is None else (
         f" Host to device {link.to_device_bytes_per_s / 1e9:.1f} GB/s, back {link.to_host_bytes_per_s / 1e9:.1f} GB/s."
     )  # fmt: skip
+    states = profile.hardware.host
+    if states is not None:
+        host += f" Host: {format_bytes(states.memory_bytes)} for each, optimizer steps at {states.update_bytes_per_s / 1e9:.1f} GB/s."
     return (
         f"{profile.hardware.summary}: {format_bytes(device.memory_bytes)} each, memory {device.memory_bytes_per_s / 1e9:.1f} GB/s;"
         f" {rates}.{host}"

@@ -155,3 +155,24 @@ def test_scaling_reserves_what_the_preset_of_that_size_does(nodes, devices, coun
     assert wanted.device.reserved_bytes == from_one.device.reserved_bytes + count * COMMUNICATOR_BYTES
     for hardware in (from_one, from_many):
         assert hardware.scaled(nodes=nodes, devices_per_node=devices).device == wanted.device
+
+
+def test_devices_of_a_node_share_its_host():
+    whole, eighth = preset("a100-40").host, preset("a100-40", nodes=2, devices_per_node=8).host
+    assert whole.memory_bytes == 10**12 and eighth.memory_bytes == whole.memory_bytes // 8
+    assert eighth.update_bytes_per_s == whole.update_bytes_per_s / 8 == 51.2e9
+    assert eighth.to_device_bytes_per_s == whole.to_device_bytes_per_s == 31.5e9, "each has its own link"
+    assert preset("a100-40", devices_per_node=8).scaled(devices_per_node=1).host == whole
+    assert "DGX A100" in whole.source
+
+
+def test_devices_sold_without_a_server_have_no_host():
+    assert {name for name in preset_names() if preset(name).host is not None} == {
+        "v100-16",
+        "v100-32",
+        "a100-40",
+        "a100-80",
+        "h100",
+        "h200",
+    }
+    assert preset("rtx-4090", devices_per_node=2).scaled(devices_per_node=1).host is None
