@@ -91,7 +91,7 @@ CASES = (
         precision="fp16",
     ),
     Case(
-        experiment=3, name="a mix, Swin of 512 to 4096", **_swin(512, (2, 2, 42, 4), 16, image=192, window=12),
+        experiment=3, name="a mix, Swin of 512 to 4096", **_swin(512, (2, 2, 42, 4), 16, image=192, window=6),
         sequence_length=1, limit_bytes=12 * GIB, precision="fp16",
         remark="Depths and widths of SwinV2-G; SwinV2 itself does not run in float16 without autocast.",
     ),
@@ -109,7 +109,7 @@ TWINS = (
     Case(experiment=3, name="deep and narrow: 24 x 96", **_gpt2(24, 96, 3, vocabulary=2048, positions=64), **_TWIN),
     Case(experiment=3, name="shallow and wide: 2 x 512", **_gpt2(2, 512, 8, vocabulary=2048, positions=64), **_TWIN),
     Case(
-        experiment=3, name="a mix: Swin of 32 to 256", **_swin(32, (1, 1, 4, 1), 2, image=64, window=4),
+        experiment=3, name="a mix: Swin of 32 to 256", **_swin(32, (1, 1, 4, 1), 2, image=64, window=2),
         **{**_TWIN, "sequence_length": 1},
     ),
 )  # fmt: skip

@@ -18,8 +18,6 @@ from hf_osdp.planner.strategies import Strategy
 
 SAMPLES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Samples of one device that are tried for the own best batch."""
-NEAR = 1.005
-"""A larger batch has to bring more than this to be the better one."""
 
 
 class BatchRule(str, Enum):
@@ -141,7 +139,7 @@ def _at_own_best(
     for found in _by_samples(case, contender, description, hardware, limit, samples):
         if isinstance(found, InfeasibleError):
             needs = found.least_peak_bytes
-        elif best is None or found.plan.samples_per_s > NEAR * best.plan.samples_per_s:
+        elif best is None or found.plan.samples_per_s > best.plan.samples_per_s:
             best = found
     if best is None:
         return Entry(contender=contender, rule=BatchRule.OWN, plan=None, needs_bytes=needs)

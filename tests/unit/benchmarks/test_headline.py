@@ -234,6 +234,9 @@ def test_models_have_the_sizes_of_their_names(case):
     size = next((size for name, size in wanted.items() if case.name.startswith(name)), None)
     assert numel < 1e7 if size is None else numel == pytest.approx(size, rel=0.01)
     assert (size is None) == (case in TWINS)
+    if case.config_class == "SwinConfig":
+        stages = len(case.sizes["depths"]) - 1
+        assert case.sizes["image_size"] // case.sizes["patch_size"] // 2**stages >= case.sizes["window_size"]
 
 
 def test_plan_only_shows_and_writes_what_was_planned(monkeypatch, tmp_path, capsys):
