@@ -37,7 +37,9 @@ class LinearSlice(nn.Module):
         """`[..., in]` → `[..., features]`, by the same function as the whole operator."""
         if not self.transposed:
             return F.linear(x, self.weight, self.bias)
-        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], self.weight.shape[1])
+        y = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
+        # No view: FSDP2 hooks a unit's output and warns of views, in-place changes of which lose its hook.
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], self.weight.shape[1]))
 
     def extra_repr(self) -> str:
         return f"features={self.weight.shape[1 if self.transposed else 0]}"

@@ -42,7 +42,8 @@ class _Statistics(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         lse = logits.logsumexp(dim=-1)
         ctx.save_for_backward(logits, lse, targets)
-        return lse, logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        # A copy: FSDP2 hooks a unit's outputs, and warns of views.
+        return lse, logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1).clone()
 
     @staticmethod
     @once_differentiable

@@ -31,6 +31,7 @@ from hf_osdp.splitting.split import split_operators
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.training import wrap_blocks
 
 STEPS, MAX_NORM, LAYERS, WORLD = 3, 0.5, 2, 2
 OPERATORS = {
@@ -60,10 +61,21 @@ def slice_units(model: nn.Module) -> tuple[UnitDescription, ...]:
     return tuple(found)
 
 
-def sharded(name: str, slices: int, layout: str, *, seed: int = 0, accumulation_steps: int = 1) -> tuple[nn.Module, Plan]:
+def sharded(
+    name: str,
+    slices: int,
+    layout: str,
+    *,
+    seed: int = 0,
+    accumulation_steps: int = 1,
+    reduce: bool = True,
+    checkpointing: bool = False,
+) -> tuple[nn.Module, Plan]:
     model = split_model(name, slices, seed=seed)
+    if checkpointing:
+        wrap_blocks(model)
     units = slice_units(model)
-    plan = plan_of(units, WORLD, layout, accumulation_steps=accumulation_steps)
+    plan = plan_of(units, WORLD, layout, accumulation_steps=accumulation_steps, reduce_every_micro_step=reduce)
     apply_plan(model, plan, units, meshes=Meshes("cpu"))
     verify_applied(model, plan, units)
     return model, plan
@@ -116,19 +128,20 @@ def train_alone(name: str, steps: range) -> tuple[list[float], list[float], dict
 # ------------------------------------------------------------------------------------------------------- what the ranks do
 
 CASES = {
-    "gpt2-mixed-3": ("gpt2", 3, "mixed", 1),
-    "gpt2-mixed-2-accumulate": ("gpt2", 2, "mixed", 2),
-    "gpt2-zero3-4": ("gpt2", 4, "zero3", 1),
-    "llama-mixed-4": ("llama", 4, "mixed", 1),
+    "gpt2-mixed-3": {"name": "gpt2", "slices": 3, "layout": "mixed"},
+    "gpt2-mixed-2-accumulate-reduce": {"name": "gpt2", "slices": 2, "layout": "mixed", "accumulation_steps": 2},
+    "gpt2-zero3-4-accumulate-hold": {"name": "gpt2", "slices": 4, "layout": "zero3", "accumulation_steps": 2, "reduce": False},
+    "gpt2-zero3-2-checkpointing": {"name": "gpt2", "slices": 2, "layout": "zero3", "checkpointing": True},
+    "llama-mixed-4": {"name": "llama", "slices": 4, "layout": "mixed"},
 }
 RESUMED = (1, 2, 4)
 
 
 def equality() -> dict[str, Any]:
     found = {}
-    for case, (name, slices, layout, accumulation) in CASES.items():
-        model, plan = sharded(name, slices, layout, accumulation_steps=accumulation)
-        found[case] = (*train(model, optimizer_for(model, name), plan, range(STEPS)), full_state_dict(model))
+    for case, options in CASES.items():
+        model, plan = sharded(**options)
+        found[case] = (*train(model, optimizer_for(model, options["name"]), plan, range(STEPS)), full_state_dict(model))
     return found
 
 
@@ -242,7 +255,7 @@ def worst(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 @pytest.mark.parametrize("case", CASES)
 def test_equals_one_process(results, case):
     losses, norms, weights = results["equality"][case]
-    want_losses, want_norms, want = train_alone(CASES[case][0], range(STEPS))
+    want_losses, want_norms, want = train_alone(CASES[case]["name"], range(STEPS))
     assert max(abs(a - b) for a, b in zip(losses, want_losses, strict=True)) < 1e-12
     assert max(abs(a - b) for a, b in zip(norms, want_norms, strict=True)) < 1e-12
     assert worst(weights, want) < 1e-12
