@@ -51,6 +51,7 @@ from hf_osdp.report.run_report import package_versions  # noqa: E402
 
 NOTHING_MEASURED = 77
 EXPERIMENTS = (1, 2, 3, 4)
+TITLES = {"cuda": "one GPU as rank 0 of 8, its link emulated", "cpu": "small twins on gloo ranks", "plan": "planned"}
 LINKS = {"cuda": "EMULATED link", "cpu": "gloo", "plan": "Estimated"}
 
 
@@ -70,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     judged = verdicts(rows)
     for verdict in judged:
         print(f"{'met   ' if verdict.met else 'MISSED'} {verdict.text}")
-    head = head_of(arguments, machine, notes)
+    head = {"title": TITLES[options.mode], **head_of(arguments, machine, notes)}
     if options.json:
         content = {**head, "mode": options.mode, "rows": [asdict(row) for row in rows], "verdicts": [asdict(one) for one in judged]}
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

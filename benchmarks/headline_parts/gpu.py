@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import psutil
 import torch
 
 from benchmarks.cuda_memory import CudaMemory, Memory
@@ -16,15 +15,13 @@ from benchmarks.headline_parts.lineup import Lineup, job_of, line_up
 from benchmarks.headline_parts.machines import as_one_of
 from benchmarks.headline_parts.rows import Measured, Row, rows_of
 from hf_osdp.planner.description import ModelDescription
-from hf_osdp.planner.hardware import Hardware, HostSpec
-from hf_osdp.planner.job import OptimizerSpec
+from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.plan import Plan
-from hf_osdp.planner.profile import HostLink, with_block_times
+from hf_osdp.planner.profile import with_block_times
 from hf_osdp.profiling.batch import training_batch
 from hf_osdp.profiling.build import build_on_meta
 from hf_osdp.profiling.describe import describe
 from hf_osdp.profiling.profile import measure_profile
-from hf_osdp.profiling.rates import median_seconds
 from hf_osdp.runtime.mesh import Meshes
 from hf_osdp.runtime.probe import Trial, sharded_copy
 from hf_osdp.runtime.simulate import fake_process_group
@@ -82,23 +79,7 @@ def measured_machine(case: Case, effort: GpuEffort, memory: CudaMemory) -> tuple
     )  # fmt: skip
     description = describe(config, compute_dtype=case.compute.compute, device_type="cuda", **options)
     hardware = as_one_of(profile.hardware, case.devices, workspace_bytes=memory.workspace_bytes)
-    if case.devices == 1 and hardware.host is None:
-        hardware = replace(hardware, host=measured_host(profile.host_link))
     return with_block_times(description, profile), hardware
-
-
-def measured_host(link: HostLink, *, elements: int = 2**26, seconds: float = 2.0) -> HostSpec:
-    """This machine's memory and its rate of fused AdamW steps, beside the link to the device."""
-    parameter = torch.nn.Parameter(torch.zeros(elements))
-    parameter.grad = torch.zeros(elements)
-    optimizer = torch.optim.AdamW([parameter], fused=True)
-    optimizer.step()
-    taken_s = median_seconds(optimizer.step, torch.device("cpu"), seconds)
-    traffic = OptimizerSpec().traffic_per_element * parameter.nbytes
-    return HostSpec(
-        memory_bytes=psutil.virtual_memory().available, to_device_bytes_per_s=link.to_device_bytes_per_s,
-        to_host_bytes_per_s=link.to_host_bytes_per_s, update_bytes_per_s=traffic / taken_s, source="measured on this machine",
-    )  # fmt: skip
 
 
 class Runner:

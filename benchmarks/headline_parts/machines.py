@@ -17,10 +17,10 @@ HOST_SOURCE = "six channels of DDR4-2666, the line rate of one socket (Intel Xeo
 
 def named_machine(case: Case) -> Hardware:
     """Devices of a data sheet, for planning alone. As on a real one here, the limit is that of torch's allocator: a context and
-    communicators lie beside it."""
+    communicators lie beside it. Only one device alone moves states to its host."""
     hardware = preset(NAMED, devices_per_node=case.devices)
     hardware = replace(hardware, device=replace(hardware.device, reserved_bytes=CUBLAS_BYTES, communicator_bytes=0))
-    return replace(hardware, host=hardware.host or _named_host(hardware)) if case.devices == 1 else hardware
+    return replace(hardware, host=(hardware.host or _named_host(hardware)) if case.devices == 1 else None)
 
 
 def _named_host(hardware: Hardware) -> HostSpec:

@@ -146,12 +146,12 @@ def markdown(sections: Sequence[tuple[Case, Sequence[Row]]], head: dict[str, Any
 
     Args:
         sections: rows by case.
-        head: `command`, `date`, `commit`, `versions`, `hardware`, `remarks`.
+        head: `title`, `command`, `date`, `commit`, `versions`, `hardware`, `remarks`.
         link: what the link is, as in the tables' titles.
     """
     versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
     lines = [
-        "# Headline experiments", "", f"`{head['command']}` on {head['hardware']}, {head['date']}; commit {head['commit']};"
+        f"# Headline experiments: {head['title']}", "", f"`{head['command']}` on {head['hardware']}, {head['date']}; commit {head['commit']};"
         f" {versions}.", "", *head["remarks"], "",
     ]  # fmt: skip
     for case, rows in sections:

@@ -15,16 +15,15 @@ from rich.console import Console
 from benchmarks import headline
 from benchmarks.headline_parts.cases import CASES, TWINS, Case
 from benchmarks.headline_parts.emulated import hold_link
-from benchmarks.headline_parts.gpu import GpuEffort, Runner, measured_host
+from benchmarks.headline_parts.gpu import GpuEffort, Runner
 from benchmarks.headline_parts.lineup import CONTENDERS, OFFLOADERS, SAMPLES, BatchRule, job_of, line_up, run_name
-from benchmarks.headline_parts.machines import named_machine
+from benchmarks.headline_parts.machines import as_one_of, named_machine
 from benchmarks.headline_parts.rows import Measured, Row, rows_of
 from benchmarks.headline_parts.tables import WIDTH, groups, markdown, table_of, verdicts
 from benchmarks.headline_parts.twins import TwinEffort, measure_twin
 from hf_osdp.planner.costs import Batch, Choice
 from hf_osdp.planner.evaluate import estimate_plan
 from hf_osdp.planner.plan import Plan
-from hf_osdp.planner.profile import HostLink
 from hf_osdp.profiling.batch import training_batch
 from hf_osdp.profiling.build import build_on_meta
 from hf_osdp.profiling.describe import describe
@@ -211,10 +210,13 @@ def test_plans_run_on_a_device_under_a_limit_and_one_that_does_not_fit_runs_out_
     assert verdicts(rows_of(lineup, found))[1].met
 
 
-def test_a_host_is_measured():
-    host = measured_host(HostLink(to_device_bytes_per_s=3e9, to_host_bytes_per_s=2e9), elements=2**12, seconds=0.01)
-    assert (host.to_device_bytes_per_s, host.to_host_bytes_per_s) == (3e9, 2e9)
-    assert host.update_bytes_per_s > 1e6 and host.memory_bytes > 2**20
+def test_only_one_device_has_states_on_its_host():
+    assert named_machine(replace(TINY, devices=8)).host is None
+    assert named_machine(replace(TINY, devices=1)).host is not None
+    measured = named_machine(replace(TINY, devices=1))
+    assert as_one_of(measured, 8, workspace_bytes=5).host is None
+    assert as_one_of(measured, 1, workspace_bytes=5).host == measured.host
+    assert as_one_of(measured, 8, workspace_bytes=5).device.reserved_bytes == 5
 
 
 def test_an_emulated_link_of_one_node_refuses_two_stages():
@@ -250,12 +252,12 @@ def test_plan_only_shows_and_writes_what_was_planned(monkeypatch, tmp_path, caps
     assert "--plan-only" in content["command"]
     assert all(row["measured_step_s"] is None for row in content["rows"])
     text = (tmp_path / "r.md").read_text()
-    assert text.startswith("# Headline experiments") and "own best batch" in text and "torch 2" in text
+    assert text.startswith("# Headline experiments: planned\n") and "own best batch" in text and "torch 2" in text
 
 
 def test_a_link_that_is_emulated_is_said_to_be_in_every_table():
     rows = twin()
-    text = markdown([(TINY, rows)], {"command": "c", "date": "d", "commit": "e", "versions": {}, "hardware": "h", "remarks": []},
+    text = markdown([(TINY, rows)], {"title": "t", "command": "c", "date": "d", "commit": "e", "versions": {}, "hardware": "h", "remarks": []},
                     headline.LINKS["cuda"])  # fmt: skip
     assert text.count("EMULATED link") == 2
 
