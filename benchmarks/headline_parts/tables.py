@@ -150,10 +150,8 @@ def markdown(sections: Sequence[tuple[Case, Sequence[Row]]], head: dict[str, Any
         link: what the link is, as in the tables' titles.
     """
     versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
-    lines = [
-        f"# Headline experiments: {head['title']}", "", f"`{head['command']}` on {head['hardware']}, {head['date']}; commit {head['commit']};"
-        f" {versions}.", "", *head["remarks"], "",
-    ]  # fmt: skip
+    made = f"`{head['command']}` on {head['hardware']}, {head['date']}; commit {head['commit']}; {versions}."
+    lines = [f"# Headline experiments: {head['title']}", "", made, "", *head["remarks"], ""]
     for case, rows in sections:
         for _, rule, members in groups(rows):
             lines += ["```", _text(table_of(case, rule, members, link)).rstrip(), "```", ""]

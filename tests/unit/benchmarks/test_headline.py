@@ -257,8 +257,8 @@ def test_plan_only_shows_and_writes_what_was_planned(monkeypatch, tmp_path, caps
 
 def test_a_link_that_is_emulated_is_said_to_be_in_every_table():
     rows = twin()
-    text = markdown([(TINY, rows)], {"title": "t", "command": "c", "date": "d", "commit": "e", "versions": {}, "hardware": "h", "remarks": []},
-                    headline.LINKS["cuda"])  # fmt: skip
+    head = {"title": "t", "command": "c", "date": "d", "commit": "e", "versions": {}, "hardware": "h", "remarks": []}
+    text = markdown([(TINY, rows)], head, headline.LINKS["cuda"])
     assert text.count("EMULATED link") == 2
 
 
