@@ -12,6 +12,10 @@ from torch import nn
 from ..errors import OSDPError
 from .modules import SplitEmbedding, SplitLinear, VocabularySlice
 
+_SCALES = ("logit_scale", "logits_scaling", "final_logit_softcapping", "output_multiplier", "lm_head_multiplier")
+"""What transformers' models (Cohere, Granite, Gemma 2 and those after them) name the factor or cap that logits go through before
+the loss. Other names are found out when the model runs."""
+
 
 class SplitHead(SplitLinear):
     """A vocabulary projection in slices, which also computes the loss of training, so that whole logits never exist there.
@@ -147,6 +151,8 @@ def check_model(model: nn.Module, fqn: str) -> None:
     loss = getattr(model, "loss_function", None)
     if code is None or "loss_function" not in code.co_names or "labels" not in code.co_varnames:
         reason = "its forward does not compute the loss by loss_function(logits, labels)"
+    elif scale := next((name for name in _SCALES if name in code.co_names), None):
+        reason = f"its forward puts {scale} between head and loss"
     elif loss is not ForCausalLMLoss:
         reason = f"its loss is {getattr(loss, '__name__', repr(loss))}, not transformers' ForCausalLMLoss"
     else:

@@ -18,10 +18,12 @@ from transformers import (
     GPT2DoubleHeadsModel,
     GPTJConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     OPTConfig,
-)  # fmt: skip
+)
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutput
 
 from hf_osdp.errors import OSDPError
 from hf_osdp.planner.cut import OperatorSplit
@@ -226,8 +228,19 @@ def test_models_with_another_loss_are_refused():
     assert "not transformers' ForCausalLMLoss" in refused(own)
 
 
-def test_a_model_that_scales_its_logits_is_refused_when_it_runs():
-    model = AutoModelForCausalLM.from_config(CohereConfig(**SIZES, intermediate_size=32, tie_word_embeddings=False)).train()
+def test_models_that_scale_their_logits_are_refused():
+    model = AutoModelForCausalLM.from_config(CohereConfig(**SIZES, intermediate_size=32, tie_word_embeddings=False))
+    assert "its forward puts logit_scale between head and loss" in refused(model)
+
+
+def test_a_model_that_changes_its_logits_is_refused_when_it_runs():
+    class Doubled(LlamaForCausalLM):
+        def forward(self, input_ids, labels=None):
+            logits = 2 * self.lm_head(self.model(input_ids).last_hidden_state)
+            loss = None if labels is None else self.loss_function(logits, labels, vocab_size=VOCABULARY)
+            return CausalLMOutput(loss=loss, logits=logits)
+
+    model = Doubled(CONFIGS["llama"]).train()
     split_operators(model, [OperatorSplit(fqn="lm_head", slices=4)])
     with pytest.raises(OSDPError, match="changes its logits between head and loss"):
         model(**batch())
