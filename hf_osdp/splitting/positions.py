@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .names import merge_optimizer_state, split_names, split_optimizer_state
+from .names import merge_optimizer_state, plain_name, split_names, split_optimizer_state
 
 
 def keep_positions(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -20,9 +20,10 @@ def keep_positions(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     changes: torch's functions for those go by name.
 
     Args:
-        optimizer: of torch, without a wrapper; in each group all slices of a parameter follow one another.
+        optimizer: of torch, or in Accelerate's wrapper; in each group all slices of a parameter follow one another.
         model: split; the optimizer's parameters are its own. It may go before the optimizer does.
     """
+    optimizer = getattr(optimizer, "optimizer", optimizer)
     if not _positions(optimizer):
         hooks = _Positions(model)
         optimizer.register_state_dict_post_hook(hooks.merged)
@@ -84,8 +85,8 @@ class _Positions:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if model is None or any(hasattr(parameter, "placements") for parameter in parameters):
             return None
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        return [names[parameter] for parameter in parameters]
+        names = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
+        return [names[parameter] for parameter in parameters] if all(parameter in names for parameter in parameters) else None
 
 
 def _by_name(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
