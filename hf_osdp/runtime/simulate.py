@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import OSDPError
@@ -99,6 +101,7 @@ def simulate(
         on_cuda = device_type == "cuda"
         ledger = stack.enter_context(HostLedger(block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1, locks_pages=on_cuda))
         stack.enter_context(ledger.copies())
+        stack.enter_context(_shapes_apart())
         if on_cuda:
             stack.enter_context(FusedKernels(lambda flops: None))
         _run_step(twin, fakes, plan, job, ledger)
@@ -124,6 +127,23 @@ def _run_step(model: nn.Module, batch: Mapping[str, Any], plan: Plan, job: Train
     ledger.track_as(Kind.MODEL_BUFFERS, [*model.buffers(), *tensors])
     ledger.reset_peak()
     train_step(model, optimizer, batch, plan, replace(job, clips_gradients=False))  # norms are a few bytes, and cannot be read from fakes
+
+
+@contextmanager
+def _shapes_apart() -> Iterator[None]:
+    """DTensor finds out shapes of results by running operators on whole fake tensors. In torch 2.11 it does so in the fake mode that
+    is active, where they would count as if they were there; here it is sent to one of its own."""
+    stock = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def apart(propagator: ShardingPropagator, op_schema: Any) -> Any:
+        with _disable_current_modes():
+            return stock(propagator, op_schema)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = apart
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = stock
 
 
 def _states_of(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
