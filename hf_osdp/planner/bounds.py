@@ -22,7 +22,7 @@ def peak_floor(description: ModelDescription, line: Line, job: TrainingJob, batc
         least = {f.name: min(getattr(o.bytes, f.name) for o in group.options) for f in fields(UnitBytes)}
         least["cast_buffer"] = min(0 if o.bytes.kept else o.bytes.cast_buffer for o in group.options)  # what is kept is not cast again
         terms |= dict.fromkeys(group.units, UnitBytes(**least))
-    segments = [SegmentBytes.least(segment, batch.micro_batch_size) for segment in description.segments]
+    segments = [SegmentBytes.least(s, description.units[s.unit].span, batch.micro_batch_size) for s in description.segments]
     return peak_of_terms(description, [terms[i] for i in range(len(terms))], segments, job, batch)
 
 

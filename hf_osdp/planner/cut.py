@@ -40,7 +40,22 @@ class Cut:
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"{twice[0]!r} is split {names.count(twice[0])} times; name each operator once.")
 
+    def describe(self) -> str:
+        """Short text for tables: `blocks`, `operators, lm_head in 4 slices`, `operators, 8 operators in 2 to 4 slices`."""
+        text = "operators" if self.operators else "blocks"
+        if len(self.splits) == 1:
+            return f"{text}, {self.splits[0].fqn} in {self.splits[0].slices} slices"
+        if self.splits:
+            counts = sorted({split.slices for split in self.splits})
+            slices = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
+            return f"{text}, {len(self.splits)} operators in {slices} slices"
+        return text
+
     @property
     def is_none(self) -> bool:
         """Whether the model stays as it is."""
         return not self.operators and not self.splits
+
+
+WHOLE_BLOCKS = Cut()
+"""The model as its author wrote it, with blocks as units."""

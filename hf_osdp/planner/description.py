@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from .cut import WHOLE_BLOCKS, Cut
+
 
 class DType(str, Enum):
     """Element types that parameters, gradients and activations have."""
@@ -125,7 +127,11 @@ class Affine:
 
     def bytes(self, samples: int) -> int:
         """The value as whole bytes, rounded up and never negative."""
-        return max(0, math.ceil(self(samples) - 1e-6))
+        return max(0, self.change(samples))
+
+    def change(self, samples: int) -> int:
+        """The value as whole bytes, rounded up: what is freed counts as well."""
+        return math.ceil(self(samples) - 1e-6)
 
     def plus(self, other: Affine) -> Affine:
         """The sum of two lines."""
@@ -168,7 +174,11 @@ class Envelope:
 
     def bytes(self, samples: int) -> int:
         """The value as whole bytes, rounded up and never negative."""
-        return max(0, math.ceil(self(samples) - 1e-6))
+        return max(0, self.change(samples))
+
+    def change(self, samples: int) -> int:
+        """The value as whole bytes, rounded up: what is freed counts as well."""
+        return math.ceil(self(samples) - 1e-6)
 
     def plus(self, other: Affine) -> Envelope:
         """Every moment raised by another line."""
@@ -240,6 +250,8 @@ class ModelDescription:
     model_name: str
     model_class: str
     block_classes: tuple[str, ...]
+    cut: Cut = WHOLE_BLOCKS
+    """What was done to the model before its units were found."""
     sequence_length: int
     compute_dtype: DType
     """Dtype of gathered parameters and activations in the trace."""

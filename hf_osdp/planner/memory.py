@@ -69,24 +69,26 @@ class SegmentBytes:
     """Memory terms of one segment of one micro-batch, in bytes; `Segment` and `PhaseCost` say what each is."""
 
     saved: int
+    """Negative for a stretch of the root that frees more than it saves, such as what a unit before it handed over."""
     gradient: int
     forward_peak: int
     backward_peak: int
 
     @classmethod
-    def of(cls, segment: Segment, samples: int) -> SegmentBytes:
+    def of(cls, segment: Segment, span: GatherSpan, samples: int) -> SegmentBytes:
         """The terms at a micro-batch size."""
+        frees = span is GatherSpan.STEP
         return cls(
-            saved=segment.saved_bytes.bytes(samples),
+            saved=segment.saved_bytes.change(samples) if frees else segment.saved_bytes.bytes(samples),
             gradient=segment.gradient_bytes.bytes(samples),
             forward_peak=segment.forward.peak_bytes.bytes(samples),
             backward_peak=segment.backward.peak_bytes.bytes(samples),
         )
 
     @classmethod
-    def least(cls, segment: Segment, samples: int) -> SegmentBytes:
+    def least(cls, segment: Segment, span: GatherSpan, samples: int) -> SegmentBytes:
         """The least of each term under any choice about activations."""
-        forms = [cls.of(segment.under(activations), samples) for activations in Activations]
+        forms = [cls.of(segment.under(activations), span, samples) for activations in Activations]
         return cls(**{name: min(getattr(form, name) for form in forms) for name in cls.__slots__})
 
 
@@ -124,7 +126,10 @@ def estimate_memory(
         Moments with their breakdowns, in bytes.
     """
     units = [unit_bytes(u, c, world_size, job, batch) for u, c in zip(description.units, choices, strict=True)]
-    segments = [SegmentBytes.of(s.under(choices[s.unit].activations), batch.micro_batch_size) for s in description.segments]
+    segments = [
+        SegmentBytes.of(s.under(choices[s.unit].activations), description.units[s.unit].span, batch.micro_batch_size)
+        for s in description.segments
+    ]
     return MemoryEstimate(moments=_Walk(description, units, segments, job, batch).moments(), host_bytes=sum(unit.host for unit in units))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import PlanError
 from .costs import Batch, Choice
+from .cut import WHOLE_BLOCKS, Cut
 from .description import Activations, ModelDescription
 from .files import read_whole, validated, write_whole
 
@@ -121,6 +122,8 @@ class Plan:
     accumulation_steps: int
     """Micro-batches a rank runs before each optimizer step."""
     model_fingerprint: str
+    cut: Cut = WHOLE_BLOCKS
+    """What is done to the model before its units are found: the units are those of the model that was cut so."""
     model_name: str = ""
     sequence_length: int = 1
     memory_limit_bytes: int | None = None
@@ -178,6 +181,7 @@ class Plan:
             units=tuple(units),
             **asdict(batch),
             model_fingerprint=description.fingerprint,
+            cut=description.cut,
             model_name=description.model_name,
             sequence_length=description.sequence_length,
             **stated,
@@ -218,6 +222,8 @@ class Plan:
             for name in ("world_size", "micro_batch_size", "accumulation_steps", "model_fingerprint")
             if getattr(self, name) != getattr(other, name)
         ]
+        if self.cut != other.cut:
+            lines.append(f"cut: {self.cut.describe()} -> {other.cut.describe()}")
         mine, theirs = ({u.fqn: u for u in plan.units} for plan in (self, other))
         for fqn in dict.fromkeys([*mine, *theirs]):
             before = mine[fqn].describe(self.world_size) if fqn in mine else "absent"

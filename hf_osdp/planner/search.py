@@ -105,6 +105,13 @@ def search(
     return _decode(description, hardware, job, memory_limit_bytes, strategy, candidate.batch, solution.choices, proven)
 
 
+def fastest_without_limit(
+    description: ModelDescription, hardware: Hardware, job: TrainingJob, *, strategy: str | Strategy = Strategy.OSDP
+) -> float:
+    """Seconds of a step that no plan of the strategy goes below, whatever memory there is."""
+    return min(candidate.bound_s for candidate in _candidates(description, hardware, job, Strategy.parse(strategy)))
+
+
 def least_memory(description: ModelDescription, hardware: Hardware, job: TrainingJob, *, strategy: str | Strategy = Strategy.OSDP) -> int:
     """The tightest limit that some plan of the strategy meets, in bytes of one rank, with what the device reserves.
 

@@ -247,7 +247,7 @@ class _OptionMaker:
         seconds = self.timer(index, choice).total_s
         if segment is None:
             return Option(choice=choice, bytes=terms, seconds=seconds)
-        costs = SegmentBytes.of(segment.under(choice.activations), self.batch.micro_batch_size)
+        costs = SegmentBytes.of(segment.under(choice.activations), unit.span, self.batch.micro_batch_size)
         own = 0 if terms.kept else terms.gathered
         after = terms.gradients_after + terms.reduced_after
         reducing = costs.gradient - costs.saved - terms.kept + terms.reduce_input
@@ -269,7 +269,7 @@ class _OptionMaker:
 
 
 def _stretch(segment: Segment, tail: int, merging: int, prefetches: bool, samples: int) -> Stretch:
-    costs = SegmentBytes.of(segment, samples)
+    costs = SegmentBytes.of(segment, GatherSpan.STEP, samples)
     return Stretch(
         unit=segment.unit,
         saved=costs.saved,

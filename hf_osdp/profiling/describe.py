@@ -13,12 +13,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import CheckpointingError, DescriptionError
+from ..planner.cut import WHOLE_BLOCKS, Cut
 from ..planner.description import Affine, DType, GatherSpan, ModelDescription, Segment, UnitDescription
 from .batch import Inputs, check_sequence_length, training_batch
 from .build import build_on_meta, is_checkpointed
+from .cuts import cut_copy
 from .formula import SOURCE, TransformerShape, formula_segments
 from .trace import trace_segments
-from .units import class_of, find_units
+from .units import class_of, find_units, modules_by_name
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ def describe(
     inputs: Inputs | None = None,
     activation_checkpointing: bool = False,
     recomputation: bool = True,
+    cut: Cut = WHOLE_BLOCKS,
 ) -> ModelDescription:
     """Describe a model for the planner: its units, and what each costs in memory and work.
 
@@ -53,6 +56,7 @@ def describe(
             no word of it here.
         recomputation: also trace each block as recomputed in backward, so that the search can choose; of no use where all are
             checkpointed anyway.
+        cut: describe the model as it is when cut so.
 
     Returns:
         The description; its `trace` says how the costs were found.
@@ -66,18 +70,21 @@ def describe(
         raise ValueError(f"device_type={device_type!r} is not known; use cpu or cuda.")
     model = model_or_config if isinstance(model_or_config, nn.Module) else build_on_meta(model_or_config, auto_class)
     check_sequence_length(model, sequence_length)
-    units = find_units(model, block_classes)
+    if cut.splits:
+        model = cut_copy(model, cut)
+    units = find_units(model, block_classes, operators=cut.operators)
     if inputs is None:
         inputs = _default_inputs(model, sequence_length)
     dtype = compute_dtype or _main_dtype(units)
     found_classes = _block_classes(units, model, block_classes)
     recomputation = recomputation and not activation_checkpointing and not is_checkpointed(model)
-    recomputable = _recomputable(units, found_classes) if recomputation else frozenset()
+    recomputable = _recomputable(model, units, found_classes) if recomputation else frozenset()
 
     def traced(recomputable: frozenset[int]) -> tuple[tuple[Segment, ...], Affine]:
         return trace_segments(
             model, units, inputs, compute_dtype=_torch_dtype(compute_dtype), fused_kernels=device_type == "cuda",
             checkpointed_blocks=found_classes if activation_checkpointing else None, recomputable=recomputable,
+            shortcut=not cut.operators,  # parts of a block keep what others hand them, which stand-ins do not
         )  # fmt: skip
 
     try:
@@ -95,6 +102,7 @@ def describe(
         model_name=getattr(getattr(model, "config", None), "_name_or_path", "") or class_of(model).__name__,
         model_class=class_of(model).__name__,
         block_classes=found_classes,
+        cut=cut,
         sequence_length=sequence_length,
         compute_dtype=dtype,
         units=units,
@@ -106,10 +114,13 @@ def describe(
     )
 
 
-def _recomputable(units: Sequence[UnitDescription], block_classes: Sequence[str]) -> frozenset[int]:
-    """Blocks: a unit of one module that runs once."""
+def _recomputable(model: nn.Module, units: Sequence[UnitDescription], block_classes: Sequence[str]) -> frozenset[int]:
+    """Blocks, or the parts that they are cut into: units of one module, with others inside, that run once."""
+    modules = modules_by_name(model)
     return frozenset(
-        index for index, unit in enumerate(units) if unit.span is GatherSpan.USE and unit.class_name in block_classes
+        index
+        for index, unit in enumerate(units)
+        if unit.span is GatherSpan.USE and unit.class_name in block_classes and modules[unit.module_names[0]]._modules
     )  # fmt: skip
 
 

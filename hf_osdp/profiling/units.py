@@ -11,6 +11,8 @@ from torch import nn
 
 from ..errors import DescriptionError
 from ..planner.description import DType, GatherSpan, ParameterSpec, UnitDescription
+from ..splitting.names import slice_names
+from .operator_units import operator_names
 
 _WRAPPER = "_checkpoint_wrapped_module"
 
@@ -57,13 +59,15 @@ class _Tie:
     names: tuple[tuple[str, ...], ...]
 
 
-def find_units(model: nn.Module, block_classes: Sequence[str] | None = None) -> tuple[UnitDescription, ...]:
+def find_units(model: nn.Module, block_classes: Sequence[str] | None = None, *, operators: bool = False) -> tuple[UnitDescription, ...]:
     """Cut a model into units.
 
     Args:
         model: any module, real or on the meta device, plain or with `checkpoint_wrapper` around blocks.
         block_classes: class names of the blocks, the outermost count; names that the model lacks are ignored as long as
             one is there. None takes `_no_split_modules`, else the elements of homogeneous `nn.ModuleList`s.
+        operators: cut every block into operator units (attention, MLP); a block with operators in slices is cut in any case,
+            and each slice is a unit.
 
     Returns:
         The root's rest first (fqn `""`, perhaps without parameters), then the units in the order in which the model lists
@@ -75,8 +79,12 @@ def find_units(model: nn.Module, block_classes: Sequence[str] | None = None) -> 
     modules = modules_by_name(model)
     ties = _find_ties(model)
     blocks = _find_blocks(model, modules, ties, block_classes)
+    slices = slice_names(model)
+    whole = [block for block in blocks if not (operators or any(_is_within(name, block) for name in slices)) or _holds_tie(block, ties)]
+    parts = [name for block in blocks for name in ((block,) if block in whole else operator_names(block, modules, slices))]
     ties = [tie for tie in ties if "" not in tie.owners and not _inside_one(tie.owners, blocks)]
-    groups: dict[tuple[str, ...], GatherSpan] = {(name,): GatherSpan.USE for name in blocks}
+    groups: dict[tuple[str, ...], GatherSpan] = {(name,): GatherSpan.USE for name in parts}
+    groups |= {(name,): GatherSpan.USE for name in slices if name not in parts}
     for tie in ties:
         groups[_outermost_owners(tie.owners, blocks)] = GatherSpan.STEP
     taken = {name for names in groups for name in names}
@@ -282,6 +290,11 @@ def _innermost(name: str, known: Iterable[str]) -> str:
         if ancestor in known:
             return ancestor
     return ""
+
+
+def _holds_tie(block: str, ties: Sequence[_Tie]) -> bool:
+    """Whether operators of a block share parameters with each other: they have to stay together."""
+    return any(_inside_one(tie.owners, [block]) for tie in ties)
 
 
 def _inside_one(owners: tuple[str, ...], blocks: Iterable[str]) -> bool:

@@ -16,6 +16,8 @@ from ..planner.description import Activations, DType, GatherSpan, ModelDescripti
 from ..planner.plan import Plan, UnitDecision
 from ..profiling.units import canonical_name, modules_by_name
 from ..profiling.wrapping import recompute
+from ..splitting.names import is_split
+from ..splitting.split import split_operators
 from .broadcast import broadcast_parameters
 from .host_offload import offload_policy, uses_host
 from .mesh import SHARD_AXIS, Meshes, world_size
@@ -53,6 +55,8 @@ def apply_plan(
         OSDPError: the model is sharded already.
         ValueError: `mp_policy` is given, but there is no process group. For units on the host one process forms its own.
     """
+    if plan.cut.splits and not is_split(model):
+        split_operators(model, plan.cut.splits)
     plan.check(_as_description(model, units), world_size())
     steps = _steps(model, plan, units)
     for modules, decision in steps:

@@ -14,7 +14,7 @@ import pytest
 
 from hf_osdp.errors import InfeasibleError
 from hf_osdp.planner.costs import Batch, unit_bytes
-from hf_osdp.planner.description import DType, ModelDescription, Segment
+from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, Segment
 from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, Link
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.memory import SegmentBytes, estimate_memory, merging_stretch
@@ -114,7 +114,7 @@ def _peaks(description: ModelDescription, job: TrainingJob, root, terms, choices
 
     def costs(segment: Segment, name: str) -> np.ndarray:
         block = segment.unit - 1
-        forms = [SegmentBytes.of(segment.under(choice.activations), 1) for choice in choices[block]]
+        forms = [SegmentBytes.of(segment.under(choice.activations), GatherSpan.USE, 1) for choice in choices[block]]
         return np.array([getattr(form, name) for form in forms], dtype=np.int64)[table[block]]
 
     def moment(level) -> None:

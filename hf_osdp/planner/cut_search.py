@@ -1,0 +1,60 @@
+"""Which cut of a model gives the fastest plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..errors import InfeasibleError
+from .cut import Cut
+from .description import ModelDescription
+from .hardware import Hardware
+from .job import TrainingJob
+from .search import fastest_without_limit, search
+from .strategies import Strategy
+
+NEAR = 1.01
+"""Where no plan at all could be faster than this, whatever the memory, nothing else is tried: tracing a cut takes seconds."""
+
+
+def choose_description(
+    plain: ModelDescription,
+    cuts: Callable[[], Sequence[Cut]],
+    describe: Callable[[Cut], ModelDescription],
+    *,
+    hardware: Hardware,
+    job: TrainingJob,
+    memory_limit_bytes: int,
+    strategy: str | Strategy = Strategy.OSDP,
+) -> ModelDescription:
+    """The description, out of those of the plain and the cut model, whose best plan is fastest.
+
+    Cuts are for memory: they are tried only where the limit keeps the plain model from running as fast as without one. Where
+    nothing fits, the one that needs least.
+
+    Args:
+        plain: the model as it is.
+        cuts: ways to cut it.
+        describe: from a cut to the description of the model that is cut so.
+        hardware, job, memory_limit_bytes, strategy: as for `search`; single strategies take the plain model.
+
+    Returns:
+        The description to search.
+    """
+    if Strategy.parse(strategy) is not Strategy.OSDP:
+        return plain
+
+    def best(description: ModelDescription) -> tuple[bool, float]:
+        """Rank: what fits comes first, by its time; then what needs least."""
+        try:
+            return False, search(description, hardware, job, memory_limit_bytes).time.step_s
+        except InfeasibleError as error:
+            return True, float(error.least_peak_bytes)
+
+    rank = best(plain)
+    if not rank[0] and rank[1] <= NEAR * fastest_without_limit(plain, hardware, job):
+        return plain
+    ranked = [(rank, plain)]
+    for cut in cuts():
+        description = describe(cut)
+        ranked.append((best(description), description))
+    return min(ranked, key=lambda pair: pair[0])[1]
