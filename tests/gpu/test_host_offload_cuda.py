@@ -1,0 +1,145 @@
+"""Units on the host of a real GPU, in one process: equality with plain torch, memory against the estimate. `pytest -m gpu tests/gpu`"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_osdp.planner.costs import Batch, Choice
+from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
+from hf_osdp.planner.memory import estimate_memory
+from hf_osdp.planner.plan import Plan
+from hf_osdp.profiling.batch import training_batch
+from hf_osdp.profiling.build import build_on_meta
+from hf_osdp.profiling.describe import describe
+from hf_osdp.profiling.host import measure_host
+from hf_osdp.profiling.units import find_units
+from hf_osdp.runtime.apply import apply_plan
+from hf_osdp.runtime.by_place import step_by_place
+from hf_osdp.runtime.clip import clip_grad_norm_
+from hf_osdp.runtime.environment import mp_policy
+from hf_osdp.runtime.host_offload import empty_on_device, host_parameters, move_to_device
+from hf_osdp.runtime.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict, load_full_state_dict
+from hf_osdp.runtime.steps import batch_on, make_optimizer, train_step
+from hf_osdp.runtime.verify import verify_applied
+from tests.helpers.layouts import plan_of
+from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+STEPS, MAX_NORM = 3, 0.5
+CUDA = torch.device("cuda", 0)
+PICKS = {"all": 1, "some": 2}
+"""Each so many-th unit is on the host."""
+
+
+def apart(fn: Callable[..., Any], *args: Any) -> Any:
+    """The function's result from a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(fn, *args).result()
+
+
+def offloaded(every: int, *, seed: int = 0) -> torch.nn.Module:
+    model = tiny_model("gpt2", seed=seed)
+    units = find_units(model)
+    plan = plan_of(units, 1, "zero3")
+    plan = replace(plan, units=tuple(replace(unit, on_host=i % every == 0) for i, unit in enumerate(plan.units)))
+    apply_plan(model, plan, units)
+    verify_applied(model, plan, units)
+    return move_to_device(model, CUDA)
+
+
+def stepped(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, clip: Callable[..., torch.Tensor]) -> float:
+    tiny_loss(model, {name: value.to(CUDA) for name, value in tiny_batch(step).items()}).backward()
+    norm = clip(model.parameters(), MAX_NORM).item()
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def worst_difference(every: int, options: dict[str, Any]) -> tuple[float, float, bool]:
+    """Of norms and of weights, and whether states are on the host where they should be."""
+    plain, model = tiny_model("gpt2").to(CUDA), offloaded(every)
+    one, two = (torch.optim.AdamW(m.parameters(), lr=1e-3, **o) for m, o in ((plain, {}), (model, options)))
+    step_by_place(two, host_parameters(model))
+    norms = [
+        abs(stepped(plain, one, i, torch.nn.utils.clip_grad_norm_) - stepped(model, two, i, clip_grad_norm_)) for i in range(STEPS)
+    ]  # fmt: skip
+    state, wanted = full_state_dict(model), plain.state_dict()
+    there = all(two.state[p][key].device.type == "cpu" for p in host_parameters(model) for key in ("exp_avg", "exp_avg_sq"))
+    return max(norms), max((state[name] - wanted[name].cpu()).abs().max().item() for name in wanted), there
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("every", PICKS.values(), ids=PICKS)
+def test_trains_as_plain_torch(every, options):
+    norms, weights, there = apart(worst_difference, every, options)
+    assert norms < 1e-12 and weights < 1e-11 and there
+
+
+def resumed() -> float:
+    """Whole states of some units on the host, loaded where all are."""
+    first, second = offloaded(2), offloaded(1, seed=1)
+    one, two = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (first, second))
+    for model, optimizer in ((first, one), (second, two)):
+        step_by_place(optimizer, host_parameters(model))
+    stepped(first, one, 0, clip_grad_norm_)
+    load_full_state_dict(second, full_state_dict(first))
+    load_full_optimizer_state_dict(second, two, full_optimizer_state_dict(first, one))
+    for model, optimizer in ((first, one), (second, two)):
+        stepped(model, optimizer, 1, clip_grad_norm_)
+    ours, theirs = full_state_dict(first), full_state_dict(second)
+    return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
+
+
+def test_whole_states_go_over_to_another_plan():
+    assert apart(resumed) < 1e-12
+
+
+def estimated_and_measured(every: int, precision: str) -> tuple[int, int]:
+    """Peaks of a step in bytes."""
+    from transformers import GPT2Config
+
+    config = GPT2Config(n_layer=6, n_embd=768, n_head=12, n_positions=256, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    job = TrainingJob(global_batch_size=1, precision=Precision.named(precision), optimizer=OptimizerSpec())
+    description = describe(config, sequence_length=256, compute_dtype=job.precision.compute, device_type="cuda")
+    choices = [Choice(shard_size=1, keep=False, on_host=index % every == 0) for index in range(len(description.units))]
+    batch = Batch(micro_batch_size=1, accumulation_steps=1)
+    plan = Plan.of(description, choices, batch, world_size=1)
+    model = build_on_meta(config)
+    apply_plan(model, plan, description.units, mp_policy=mp_policy(job.precision))
+    empty_on_device(model, CUDA)
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    optimizer, inputs = make_optimizer(model, job.optimizer), batch_on(training_batch(model, 256), 1, CUDA)
+    for _ in range(2):  # the first makes states and workspaces
+        torch.cuda.reset_peak_memory_stats()
+        train_step(model, optimizer, inputs, plan, job)
+    workspaces = torch.cuda.memory_allocated() - sum(t.nbytes for t in _on_cuda(model, optimizer, inputs))
+    measured = torch.cuda.max_memory_allocated() - max(0, workspaces)
+    return estimate_memory(description, choices, 1, job, batch).peak_bytes, measured
+
+
+def _on_cuda(model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, Any]) -> list[torch.Tensor]:
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    held = [*model.parameters(), *model.buffers(), *states, *inputs.values()]
+    return [t for t in (getattr(t, "_local_tensor", t) for t in held) if isinstance(t, torch.Tensor) and t.is_cuda]
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("every", PICKS.values(), ids=PICKS)
+def test_the_estimate_is_what_the_allocator_counts(every, precision):
+    estimate, measured = apart(estimated_and_measured, every, precision)
+    assert -0.01 <= estimate / measured - 1 <= 0.03, (estimate, measured)
+
+
+def test_the_host_is_measured():
+    host = measure_host(CUDA, 0.5)
+    assert 2**30 < host.memory_bytes < 2**50
+    assert all(1e8 < rate < 1e13 for rate in (host.to_device_bytes_per_s, host.to_host_bytes_per_s, host.update_bytes_per_s))
