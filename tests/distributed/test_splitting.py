@@ -30,7 +30,8 @@ from hf_osdp.splitting.names import slice_names
 from hf_osdp.splitting.split import split_operators
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
-from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.mixed import mixed_plan
+from tests.helpers.models import SEQUENCE_LENGTH, tiny_batch, tiny_model
 from tests.helpers.training import wrap_blocks
 
 STEPS, MAX_NORM, LAYERS, WORLD = 3, 0.5, 2, 2
@@ -279,3 +280,34 @@ def test_full_states_do_not_show_the_slices(results):
 @pytest.mark.parametrize("layout", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 def test_saved_states_go_on_in_any_number_of_slices(results, layout):
     assert max(results[layout][slices] for slices in RESUMED) < 1e-12
+
+
+def trainer_resumes(folder: str) -> list[list[float]]:
+    """What the Trainer logs from the third step on: in four slices, and resumed in two."""
+    from transformers import TrainingArguments
+
+    from hf_osdp.integration.config import OSDPConfig
+    from hf_osdp.integration.trainer import Trainer
+
+    data = [{"input_ids": ids, "labels": ids} for ids in tiny_batch(0)["input_ids"].repeat(4, 1)]
+    options = {"fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    found = []
+    for slices, checkpoint in ((4, None), (2, f"{folder}/checkpoint-2")):
+        model = split_model("gpt2", slices, seed=slices)
+        plan = mixed_plan(model, WORLD, sequence_length=SEQUENCE_LENGTH, micro_batch_size=4, accumulation_steps=1, reduce=True)
+        args = TrainingArguments(
+            folder, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1, use_cpu=True, report_to=[], seed=1, **options
+        )
+        trainer = Trainer(model=model, args=args, train_dataset=data, osdp=OSDPConfig(plan=plan))
+        trainer.train(resume_from_checkpoint=checkpoint)
+        found.append(
+            [entry[key] for entry in trainer.state.log_history if entry["step"] > 2 for key in ("loss", "grad_norm") if key in entry]
+        )
+    return found
+
+
+@pytest.mark.slow
+def test_the_trainer_resumes_in_another_number_of_slices(tmp_path):
+    want, got = run_ranks(trainer_resumes, WORLD, str(tmp_path), init=False)[0]
+    assert len(want) == 4
+    assert max(abs(a - b) for a, b in zip(got, want, strict=True)) < 1e-12
