@@ -17,7 +17,7 @@ from hf_osdp.planner.search import SearchResult, least_memory, search
 from hf_osdp.planner.strategies import Strategy
 
 SAMPLES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Samples of one device that are tried for the own best batch."""
+"""Samples of one device that are tried for the own best batch, and between the last that fits and the next the largest that does."""
 
 
 class BatchRule(str, Enum):
@@ -93,14 +93,14 @@ def contenders_of(case: Case) -> tuple[Contender, ...]:
     return CONTENDERS if case.devices > 1 else OFFLOADERS
 
 
-def line_up(case: Case, description: ModelDescription, hardware: Hardware, *, samples: tuple[int, ...] = SAMPLES) -> Lineup:
+def line_up(case: Case, description: ModelDescription, hardware: Hardware, *, samples: tuple[int, ...] | None = None) -> Lineup:
     """Every contender's plans.
 
     Args:
         case: model and limit.
         description: of the model.
         hardware: of `case.devices` devices; what they reserve counts to the limit.
-        samples: of one device, tried in this order until they no longer fit.
+        samples: of one device, tried in this order until they no longer fit; None takes `SAMPLES` and what lies between.
     """
     limit = limit_of(case, description, hardware)
     own = {contender.name: _at_own_best(case, contender, description, hardware, limit, samples) for contender in contenders_of(case)}
@@ -132,7 +132,7 @@ def _at(case: Case, contender: Contender, description: ModelDescription, hardwar
 
 
 def _at_own_best(
-    case: Case, contender: Contender, description: ModelDescription, hardware: Hardware, limit: int, samples: tuple[int, ...]
+    case: Case, contender: Contender, description: ModelDescription, hardware: Hardware, limit: int, samples: tuple[int, ...] | None
 ) -> Entry:
     best: SearchResult | None = None
     needs = None
@@ -147,14 +147,31 @@ def _at_own_best(
 
 
 def _by_samples(case, contender, description, hardware, limit, samples) -> Iterator[SearchResult | InfeasibleError]:
-    """Plans of rising samples a device, and last the error of those that fit no more."""
-    for count in samples:
+    """Plans of rising samples a device until they fit no more, with the error of the first that did not."""
+
+    def found(count: int) -> SearchResult | InfeasibleError:
         job = job_of(case, case.devices * count, micro_batch_size=count, **contender.fixed)
         try:
-            yield search(description, hardware, job, limit, strategy=contender.strategy)
+            return search(description, hardware, job, limit, strategy=contender.strategy)
         except InfeasibleError as error:
-            yield error
-            return
+            return error
+
+    fits, more = 0, None
+    for count in samples or SAMPLES:
+        result = found(count)
+        yield result
+        if isinstance(result, InfeasibleError):
+            more = count
+            break
+        fits = count
+    while samples is None and more is not None and fits and more - fits > max(1, fits // 16):
+        middle = (fits + more) // 2
+        result = found(middle)
+        if isinstance(result, InfeasibleError):
+            more = middle
+        else:
+            fits = middle
+            yield result
 
 
 def _entry(contender: Contender, rule: BatchRule, result: SearchResult) -> Entry:

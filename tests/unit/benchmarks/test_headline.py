@@ -112,6 +112,12 @@ def test_entries_are_at_one_batch_or_at_their_own_best(devices):
         assert best["OSDP"] >= max(best.values()) * (1 - 1e-9)
 
 
+def test_the_own_best_batch_is_not_bound_to_round_numbers():
+    lineup = line_up(FOUR, MODEL, named_machine(FOUR))
+    tried = [e.plan.micro_batch_size for e in lineup.entries if e.rule is BatchRule.OWN and e.plan]
+    assert any(count not in SAMPLES for count in tried), tried
+
+
 def test_the_equal_batch_can_be_given():
     lineup = planned(replace(FOUR, equal_batch_size=24))
     assert {e.plan.global_batch_size for e in lineup.entries if e.rule is BatchRule.EQUAL and e.plan} == {24}
