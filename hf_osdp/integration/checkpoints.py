@@ -11,6 +11,7 @@ from torch import nn
 from ..splitting.checkpoint import hugging_face_names
 from ..splitting.names import is_split
 from ..splitting.positions import keep_positions
+from .host_states import loads_to_two_devices
 
 
 class AcceleratorCheckpoints:
@@ -39,11 +40,11 @@ class TrainerCheckpoints:
             return super()._load_optimizer_and_scheduler(*args, **kwargs)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        with hugging_face_names():
+        with hugging_face_names(), loads_to_two_devices():
             return super()._load_from_checkpoint(*args, **kwargs)
 
     def _load_best_model(self, *args: Any, **kwargs: Any) -> Any:
-        with hugging_face_names():
+        with hugging_face_names(), loads_to_two_devices():
             return super()._load_best_model(*args, **kwargs)
 
 
@@ -53,5 +54,5 @@ def _unseen_slices(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> It
     for model in models:
         for optimizer in optimizers if is_split(model) else ():
             keep_positions(optimizer, model)
-    with hugging_face_names():
+    with hugging_face_names(), loads_to_two_devices():
         yield

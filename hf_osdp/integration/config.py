@@ -12,6 +12,8 @@ from ..planner.profile import Profile
 from ..planner.strategies import Strategy
 from ..quantities import parse_bytes
 
+_OPEN_SWITCHES = ("reduce_every_micro_step", "recompute", "host_offload")
+"""Switches that None leaves to the planner."""
 STRATEGIES = tuple(strategy.value for strategy in Strategy)
 
 
@@ -38,6 +40,12 @@ class OSDPConfig:
     reduce_every_micro_step: bool | None = None
     """True reduce-scatters gradients in each micro-step, and replicas all-reduce once, in the last; False reduces all in the
     last; None lets the planner decide."""
+    recompute: bool | None = None
+    """True recomputes the activations of every block in backward, False of none; None lets the planner decide for each."""
+    host_offload: bool | None = None
+    """True holds the states of every unit in the host's memory, False of none; None lets the planner decide for each."""
+    operator_splitting: bool = True
+    """The planner may cut blocks into operator units, and operators into slices, where memory binds and that pays."""
     plan: Plan | str | Path | None = None
     """A plan, or the file of one, to run as it is instead of searching."""
     hardware: Hardware | str | None = None
@@ -60,9 +68,9 @@ class OSDPConfig:
         object.__setattr__(self, "block_classes", _class_names(self.block_classes))
         for name in ("sequence_length", "global_batch_size", "micro_batch_size", "nodes"):
             _check_count(name, getattr(self, name))
-        for name in ("reduce_every_micro_step", "recalibrate", "compare"):
+        for name in (*_OPEN_SWITCHES, "operator_splitting", "recalibrate", "compare"):
             value = getattr(self, name)
-            if not isinstance(value, bool) and (value is not None or name != "reduce_every_micro_step"):
+            if not isinstance(value, bool) and (value is not None or name not in _OPEN_SWITCHES):
                 raise ValueError(f"{name}={value!r} is not a switch; use true or false.")
         _check_type("plan", self.plan, (Plan, str, Path), "a Plan or the path of a plan file")
         _check_type("hardware", self.hardware, (Hardware, str), "a Hardware or the name of a preset")
@@ -70,6 +78,8 @@ class OSDPConfig:
         clashes = {
             f"strategy={self.strategy!r}": self.strategy != "osdp", "hardware": self.hardware, "profile": self.profile,
             f"nodes={self.nodes}": self.nodes, "recalibrate=True": self.recalibrate,
+            f"recompute={self.recompute}": self.recompute is not None, f"host_offload={self.host_offload}": self.host_offload is not None,
+            "operator_splitting=False": not self.operator_splitting,
         }  # fmt: skip
         if self.plan is not None and (clash := next((name for name, given in clashes.items() if given), None)):
             raise ValueError(f"plan runs a given plan as it is, so {clash} would have no effect; leave one of the two out.")

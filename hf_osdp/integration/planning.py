@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import HardwareError, PlanError
+from ..planner.cut import WHOLE_BLOCKS, Cut
 from ..planner.description import DType, ModelDescription
 from ..planner.evaluate import estimate_plan
 from ..planner.hardware import Hardware
@@ -84,8 +86,8 @@ class RunFacts:
     cpu_offload: bool = False
     """Every unit's parameters, gradients and optimizer states are to live in the host's memory; else as many as the plan needs."""
 
-    def job(self) -> TrainingJob:
-        """The job to search for.
+    def job(self, config: OSDPConfig) -> TrainingJob:
+        """The job to search for, with what the user has fixed.
 
         Raises:
             ValueError: the sizes do not fit together, or the precision is not to be had.
@@ -100,7 +102,8 @@ class RunFacts:
             clips_gradients=self.clips_gradients,
             micro_batch_size=self.micro_batch_size,
             reduce_every_micro_step=self.reduce_every_micro_step,
-            host_offload=True if self.offloads_all else None,
+            recompute=config.recompute,
+            host_offload=True if self.offloads_all else config.host_offload,
         )
         job.micro_batch_sizes(self.world_size)
         return job
@@ -130,28 +133,36 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
         ValueError: sizes do not fit together, or a name is not known.
     """
     started = time.perf_counter()
-    job = facts.job()
+    job = facts.job(config)
     if config.recalibrate:
         _check_recalibration(facts)
-    description = describe(
-        model,
-        sequence_length=facts.sequence_length,
-        block_classes=config.block_classes,
-        compute_dtype=facts.precision.compute,
-        device_type=facts.device_type,
-        activation_checkpointing=facts.activation_checkpointing,
-    )
+
+    def described(cut: Cut) -> ModelDescription:
+        return describe(
+            model,
+            sequence_length=facts.sequence_length,
+            block_classes=config.block_classes,
+            compute_dtype=facts.precision.compute,
+            device_type=facts.device_type,
+            activation_checkpointing=facts.activation_checkpointing,
+            cut=cut,
+        )
+
     if config.plan is not None:
-        return _given(config, facts, job, description, started)
+        return _given(config, facts, job, described, started)
+    description = described(WHOLE_BLOCKS)
     profile = _profile(config)
     if profile is not None:
         description = with_block_times(description, profile)
     hardware = _hardware(config, facts, profile)
-    _check_host(hardware, facts)
+    _check_host(hardware, config, facts)
     limit = _memory_limit(config, hardware)
     problem = Problem(description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=config.strategy)
-    plan = broadcast_plan(on_rank_zero(problem.solve))
-    plan.check(description, facts.world_size)
+    cuts = config.operator_splitting and _may_cut(facts, profile)
+    plan = broadcast_plan(on_rank_zero(lambda: (problem.with_best_cut(model, described) if cuts else problem).solve()))
+    if plan.cut != description.cut:
+        problem = replace(problem, description=described(plan.cut))
+    plan.check(problem.description, facts.world_size)
     rounds: tuple[Round, ...] = ()
     meshes: Meshes | None = None
     if config.recalibrate:
@@ -164,7 +175,7 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
         memory_limit_bytes=limit,
         hardware=problem.hardware,
         search=problem.result(plan) if first else None,
-        comparison=compare_strategies(problem.description, problem.hardware, problem.job, limit) if first and config.compare else None,
+        comparison=_comparison(problem, description) if first and config.compare else None,
         planning_s=time.perf_counter() - started,
         rounds=rounds,
         meshes=meshes,
@@ -191,15 +202,18 @@ def _tried(model: nn.Module, plan: Plan, problem: Problem, facts: RunFacts) -> t
     return plan, rounds, corrected or problem, meshes
 
 
-def _check_host(hardware: Hardware, facts: RunFacts) -> None:
+def _check_host(hardware: Hardware, config: OSDPConfig, facts: RunFacts) -> None:
     """Refuse to offload to a host that is not known; tell where there is none.
 
     Raises:
         HardwareError: nothing is known of the host.
+        ValueError: there is no memory beside the device's.
     """
-    if facts.offloads_all and hardware.host is None:
+    if config.host_offload and facts.device_type == "cpu":
+        raise ValueError("host_offload=True, but the CPU trains in the host's own memory; leave host_offload out.")
+    if (facts.offloads_all or config.host_offload) and hardware.host is None:
         raise HardwareError(
-            f"cpu_offload moves all states to the host, but the host of {hardware.device.name} is not known;"
+            f"All states are to move to the host, but the host of {hardware.device.name} is not known;"
             " leave hardware out to have it measured, or give a profile or Hardware(host=...)."
         )
     if facts.cpu_offload and not facts.offloads_all:
@@ -234,15 +248,28 @@ def _memory_limit(config: OSDPConfig, hardware: Hardware) -> int:
     return there if limit is None else limit
 
 
-def _given(config: OSDPConfig, facts: RunFacts, job: TrainingJob, description: ModelDescription, started: float) -> PlannedRun:
+def _comparison(problem: Problem, plain: ModelDescription) -> tuple[StrategyResult, ...]:
+    """The plan's strategy on the model as it is cut, single ones on the model as it came."""
+    return compare_strategies(plain, problem.hardware, problem.job, problem.memory_limit_bytes, cut=problem.description)
+
+
+def _may_cut(facts: RunFacts, profile: Profile | None) -> bool:
+    """Whether cut models can be described here: blocks that are recomputed by others are whole, and so are those of a profile."""
+    return not facts.activation_checkpointing and (profile is None or not profile.segments)
+
+
+def _given(
+    config: OSDPConfig, facts: RunFacts, job: TrainingJob, described: Callable[[Cut], ModelDescription], started: float
+) -> PlannedRun:
     """Run the plan that the user gave, after checking that it is for this run."""
 
     def load() -> Plan:
         plan = config.plan if isinstance(config.plan, Plan) else Plan.load(Path(str(config.plan)))
-        _check_given(plan, config, facts, description, job)
+        _check_given(plan, config, facts, described(plan.cut), job)
         return plan
 
     plan = broadcast_plan(on_rank_zero(load))
+    description = described(plan.cut)
     plan.check(description, facts.world_size)
     warn_of_other_nodes(plan)
     return PlannedRun(

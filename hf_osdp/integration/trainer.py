@@ -82,6 +82,7 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
             self._run = self._make_plan(self._osdp)
             self.args.per_device_train_batch_size = self._run.plan.micro_batch_size
             self.args.gradient_accumulation_steps = self._run.plan.accumulation_steps
+            self.args.auto_find_batch_size = False  # that was the planner's to find, without running out of memory first
         with _accelerator_class(_TrainersAccelerator):
             super().create_accelerator_and_postprocess()
         self.accelerator.adopt(self._run)

@@ -85,15 +85,13 @@ def refuse_unplanned(given: Mapping[str, Any]) -> None:
         given: the Trainer's arguments by name.
 
     Raises:
-        ValueError: for `model_init`, `auto_find_batch_size`, DeepSpeed or torch.compile.
+        ValueError: for `model_init`, DeepSpeed or torch.compile.
     """
     args: TrainingArguments | None = given.get("args")
     if given.get("model") is None:
         raise ValueError("OSDP plans for one model when the Trainer is made; pass model=... instead of model_init.")
     if args is None:
         return
-    if args.auto_find_batch_size:
-        raise ValueError("auto_find_batch_size=True changes batch sizes after planning; leave it out, the planner chooses the micro-batch.")
     if args.deepspeed:
         raise ValueError("deepspeed and OSDP both decide how the model is sharded; leave one of them out.")
     if args.torch_compile:

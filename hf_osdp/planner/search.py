@@ -124,9 +124,9 @@ def least_memory(description: ModelDescription, hardware: Hardware, job: Trainin
 
 
 def compare_strategies(
-    description: ModelDescription, hardware: Hardware, job: TrainingJob, memory_limit_bytes: int
+    description: ModelDescription, hardware: Hardware, job: TrainingJob, memory_limit_bytes: int, *, cut: ModelDescription | None = None
 ) -> tuple[StrategyResult, ...]:
-    """Every strategy at its own best batch under the same limit, OSDP first.
+    """Every strategy at its own best batch under the same limit, OSDP first; `cut` describes the model as OSDP has it cut.
 
     Returns:
         One row a strategy; a strategy that cannot run here has a reason instead of a result. Two stages have a row where
@@ -136,7 +136,8 @@ def compare_strategies(
     several = 1 < hardware.devices_per_node < hardware.world_size
     for strategy in (one for one in Strategy if several or one is not Strategy.TWO_STAGE):
         try:
-            rows.append(StrategyResult(strategy=strategy, result=search(description, hardware, job, memory_limit_bytes, strategy=strategy)))
+            model = cut if cut is not None and strategy is Strategy.OSDP else description
+            rows.append(StrategyResult(strategy=strategy, result=search(model, hardware, job, memory_limit_bytes, strategy=strategy)))
         except InfeasibleError as error:
             reason = f"needs {format_bytes(error.least_peak_bytes)}"
             rows.append(StrategyResult(strategy=strategy, result=None, reason=reason, least_peak_bytes=error.least_peak_bytes))

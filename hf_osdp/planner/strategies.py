@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from ..errors import HardwareError
 from .costs import Batch, Choice, choices_for
 from .description import Activations, ModelDescription
 from .hardware import Hardware
@@ -147,6 +148,8 @@ def _activations(job: TrainingJob) -> tuple[Activations, ...]:
 def _hosts(job: TrainingJob, hardware: Hardware) -> tuple[bool, ...]:
     """Whether states live on the host."""
     if hardware.host is None:
+        if job.host_offload:
+            raise HardwareError(f"host_offload=True, but no host is known beside {hardware.device.name}; measure it, or leave it open.")
         return (False,)
     return (False, True) if job.host_offload is None else (job.host_offload,)
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 
 from torch import nn
 
 from ..errors import OSDPError
 from ..planner.cut import Cut, OperatorSplit
-from ..planner.description import GatherSpan, ModelDescription
+from ..planner.description import GatherSpan, ModelDescription, UnitDescription
 from ..splitting.split import split_operators
 from .operator_units import large_operators
-from .units import modules_by_name
+from .units import find_units, modules_by_name
 
 SHALLOW = 8
 """Models of up to so many blocks are cut into operators: of many blocks, one is fine enough a unit."""
@@ -50,6 +51,11 @@ def cut_copy(model: nn.Module, cut: Cut) -> nn.Module:
     twin = copy.deepcopy(model, memo)
     split_operators(twin, cut.splits)
     return twin
+
+
+def cut_units(model: nn.Module, cut: Cut, block_classes: Sequence[str] | None = None) -> tuple[UnitDescription, ...]:
+    """Units of a model that is cut so; the model stays as it is."""
+    return find_units(cut_copy(model, cut) if cut.splits else model, block_classes, operators=cut.operators)
 
 
 def _operator_cuts(model: nn.Module, description: ModelDescription) -> list[Cut]:

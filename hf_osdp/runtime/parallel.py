@@ -17,7 +17,7 @@ from ..planner.description import DType
 from ..planner.hardware import Hardware
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
-from ..profiling.units import find_units
+from ..profiling.cuts import cut_units
 from ..quantities import format_bytes, format_seconds
 from .accumulation import micro_step
 from .agree import on_rank_zero
@@ -144,17 +144,17 @@ class OptimalShardedDataParallel(nn.Module):
         wanted.check(planning=plan is None)
         form_process_group(needed=self._precision.compute is not None)
         prepare_model(model, self._precision)
-        units = find_units(model, wanted.block_classes)
         self.report: SearchResult | None = None
         self.rounds: tuple[Round, ...] = ()
         self.measured: Observation | None = None
         meshes: Meshes | None = None
         if plan is None:
-            found = wanted.search(model, units)
+            found = wanted.search(model)
             self.plan, self.rounds, meshes = found.plan, found.rounds, found.meshes
             self.report = None if found.problem is None else found.problem.result(found.plan)
         else:
             self.plan = wanted.load(plan)
+        units = cut_units(model, self.plan.cut, wanted.block_classes)
         apply_plan(model, self.plan, units, meshes=meshes, mp_policy=mp_policy(self._precision))
         verify_applied(model, self.plan, units)
         self.module = move_to_device(model, training_device())

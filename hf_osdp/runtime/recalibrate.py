@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from ..errors import InfeasibleError
 from ..planner.correction import Correction, correction_of
+from ..planner.cut import Cut
+from ..planner.cut_search import choose_description
 from ..planner.description import ModelDescription
 from ..planner.evaluate import estimate_plan
 from ..planner.hardware import Hardware
 from ..planner.job import TrainingJob
 from ..planner.plan import Plan
 from ..planner.search import SearchResult, search
+from ..profiling.cuts import possible_cuts
 from ..quantities import format_bytes
 from .agree import broadcast_plan, on_rank_zero
 from .measure import Observation
@@ -39,6 +44,19 @@ class Problem:
             InfeasibleError: none fits.
         """
         return search(self.description, self.hardware, self.job, self.memory_limit_bytes, strategy=self.strategy).plan
+
+    def with_best_cut(self, model: nn.Module, describe: Callable[[Cut], ModelDescription]) -> Problem:
+        """The problem of the model cut as it trains fastest.
+
+        Args:
+            model: whole, not sharded.
+            describe: from a cut to the description of the model that is cut so.
+        """
+        description = choose_description(
+            self.description, lambda: possible_cuts(model, self.description), describe,
+            hardware=self.hardware, job=self.job, memory_limit_bytes=self.memory_limit_bytes, strategy=self.strategy,
+        )  # fmt: skip
+        return replace(self, description=description)
 
     def result(self, plan: Plan) -> SearchResult:
         """What the plan is expected to need."""

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 
-from ..planner.description import ModelDescription, UnitDescription
+from ..planner.cut import WHOLE_BLOCKS, Cut
+from ..planner.description import ModelDescription
 from ..planner.hardware import Hardware
 from ..planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from ..planner.plan import Plan
 from ..planner.profile import Profile, with_block_times
+from ..profiling.cuts import cut_units
 from ..quantities import format_bytes, parse_bytes
 from .agree import broadcast_plan, on_rank_zero
 from .environment import training_device
@@ -100,7 +102,7 @@ class Wanted:
         warn_of_other_nodes(given)
         return given
 
-    def search(self, model: nn.Module, units: tuple[UnitDescription, ...]) -> Found:
+    def search(self, model: nn.Module) -> Found:
         """Measure together, describe and search on rank 0, and give every rank the plan. Collective.
 
         Raises:
@@ -122,28 +124,31 @@ class Wanted:
             description = self._describe(model, device_type)
             if profile is not None:
                 description = with_block_times(description, profile)
-            problems.append(
-                Problem(description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=self.strategy or "osdp")
+            problem = Problem(
+                description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=self.strategy or "osdp"
             )
-            return problems[0].solve()
+            if profile is None or not profile.segments:  # which are times of whole blocks
+                problem = problem.with_best_cut(model, lambda cut: self._describe(model, device_type, cut))
+            problems.append(problem)
+            return problem.solve()
 
         plan = broadcast_plan(on_rank_zero(find))
         problem = problems[0] if problems else None
         rounds: tuple[Round, ...] = ()
         meshes: Meshes | None = None
         if self.recalibrate:
-            plan, rounds, problem, meshes = self._tried(model, units, plan, problem, job)
+            plan, rounds, problem, meshes = self._tried(model, plan, problem, job)
         return Found(plan=plan, problem=problem, rounds=rounds, meshes=meshes)
 
     def _tried(
-        self, model: nn.Module, units: tuple[UnitDescription, ...], plan: Plan, problem: Problem | None, job: TrainingJob
+        self, model: nn.Module, plan: Plan, problem: Problem | None, job: TrainingJob
     ) -> tuple[Plan, tuple[Round, ...], Problem | None, Meshes | None]:
         """The plan that stands after trials on a copy of the model."""
         from ..profiling.batch import training_batch
         from .probe import Trial, probe
         from .recalibrate import recalibrate
 
-        device = training_device()
+        device, units = training_device(), cut_units(model, plan.cut, self.block_classes)
         meshes = Meshes(device.type) if dist.is_initialized() else None
         inputs = self.inputs or training_batch(model, self.sequence_length)
         trial = Trial(model=model, units=units, job=job, inputs=inputs, device=device)
@@ -152,7 +157,7 @@ class Wanted:
             meshes.keep(plan)
         return plan, rounds, corrected, meshes
 
-    def _describe(self, model: nn.Module, device_type: str) -> ModelDescription:
+    def _describe(self, model: nn.Module, device_type: str, cut: Cut = WHOLE_BLOCKS) -> ModelDescription:
         from ..profiling.describe import describe
 
         return describe(
@@ -162,6 +167,7 @@ class Wanted:
             compute_dtype=self.precision.compute,
             device_type=device_type,
             inputs=self.inputs,
+            cut=cut,
         )
 
     def _profile(self) -> Profile | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import state_dict as stock
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Shard
 
 from ..profiling.units import canonical_name
@@ -65,7 +65,7 @@ def load_whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimize
     Raises:
         RuntimeError: rank 0's state lacks a parameter; on every rank.
     """
-    mine = stock.get_optimizer_state_dict(model, optimizer)
+    mine = get_optimizer_state_dict(model, optimizer)
 
     def told() -> dict[str, Any]:
         if missing := sorted(set(mine["state"]) - set(state["state"])):
@@ -79,7 +79,7 @@ def load_whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimize
         for key, value in own.items():
             if _has_shape(value):
                 _broadcast_into(value, state["state"][name][key] if state else None)
-    stock.set_optimizer_state_dict(model, optimizer, {"state": mine["state"], "param_groups": rest["param_groups"]})
+    set_optimizer_state_dict(model, optimizer, {"state": mine["state"], "param_groups": rest["param_groups"]})
 
 
 def _has_shape(value: Any) -> bool:

@@ -56,7 +56,7 @@ def small_job(dice: random.Random, hardware: Hardware) -> TrainingJob:
         optimizer=OptimizerSpec(states=dice.choice([0, 2]), step=dice.choice(list(OptimizerStep))),
         reduce_every_micro_step=dice.choice([None, True, False]),
         recompute=dice.choice([None, None, False, True]),
-        host_offload=dice.choice([None, None, False, True]),
+        host_offload=dice.choice([None, None, False, True]) if hardware.host else None,
     )
 
 
