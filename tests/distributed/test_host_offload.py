@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import tempfile
 from dataclasses import replace
 from typing import Any
 
@@ -161,3 +163,50 @@ def test_layout_is_read_back(world_size):
     found = outcome(world_size)[0]
     assert found["read back"] == [index % 2 == 0 for index in range(len(found["read back"]))]
     assert "on host" in found["mismatch"] and "but the plan says" in found["mismatch"]
+
+
+def accelerated() -> dict[str, Any]:
+    """Accelerate in one process: no launcher, no process group before the plan is made."""
+    from hf_osdp.integration.accelerator import OSDPAccelerator
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    model = tiny_model("gpt2", dtype=torch.float32)
+    plan = replace(with_host(plan_of(find_units(model), 1, "zero3")), sequence_length=12)
+    accelerator = OSDPAccelerator(cpu=True, osdp={"plan": plan, "sequence_length": 12})
+    before = accelerator.is_fsdp2
+    samples = [{name: value[row] for name, value in tiny_batch(0).items()} for row in range(2)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(samples))
+
+    def epoch() -> tuple[float, float]:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        return loss.item(), norm.item()
+
+    epoch()
+    with tempfile.TemporaryDirectory() as folder:
+        accelerator.save_state(folder)
+        once = epoch()
+        accelerator.load_state(folder)
+        again = epoch()
+    kinds = {type(parameter).__name__ for parameter in model.parameters()}
+    return {
+        "fsdp": (before, accelerator.is_fsdp2),
+        "once": once,
+        "again": again,
+        "kinds": kinds,
+        "names": set(accelerator.get_state_dict(model)),
+    }
+
+
+def test_accelerate_in_one_process():
+    found = run_ranks(accelerated, 1, init=False)[0]
+    assert found["fsdp"] == (False, True) and found["kinds"] == {"DTensor", "Parameter"}
+    assert found["once"] == found["again"], "a checkpoint goes on as if nothing had been"
+    assert found["names"] == tiny_model("gpt2").state_dict().keys()
