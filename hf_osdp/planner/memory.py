@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .costs import Batch, Choice, UnitBytes, merged_gradients, unit_bytes
+from .costs import Batch, Choice, UnitBytes, merged_gradients, reduce_tail, unit_bytes
 from .description import Activations, GatherSpan, ModelDescription, Segment
 from .job import OptimizerStep, TrainingJob
 
@@ -126,11 +126,17 @@ def estimate_memory(
         Moments with their breakdowns, in bytes.
     """
     units = [unit_bytes(u, c, world_size, job, batch) for u, c in zip(description.units, choices, strict=True)]
+    if world_size == 1 and any(choice.on_host for choice in choices):
+        # plain units leave in flight what a unit on the host before them has left there
+        units = [replace(t, reduce_tail=reduce_tail(u, 1, job, on_host=True)) for t, u in zip(units, description.units, strict=True)]
     segments = [
         SegmentBytes.of(s.under(choices[s.unit].activations), description.units[s.unit].span, batch.micro_batch_size)
         for s in description.segments
     ]
-    return MemoryEstimate(moments=_Walk(description, units, segments, job, batch).moments(), host_bytes=sum(unit.host for unit in units))
+    return MemoryEstimate(
+        moments=_Walk(description, units, segments, job, batch).moments(),
+        host_bytes=sum(unit.host for unit in units) + max((unit.host_moment for unit in units), default=0),
+    )
 
 
 def peak_of_terms(

@@ -74,7 +74,7 @@ class Program:
     def relax(self) -> tuple[float, dict[Group, list[float]]] | None:
         """The linear relaxation's minimum, and how much it rises at least for each unit that takes an option.
 
-        None where even the relaxation has no solution. The program must be `linear`.
+        None where no optimum of the relaxation was found. The program must be `linear`.
         """
         relaxed = solve_relaxation(self._model.proto)
         if relaxed is None:
@@ -140,8 +140,14 @@ class Program:
 
     def _constrain_host(self) -> None:
         """States on the host within its memory."""
-        if any(option.bytes.host for group in self._line.groups for option in group.options):
-            self._model.add(self._sum(self._line.groups, lambda o: o.bytes.host) <= self._line.host_limit_bytes)
+        if not any(option.bytes.host for group in self._line.groups for option in group.options):
+            return
+        held = self._sum(self._line.groups, lambda o: o.bytes.host)
+        self._model.add(held <= self._line.host_limit_bytes)
+        for group in () if self._linear else self._line.groups:
+            for option, used in zip(group.options, self._used[group], strict=True):
+                if option.bytes.host_moment:
+                    self._model.add(held + option.bytes.host_moment <= self._line.host_limit_bytes).only_enforce_if(used)
 
     def _constrain_forward(self):
         line = self._line

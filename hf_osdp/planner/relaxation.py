@@ -23,7 +23,7 @@ def solve_relaxation(program: Any) -> Relaxed | None:
     """Solve a program of CP-SAT (a `CpModelProto`) with linear and exactly-one constraints over real numbers.
 
     Returns:
-        The optimum, or None where there is no solution.
+        The optimum; None where none was found, because there is no solution or rounding got in the way.
     """
     from ortools.linear_solver import pywraplp
 
@@ -36,13 +36,15 @@ def solve_relaxation(program: Any) -> Relaxed | None:
         else:
             literals = constraint.exactly_one.literals
             _add(solver, variables, literals, [1] * len(literals), 1, 1)
-    objective = solver.Objective()
+    objective, scale = solver.Objective(), max(map(abs, program.objective.coeffs), default=1) or 1
     for index, coefficient in zip(program.objective.vars, program.objective.coeffs, strict=True):
-        objective.SetCoefficient(variables[index], coefficient)
+        objective.SetCoefficient(variables[index], coefficient / scale)
     objective.SetMinimization()
     if solver.Solve() != pywraplp.Solver.OPTIMAL:
         return None
-    return Relaxed(minimum=objective.Value() + program.objective.offset, reduced_costs=[v.reduced_cost() for v in variables])
+    return Relaxed(
+        minimum=objective.Value() * scale + program.objective.offset, reduced_costs=[v.reduced_cost() * scale for v in variables]
+    )
 
 
 def _add(solver: Any, variables: Sequence[Any], indices: Sequence[int], coefficients: Sequence[int], low: int, high: int) -> None:

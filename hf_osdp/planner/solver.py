@@ -54,10 +54,9 @@ def fastest(line: Line, job: TrainingJob, limit_bytes: int, *, cutoff_s: float |
     largest = sum(len(g.units) * max(o.seconds for o in g.options) for g in line.groups) or 1.0
     scale = _RESOLUTION / largest
     relaxed = _relaxed(line, job, limit_bytes, scale)
-    if relaxed is None:
+    if relaxed is None and any_within(line, job, limit_bytes) is None:
         return None
-    bound, added = relaxed
-    bound, added = relaxed
+    bound, added = relaxed or (-math.inf, dict.fromkeys(_options(line), 0.0))
     best = math.inf if cutoff_s is None else cutoff_s * scale
     found, tried, few = None, set(), _FEW
     while True:
@@ -74,8 +73,12 @@ def fastest(line: Line, job: TrainingJob, limit_bytes: int, *, cutoff_s: float |
             found, best = solution, solution.objective * scale
 
 
+def _options(line: Line) -> list[Option]:
+    return [option for group in line.groups for option in group.options]
+
+
 def _relaxed(line: Line, job: TrainingJob, limit_bytes: int, scale: float) -> tuple[float, dict[Option, float]] | None:
-    """What no plan costs less than, and what each option adds to that at least."""
+    """What no plan costs less than, and what each option adds to that at least; None where it was not found."""
     program = Program(line, job, limit_bytes, linear=True)
     program.minimize(program.cost(lambda option: round(option.seconds * scale)))
     relaxed = program.relax()

@@ -74,7 +74,7 @@ class Option:
             held + self.gather_peak, held + self.compute_peak, held + self.compute_peak + self.bytes.prefetched,
             self.bytes.prefetched, self.bytes.gather_buffer, held + self.left_by_backward + self.bytes.step_scratch,
             held + self.bytes.gathered, self.bytes.reduce_input, self.bytes.reduced_after + self.bytes.reduce_output,
-            self.bytes.reduce_stage, self.bytes.last_gradient, self.bytes.host,
+            self.bytes.reduce_stage, self.bytes.last_gradient, self.bytes.host, self.bytes.host_moment,
             held + self.left_by_backward + self.bytes.gradients_settled, held + self.bytes.gradients_after + self.bytes.gradients_settled,
             held + self.left_by_backward + self.bytes.gradients_settled + self.bytes.step_scratch,
         )  # fmt: skip
@@ -159,8 +159,8 @@ class Line:
 
     def fits_host(self, choices: dict[int, Choice]) -> bool:
         """Whether the host has memory for the states that these choices move there."""
-        chosen = (o.bytes.host for group in self.groups for unit in group.units for o in group.options if o.choice == choices[unit])
-        return sum(chosen) <= self.host_limit_bytes
+        chosen = [o.bytes for group in self.groups for unit in group.units for o in group.options if o.choice == choices[unit]]
+        return sum(b.host for b in chosen) + max((b.host_moment for b in chosen), default=0) <= self.host_limit_bytes
 
 
 def build_line(description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch, space: Space) -> Line:
@@ -177,7 +177,7 @@ def build_line(description: ModelDescription, hardware: Hardware, job: TrainingJ
         Groups of equal units with their options, and the stretches between them.
     """
     maker = _OptionMaker(description, hardware, job, batch, space)
-    units, tails = description.units, _tails(description, hardware.world_size, job)
+    units, tails = description.units, _tails(description, hardware.world_size, job, space)
     stations: list[Group | Stretch] = []
     key_before = None
     merging, ahead = merging_stretch(description, job), gathered_ahead(description)
@@ -284,12 +284,13 @@ def _shape_key(unit: UnitDescription) -> tuple:
     return tuple((p.shape, p.dtype, p.requires_grad) for p in unit.parameters)
 
 
-def _tails(description: ModelDescription, world_size: int, job: TrainingJob) -> list[int]:
+def _tails(description: ModelDescription, world_size: int, job: TrainingJob, space: Space) -> list[int]:
     """For each segment, the reduce buffer that the unit after it leaves in flight."""
     tails, tail = [], 0
+    on_host = any(choice.on_host for choices in space for choice in choices)
     for segment in reversed(description.segments):
         tails.append(tail)
         unit = description.units[segment.unit]
         if unit.span is GatherSpan.USE:
-            tail = reduce_tail(unit, world_size, job)
+            tail = reduce_tail(unit, world_size, job, on_host=on_host)
     return tails[::-1]

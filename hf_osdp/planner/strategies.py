@@ -78,7 +78,7 @@ def search_spaces(
         batch: micro-batch size and accumulation.
 
     Returns:
-        The spaces; `osdp` has one.
+        The spaces; `osdp` has one, but two on one device with a host: the second has the first in it, at a higher cost.
 
     Raises:
         ValueError: HSDP in a world that has no group size between 1 and all; two stages without several nodes of several devices.
@@ -87,6 +87,8 @@ def search_spaces(
     holds, activations, hosts = _holds(job, batch), _activations(job), _hosts(job, hardware)
     if strategy is Strategy.OSDP:
         ways = [(holds, activations, hosts)]
+        if hardware.world_size == 1 and len(hosts) > 1:  # one process is FSDP2's only where the host is used, which costs buffers
+            ways.insert(0, (holds, activations, (False,)))
     else:
         ways = [((h,), (a,), (o,)) for h, a, o in itertools.product(holds, activations, hosts)]
     spaces = (tuple(_choices(description, unit, kind, *way) for unit in range(len(description.units))) for kind in kinds for way in ways)

@@ -185,7 +185,7 @@ class _Question:
 
     def reason(self, row: PlanRow) -> RowReason:
         unit, choice = row.units[0], self.choices[row.units[0]]
-        (space,) = search_spaces(Strategy.OSDP, self.description, self.hardware, self.job, self.batch)
+        *_, space = search_spaces(Strategy.OSDP, self.description, self.hardware, self.job, self.batch)
         space = space[unit]
         added = {other: sum(self._seconds(i, other) - self._seconds(i, choice) for i in row.units) for other in space if other != choice}
         ranked = sorted(added, key=lambda other: (added[other], other))

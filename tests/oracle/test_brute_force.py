@@ -26,7 +26,7 @@ MOST_PLANS = 2_500
 
 
 def small_hardware(dice: random.Random) -> Hardware:
-    nodes, per_node = dice.choice([(1, 2), (1, 3), (1, 4), (2, 2), (2, 1)])
+    nodes, per_node = dice.choice([(1, 2), (1, 3), (1, 4), (2, 2), (2, 1), (1, 1)])
     return Hardware(
         device=DeviceSpec(name="toy", memory_bytes=10**9, flops_per_s={DType.FLOAT32: 1e9}, memory_bytes_per_s=1e9, source="made up"),
         nodes=nodes,
@@ -63,7 +63,7 @@ def small_job(dice: random.Random, hardware: Hardware) -> TrainingJob:
 def every_plan(description: ModelDescription, hardware: Hardware, job: TrainingJob):
     """Peak and step time of every plan there is."""
     for batch in batches(job, hardware.world_size):
-        (space,) = search_spaces(Strategy.OSDP, description, hardware, job, batch)
+        *_, space = search_spaces(Strategy.OSDP, description, hardware, job, batch)  # the widest
         for choices in itertools.product(*space):
             memory = estimate_memory(description, choices, hardware.world_size, job, batch)
             if hardware.host is None or memory.host_bytes <= hardware.host.memory_bytes:
@@ -77,7 +77,7 @@ def instance(seed: int):
     recomputable = dice.random() < 0.5
     for blocks in (4, 3, 2, 1):
         description = at_random(seed, kinds=min(kinds, blocks), blocks=blocks, tied=tied, recomputable=recomputable)
-        spaces = (search_spaces(Strategy.OSDP, description, hardware, job, batch)[0] for batch in batches(job, hardware.world_size))
+        spaces = (search_spaces(Strategy.OSDP, description, hardware, job, batch)[-1] for batch in batches(job, hardware.world_size))
         if sum(math.prod(map(len, space)) for space in spaces) <= MOST_PLANS:
             break
     return description, hardware, job, dice

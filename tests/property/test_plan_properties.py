@@ -8,6 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hf_osdp.errors import PlanError
+from hf_osdp.planner.cut import Cut, OperatorSplit
+from hf_osdp.planner.description import Activations
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.remedies import _rounded_up
 from hf_osdp.planner.strategies import divisors
@@ -18,6 +20,11 @@ names = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 counts = st.integers(1, 10**6)
 
 
+operators = st.from_regex(r"[a-z]{1,5}(\.[a-z0-9]{1,3}){0,2}", fullmatch=True)
+splits = st.lists(st.builds(OperatorSplit, fqn=operators, slices=st.integers(2, 64)), max_size=3, unique_by=lambda split: split.fqn)
+cuts = st.builds(Cut, operators=st.booleans(), splits=splits.map(tuple))
+
+
 @st.composite
 def plans(draw) -> Plan:
     world_size = draw(st.integers(1, 1024))
@@ -26,12 +33,19 @@ def plans(draw) -> Plan:
         world_size=world_size,
         strategy=draw(st.sampled_from(["osdp", "ddp", "fsdp"])),
         units=tuple(
-            UnitDecision(fqn=fqn, shard_size=draw(st.sampled_from(divisors(world_size))), reshard_after_forward=draw(st.booleans()))
+            UnitDecision(
+                fqn=fqn,
+                shard_size=draw(st.sampled_from(divisors(world_size))),
+                reshard_after_forward=draw(st.booleans()),
+                reduce_every_micro_step=draw(st.booleans()),
+                activations=draw(st.sampled_from(Activations)),
+                on_host=draw(st.booleans()),
+            )
             for fqn in fqns
         ),
         micro_batch_size=draw(counts),
         accumulation_steps=draw(counts),
-        reduce_every_micro_step=draw(st.booleans()),
+        cut=draw(cuts),
         model_fingerprint=draw(names),
         model_name=draw(names),
         sequence_length=draw(counts),
