@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -37,6 +37,8 @@ class Contender:
     strategy: Strategy
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the job."""
+    cuts: bool = False
+    """Cut models are searched, too, where they are described."""
     baseline: bool = False
     """Others' rates are told as multiples of this one's."""
 
@@ -47,7 +49,7 @@ CONTENDERS = (
     Contender(name="ZeRO-2", strategy=Strategy.ZERO2),
     Contender(name="DDP", strategy=Strategy.DDP),
     Contender(name="OSDP, all saved", strategy=Strategy.OSDP, fixed={"recompute": False}),
-    Contender(name="OSDP", strategy=Strategy.OSDP),
+    Contender(name="OSDP", strategy=Strategy.OSDP, cuts=True),
 )
 """On several devices. "All saved" recomputes nothing; the others recompute where it pays, single strategies all blocks or none."""
 OFFLOADERS = (
@@ -93,7 +95,14 @@ def contenders_of(case: Case) -> tuple[Contender, ...]:
     return CONTENDERS if case.devices > 1 else OFFLOADERS
 
 
-def line_up(case: Case, description: ModelDescription, hardware: Hardware, *, samples: tuple[int, ...] | None = None) -> Lineup:
+def line_up(
+    case: Case,
+    description: ModelDescription,
+    hardware: Hardware,
+    *,
+    samples: tuple[int, ...] | None = None,
+    cut: Sequence[ModelDescription] = (),
+) -> Lineup:
     """Every contender's plans.
 
     Args:
@@ -101,12 +110,14 @@ def line_up(case: Case, description: ModelDescription, hardware: Hardware, *, sa
         description: of the model.
         hardware: of `case.devices` devices; what they reserve counts to the limit.
         samples: of one device, tried in this order until they no longer fit; None takes `SAMPLES` and what lies between.
+        cut: the same model in operator units or in slices, for those who may choose it.
     """
     limit = limit_of(case, description, hardware)
-    own = {contender.name: _at_own_best(case, contender, description, hardware, limit, samples) for contender in contenders_of(case)}
+    searches = {c.name: _Search(case, c, (description, *(cut if c.cuts else ())), hardware, limit) for c in contenders_of(case)}
+    own = {name: _at_own_best(one, samples) for name, one in searches.items()}
     order = sorted(own.items(), key=lambda item: not item[1].contender.baseline)
     common = case.equal_batch_size or next((entry.plan.global_batch_size for _, entry in order if entry.plan is not None), None)
-    equal = [] if common is None else [_at(case, c, description, hardware, limit, common) for c in contenders_of(case)]
+    equal = [] if common is None else [_at(one, common) for one in searches.values()]
     return Lineup(case=case, limit_bytes=limit, entries=(*equal, *own.values()))
 
 
@@ -123,42 +134,53 @@ def job_of(case: Case, global_batch_size: int, **fixed: Any) -> TrainingJob:
     return TrainingJob(global_batch_size=global_batch_size, precision=case.compute, **fixed)
 
 
-def _at(case: Case, contender: Contender, description: ModelDescription, hardware: Hardware, limit: int, global_batch_size: int) -> Entry:
-    job = job_of(case, global_batch_size, **contender.fixed)
-    try:
-        return _entry(contender, BatchRule.EQUAL, search(description, hardware, job, limit, strategy=contender.strategy))
-    except InfeasibleError as error:
-        return Entry(contender=contender, rule=BatchRule.EQUAL, plan=None, needs_bytes=error.least_peak_bytes)
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """One contender's question to the planner."""
+
+    case: Case
+    contender: Contender
+    descriptions: tuple[ModelDescription, ...]
+    hardware: Hardware
+    limit_bytes: int
+
+    def __call__(self, global_batch_size: int, **fixed: Any) -> SearchResult | InfeasibleError:
+        """The fastest plan over all descriptions, or the error of what needs least."""
+        job = job_of(self.case, global_batch_size, **fixed, **self.contender.fixed)
+        found, errors = [], []
+        for description in self.descriptions:
+            try:
+                found.append(search(description, self.hardware, job, self.limit_bytes, strategy=self.contender.strategy))
+            except InfeasibleError as error:
+                errors.append(error)
+        return min(found, key=lambda result: result.plan.step_s) if found else min(errors, key=lambda error: error.least_peak_bytes)
 
 
-def _at_own_best(
-    case: Case, contender: Contender, description: ModelDescription, hardware: Hardware, limit: int, samples: tuple[int, ...] | None
-) -> Entry:
+def _at(search_for: _Search, global_batch_size: int) -> Entry:
+    found = search_for(global_batch_size)
+    if isinstance(found, InfeasibleError):
+        return Entry(contender=search_for.contender, rule=BatchRule.EQUAL, plan=None, needs_bytes=found.least_peak_bytes)
+    return _entry(search_for.contender, BatchRule.EQUAL, found)
+
+
+def _at_own_best(search_for: _Search, samples: tuple[int, ...] | None) -> Entry:
     best: SearchResult | None = None
     needs = None
-    for found in _by_samples(case, contender, description, hardware, limit, samples):
+    for found in _by_samples(search_for, samples):
         if isinstance(found, InfeasibleError):
             needs = found.least_peak_bytes
         elif best is None or found.plan.samples_per_s > best.plan.samples_per_s:
             best = found
     if best is None:
-        return Entry(contender=contender, rule=BatchRule.OWN, plan=None, needs_bytes=needs)
-    return _entry(contender, BatchRule.OWN, best)
+        return Entry(contender=search_for.contender, rule=BatchRule.OWN, plan=None, needs_bytes=needs)
+    return _entry(search_for.contender, BatchRule.OWN, best)
 
 
-def _by_samples(case, contender, description, hardware, limit, samples) -> Iterator[SearchResult | InfeasibleError]:
+def _by_samples(search_for: _Search, samples: tuple[int, ...] | None) -> Iterator[SearchResult | InfeasibleError]:
     """Plans of rising samples a device until they fit no more, with the error of the first that did not."""
-
-    def found(count: int) -> SearchResult | InfeasibleError:
-        job = job_of(case, case.devices * count, micro_batch_size=count, **contender.fixed)
-        try:
-            return search(description, hardware, job, limit, strategy=contender.strategy)
-        except InfeasibleError as error:
-            return error
-
     fits, more = 0, None
     for count in samples or SAMPLES:
-        result = found(count)
+        result = search_for(search_for.case.devices * count, micro_batch_size=count)
         yield result
         if isinstance(result, InfeasibleError):
             more = count
@@ -166,7 +188,7 @@ def _by_samples(case, contender, description, hardware, limit, samples) -> Itera
         fits = count
     while samples is None and more is not None and fits and more - fits > max(1, fits // 16):
         middle = (fits + more) // 2
-        result = found(middle)
+        result = search_for(search_for.case.devices * middle, micro_batch_size=middle)
         if isinstance(result, InfeasibleError):
             more = middle
         else:
@@ -184,7 +206,17 @@ def layout_text(plan: Plan) -> str:
     for unit in plan.units:
         text = unit.describe(plan.world_size)
         kinds[text] = kinds.get(text, 0) + 1
-    return "; ".join(f"{number} {text}" for text, number in sorted(kinds.items(), key=lambda item: -item[1]))
+    layouts = "; ".join(f"{number} {text}" for text, number in sorted(kinds.items(), key=lambda item: -item[1]))
+    return layouts if plan.cut.is_none else f"{cut_text(plan)}: {layouts}"
+
+
+def cut_text(plan: Plan) -> str:
+    """How the model is cut: `operator units, 8 operators in 4 slices`."""
+    slices: dict[int, int] = {}
+    for split in plan.cut.splits:
+        slices[split.slices] = slices.get(split.slices, 0) + 1
+    parts = [f"{number} operator{'s' if number > 1 else ''} in {count} slices" for count, number in slices.items()]
+    return ", ".join([*(["operator units"] if plan.cut.operators else []), *parts])
 
 
 def recomputed(plan: Plan) -> int:

@@ -22,8 +22,10 @@ from benchmarks.headline_parts.rows import Measured, Row, rows_of
 from benchmarks.headline_parts.tables import WIDTH, groups, markdown, table_of, verdicts
 from benchmarks.headline_parts.twins import TwinEffort, measure_twin
 from hf_osdp.planner.costs import Batch, Choice
+from hf_osdp.planner.cut import Cut
 from hf_osdp.planner.evaluate import estimate_plan
 from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.search import least_memory
 from hf_osdp.profiling.batch import training_batch
 from hf_osdp.profiling.build import build_on_meta
 from hf_osdp.profiling.describe import describe
@@ -261,6 +263,20 @@ def test_plan_only_shows_and_writes_what_was_planned(monkeypatch, tmp_path, caps
     assert text.startswith("# Headline experiments: planned\n") and "own best batch" in text and "torch 2" in text
 
 
+def test_models_may_be_cut_where_they_are_planned():
+    """Blocks in operators gather less at once: the least limit of the whole model is one that ours alone meets by cutting."""
+    case = replace(TINY, devices=8, limit_bytes=0, sizes={**TINY.sizes, "n_embd": 256})
+    model, hardware = build_on_meta(case.config()), named_machine(case)
+    whole, cut = (describe(model, sequence_length=16, cut=one) for one in (Cut(), Cut(operators=True)))
+    least = least_memory(cut, hardware, job_of(case, 8))
+    assert least < least_memory(whole, hardware, job_of(case, 8))
+    lineup = line_up(replace(case, limit_bytes=least), whole, hardware, samples=(1,), cut=[cut])
+    fits = {e.contender.name for e in lineup.entries if e.plan is not None}
+    assert fits == {"OSDP"}
+    (row, *_) = [row for row in rows_of(lineup) if row.run]
+    assert row.layout.startswith("operator units: ")
+
+
 def test_a_link_that_is_emulated_is_said_to_be_in_every_table():
     rows = twin()
     head = {"title": "t", "command": "c", "date": "d", "commit": "e", "versions": {}, "hardware": "h", "remarks": []}
@@ -276,6 +292,7 @@ def test_a_link_that_is_emulated_is_said_to_be_in_every_table():
         (["--device", "cpu", "--experiments", "4"], "give --device cuda or --plan-only"),
         (["--plan-only", "--experiments", "7"], "'7' is no experiment; there are 1, 2, 3, 4"),
         (["--plan-only", "--quick"], "planning is quick"),
+        (["--device", "cpu", "--cuts"], "--cuts is for --plan-only"),
         (["--plan-only", "--ranks", "2"], "--ranks is for --device cpu"),
         (["--plan-only", "--json", "/nowhere/at/all.json"], "the folder /nowhere/at does not exist"),
     ],
