@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..errors import InfeasibleError
 from .cut import Cut
 from .description import ModelDescription
 from .hardware import Hardware
 from .job import TrainingJob
-from .search import fastest_without_limit, search
+from .search import fastest_without_limit, search_or_floor
 from .strategies import Strategy
 
 NEAR = 1.01
@@ -44,11 +43,9 @@ def choose_description(
         return plain
 
     def best(description: ModelDescription) -> tuple[bool, float]:
-        """Rank: what fits comes first, by its time; then what needs least."""
-        try:
-            return False, search(description, hardware, job, memory_limit_bytes).time.step_s
-        except InfeasibleError as error:
-            return True, float(error.least_peak_bytes)
+        """Rank: what fits comes first, by its time; then what needs least, by a bound."""
+        found = search_or_floor(description, hardware, job, memory_limit_bytes)
+        return (True, float(found)) if isinstance(found, int) else (False, found.time.step_s)
 
     rank = best(plain)
     if not rank[0] and rank[1] <= NEAR * fastest_without_limit(plain, hardware, job):

@@ -14,6 +14,10 @@ from .job import OptimizerStep, TrainingJob
 from .relaxation import solve_relaxation
 from .stations import Group, Line, Option, Stretch
 
+_MOST_WORK = 8.0
+"""Of one solution for an objective, in CP-SAT's deterministic seconds, which are some of a clock's: models with dozens of unlike
+units may need more, and then get the best plan found."""
+
 
 class Program:
     """Variables and constraints; `minimize` and `solve` follow.
@@ -30,6 +34,8 @@ class Program:
 
         self._line, self._job, self._limit_bytes, self._linear = line, job, limit_bytes, linear
         self._model, self._solver = cp_model.CpModel(), cp_model.CpSolver()
+        self.gave_up = False
+        """The last `solve` found nothing, and did not prove that there is nothing."""
         self._counts: dict[Group, list] = {}
         self._used: dict[Group, list] = {}
         self._first: dict[Group, list] = {}
@@ -62,8 +68,10 @@ class Program:
         parameters.cp_model_presolve = False  # with it, OR-tools 9.15 calls some feasible programs of these infeasible
         if self._model.has_objective():  # proofs from below, on a tight relaxation, take a fifth of the time
             parameters.linearization_level, parameters.use_objective_lb_search = 2, True
+            parameters.max_deterministic_time = _MOST_WORK
         status = self._solver.solve(self._model)
-        if status == cp_model.INFEASIBLE:
+        if status == cp_model.INFEASIBLE or (status == cp_model.UNKNOWN and self._model.has_objective()):
+            self.gave_up = status == cp_model.UNKNOWN
             return None
         assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE), self._solver.status_name(status)
         choices: dict[int, Choice] = {}

@@ -82,9 +82,31 @@ def search(
         ValueError: unknown strategy, or a global batch that the world size does not divide.
     """
     strategy = Strategy.parse(strategy)
-    limit = memory_limit_bytes - hardware.device.reserved_bytes
+    candidates = _sorted_candidates(description, hardware, job, strategy)
+    found = _fastest(description, hardware, job, memory_limit_bytes, strategy, candidates)
+    if found is None:
+        raise _infeasible(description, hardware, job, memory_limit_bytes, strategy, candidates)
+    return found
+
+
+def search_or_floor(description: ModelDescription, hardware: Hardware, job: TrainingJob, memory_limit_bytes: int) -> SearchResult | int:
+    """What `search` finds, or where nothing fits a bound below every plan's peak, in bytes; it takes less time than the error."""
+    candidates = _sorted_candidates(description, hardware, job, Strategy.OSDP)
+    found = _fastest(description, hardware, job, memory_limit_bytes, Strategy.OSDP, candidates)
+    return min(c.floor_bytes for c in candidates) + hardware.device.reserved_bytes if found is None else found
+
+
+def _sorted_candidates(description, hardware, job, strategy: Strategy) -> list[_Candidate]:
+    """Those that may be fastest come first."""
     _check_uses(description)
-    candidates = sorted(_candidates(description, hardware, job, strategy), key=lambda c: c.bound_s)
+    return sorted(_candidates(description, hardware, job, strategy), key=lambda c: c.bound_s)
+
+
+def _fastest(
+    description, hardware, job, memory_limit_bytes: int, strategy: Strategy, candidates: Sequence[_Candidate]
+) -> SearchResult | None:
+    """The best plan of all candidates; None where none fits."""
+    limit = memory_limit_bytes - hardware.device.reserved_bytes
     best: tuple[_Candidate, Solution] | None = None
     best_s, proven = float("inf"), True
     for candidate in candidates:
@@ -100,7 +122,7 @@ def search(
         if solution.objective < best_s:
             best, best_s = (candidate, solution), solution.objective
     if best is None:
-        raise _infeasible(description, hardware, job, memory_limit_bytes, strategy, candidates)
+        return None
     candidate, solution = best
     return _decode(description, hardware, job, memory_limit_bytes, strategy, candidate.batch, solution.choices, proven)
 

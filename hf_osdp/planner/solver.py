@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .costs import Choice
 from .job import TrainingJob
@@ -49,7 +49,8 @@ def fastest(line: Line, job: TrainingJob, limit_bytes: int, *, cutoff_s: float |
         cutoff_s: look only for solutions faster than this.
 
     Returns:
-        The optimum, or None where nothing fits (or nothing is faster than the cutoff).
+        The optimum, or None where nothing fits (or nothing is faster than the cutoff). Where the solver gave up, what it had found by
+        then, not proven; that may be nothing, at infinite cost.
     """
     largest = sum(len(g.units) * max(o.seconds for o in g.options) for g in line.groups) or 1.0
     scale = _RESOLUTION / largest
@@ -58,17 +59,20 @@ def fastest(line: Line, job: TrainingJob, limit_bytes: int, *, cutoff_s: float |
         return None
     bound, added = relaxed or (-math.inf, dict.fromkeys(_options(line), 0.0))
     best = math.inf if cutoff_s is None else cutoff_s * scale
-    found, tried, few = None, set(), _FEW
+    found, proven, tried, few = None, True, set(), _FEW
     while True:
         worthwhile = {group: _worthwhile(group, added, best - bound) for group in line.groups}
         needed = {option for options in worthwhile.values() for option in options[:few]}
         if needed <= tried:
             if max(map(len, worthwhile.values())) <= few:
-                return found
+                if proven:
+                    return found
+                return replace(found or Solution(choices={}, objective=math.inf, proven=False), proven=False)
             few *= _MORE
             continue
         tried = needed
-        solution = _solve(line.keeping(needed), job, limit_bytes, scale, best)
+        solution, complete = _solve(line.keeping(needed), job, limit_bytes, scale, best)
+        proven = proven and complete
         if solution is not None:
             found, best = solution, solution.objective * scale
 
@@ -94,8 +98,8 @@ def _worthwhile(group: Group, added: Mapping[Option, float], gap: float) -> list
     return [option for option in options if added[option] <= gap + _ROUNDING] or options[:1]
 
 
-def _solve(line: Line, job: TrainingJob, limit_bytes: int, scale: float, best: float) -> Solution | None:
-    """The optimum of a line's options that is better than the best one known."""
+def _solve(line: Line, job: TrainingJob, limit_bytes: int, scale: float, best: float) -> tuple[Solution | None, bool]:
+    """The optimum of a line's options that is better than the best one known, and whether that is proven."""
     program = Program(line, job, limit_bytes)
     cost = program.cost(lambda option: round(option.seconds * scale))
     program.minimize(cost)
@@ -103,9 +107,9 @@ def _solve(line: Line, job: TrainingJob, limit_bytes: int, scale: float, best: f
         program.add_at_most(cost, max(-1, int(best) - 1))
     found = program.solve()
     if found is None:
-        return None
+        return None, not program.gave_up
     choices, objective, proven = found
-    return Solution(choices=choices, objective=objective / scale, proven=proven)
+    return Solution(choices=choices, objective=objective / scale, proven=proven), proven
 
 
 def any_within(line: Line, job: TrainingJob, limit_bytes: int) -> dict[int, Choice] | None:

@@ -20,6 +20,8 @@ SHALLOW = 8
 _HEAD_SLICES = (4,)
 _FRACTIONS = (2, 4)
 """Operators are put in slices no larger than the largest one over so many."""
+MOST_SLICES = 64
+"""Of all blocks together: a search over more units than that takes minutes."""
 
 
 def possible_cuts(model: nn.Module, description: ModelDescription) -> tuple[Cut, ...]:
@@ -68,7 +70,7 @@ def _operator_cuts(model: nn.Module, description: ModelDescription) -> list[Cut]
     for fraction in _FRACTIONS:
         slices = {name: 2 ** math.ceil(math.log2(size * fraction / largest)) for name, size in sizes.items() if size * fraction > largest}
         splits = tuple(OperatorSplit(fqn=name, slices=count) for name, count in slices.items())
-        if splits:
+        if splits and sum(slices.values()) <= MOST_SLICES:
             cuts.append(Cut(operators=True, splits=splits))
     return cuts
 

@@ -6,9 +6,11 @@ import socket
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...planner.cut import WHOLE_BLOCKS, Cut
 from ...planner.description import ModelDescription
 from ...planner.hardware import Backend, Hardware
 from ...planner.job import OptimizerSpec, Precision, TrainingJob
@@ -57,7 +59,11 @@ def job_of(request: Request, hardware: Hardware) -> TrainingJob:
         precision=Precision.named(request.precision),
         optimizer=_OPTIMIZERS[request.optimizer],
         micro_batch_size=request.micro_batch_size,
+        recompute=request.recompute,
+        host_offload=request.host_offload,
     )
+    if request.host_offload and hardware.host is None:
+        raise ValueError(f"--host-offload needs a host beside the device, and none is known for {hardware.device.name}; leave it out.")
     job.micro_batch_sizes(hardware.world_size)
     if job.precision.compute is not None:
         hardware.device.rate(job.precision.compute)
@@ -90,7 +96,7 @@ def describer(request: Request, hardware: Hardware) -> Callable[..., ModelDescri
     precision = Precision.named(request.precision)
     names = [name.strip() for name in (request.block_classes or "").split(",") if name.strip()]
 
-    def describe_at(config: Any, sequence_length: int) -> ModelDescription:
+    def describe_at(config: Any, sequence_length: int, cut: Cut = WHOLE_BLOCKS) -> ModelDescription:
         from ...profiling.describe import describe
 
         return describe(
@@ -101,6 +107,7 @@ def describer(request: Request, hardware: Hardware) -> Callable[..., ModelDescri
             device_type=device_type_of(hardware),
             auto_class=request.auto_class,
             activation_checkpointing=request.activation_checkpointing,
+            cut=cut,
         )
 
     return describe_at
@@ -130,8 +137,36 @@ def case_of(request: Request) -> tuple[Case, Any]:
     job = job_of(request, hardware)
     limit = memory_limit_of(request, hardware)
     config = load_config(request.model)
-    description = timed(request, describer(request, hardware)(config, request.sequence_length))
-    return Case(description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=request.strategy), config
+    case = Case(
+        description=plain_of(request, hardware, config), hardware=hardware, job=job, memory_limit_bytes=limit, strategy=request.strategy
+    )
+    return (_cut(case, request, config) if request.operator_splitting else case), config
+
+
+def plain_of(request: Request, hardware: Hardware, config: Any) -> ModelDescription:
+    """The model as it is, not cut."""
+    return timed(request, describer(request, hardware)(config, request.sequence_length))
+
+
+def _cut(case: Case, request: Request, config: Any) -> Case:
+    """The case of the model cut as it trains fastest. Blocks that are to be checkpointed, and those of a profile, stay whole."""
+    if request.activation_checkpointing or (request.profile is not None and profile_of(request).segments):
+        return case
+    from ...planner.cut_search import choose_description
+    from ...profiling.build import build_on_meta
+    from ...profiling.cuts import possible_cuts
+
+    describe = describer(request, case.hardware)
+    description = choose_description(
+        case.description,
+        lambda: possible_cuts(build_on_meta(config, request.auto_class), case.description),
+        lambda cut: describe(config, request.sequence_length, cut),
+        hardware=case.hardware,
+        job=case.job,
+        memory_limit_bytes=case.memory_limit_bytes,
+        strategy=case.strategy,
+    )
+    return replace(case, description=description)
 
 
 def load_config(model: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ...planner.frontier import POINTS, frontier
-from .cases import case_of
+from .cases import case_of, plain_of
 from .options import JsonFile, PlotFile, Request
 from .output import Output
 from .plan_command import check_outputs
@@ -23,14 +23,15 @@ def compare(
     screen = Output(json_file)
     check_outputs(None, plot)
     with screen.working("Describing the model"):
-        case, _ = case_of(request)
+        case, config = case_of(request)
+        plain = case.description if case.description.cut.is_none else plain_of(request, case.hardware, config)
     from ...planner.search import compare_strategies
     from ...report.contents import comparison_content
     from ...report.explain_tables import frontier_table
     from ...report.tables import comparison_table
 
     with screen.working("Searching"):
-        rows = compare_strategies(case.description, case.hardware, case.job, case.memory_limit_bytes)
+        rows = compare_strategies(plain, case.hardware, case.job, case.memory_limit_bytes, cut=case.description)
         peaks = [row.result.plan.peak_bytes for row in rows if row.result is not None]
         front = frontier(
             case.description,

@@ -80,6 +80,16 @@ class Request:
         int | None, typer.Option(min=1, metavar="N", help="Samples that one device runs at once; else the planner decides.")
     ] = None
     activation_checkpointing: Checkpointing = False
+    recompute: Annotated[
+        bool | None, typer.Option("--recompute/--no-recompute", help="Recompute every block, or none; else the planner decides.")
+    ] = None
+    host_offload: Annotated[
+        bool | None,
+        typer.Option("--host-offload/--no-host-offload", help="Hold all states on the host, or none; else the planner decides."),
+    ] = None
+    operator_splitting: Annotated[
+        bool, typer.Option(help="Cut blocks into operator units, and operators into slices, where that pays.")
+    ] = True
     block_classes: BlockClasses = None
     auto_class: AutoClass = None
 
