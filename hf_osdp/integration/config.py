@@ -12,7 +12,7 @@ from ..planner.profile import Profile
 from ..planner.strategies import Strategy
 from ..quantities import parse_bytes
 
-_OPEN_SWITCHES = ("reduce_every_micro_step", "recompute", "host_offload")
+_OPEN_SWITCHES = ("reduce_every_micro_step", "recompute", "host_offload", "split_vocabulary")
 """Switches that None leaves to the planner."""
 STRATEGIES = tuple(strategy.value for strategy in Strategy)
 
@@ -46,6 +46,9 @@ class OSDPConfig:
     """True holds the states of every unit in the host's memory, False of none; None lets the planner decide for each."""
     operator_splitting: bool = True
     """The planner may cut blocks into operator units, and operators into slices, where memory binds and that pays."""
+    split_vocabulary: bool | None = None
+    """Among these cuts may be the vocabulary projection with its loss, after which `outputs.logits` is None in training with labels.
+    None allows it where the Trainer takes the loss from the model, and in no other loop."""
     plan: Plan | str | Path | None = None
     """A plan, or the file of one, to run as it is instead of searching."""
     hardware: Hardware | str | None = None
@@ -80,12 +83,15 @@ class OSDPConfig:
             f"nodes={self.nodes}": self.nodes, "recalibrate=True": self.recalibrate,
             f"recompute={self.recompute}": self.recompute is not None, f"host_offload={self.host_offload}": self.host_offload is not None,
             "operator_splitting=False": not self.operator_splitting,
+            f"split_vocabulary={self.split_vocabulary}": self.split_vocabulary is not None,
         }  # fmt: skip
         if self.plan is not None and (clash := next((name for name, given in clashes.items() if given), None)):
             raise ValueError(f"plan runs a given plan as it is, so {clash} would have no effect; leave one of the two out.")
         if self.profile is not None and (self.hardware is not None or self.nodes is not None):
             beside = "hardware" if self.hardware is not None else f"nodes={self.nodes}"
             raise ValueError(f"profile already says what the hardware is, so {beside} would have no effect; leave one of the two out.")
+        if self.split_vocabulary and not self.operator_splitting:
+            raise ValueError("split_vocabulary=True has no effect beside operator_splitting=False; leave one of the two out.")
         if self.nodes is not None and isinstance(self.hardware, Hardware):
             raise ValueError(f"nodes={self.nodes} was given beside a hardware description with {self.hardware.nodes}; leave nodes out.")
 

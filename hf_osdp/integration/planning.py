@@ -83,6 +83,8 @@ class RunFacts:
     """Blocks will be recomputed in backward; a model that has it switched on already needs no word of it here."""
     checkpoint_wrapper: bool = False
     """It is Accelerate that will recompute them, in torch's wrapper; else the model does it."""
+    reads_loss_alone: bool = False
+    """The loop gives labels to forward and takes the loss from it, and nothing else, in training."""
     cpu_offload: bool = False
     """Every unit's parameters, gradients and optimizer states are to live in the host's memory; else as many as the plan needs."""
 
@@ -159,7 +161,10 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
     limit = _memory_limit(config, hardware)
     problem = Problem(description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=config.strategy)
     cuts = config.operator_splitting and _may_cut(facts, profile)
-    plan = broadcast_plan(on_rank_zero(lambda: (problem.with_best_cut(model, described) if cuts else problem).solve()))
+    vocabulary = facts.reads_loss_alone if config.split_vocabulary is None else config.split_vocabulary
+    plan = broadcast_plan(
+        on_rank_zero(lambda: (problem.with_best_cut(model, described, vocabulary=vocabulary) if cuts else problem).solve())
+    )
     if plan.cut != description.cut:
         problem = replace(problem, description=described(plan.cut))
     plan.check(problem.description, facts.world_size)

@@ -60,6 +60,11 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
             arguments = given.get("args") or TrainingArguments(output_dir="tmp_trainer")
             given["args"] = copy.copy(arguments)
             self._datasets = (given.get("train_dataset"), given.get("eval_dataset"))
+            self._takes_model_loss = (
+                given.get("compute_loss_func") is None
+                and not given["args"].label_smoothing_factor
+                and type(self).compute_loss is transformers.Trainer.compute_loss
+            )
             self._optimizer_choice = (given.get("optimizers", (None, None))[0], given.get("optimizer_cls_and_kwargs"))
         super().__init__(*call.args[1:], **call.kwargs)
         if self._run is not None:
@@ -111,6 +116,7 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
             clips_gradients=bool(args.max_grad_norm and args.max_grad_norm > 0),
             activation_checkpointing=bool(args.gradient_checkpointing or plugin.activation_checkpointing),
             checkpoint_wrapper=bool(plugin.activation_checkpointing),
+            reads_loss_alone=self._takes_model_loss,
             cpu_offload=offloads(plugin),
         )
         hold_master_weights(self.model, facts.precision)

@@ -24,18 +24,19 @@ MOST_SLICES = 64
 """Of all blocks together: a search over more units than that takes minutes."""
 
 
-def possible_cuts(model: nn.Module, description: ModelDescription) -> tuple[Cut, ...]:
+def possible_cuts(model: nn.Module, description: ModelDescription, *, vocabulary: bool = True) -> tuple[Cut, ...]:
     """Cuts that may pay, the plain model left out, the mildest first.
 
     Args:
         model: real or on the meta device.
         description: of the plain model.
+        vocabulary: training gives labels to forward and reads no logits, so that the projection may be split with its loss.
 
     Returns:
         The vocabulary projection with its loss in slices, where the model lets it; in shallow models operator units, operators in
         slices, and these with the projection in slices.
     """
-    head = _head(model)
+    head = _head(model) if vocabulary else None
     heads = [(), *((OperatorSplit(fqn=head, slices=slices),) for slices in _HEAD_SLICES if head)]
     kinds = [Cut(), *_operator_cuts(model, description)]
     cuts = [Cut(operators=kind.operators, splits=(*kind.splits, *splits)) for kind in kinds for splits in heads]

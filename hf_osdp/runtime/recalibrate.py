@@ -45,15 +45,16 @@ class Problem:
         """
         return search(self.description, self.hardware, self.job, self.memory_limit_bytes, strategy=self.strategy).plan
 
-    def with_best_cut(self, model: nn.Module, describe: Callable[[Cut], ModelDescription]) -> Problem:
+    def with_best_cut(self, model: nn.Module, describe: Callable[[Cut], ModelDescription], *, vocabulary: bool) -> Problem:
         """The problem of the model cut as it trains fastest.
 
         Args:
             model: whole, not sharded.
             describe: from a cut to the description of the model that is cut so.
+            vocabulary: as for `possible_cuts`.
         """
         description = choose_description(
-            self.description, lambda: possible_cuts(model, self.description), describe,
+            self.description, lambda: possible_cuts(model, self.description, vocabulary=vocabulary), describe,
             hardware=self.hardware, job=self.job, memory_limit_bytes=self.memory_limit_bytes, strategy=self.strategy,
         )  # fmt: skip
         return replace(self, description=description)

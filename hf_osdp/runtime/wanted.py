@@ -128,7 +128,7 @@ class Wanted:
                 description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=self.strategy or "osdp"
             )
             if profile is None or not profile.segments:  # which are times of whole blocks
-                problem = problem.with_best_cut(model, lambda cut: self._describe(model, device_type, cut))
+                problem = problem.with_best_cut(model, lambda cut: self._describe(model, device_type, cut), vocabulary=False)
             problems.append(problem)
             return problem.solve()
 

@@ -140,6 +140,8 @@ def case_of(request: Request) -> tuple[Case, Any]:
     case = Case(
         description=plain_of(request, hardware, config), hardware=hardware, job=job, memory_limit_bytes=limit, strategy=request.strategy
     )
+    if request.split_vocabulary and not request.operator_splitting:
+        raise ValueError("--split-vocabulary has no effect beside --no-operator-splitting; leave one of the two out.")
     return (_cut(case, request, config) if request.operator_splitting else case), config
 
 
@@ -159,7 +161,7 @@ def _cut(case: Case, request: Request, config: Any) -> Case:
     describe = describer(request, case.hardware)
     description = choose_description(
         case.description,
-        lambda: possible_cuts(build_on_meta(config, request.auto_class), case.description),
+        lambda: possible_cuts(build_on_meta(config, request.auto_class), case.description, vocabulary=request.split_vocabulary),
         lambda cut: describe(config, request.sequence_length, cut),
         hardware=case.hardware,
         job=case.job,

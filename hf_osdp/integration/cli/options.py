@@ -90,6 +90,9 @@ class Request:
     operator_splitting: Annotated[
         bool, typer.Option(help="Cut blocks into operator units, and operators into slices, where that pays.")
     ] = True
+    split_vocabulary: Annotated[
+        bool, typer.Option(help="Also the vocabulary projection with its loss: outputs.logits is then None in training with labels.")
+    ] = False
     block_classes: BlockClasses = None
     auto_class: AutoClass = None
 
