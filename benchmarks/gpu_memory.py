@@ -321,14 +321,15 @@ def hardware_of(memory: Memory) -> Hardware:
     """Eight such devices, whose allocator is shared with the libraries' workspaces and nothing else."""
     hardware = preset("h100", devices_per_node=WORLD)
     device = replace(hardware.device, memory_bytes=memory.total_bytes, reserved_bytes=memory.workspace_bytes)
-    return replace(hardware, device=device)
+    return replace(hardware, device=device, host=None)  # it is the device's memory that is asked about
 
 
 def plan_of(setting: Setting, layout: str) -> Plan:
     """A layout for all units; `mixed` gives neighbours different ones in turn."""
     batch = Batch(micro_batch_size=setting.job.micro_batch_size, accumulation_steps=1)
     strategy, hardware = Strategy({"zero3": "fsdp", "mixed": "osdp"}.get(layout, layout)), preset("h100", devices_per_node=WORLD)
-    spaces = search_spaces(strategy, setting.description, hardware, replace(setting.job, recompute=False), batch)
+    job = replace(setting.job, recompute=False, host_offload=False)
+    spaces = search_spaces(strategy, setting.description, hardware, job, batch)
     space = spaces[len(spaces) // 2]
     choices: list[Choice] = [options[3 * index % len(options)] if layout == "mixed" else options[0] for index, options in enumerate(space)]
     return Plan.of(setting.description, choices, batch, world_size=WORLD, strategy=layout)

@@ -180,7 +180,8 @@ def layout_choices(layout: str, description: ModelDescription, job: TrainingJob,
 
 
 def _hardware(world: int) -> Hardware:
-    return preset("a100-80", nodes=world // PER_NODE[world], devices_per_node=PER_NODE[world])
+    hardware = preset("a100-80", nodes=world // PER_NODE[world], devices_per_node=PER_NODE[world])
+    return replace(hardware, host=None)  # it is the device's memory that is asked about
 
 
 def _searched(description: ModelDescription, job: TrainingJob, world: int) -> list[Choice]:
