@@ -114,12 +114,16 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
 
 def _by_estimate(rows: Sequence[Row]) -> Verdict:
     worst, where = _behind(rows, lambda own, other: other.rate(other.estimated_step_s) / own.rate(own.estimated_step_s))
+    if not worst:
+        return Verdict(text="by estimate nothing but OSDP fits", met=True)
     text = f"by estimate OSDP takes at most {worst:.3f} times the step of the best other that fits{where}; aim 1"
     return Verdict(text=text, met=worst <= 1.0 + 1e-6)
 
 
 def _by_measurement(rows: Sequence[Row]) -> Verdict:
     worst, where = _behind([row for row in rows if row.run is None or row.steps_s], _step_over)
+    if not worst:
+        return Verdict(text="measured, nothing but OSDP fits", met=True)
     text = f"measured, OSDP takes at most {worst:.2f} times the step of the fastest other that fits{where}; aim {NEAR_FASTEST}"
     return Verdict(text=text, met=worst <= NEAR_FASTEST)
 
