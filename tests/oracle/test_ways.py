@@ -1,0 +1,114 @@
+"""What may be given up for memory is given up only where it pays."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from hf_osdp.errors import HardwareError, InfeasibleError
+from hf_osdp.planner.description import Activations, Affine, Segment
+from hf_osdp.planner.hardware import Backend
+from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.program import Program
+from hf_osdp.planner.search import least_memory, search
+from hf_osdp.planner.solver import fastest
+from hf_osdp.planner.stations import build_line
+from hf_osdp.planner.strategies import Strategy, batches, search_spaces
+from tests.helpers.descriptions import at_random
+from tests.oracle.test_brute_force import small_hardware, small_host
+
+FIXED = [
+    {"recompute": False},
+    {"recompute": True},
+    {"host_offload": False},
+    {"reduce_every_micro_step": True},
+    {"reduce_every_micro_step": False},
+]
+
+
+def instance(seed: int):
+    dice = random.Random(seed)
+    hardware = replace(small_hardware(dice), backend=dice.choice(list(Backend)), host=replace(small_host(dice), memory_bytes=10**9))
+    description = at_random(seed, kinds=1, blocks=dice.choice([4, 12]), recomputable=True)
+    return description, hardware, TrainingJob(global_batch_size=4 * hardware.world_size)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("fixed", FIXED, ids=str)
+def test_no_plan_with_a_choice_fixed_is_faster_or_smaller(seed, fixed):
+    description, hardware, job = instance(seed)
+    less = replace(job, **fixed)
+    limit = int(1.3 * least_memory(description, hardware, less))
+    assert search(description, hardware, job, limit).time.step_s <= search(description, hardware, less, limit).time.step_s * (1 + 1e-9)
+    assert least_memory(description, hardware, job) <= least_memory(description, hardware, less)
+
+
+def slower_again(segment: Segment) -> Segment:
+    """The segment with a recomputed form that saves nothing and takes one more forward."""
+    backward = replace(segment.backward, matmul_flops=segment.backward.matmul_flops.plus(segment.forward.matmul_flops))
+    return replace(segment, recomputed=replace(segment, saved_bytes=Affine(), backward=backward, recomputed=None))
+
+
+def test_nothing_is_given_up_where_memory_is_ample():
+    description, hardware, job = instance(3)
+    description = replace(description, segments=tuple(slower_again(s) if s.recomputed else s for s in description.segments))
+    plan = search(description, hardware, job, 10**12).plan
+    assert {unit.activations for unit in plan.units} == {Activations.SAVE}
+    assert not any(unit.on_host for unit in plan.units)
+
+
+def test_what_is_fixed_is_what_runs():
+    description, hardware, job = instance(4)
+    plan = search(description, hardware, replace(job, recompute=True, host_offload=True), 10**12).plan
+    assert all(unit.on_host for unit in plan.units)
+    again = {unit.fqn for unit in plan.units if unit.activations is Activations.RECOMPUTE}
+    assert again == {description.units[i].fqn for i in description.recomputable} != set()
+
+
+def test_one_device_moves_no_more_to_the_host_than_it_must():
+    description, hardware, job = instance(5)
+    alone = replace(hardware, nodes=1, devices_per_node=1)
+    job = replace(job, global_batch_size=2, recompute=False)
+    whole = search(description, alone, replace(job, host_offload=False), 10**12)
+    less = search(description, alone, job, int(0.8 * whole.plan.peak_bytes)).plan
+    assert 0 < sum(unit.on_host for unit in less.units) < len(less.units)
+    everything = search(description, alone, replace(job, host_offload=True), 10**12)
+    assert less.step_s < everything.plan.step_s
+
+
+def test_a_host_that_is_too_small_is_said_to_be():
+    description, hardware, job = instance(0)
+    tiny = replace(hardware, host=replace(hardware.host, memory_bytes=10))
+    with pytest.raises(HardwareError, match="has 10 B for a rank"):
+        search(description, tiny, replace(job, host_offload=True), 10**12)
+    assert not any(unit.on_host for unit in search(description, tiny, job, 10**12).plan.units)
+    with pytest.raises(HardwareError, match="no host is known"):
+        search(description, replace(hardware, host=None), replace(job, host_offload=True), 10**12)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_options_that_are_never_solved_for_are_in_no_better_plan(seed):
+    """The program over the options that reduced costs leave has the optimum of the program over all."""
+    description, hardware, job = instance(seed)
+    batch = next(batches(job, hardware.world_size))
+    *_, space = search_spaces(Strategy.OSDP, description, hardware, job, batch)
+    line = build_line(description, hardware, job, batch, space)
+    limit = int(1.1 * least_memory(description, hardware, job))
+    scale = 2**40 / sum(len(g.units) * max(o.seconds for o in g.options) for g in line.groups)
+    whole = Program(line, job, limit)
+    whole.minimize(whole.cost(lambda option: round(option.seconds * scale)))
+    best, found = whole.solve(), fastest(line, job, limit)
+    assert (best is None) == (found is None)
+    if best is not None:
+        assert found.proven and found.objective == pytest.approx(best[1] / scale, rel=1e-9)
+        assert fastest(line, job, limit, cutoff_s=found.objective * (1 - 1e-6)) is None
+
+
+def test_a_limit_below_the_least_is_refused_with_it():
+    description, hardware, job = instance(1)
+    least = least_memory(description, hardware, job)
+    with pytest.raises(InfeasibleError) as caught:
+        search(description, hardware, job, least - 1)
+    assert caught.value.least_peak_bytes == least

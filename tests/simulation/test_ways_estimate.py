@@ -1,0 +1,156 @@
+"""The estimate of plans that recompute blocks, cut models or train a part of their parameters, against FSDP2's step on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+from torch import nn
+from transformers import GPT2Config, LlamaConfig
+
+from hf_osdp.planner.costs import Batch, Choice
+from hf_osdp.planner.cut import WHOLE_BLOCKS, Cut, OperatorSplit
+from hf_osdp.planner.description import Activations, ModelDescription
+from hf_osdp.planner.job import Precision, TrainingJob
+from hf_osdp.planner.memory import estimate_memory
+from hf_osdp.planner.plan import Plan
+from hf_osdp.profiling.build import build_on_meta
+from hf_osdp.profiling.describe import describe
+from hf_osdp.runtime.simulate import simulate
+from tests.helpers.simulation import choices_of_layout
+
+WORLD, LENGTH = 8, 64
+MOST_UNDER, MOST_OVER = -0.005, 0.03
+"""Bounds of (estimate - simulated) / simulated. Falling short is what runs out of memory."""
+
+CONFIGS = {
+    "gpt2": GPT2Config(n_layer=3, n_embd=256, n_head=4, n_positions=128, vocab_size=2000, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "llama": LlamaConfig(
+        num_hidden_layers=3, hidden_size=256, intermediate_size=688, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=4000, max_position_embeddings=128, tie_word_embeddings=False,
+    ),
+    "frozen": LlamaConfig(
+        num_hidden_layers=4, hidden_size=512, intermediate_size=2048, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=500, max_position_embeddings=64, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+OPERATORS = Cut(operators=True)
+HEAD = OperatorSplit(fqn="lm_head", slices=4)
+
+
+@lru_cache
+def built(name: str) -> nn.Module:
+    """On the meta device; of `frozen`, norms and embedding alone are trained."""
+    model = build_on_meta(CONFIGS[name])
+    if name == "frozen":
+        for parameter_name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" in parameter_name or "embed" in parameter_name)
+    return model
+
+
+@lru_cache
+def described(name: str, cut: Cut, precision: str, length: int) -> ModelDescription:
+    return describe(built(name), sequence_length=length, compute_dtype=Precision.named(precision).compute, device_type="cuda", cut=cut)
+
+
+def relative_error(
+    name: str, layout: str, *, cut: Cut = WHOLE_BLOCKS, recompute: Sequence[bool] = (False,), host: Sequence[bool] = (False,),
+    hold: Sequence[bool] = (False,), samples: int = 1, accumulation: int = 1, precision: str = "no", length: int = LENGTH,
+) -> float:  # fmt: skip
+    """Estimate against simulation; `recompute`, `host` and `hold` say in turn which units do so, where they can."""
+    job = TrainingJob(global_batch_size=WORLD * samples * accumulation, precision=Precision.named(precision))
+    batch = Batch(micro_batch_size=samples, accumulation_steps=accumulation)
+    description = described(name, cut, precision, length)
+    choices = [
+        replace(
+            choice, hold_gradients=hold[i % len(hold)], on_host=host[i % len(host)],
+            activations=Activations.RECOMPUTE if recompute[i % len(recompute)] and i in description.recomputable else Activations.SAVE,
+        )
+        for i, choice in enumerate(choices_of_layout(layout, description, WORLD))
+    ]  # fmt: skip
+    check_that_it_is_asked_for(choices, recompute=recompute, host=host)
+    estimate = estimate_memory(description, choices, WORLD, job, batch).peak_bytes
+    plan = Plan.of(description, choices, batch, world_size=WORLD)
+    simulated = simulate(built(name), plan, description=description, job=job, device_type="cuda")
+    assert simulated.breakdown.total == simulated.peak_bytes
+    return estimate / simulated.peak_bytes - 1
+
+
+def check_that_it_is_asked_for(choices: Sequence[Choice], *, recompute: Sequence[bool], host: Sequence[bool]) -> None:
+    """The case is of the kind that it is called."""
+    assert any(choice.activations is Activations.RECOMPUTE for choice in choices) == any(recompute)
+    assert any(choice.on_host for choice in choices) == any(host)
+
+
+def in_slices(name: str, slices: int, *, head: bool = False) -> Cut:
+    """Operator units, with the operators of each MLP in slices, so that attention can still be recomputed."""
+    blocks, operators = {"gpt2": ("transformer.h", ("c_fc", "c_proj")), "llama": ("model.layers", ("gate_proj", "up_proj", "down_proj"))}[
+        name
+    ]
+    names = [f"{blocks}.{index}.mlp.{operator}" for index in range(3) for operator in operators]
+    return Cut(operators=True, splits=(*(OperatorSplit(fqn=fqn, slices=slices) for fqn in names), *([HEAD] if head else [])))
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute", "layout", "samples", "precision"),
+    [
+        ("gpt2", (True,), "ddp", 1, "no"), ("gpt2", (True, False), "mixed", 8, "bf16"), ("llama", (True,), "mixed", 1, "no"),
+        ("llama", (False, True), "zero3", 8, "bf16"),
+    ],
+)  # fmt: skip
+def test_blocks_recomputed(name, recompute, layout, samples, precision):
+    error = relative_error(name, layout, recompute=recompute, samples=samples, precision=precision)
+    assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
+
+
+def test_first_block_recomputed_in_low_precision():
+    """It saves its input, which Llama's model holds anyway while its forward runs, and which no other block needs: of one sample, 64
+    tokens and 256 numbers of bfloat16 come late, in the head. The estimate has them go when the model's forward ends."""
+    error = relative_error("llama", "zero3", recompute=(True,), samples=8, precision="bf16")
+    assert -0.01 <= error <= MOST_OVER, f"{error:+.2%}"
+
+
+@pytest.mark.parametrize(("name", "layout", "samples", "recompute"), [("gpt2", "zero3", 1, False), ("llama", "mixed", 8, True)])
+def test_operator_units(name, layout, samples, recompute):
+    error = relative_error(name, layout, cut=OPERATORS, samples=samples, recompute=(recompute,))
+    assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
+
+
+@pytest.mark.parametrize(
+    ("name", "slices", "layout", "samples"),
+    [("gpt2", 2, "mixed", 8), ("gpt2", 4, "zero3", 1), ("llama", 2, "mixed", 1), ("llama", 4, "zero3", 8)],
+)
+def test_operators_in_slices(name, slices, layout, samples):
+    error = relative_error(name, layout, cut=in_slices(name, slices), samples=samples)
+    assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
+
+
+@pytest.mark.parametrize(("layout", "samples", "precision"), [("zero3", 1, "no"), ("mixed", 8, "bf16")])
+def test_untied_vocabulary_projection_in_slices(layout, samples, precision):
+    error = relative_error("llama", layout, cut=Cut(splits=(HEAD,)), samples=samples, precision=precision)
+    assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
+
+
+@pytest.mark.parametrize(("layout", "samples"), [("zero3", 8), ("mixed", 1)])
+def test_tied_vocabulary_projection_in_slices_is_never_estimated_too_low(layout, samples):
+    """Its slices are taken to be gathered for the whole step, which is more than they are."""
+    error = relative_error("gpt2", layout, cut=Cut(splits=(HEAD,)), samples=samples)
+    assert MOST_UNDER <= error <= 0.25, f"{error:+.2%}"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "hold"), [("llama", "zero3", (True,)), ("llama", "mixed", (False, True)), ("gpt2", "zero3", (True,))]
+)
+def test_every_way_in_one_plan(name, layout, hold):
+    cut = in_slices(name, 2, head=name == "llama")
+    error = relative_error(name, layout, cut=cut, recompute=(True,), host=(False, True, False), hold=hold, samples=2, accumulation=3)
+    assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
+
+
+@pytest.mark.parametrize(("layout", "length", "recompute"), [("zero3", 8, False), ("zero3", 64, True), ("mixed", 8, True)])
+def test_frozen_parameters(layout, length, recompute):
+    """Their blocks reduce little, so that the peak is where the next unit is gathered in forward."""
+    error = relative_error("frozen", layout, length=length, recompute=(recompute,))
+    assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
