@@ -1,9 +1,12 @@
 """Estimated peak memory against the real FSDP2 step, simulated on fake tensors.
 
-    python benchmarks/memory_error.py [--quick] [--jobs N] [--json FILE] [--markdown FILE]
+    python benchmarks/memory_error.py [--quick] [--only layouts|ways] [--sample N] [--jobs N] [--json FILE] [--markdown FILE]
 
 Nine models, worlds of 2, 8 and 64 devices, seven layouts, float32 and bfloat16, with and without activation checkpointing;
 kernels and allocation granularity as on CUDA, dropout as the configurations have it, 4 samples of up to 512 tokens.
+Beside these layouts, on 8 and 64 devices, the other ways to fit: all blocks recomputed under ZeRO-3; every decision in turn
+(layout, recomputation, states on the host, gradients held over three micro-steps); and of models of 4 blocks, operator units,
+operators in slices, and an untied vocabulary projection in 4 slices with its loss.
 The aim: mean error at most 1 %, worst at most 3 %, never more than 1 % under. Exit code 1 where it is missed.
 """
 
@@ -31,7 +34,8 @@ from rich.table import Table
 from transformers.utils import logging
 
 from hf_osdp.planner.costs import Batch, Choice
-from hf_osdp.planner.description import ModelDescription
+from hf_osdp.planner.cut import WHOLE_BLOCKS, Cut
+from hf_osdp.planner.description import Activations, ModelDescription
 from hf_osdp.planner.evaluate import choices_of
 from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import Precision, TrainingJob
@@ -40,6 +44,8 @@ from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search import search
 from hf_osdp.planner.strategies import Strategy, search_spaces
+from hf_osdp.profiling.build import build_on_meta
+from hf_osdp.profiling.cuts import possible_cuts
 from hf_osdp.profiling.describe import describe
 from hf_osdp.quantities import format_bytes
 from hf_osdp.report.run_report import package_versions
@@ -69,6 +75,15 @@ PER_NODE = {2: 2, 8: 4, 64: 8}
 """Ranks of a node, for two stages."""
 LAYOUTS = ("ddp", "zero2", "zero3", "two_stage", "hsdp", "mixed", "osdp")
 """`mixed` gives neighbouring units different choices in turn; `osdp` is the search's plan half-way between the least memory and DDP's."""
+WAYS = ("recompute", "mixed_ways")
+"""Layouts with what else is decided for a unit; the second in three micro-steps."""
+CUTS = {
+    "operators": ("mixed", ("GPT-2 xl", "BERT large", "T5 base", "OPT 1.3B", "Llama 1B")),
+    "slices": ("zero3", ("GPT-2 xl", "BERT large", "OPT 1.3B", "Llama 1B")),  # T5 reads the weight of its `wo`
+    "head_slices": ("zero3", ("GPT-2 xl", "OPT 1.3B", "Llama 1B")),
+}
+"""Kinds of cut, each with its layout and the models that are cut so."""
+WAYS_WORLDS = (8, 64)
 PRECISIONS = ("no", "bf16")
 QUICK = {"models": ("GPT-2 small", "T5 base"), "worlds": (8,), "layouts": ("zero3", "mixed"), "precisions": ("no",)}
 
@@ -79,7 +94,9 @@ class Setting:
 
     model: str
     precision: str
-    checkpointing: bool
+    checkpointing: bool = False
+    cut: str = ""
+    """Of `CUTS`, or none. Models that are cut have 4 blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +108,16 @@ class Row:
     layout: str
     precision: str
     checkpointing: bool
+    cut: str
     estimated_bytes: int
     simulated_bytes: int
     moment: str
     seconds: float
+
+    @property
+    def kind(self) -> str:
+        """The way to fit that the case is about."""
+        return self.cut or self.layout
 
     @property
     def error(self) -> float:
@@ -104,13 +127,20 @@ class Row:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few cases of two models")
+    parser.add_argument("--only", choices=("layouts", "ways"), help="layouts alone, or the other ways to fit alone")
+    parser.add_argument("--sample", type=int, metavar="N", help="N of the cases, evenly spread")
     parser.add_argument("--models", nargs="+", choices=MODELS, help="only these models")
     parser.add_argument("--jobs", type=int, default=1, help="processes that simulate side by side")
     parser.add_argument("--json", type=Path, help="also write every case here")
     parser.add_argument("--markdown", type=Path, help="also write the tables here")
     options = parser.parse_args()
     started = time.perf_counter()
-    rows = run(cases(options.quick, options.models), jobs=options.jobs)
+    work = cases(options.quick, options.models, options.only)
+    if options.sample is not None and not 1 <= options.sample <= len(work):
+        parser.error(f"--sample {options.sample}: there are {len(work)} cases; give a number from 1 to that.")
+    if options.sample:
+        work = [work[number * len(work) // options.sample] for number in range(options.sample)]
+    rows = run(work, jobs=options.jobs)
     tables = [by_model(rows), by_layout(rows)]
     for table in tables:
         show(*table)
@@ -127,7 +157,27 @@ def main() -> int:
 # ------------------------------------------------------------------------------------------------------------- the cases
 
 
-def cases(quick: bool, models: Sequence[str] | None) -> list[tuple[Setting, int, str]]:
+Case = tuple[Setting, int, str]
+
+
+def cases(quick: bool, models: Sequence[str] | None, only: str | None) -> list[Case]:
+    """What was asked for; `quick` takes layouts alone."""
+    layouts = [] if only == "ways" else _layout_cases(quick, models)
+    return [*layouts, *([] if quick or only == "layouts" else _ways_cases(models or tuple(MODELS)))]
+
+
+def _ways_cases(models: Sequence[str]) -> list[Case]:
+    whole = [(Setting(model=m, precision=p), w, way) for m, p, w, way in itertools.product(models, PRECISIONS, WAYS_WORLDS, WAYS)]
+    cut = [
+        (Setting(model=model, precision=precision, cut=kind), world, layout)
+        for kind, (layout, able) in CUTS.items()
+        for model, precision, world in itertools.product(able, PRECISIONS, WAYS_WORLDS)
+        if model in models
+    ]
+    return [*whole, *cut]
+
+
+def _layout_cases(quick: bool, models: Sequence[str] | None) -> list[Case]:
     """Every combination, but HSDP where the world has no group size of its own."""
     names = models or (QUICK["models"] if quick else tuple(MODELS))
     worlds, layouts, precisions = (QUICK["worlds"], QUICK["layouts"], QUICK["precisions"]) if quick else (WORLDS, LAYOUTS, PRECISIONS)
@@ -139,7 +189,7 @@ def cases(quick: bool, models: Sequence[str] | None) -> list[tuple[Setting, int,
     ]  # fmt: skip
 
 
-def run(work: Sequence[tuple[Setting, int, str]], *, jobs: int) -> list[Row]:
+def run(work: Sequence[Case], *, jobs: int) -> list[Row]:
     """Simulate every case; each process keeps the descriptions that it has made."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_quiet) as pool:
@@ -153,7 +203,8 @@ def measure(setting: Setting, world: int, layout: str) -> Row:
     """Estimate and simulate one case."""
     started = time.perf_counter()
     config, description, job = _described(setting, world)
-    batch = Batch(micro_batch_size=SAMPLES, accumulation_steps=1)
+    batch = Batch(micro_batch_size=SAMPLES, accumulation_steps=3 if layout == "mixed_ways" else 1)
+    job = replace(job, global_batch_size=world * SAMPLES * batch.accumulation_steps)
     plan = Plan.of(description, layout_choices(layout, description, job, world), batch, world_size=world, strategy=layout)
     estimate = estimate_memory(description, choices_of(plan, description), world, job, batch)
     simulation = simulate(
@@ -170,6 +221,8 @@ def layout_choices(layout: str, description: ModelDescription, job: TrainingJob,
     """One choice a unit."""
     if layout == "osdp":
         return _searched(description, job, world)
+    if layout in WAYS:
+        return _ways_choices(layout, description, job, world)
     strategy, batch = (
         Strategy({"zero3": "fsdp", "mixed": "osdp"}.get(layout, layout)),
         Batch(micro_batch_size=SAMPLES, accumulation_steps=1),
@@ -177,6 +230,18 @@ def layout_choices(layout: str, description: ModelDescription, job: TrainingJob,
     spaces = search_spaces(strategy, description, _hardware(world), replace(job, recompute=False), batch)
     space = spaces[len(spaces) // 2]
     return [options[3 * index % len(options)] if layout == "mixed" else options[0] for index, options in enumerate(space)]
+
+
+def _ways_choices(way: str, description: ModelDescription, job: TrainingJob, world: int) -> list[Choice]:
+    """Every block recomputed; or decisions in turns of unlike length, so that their combinations come up."""
+    mixed = way == "mixed_ways"
+    return [
+        replace(
+            choice, on_host=mixed and index % 3 == 0, hold_gradients=mixed and index % 4 < 2,
+            activations=Activations.RECOMPUTE if index in description.recomputable and (not mixed or index % 2) else Activations.SAVE,
+        )
+        for index, choice in enumerate(layout_choices("mixed" if mixed else "zero3", description, job, world))
+    ]  # fmt: skip
 
 
 def _hardware(world: int) -> Hardware:
@@ -205,12 +270,36 @@ def _described(setting: Setting, world: int) -> tuple[transformers.PretrainedCon
 @lru_cache(maxsize=4)
 def _description(setting: Setting) -> tuple[transformers.PretrainedConfig, ModelDescription]:
     architecture, config_class, sizes = MODELS[setting.model]
-    config = getattr(transformers, config_class)(**sizes, architectures=[architecture])
+    config = getattr(transformers, config_class)(**sizes | _of_cut(setting, sizes), architectures=[architecture])
     description = describe(
         config, sequence_length=TOKENS, compute_dtype=Precision.named(setting.precision).compute, device_type="cuda",
-        activation_checkpointing=setting.checkpointing,
+        activation_checkpointing=setting.checkpointing, cut=_cut(setting.cut, config),
     )  # fmt: skip
     return config, description
+
+
+def _of_cut(setting: Setting, sizes: dict) -> dict:
+    """What a model that is cut has of its own: 4 blocks, and a vocabulary projection that can be cut alone."""
+    if not setting.cut:
+        return {}
+    blocks = 2 if "num_decoder_layers" in sizes else 4
+    depths = {name: blocks for name in ("n_layer", "num_hidden_layers", "num_layers", "num_decoder_layers") if name in sizes}
+    return depths | ({"tie_word_embeddings": False} if setting.cut == "head_slices" else {})
+
+
+def _cut(kind: str, config: transformers.PretrainedConfig) -> Cut:
+    """Of the cuts that are offered for a model, the finest of a kind."""
+    if not kind:
+        return WHOLE_BLOCKS
+    model = build_on_meta(config)
+    offered = possible_cuts(model, describe(model, sequence_length=TOKENS, recomputation=False))
+    head = next((cut.splits for cut in offered if not cut.operators), ())
+    wanted = {
+        "operators": lambda cut: cut.operators and not cut.splits,
+        "slices": lambda cut: cut.operators and cut.splits and not set(head) & set(cut.splits),
+        "head_slices": lambda cut: not cut.operators,
+    }[kind]
+    return [cut for cut in offered if wanted(cut)][-1]
 
 
 def _quiet() -> None:
@@ -232,7 +321,7 @@ def by_model(rows: Sequence[Row]) -> Cells:
 
 def by_layout(rows: Sequence[Row]) -> Cells:
     """Errors of each layout."""
-    return "By layout", _summaries(rows, lambda row: row.layout)
+    return "By layout and way to fit", _summaries(rows, lambda row: row.kind)
 
 
 def _summaries(rows: Sequence[Row], key) -> list[tuple[str, ...]]:
@@ -243,7 +332,7 @@ def _summaries(rows: Sequence[Row], key) -> list[tuple[str, ...]]:
 
 def _summary(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
     worst = max(rows, key=lambda row: abs(row.error))
-    case = f"{worst.layout} on {worst.world}, {'bf16' if worst.precision == 'bf16' else 'fp32'}"
+    case = f"{worst.kind} on {worst.world}, {'bf16' if worst.precision == 'bf16' else 'fp32'}"
     return (
         name, str(len(rows)), f"{_mean(rows):.2%}", f"{max(row.error for row in rows):+.2%}", f"{min(row.error for row in rows):+.2%}",
         f"{case}{', checkpointed' if worst.checkpointing else ''}, {format_bytes(worst.simulated_bytes)}",
@@ -278,7 +367,8 @@ def as_markdown(tables: Sequence[Cells], rows: Sequence[Row], seconds: float) ->
         lines += [f"## {title}", "", *_markdown_table(_HEADER, cells), ""]
     header = ("model", "devices", "layout", "precision", "checkpointing", "estimated", "simulated", "error", "peak in")
     cells = [
-        (r.model, str(r.world), r.layout, "bf16" if r.precision == "bf16" else "fp32", "yes" if r.checkpointing else "no",
+        (r.model, str(r.world), f"{r.layout}, {r.cut}" if r.cut else r.layout, "bf16" if r.precision == "bf16" else "fp32",
+         "yes" if r.checkpointing else "no",
          f"{r.estimated_bytes:,}", f"{r.simulated_bytes:,}", f"{r.error:+.2%}", r.moment)
         for r in rows
     ]  # fmt: skip
