@@ -105,6 +105,18 @@ class OSDPArguments:
             "help": "True reduce-scatters gradients in each micro-step, replicas all-reduce once, in the last; False: all in the last."
         },
     )
+    recompute: bool | None = field(
+        default=None, metadata={"help": "Recompute the activations of every block, or of none; by default the planner decides for each."}
+    )
+    host_offload: bool | None = field(
+        default=None, metadata={"help": "Hold the states of every unit on the host, or of none; by default the planner decides for each."}
+    )
+    operator_splitting: bool | None = field(
+        default=None, metadata={"help": "False keeps blocks and operators whole; by default they are cut where memory binds and it pays."}
+    )
+    split_vocabulary: bool | None = field(
+        default=None, metadata={"help": "Whether the vocabulary projection may be cut, with its loss; by default it may."}
+    )
     plan: str | None = field(default=None, metadata={"help": "File of a plan to run as it is."})
     hardware: str | None = field(default=None, metadata={"help": "Preset to plan for; by default this machine is measured."})
     nodes: int | None = field(default=None, metadata={"help": "Machines that the processes are spread over."})

@@ -26,13 +26,13 @@ MOST_UNDER, MOST_OVER = -0.005, 0.03
 """Bounds of (estimate - simulated) / simulated. Falling short is what runs out of memory."""
 
 CONFIGS = {
-    "gpt2": GPT2Config(n_layer=3, n_embd=256, n_head=4, n_positions=128, vocab_size=2000, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "gpt2": GPT2Config(n_layer=2, n_embd=256, n_head=4, n_positions=128, vocab_size=2000, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
     "llama": LlamaConfig(
-        num_hidden_layers=3, hidden_size=256, intermediate_size=688, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=2, hidden_size=256, intermediate_size=688, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=4000, max_position_embeddings=128, tie_word_embeddings=False,
     ),
     "frozen": LlamaConfig(
-        num_hidden_layers=4, hidden_size=512, intermediate_size=2048, num_attention_heads=4, num_key_value_heads=4,
+        num_hidden_layers=3, hidden_size=512, intermediate_size=2048, num_attention_heads=4, num_key_value_heads=4,
         vocab_size=500, max_position_embeddings=64, tie_word_embeddings=False,
     ),
 }  # fmt: skip
@@ -86,10 +86,10 @@ def check_that_it_is_asked_for(choices: Sequence[Choice], *, recompute: Sequence
 
 def in_slices(name: str, slices: int, *, head: bool = False) -> Cut:
     """Operator units, with the operators of each MLP in slices, so that attention can still be recomputed."""
-    blocks, operators = {"gpt2": ("transformer.h", ("c_fc", "c_proj")), "llama": ("model.layers", ("gate_proj", "up_proj", "down_proj"))}[
-        name
-    ]
-    names = [f"{blocks}.{index}.mlp.{operator}" for index in range(3) for operator in operators]
+    names = {
+        "gpt2": [f"transformer.h.{index}.mlp.{operator}" for index in range(2) for operator in ("c_fc", "c_proj")],
+        "llama": [f"model.layers.{index}.mlp.{operator}" for index in range(2) for operator in ("gate_proj", "up_proj", "down_proj")],
+    }[name]  # fmt: skip
     return Cut(operators=True, splits=(*(OperatorSplit(fqn=fqn, slices=slices) for fqn in names), *([HEAD] if head else [])))
 
 
@@ -120,14 +120,14 @@ def test_operator_units(name, layout, samples, recompute):
 
 @pytest.mark.parametrize(
     ("name", "slices", "layout", "samples"),
-    [("gpt2", 2, "mixed", 8), ("gpt2", 4, "zero3", 1), ("llama", 2, "mixed", 1), ("llama", 4, "zero3", 8)],
+    [("gpt2", 2, "mixed", 8), ("gpt2", 4, "zero3", 1), ("llama", 2, "mixed", 1), ("llama", 2, "zero3", 8)],
 )
 def test_operators_in_slices(name, slices, layout, samples):
-    error = relative_error(name, layout, cut=in_slices(name, slices), samples=samples)
+    error = relative_error(name, layout, cut=in_slices(name, slices, head=name == "llama"), samples=samples)
     assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
 
 
-@pytest.mark.parametrize(("layout", "samples", "precision"), [("zero3", 1, "no"), ("mixed", 8, "bf16")])
+@pytest.mark.parametrize(("layout", "samples", "precision"), [("zero3", 1, "bf16"), ("mixed", 8, "bf16")])
 def test_untied_vocabulary_projection_in_slices(layout, samples, precision):
     error = relative_error("llama", layout, cut=Cut(splits=(HEAD,)), samples=samples, precision=precision)
     assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
@@ -140,17 +140,15 @@ def test_tied_vocabulary_projection_in_slices_is_never_estimated_too_low(layout,
     assert MOST_UNDER <= error <= 0.25, f"{error:+.2%}"
 
 
-@pytest.mark.parametrize(
-    ("name", "layout", "hold"), [("llama", "zero3", (True,)), ("llama", "mixed", (False, True)), ("gpt2", "zero3", (True,))]
-)
+@pytest.mark.parametrize(("name", "layout", "hold"), [("llama", "mixed", (False, True)), ("gpt2", "zero3", (True,))])
 def test_every_way_in_one_plan(name, layout, hold):
     cut = in_slices(name, 2, head=name == "llama")
     error = relative_error(name, layout, cut=cut, recompute=(True,), host=(False, True, False), hold=hold, samples=2, accumulation=3)
     assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
 
 
-@pytest.mark.parametrize(("layout", "length", "recompute"), [("zero3", 8, False), ("zero3", 64, True), ("mixed", 8, True)])
-def test_frozen_parameters(layout, length, recompute):
+@pytest.mark.parametrize(("layout", "recompute"), [("zero3", False), ("mixed", True)])
+def test_frozen_parameters(layout, recompute):
     """Their blocks reduce little, so that the peak is where the next unit is gathered in forward."""
-    error = relative_error("frozen", layout, length=length, recompute=(recompute,))
+    error = relative_error("frozen", layout, length=8, recompute=(recompute,))
     assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"

@@ -13,10 +13,10 @@ from hf_osdp.planner.presets import preset
 
 def test_defaults_leave_everything_to_the_planner():
     config = OSDPConfig()
-    assert (config.strategy, config.compare) == ("osdp", True)
+    assert (config.strategy, config.compare, config.operator_splitting) == ("osdp", True, True)
     assert config.memory_limit_bytes is None
     values = dataclasses.asdict(config)
-    assert all(value is None for name, value in values.items() if name not in ("strategy", "compare", "recalibrate"))
+    assert all(value is None for name, value in values.items() if name not in ("strategy", "compare", "operator_splitting", "recalibrate"))
 
 
 @pytest.mark.parametrize(("text", "count"), [("8GiB", 8 * 2**30), ("500MB", 500 * 10**6), (1234, 1234), ("1.5 GiB", 3 * 2**29)])
@@ -126,3 +126,17 @@ def test_profile_and_recalibrate_that_cannot_be_are_refused(options, part):
 def test_recalibrate_and_profile_come_from_the_launchers_file():
     config = OSDPConfig.from_options({"osdp": True, "recalibrate": True, "profile": "machine.json"})
     assert config.recalibrate and config.profile == "machine.json"
+
+
+@pytest.mark.parametrize("name", ["recompute", "host_offload", "split_vocabulary", "operator_splitting"])
+def test_switches_of_the_ways_to_fit(name):
+    assert getattr(OSDPConfig(**{name: True}), name) is True
+    with pytest.raises(ValueError, match=f"{name}='yes' is not a switch"):
+        OSDPConfig(**{name: "yes"})
+    with pytest.raises(ValueError, match="plan runs a given plan as it is"):
+        OSDPConfig(plan="plan.json", **{name: False})
+
+
+def test_a_split_that_is_forbidden_cannot_be_asked_for():
+    with pytest.raises(ValueError, match="split_vocabulary=True has no effect beside operator_splitting=False"):
+        OSDPConfig(split_vocabulary=True, operator_splitting=False)

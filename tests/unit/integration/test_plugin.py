@@ -12,11 +12,13 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainingArguments
 
+from hf_osdp import Trainer
 from hf_osdp.integration.config import OSDPConfig, every_option
 from hf_osdp.integration.launch import launch_request
 from hf_osdp.integration.plugin import OSDPPlugin, plugin_for, precision_of
 from hf_osdp.integration.trainer_options import asked_config, plugin_options, refuse_unplanned
 from hf_osdp.planner.description import DType
+from tests.helpers.models import tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -185,12 +187,18 @@ def test_another_type_fails():
         asked_config("yes", None)
 
 
-@pytest.mark.parametrize(
-    ("options", "part"), [({"auto_find_batch_size": True}, "auto_find_batch_size"), ({"torch_compile": True}, "torch_compile")]
-)
-def test_what_cannot_be_planned_is_refused(tmp_path, options, part):
-    with pytest.raises(ValueError, match=part):
-        refuse_unplanned({"model": torch.nn.Linear(1, 1), "args": arguments(tmp_path, **options)})
+def test_what_cannot_be_planned_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="torch_compile"):
+        refuse_unplanned({"model": torch.nn.Linear(1, 1), "args": arguments(tmp_path, torch_compile=True)})
+
+
+def test_auto_find_batch_size_is_answered_by_the_plan(tmp_path):
+    asked = arguments(tmp_path, auto_find_batch_size=True, per_device_train_batch_size=8)
+    data = [{"input_ids": torch.zeros(12, dtype=torch.long), "labels": torch.zeros(12, dtype=torch.long)}] * 8
+    trainer = Trainer(model=tiny_model("gpt2", layers=1), args=asked, train_dataset=data, osdp={"hardware": "cpu", "memory_limit": "1GiB"})
+    assert trainer.args.auto_find_batch_size is False and asked.auto_find_batch_size is True
+    assert trainer.args.per_device_train_batch_size == trainer.plan.micro_batch_size
+    assert trainer.plan.global_batch_size == 8
 
 
 def test_model_init_is_refused():
