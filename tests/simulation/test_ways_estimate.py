@@ -96,7 +96,7 @@ def in_slices(name: str, slices: int, *, head: bool = False) -> Cut:
 @pytest.mark.parametrize(
     ("name", "recompute", "layout", "samples", "precision"),
     [
-        ("gpt2", (True,), "ddp", 1, "no"), ("gpt2", (True, False), "mixed", 8, "bf16"), ("llama", (True,), "mixed", 1, "no"),
+        ("gpt2", (True,), "ddp", 1, "no"), ("gpt2", (True, False), "mixed", 8, "no"), ("llama", (True,), "mixed", 1, "bf16"),
         ("llama", (False, True), "zero3", 8, "bf16"),
     ],
 )  # fmt: skip
@@ -106,13 +106,15 @@ def test_blocks_recomputed(name, recompute, layout, samples, precision):
 
 
 def test_first_block_recomputed_in_low_precision():
-    """It saves its input, which Llama's model holds anyway while its forward runs, and which no other block needs: of one sample, 64
-    tokens and 256 numbers of bfloat16 come late, in the head. The estimate has them go when the model's forward ends."""
+    """Known and small: it saves its input, one hidden state, which the estimate has go when Llama's own forward, that holds it too, ends.
+
+    Where parameters are float32 the first norm saves it in any case.
+    """
     error = relative_error("llama", "zero3", recompute=(True,), samples=8, precision="bf16")
     assert -0.01 <= error <= MOST_OVER, f"{error:+.2%}"
 
 
-@pytest.mark.parametrize(("name", "layout", "samples", "recompute"), [("gpt2", "zero3", 1, False), ("llama", "mixed", 8, True)])
+@pytest.mark.parametrize(("name", "layout", "samples", "recompute"), [("gpt2", "zero3", 1, False), ("gpt2", "mixed", 8, True)])
 def test_operator_units(name, layout, samples, recompute):
     error = relative_error(name, layout, cut=OPERATORS, samples=samples, recompute=(recompute,))
     assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
@@ -120,7 +122,7 @@ def test_operator_units(name, layout, samples, recompute):
 
 @pytest.mark.parametrize(
     ("name", "slices", "layout", "samples"),
-    [("gpt2", 2, "mixed", 8), ("gpt2", 4, "zero3", 1), ("llama", 2, "mixed", 1), ("llama", 2, "zero3", 8)],
+    [("gpt2", 4, "mixed", 8), ("gpt2", 4, "zero3", 1), ("llama", 2, "mixed", 1), ("llama", 2, "zero3", 8)],
 )
 def test_operators_in_slices(name, slices, layout, samples):
     error = relative_error(name, layout, cut=in_slices(name, slices, head=name == "llama"), samples=samples)
@@ -140,10 +142,12 @@ def test_tied_vocabulary_projection_in_slices_is_never_estimated_too_low(layout,
     assert MOST_UNDER <= error <= 0.25, f"{error:+.2%}"
 
 
-@pytest.mark.parametrize(("name", "layout", "hold"), [("llama", "mixed", (False, True)), ("gpt2", "zero3", (True,))])
-def test_every_way_in_one_plan(name, layout, hold):
-    cut = in_slices(name, 2, head=name == "llama")
-    error = relative_error(name, layout, cut=cut, recompute=(True,), host=(False, True, False), hold=hold, samples=2, accumulation=3)
+@pytest.mark.parametrize(
+    ("name", "slices", "layout", "hold"), [("llama", 2, "mixed", (False, True)), ("gpt2", 4, "zero3", (True,))], ids=["llama", "gpt2"]
+)
+def test_every_way_in_one_plan(name, slices, layout, hold):
+    cut = in_slices(name, slices, head=name == "llama")
+    error = relative_error(name, layout, cut=cut, recompute=(True,), host=(False, True, False), hold=hold, samples=4, accumulation=3)
     assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
 
 
