@@ -37,7 +37,7 @@ from .optimizers import spec_of_optimizer, spec_of_trainer_name
 from .planning import PlannedRun, RunFacts, plan_run
 from .plugin import OSDPPlugin, offloads, plugin_for, precision_of
 from .samples import batch_length, batch_size_of
-from .sharding import check_bound, shard_model
+from .sharding import change_alone, check_bound, shard_model
 
 
 class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
@@ -233,6 +233,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
                 self._plan_for(args)
             else:
                 self._check_loaders(args)
+            if not self.is_fsdp2 and not any(known is model for known in self._models):
+                change_alone(model, self._run, [a for a in args if isinstance(a, torch.optim.Optimizer)])
         trains = any(isinstance(a, torch.optim.Optimizer) for a in args)
         if model is None or not self.is_fsdp2 or trains:
             result = super().prepare(*args, device_placement=device_placement)

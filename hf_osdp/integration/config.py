@@ -90,8 +90,9 @@ class OSDPConfig:
         if self.profile is not None and (self.hardware is not None or self.nodes is not None):
             beside = "hardware" if self.hardware is not None else f"nodes={self.nodes}"
             raise ValueError(f"profile already says what the hardware is, so {beside} would have no effect; leave one of the two out.")
-        if self.split_vocabulary and not self.operator_splitting:
-            raise ValueError("split_vocabulary=True has no effect beside operator_splitting=False; leave one of the two out.")
+        if self.split_vocabulary and (not self.operator_splitting or self.strategy != "osdp"):
+            beside = f"strategy={self.strategy!r}" if self.operator_splitting else "operator_splitting=False"
+            raise ValueError(f"split_vocabulary=True has no effect beside {beside}; leave one of the two out.")
         if self.nodes is not None and isinstance(self.hardware, Hardware):
             raise ValueError(f"nodes={self.nodes} was given beside a hardware description with {self.hardware.nodes}; leave nodes out.")
 

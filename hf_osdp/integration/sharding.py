@@ -56,6 +56,26 @@ def shard_model(
     return model
 
 
+def change_alone(model: nn.Module, run: PlannedRun, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """What a plan changes in a model that one process trains as it is: blocks that are recomputed, operators in slices.
+
+    Args:
+        model: not wrapped by anything.
+        run: the planned run of one process, with no unit on the host.
+        optimizers: made from the model's parameters, without state.
+
+    Raises:
+        OSDPError: an optimizer was not made from this model.
+        PlanError: the plan is not for this model.
+    """
+    names = parameter_names(model)
+    apply_plan(model, run.plan, run.description.units)
+    verify_applied(model, run.plan, run.description.units)
+    if run.plan.cut.splits:
+        for optimizer in optimizers:
+            rebind_parameters(optimizer, names, model)
+
+
 def check_bound(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
     """Refuse an optimizer of a sharded model that holds other parameters than the model's shards.
 

@@ -17,7 +17,13 @@ from hf_osdp.integration.config import OSDPConfig, every_option
 from hf_osdp.integration.launch import launch_request
 from hf_osdp.integration.plugin import OSDPPlugin, plugin_for, precision_of
 from hf_osdp.integration.trainer_options import asked_config, plugin_options, refuse_unplanned
-from hf_osdp.planner.description import DType
+from hf_osdp.planner.costs import Batch, Choice
+from hf_osdp.planner.cut import WHOLE_BLOCKS, Cut, OperatorSplit
+from hf_osdp.planner.description import Activations, DType
+from hf_osdp.planner.plan import Plan
+from hf_osdp.profiling.describe import describe
+from hf_osdp.profiling.wrapping import is_recomputed
+from hf_osdp.splitting.names import is_split
 from tests.helpers.models import tiny_model
 
 
@@ -204,3 +210,22 @@ def test_auto_find_batch_size_is_answered_by_the_plan(tmp_path):
 def test_model_init_is_refused():
     with pytest.raises(ValueError, match="model_init"):
         refuse_unplanned({"model_init": lambda: None})
+
+
+@pytest.mark.parametrize("cut", [WHOLE_BLOCKS, Cut(splits=(OperatorSplit(fqn="lm_head", slices=3),))], ids=["recomputed", "split"])
+def test_one_process_runs_what_its_plan_says(tmp_path, cut):
+    model = tiny_model("llama", layers=2)
+    description = describe(model, sequence_length=12, cut=cut)
+    choices = [
+        Choice(shard_size=1, keep=True, activations=Activations.RECOMPUTE if index in description.recomputable else Activations.SAVE)
+        for index in range(len(description.units))
+    ]
+    plan = Plan.of(description, choices, Batch(micro_batch_size=4, accumulation_steps=2), world_size=1)
+    data = [{"input_ids": torch.arange(12), "labels": torch.arange(12)}] * 8
+    args = arguments(tmp_path, per_device_train_batch_size=8, max_steps=1, logging_steps=1, save_strategy="no")
+    before = model.lm_head.weight.detach().clone()
+    trainer = Trainer(model=model, args=args, train_dataset=data, osdp=OSDPConfig(plan=plan))
+    trainer.train()
+    assert all(is_recomputed(layer) for layer in model.model.layers)
+    assert is_split(model) == bool(cut.splits)
+    assert not torch.equal(model.state_dict()["lm_head.weight"], before), "the optimizer trains what the model computes with"
