@@ -14,7 +14,7 @@ from torch import nn
 
 from ..errors import HardwareError, PlanError
 from ..planner.cut import WHOLE_BLOCKS, Cut
-from ..planner.description import DType, ModelDescription
+from ..planner.description import Activations, DType, ModelDescription
 from ..planner.evaluate import estimate_plan
 from ..planner.hardware import Hardware
 from ..planner.job import OptimizerSpec, Precision, TrainingJob
@@ -136,6 +136,7 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
     """
     started = time.perf_counter()
     job = facts.job(config)
+    _check_checkpointing(config, facts)
     if config.recalibrate:
         _check_recalibration(facts)
 
@@ -225,6 +226,19 @@ def _check_host(hardware: Hardware, config: OSDPConfig, facts: RunFacts) -> None
         _log.warning("cpu_offload has no effect on the CPU: there is no other memory to move states to.")
 
 
+def _check_checkpointing(config: OSDPConfig, facts: RunFacts) -> None:
+    """Refuse options about what is recomputed where something else has decided it.
+
+    Raises:
+        ValueError: checkpointing was switched on outside of the plan.
+    """
+    asked = {"recompute=False": config.recompute is False, "split_vocabulary=True": bool(config.split_vocabulary)}
+    if facts.activation_checkpointing and (clash := next((name for name, set_ in asked.items() if set_), None)):
+        raise ValueError(f"{clash} has no effect beside activation checkpointing of all blocks; leave one of the two out.")
+    if facts.cpu_offload and config.host_offload is False:
+        raise ValueError("host_offload=False, but cpu_offload moves all states to the host; leave one of the two out.")
+
+
 def _check_recalibration(facts: RunFacts) -> None:
     """Refuse trials that would not be of what then runs.
 
@@ -300,6 +314,8 @@ def _check_given(plan: Plan, config: OSDPConfig, facts: RunFacts, description: M
         raise PlanError(
             f"cpu_offload asks for every unit on the host, but {stay} of the plan's stay on the device; leave it out, or plan again."
         )
+    if facts.activation_checkpointing and any(unit.activations is Activations.RECOMPUTE for unit in plan.units):
+        raise PlanError("The plan recomputes blocks, and activation checkpointing would do so once more; switch it off, or plan again.")
     limit = config.memory_limit_bytes
     check_given(
         plan,

@@ -31,6 +31,9 @@ def remedies_for(
     ways = []
     if strategy is not Strategy.OSDP and fits(description, hardware, job, Strategy.OSDP):
         ways.append("strategy osdp, which fits")
+    for name in ("recompute", "host_offload"):
+        if getattr(job, name) is False and fits(description, hardware, replace(job, **{name: None}), strategy):
+            ways.append(f"{name} left to the planner")
     half = replace(job, precision=Precision.named("bf16"))
     if job.precision.compute is None and fits(_in_half(description), hardware, half, strategy):
         ways.append("mixed_precision bf16 (estimated from the float32 trace)")

@@ -24,7 +24,7 @@ _RESOLUTION = 2**40
 """Integer steps that the largest possible objective is divided into."""
 _FEW, _MORE = 6, 4
 """Options of each group in the first program, and by how many times more there are in the next where nothing was found."""
-_ROUNDING = 2**12
+_ROUNDING = 2**22
 """Steps of the objective by which a reduced cost may be off."""
 
 

@@ -62,6 +62,8 @@ def job_of(request: Request, hardware: Hardware) -> TrainingJob:
         recompute=request.recompute,
         host_offload=request.host_offload,
     )
+    if request.recompute is False and request.activation_checkpointing:
+        raise ValueError("--no-recompute has no effect beside --activation-checkpointing; leave one of the two out.")
     if request.host_offload and hardware.host is None:
         raise ValueError(f"--host-offload needs a host beside the device, and none is known for {hardware.device.name}; leave it out.")
     job.micro_batch_sizes(hardware.world_size)

@@ -140,3 +140,5 @@ def test_switches_of_the_ways_to_fit(name):
 def test_a_split_that_is_forbidden_cannot_be_asked_for():
     with pytest.raises(ValueError, match="split_vocabulary=True has no effect beside operator_splitting=False"):
         OSDPConfig(split_vocabulary=True, operator_splitting=False)
+    with pytest.raises(ValueError, match="split_vocabulary=True has no effect beside strategy='fsdp'"):
+        OSDPConfig(split_vocabulary=True, strategy="fsdp")

@@ -229,3 +229,10 @@ def test_one_process_runs_what_its_plan_says(tmp_path, cut):
     assert all(is_recomputed(layer) for layer in model.model.layers)
     assert is_split(model) == bool(cut.splits)
     assert not torch.equal(model.state_dict()["lm_head.weight"], before), "the optimizer trains what the model computes with"
+
+
+def test_recomputation_that_others_decide_cannot_be_forbidden(tmp_path):
+    data = [{"input_ids": torch.arange(12), "labels": torch.arange(12)}] * 8
+    args = arguments(tmp_path, per_device_train_batch_size=8, gradient_checkpointing=True)
+    with pytest.raises(ValueError, match="recompute=False has no effect beside activation checkpointing"):
+        Trainer(model=tiny_model("gpt2", layers=1), args=args, train_dataset=data, osdp={"recompute": False})
