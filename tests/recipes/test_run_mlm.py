@@ -57,6 +57,7 @@ def run_each(commands: dict[str, list[str]]) -> None:
         run_mlm.main()
 
 
+@pytest.mark.slow
 def test_every_grouping_trains_the_same_on_two_nodes(masked):
     """2 x 2 ranks; float32 sums in another order are all that differs."""
     options = {"nodes": 2, "do_eval": None, "logging_steps": 1, "compare": False, "seed": 3}
