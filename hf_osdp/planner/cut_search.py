@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
+from ..errors import DescriptionError
 from .cut import Cut
 from .description import ModelDescription
 from .hardware import Hardware
 from .job import TrainingJob
 from .search import fastest_without_limit, search_or_floor
 from .strategies import Strategy
+
+_log = logging.getLogger(__name__)
 
 NEAR = 1.01
 """Where no plan at all could be faster than this, whatever the memory, nothing else is tried: tracing a cut takes seconds."""
@@ -33,7 +37,7 @@ def choose_description(
     Args:
         plain: the model as it is.
         cuts: ways to cut it.
-        describe: from a cut to the description of the model that is cut so.
+        describe: from a cut to the description of the model that is cut so; a DescriptionError leaves the cut out.
         hardware, job, memory_limit_bytes, strategy: as for `search`; single strategies take the plain model.
 
     Returns:
@@ -52,6 +56,10 @@ def choose_description(
         return plain
     ranked = [(rank, plain)]
     for cut in cuts():
-        description = describe(cut)
+        try:
+            description = describe(cut)
+        except DescriptionError as error:
+            _log.debug("%s", error)
+            continue
         ranked.append((best(description), description))
     return min(ranked, key=lambda pair: pair[0])[1]

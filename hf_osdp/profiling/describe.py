@@ -64,7 +64,7 @@ def describe(
     Raises:
         ValueError: `sequence_length` exceeds the model's positions, or `device_type` is neither of the two.
         DescriptionError: no blocks were found, the model can neither be traced nor be described by formula, or its
-            activations cannot be checkpointed.
+            activations cannot be checkpointed; or it does not run when cut so.
     """
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"device_type={device_type!r} is not known; use cpu or cuda.")
@@ -88,11 +88,21 @@ def describe(
         )  # fmt: skip
 
     try:
-        segments, outputs = traced(recomputable)
+        try:
+            segments, outputs = traced(recomputable)
+        except Exception:  # as a plain model it may run
+            if not recomputable:
+                raise
+            _log.debug("%s cannot be traced with its blocks recomputed.", class_of(model).__name__, exc_info=True)
+            segments, outputs = traced(frozenset())
         trace = _how_traced(model, device_type, activation_checkpointing)
     except CheckpointingError:
         raise
     except Exception as error:  # a model may raise anything under fake tensors
+        if not cut.is_none:
+            raise DescriptionError(
+                f"{class_of(model).__name__} cut into {cut.describe()} does not run: {error}. Leave it whole."
+            ) from error
         outputs = Affine()
         segments = _segments_by_formula(model, units, found_classes, sequence_length, dtype, error, activation_checkpointing)
         trace = f"formula ({SOURCE}); the trace failed with {type(error).__name__}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -102,8 +103,19 @@ def _with_recomputed(plain: list[Segment], again: list[Segment], recomputable: C
     """
     if [segment.unit for segment in plain] != [segment.unit for segment in again]:
         raise DescriptionError("The model runs other units where its blocks are recomputed.")
-    pairs = zip(plain, again, strict=True)
+    pairs = list(zip(plain, again, strict=True))
+    first = next((index for index, one in enumerate(plain) if one.unit in recomputable), None)
+    if first is not None:
+        # what a stretch between blocks frees when blocks save, and not when they keep it to run again: T5's position bias
+        kept = [_more(other.saved_bytes, one.saved_bytes) for one, other in pairs if one.unit not in recomputable]
+        saved = functools.reduce(Affine.plus, kept, pairs[first][1].saved_bytes)
+        pairs[first] = (plain[first], replace(pairs[first][1], saved_bytes=saved))
     return [replace(one, recomputed=other) if one.unit in recomputable else one for one, other in pairs]
+
+
+def _more(line: Affine, than: Affine) -> Affine:
+    """What one line has above another, each coefficient by itself."""
+    return Affine(constant=max(0.0, line.constant - than.constant), per_sample=max(0.0, line.per_sample - than.per_sample))
 
 
 _Traced = tuple[Stretch, CallRecord]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_osdp.errors import DescriptionError
 from hf_osdp.planner.cut import WHOLE_BLOCKS, Cut, OperatorSplit
 from hf_osdp.planner.cut_search import choose_description
 from hf_osdp.planner.description import Activations, DType, GatherSpan
@@ -158,3 +159,15 @@ def test_units_of_slices_are_freed_after_use(llama):
     spans = {u.fqn: u.span for u in describe(llama, sequence_length=12, cut=cut).units if "lm_head" in u.fqn}
     assert spans == {f"lm_head.slices.{i}": GatherSpan.USE for i in range(2)}
     assert DType.FLOAT32 in {p.dtype for u in find_units(llama) for p in u.parameters}
+
+
+def test_cuts_that_a_model_cannot_run_are_left_out():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(num_layers=1, num_decoder_layers=1, d_model=16, d_kv=8, d_ff=64, num_heads=2, vocab_size=61)
+    model = T5ForConditionalGeneration(config)
+    plain = describe(model, sequence_length=12)
+    split = Cut(operators=True, splits=(OperatorSplit(fqn="encoder.block.0.layer.1.DenseReluDense.wo", slices=2),))
+    with pytest.raises(DescriptionError, match="does not run"):  # T5 asks for the dtype of this weight
+        describe(model, sequence_length=12, cut=split)
+    assert chosen(plain, 1, lambda: [split], lambda cut: describe(model, sequence_length=12, cut=cut)) is plain
