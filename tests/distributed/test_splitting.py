@@ -264,6 +264,7 @@ def test_full_states_do_not_show_the_slices(results):
         assert worst(results["full"][slices], want) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 def test_saved_states_go_on_in_any_number_of_slices(results, layout):
     assert max(results[layout][slices] for slices in RESUMED) < 1e-12

@@ -19,7 +19,7 @@ from hf_osdp.planner.timing import estimate_time
 from tests.helpers.descriptions import at_random
 
 INSTANCES = 320
-SAMPLE = 48
+SAMPLE = 32
 """So many run by default; the others are slow."""
 MOST_PLANS = 2_500
 """Over all batches: an instance has so few blocks that there are no more."""

@@ -62,6 +62,7 @@ def test_fp16_keeps_float32_weights(recipe):
     assert {value.dtype for value in load_file(recipe.output / "model.safetensors").values()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_wikitext_with_the_vocabulary_of_gpt2(recipe, shared_data):
     """Local text and a ready tokenizer; the stock Trainer starts at the same perplexity."""
     options = dict(
@@ -92,6 +93,7 @@ def test_starts_from_a_saved_model(recipe, shared_data):
     assert perplexities(done.stdout)["before"] < 60
 
 
+@pytest.mark.slow
 def test_two_processes_end_with_one_line(recipe):
     """Every process fails; one of them says why."""
     done = recipe.run(processes=2, memory_limit="100KiB")
