@@ -174,11 +174,7 @@ class Envelope:
 
     def bytes(self, samples: int) -> int:
         """The value as whole bytes, rounded up and never negative."""
-        return max(0, self.change(samples))
-
-    def change(self, samples: int) -> int:
-        """The value as whole bytes, rounded up: what is freed counts as well."""
-        return math.ceil(self(samples) - 1e-6)
+        return max(0, math.ceil(self(samples) - 1e-6))
 
     def plus(self, other: Affine) -> Envelope:
         """Every moment raised by another line."""

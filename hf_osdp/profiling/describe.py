@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -88,13 +88,7 @@ def describe(
         )  # fmt: skip
 
     try:
-        try:
-            segments, outputs = traced(recomputable)
-        except Exception:  # as a plain model it may run
-            if not recomputable:
-                raise
-            _log.debug("%s cannot be traced with its blocks recomputed.", class_of(model).__name__, exc_info=True)
-            segments, outputs = traced(frozenset())
+        segments, outputs = _traced_or_plain(traced, recomputable)
         trace = _how_traced(model, device_type, activation_checkpointing)
     except CheckpointingError:
         raise
@@ -122,6 +116,18 @@ def describe(
         output_bytes=outputs,
         trace=trace,
     )
+
+
+def _traced_or_plain(
+    traced: Callable[[frozenset[int]], tuple[tuple[Segment, ...], Affine]], recomputable: frozenset[int]
+) -> tuple[tuple[Segment, ...], Affine]:
+    """A trace with recomputed forms, or where the model cannot run with its blocks recomputed, without."""
+    if recomputable:
+        try:
+            return traced(recomputable)
+        except Exception:  # as a plain model it may run
+            _log.debug("Blocks cannot be traced as recomputed.", exc_info=True)
+    return traced(frozenset())
 
 
 def _recomputable(model: nn.Module, units: Sequence[UnitDescription], block_classes: Sequence[str]) -> frozenset[int]:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from ..splitting.modules import is_conv1d
+
 LEAST_SHARE = 0.02
 """Part of a block's parameters below which a child is no unit of its own: norms go to the root, which is gathered once a step."""
 
@@ -47,8 +49,6 @@ def operator_names(block_name: str, modules: dict[str, nn.Module], slices: Seque
 
 def large_operators(modules: dict[str, nn.Module], blocks: Sequence[str]) -> dict[str, int]:
     """Elements of each projection in the blocks, by name: those that `split_operators` takes."""
-    from ..splitting.modules import is_conv1d
-
     return {
         name: module.weight.numel()
         for name, module in modules.items()

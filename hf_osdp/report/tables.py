@@ -101,7 +101,9 @@ def _when_reduced(plan: Plan) -> str:
     held = sum(not unit.reduce_every_micro_step for unit in plan.units)
     if not held:
         return "in every micro-step"
-    return f"once a step; whole gradients {'' if held == len(plan.units) else f'of {held} of {len(plan.units)} units '}are held until then"
+    if held < len(plan.units):
+        return f"in every micro-step, but for {held} of {len(plan.units)} units, whose whole gradients are held and reduced once a step"
+    return "once a step; whole gradients are held until then"
 
 
 def comparison_table(rows: Sequence[StrategyResult], memory_limit_bytes: int) -> Table:

@@ -42,6 +42,8 @@ TINY = Case(
     sizes={"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 301, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0,
            "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 )  # fmt: skip
+LATE_BYTES = 4 * (12 * 64**2 + 13 * 64)
+"""A gathered block: gloo's worker may let go of its buffer a moment after the collective has ended, and peaks vary by so much."""
 EFFORT = TwinEffort(rounds=2, profile_s=None, samples=(1, 2))
 
 
@@ -65,9 +67,8 @@ def test_every_contender_that_fits_has_a_measured_row_within_its_limit():
         if row.run is None:
             assert row.needs_bytes > row.limit_bytes
             continue
-        # gloo's worker may let go of a gathered buffer a moment after the collective has ended, so that peaks vary by one
-        assert 0 < row.measured_peak_bytes <= 1.05 * row.limit_bytes
-        assert row.measured_peak_bytes == pytest.approx(row.estimated_peak_bytes, rel=0.05)
+        assert row.estimated_peak_bytes <= row.limit_bytes
+        assert 0.99 * row.estimated_peak_bytes <= row.measured_peak_bytes <= 1.01 * row.estimated_peak_bytes + LATE_BYTES
         assert row.fastest_step_s <= row.measured_step_s <= row.slowest_step_s
         assert row.measured_gain is not None
     assert {row.contender for row in rows if row.run} >= {"full shard", "OSDP"}

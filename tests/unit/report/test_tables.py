@@ -172,7 +172,9 @@ def test_caption_says_where_the_peak_is_and_how_gradients_are_reduced():
     reduced = replace(plan, units=tuple(replace(unit, reduce_every_micro_step=True) for unit in plan.units))
     mixed = replace(plan, units=(*reduced.units[:3], plan.units[3]))
     assert plan_caption(reduced, estimated(description, reduced))[2] == "Gradients are reduced in every micro-step."
-    assert "whole gradients of 1 of 4 units are held until then" in plan_caption(mixed, estimated(description, mixed))[2]
+    assert (
+        "in every micro-step, but for 1 of 4 units, whose whole gradients are held" in plan_caption(mixed, estimated(description, mixed))[2]
+    )
     single = replace(plan, strategy="ddp", accumulation_steps=1)
     assert len(plan_caption(single, estimated(description, single))) == 2
 
