@@ -80,7 +80,7 @@ def measure(case: Case, *, repetitions: int) -> list[dict]:
     started = time.perf_counter()
     description = describe(
         GPT2Config(n_layer=case.layers, n_embd=case.hidden, n_head=case.heads, n_positions=case.sequence_length),
-        sequence_length=case.sequence_length, compute_dtype=DType.BFLOAT16, device_type="cuda",
+        sequence_length=case.sequence_length, compute_dtype=DType.BFLOAT16, device_type="cuda", recomputation=True,
     )  # fmt: skip
     describe_s = time.perf_counter() - started
     job = TrainingJob(global_batch_size=case.global_batch_size, precision=Precision.named("bf16"))

@@ -100,6 +100,8 @@ class UnitBytes:
     """Parameters, gradients and optimizer states on the host; they are not in any other term."""
     host_moment: int = 0
     """What comes to the host beside them for a moment: a gradient that is then added to the one that is there. Units take turns."""
+    waiting_gradients: int = 0
+    """Gradients of all calls but the first, whole until that one's backward (`GatherSpan.CALLS`)."""
 
     @property
     def held(self) -> int:
@@ -138,16 +140,30 @@ class UnitSeconds:
 
 
 def choices_for(
-    unit: UnitDescription, shard_sizes: Sequence[int], *, keep: bool | None = None, stage_sizes: Sequence[int] = (1,)
+    span: GatherSpan, shard_sizes: Sequence[int], *, keep: bool | None = None, stage_sizes: Sequence[int] = (1,)
 ) -> tuple[Choice, ...]:
     """The choices that make sense for a unit.
 
-    A unit whose parameters stay gathered for the whole step (`GatherSpan.STEP`) has no choice about keeping them. Two stages
-    need several whole nodes: a stage size above 1 goes with larger shard sizes that it divides.
+    A unit whose parameters stay gathered for the whole step (`GatherSpan.STEP`) has no choice about keeping them, nor has one
+    that is freed between its calls (`GatherSpan.CALLS`). Two stages need several whole nodes: a stage size above 1 goes with
+    larger shard sizes that it divides.
     """
-    keeps = (True,) if unit.span is GatherSpan.STEP else ((False, True) if keep is None else (keep,))
+    match span:
+        case GatherSpan.STEP:
+            keeps = (True,)
+        case GatherSpan.CALLS:
+            keeps = (False,)
+        case GatherSpan.USE:
+            keeps = (False, True) if keep is None else (keep,)
     layouts = [(size, stage) for size in shard_sizes for stage in stage_sizes if stage == 1 or (size > stage and size % stage == 0)]
     return tuple(Choice(shard_size=size, keep=k, stage_size=stage) for size, stage in layouts for k in keeps)
+
+
+def shape_ids(units: Sequence[UnitDescription]) -> tuple[int, ...]:
+    """A number for each unit: the same for those that cost the same under equal choices, activations left out."""
+    known: dict[tuple, int] = {}
+    keys = ((unit.span, tuple((p.shape, p.dtype, p.requires_grad) for p in unit.parameters)) for unit in units)
+    return tuple(known.setdefault(key, len(known)) for key in keys)
 
 
 def unit_bytes(unit: UnitDescription, choice: Choice, world_size: int, job: TrainingJob, batch: Batch) -> UnitBytes:
@@ -187,10 +203,11 @@ def unit_bytes(unit: UnitDescription, choice: Choice, world_size: int, job: Trai
         gathered=gathered,
         gather_buffer=gathered if g > 1 else 0,
         cast_buffer=_beside_gathered(unit, choice, job) if copies else 0,
-        unsharded_gradients=0 if holds and unit.span is GatherSpan.USE else _unsharded(trainable, job),
+        unsharded_gradients=0 if holds and unit.span is not GatherSpan.STEP else _unsharded(trainable, job),
+        waiting_gradients=_unsharded(trainable, job) if unit.span is GatherSpan.CALLS else 0,
         reduce_input=g * reduced if copies else 0,
         reduce_stage=g // choice.stage_size * reduced if choice.stage_size > 1 else 0,
-        last_gradient=0 if g == 1 or (holds and unit.span is GatherSpan.USE) else _unsharded(trainable[-1:], job),
+        last_gradient=0 if g == 1 or (holds and unit.span is not GatherSpan.STEP) else _unsharded(trainable[-1:], job),
         reduce_tail=reduce_tail(unit, world_size, job, on_host=choice.on_host),
         reduce_output=output,
         kept=gathered if choice.keep else 0,
@@ -212,9 +229,11 @@ def reduce_tail(unit: UnitDescription, world_size: int, job: TrainingJob, *, on_
 
 
 def merged_gradients(unit: UnitDescription, job: TrainingJob) -> int:
-    """Bytes of the sum that autograd makes of a shared parameter's gradients, beside both of them, when the second comes."""
+    """Bytes of the sum that autograd makes of a parameter's gradients, beside both of them, when the second comes: of one with
+    several names, or of a unit with several calls."""
     shared = {names[0] for names in unit.shared}
-    return _unsharded([p for p in unit.parameters if p.requires_grad and p.name in shared], job)
+    repeated = unit.span is GatherSpan.CALLS
+    return _unsharded([p for p in unit.parameters if p.requires_grad and (repeated or p.name in shared)], job)
 
 
 def unit_seconds(unit: UnitDescription, choice: Choice, hardware: Hardware, job: TrainingJob) -> UnitSeconds:

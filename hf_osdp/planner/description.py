@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -46,6 +47,11 @@ class GatherSpan(str, Enum):
 
     USE = "use"
     """While the unit runs: a transformer block, an embedding, a head."""
+    CALLS = "calls"
+    """While each of its several calls in a micro-step runs, freed between them: slices of a projection that look up as well.
+
+    Autograd adds up the gradients of all calls before FSDP2 sees them, so that they are whole until the first call's backward.
+    """
     STEP = "step"
     """From the first use in forward to the end of backward: the root, and weights that embedding and head share."""
 
@@ -284,6 +290,12 @@ class ModelDescription:
     def recomputable(self) -> frozenset[int]:
         """Indices of the units whose activations can be recomputed in backward."""
         return frozenset(segment.unit for segment in self.segments if segment.recomputed is not None)
+
+    @property
+    def calls(self) -> tuple[int, ...]:
+        """How often each unit is gathered in a forward pass: once, but for those with span CALLS."""
+        runs = Counter(segment.unit for segment in self.segments)
+        return tuple(max(1, runs[i]) if unit.span is GatherSpan.CALLS else 1 for i, unit in enumerate(self.units))
 
     @property
     def fingerprint(self) -> str:

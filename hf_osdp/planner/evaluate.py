@@ -10,7 +10,7 @@ from .description import GatherSpan, ModelDescription
 from .hardware import Collective, Hardware
 from .job import TrainingJob
 from .memory import MemoryEstimate, estimate_memory
-from .plan import Plan
+from .plan import Plan, UnitDecision
 from .timing import TimeEstimate, estimate_time
 
 
@@ -33,7 +33,7 @@ def choices_of(plan: Plan, description: ModelDescription) -> tuple[Choice, ...]:
     return tuple(
         Choice(
             shard_size=decisions[unit.fqn].shard_size,
-            keep=unit.span is GatherSpan.STEP or not decisions[unit.fqn].reshard_after_forward,
+            keep=_keeps(unit.span, decisions[unit.fqn]),
             stage_size=decisions[unit.fqn].stage_size,
             hold_gradients=not decisions[unit.fqn].reduce_every_micro_step and plan.accumulation_steps > 1,
             activations=decisions[unit.fqn].activations,
@@ -41,6 +41,11 @@ def choices_of(plan: Plan, description: ModelDescription) -> tuple[Choice, ...]:
         )
         for unit in description.units
     )
+
+
+def _keeps(span: GatherSpan, decision: UnitDecision) -> bool:
+    """Whether gathered parameters stay, whatever a decision says of units that leave no choice."""
+    return span is GatherSpan.STEP or (span is GatherSpan.USE and not decision.reshard_after_forward)
 
 
 def batch_of(plan: Plan) -> Batch:
@@ -76,11 +81,12 @@ def _collectives(
     """Gathers in every micro-step, reduce-scatters as often as the batch says, all-reduces between replicas once."""
     terms = [unit_seconds(unit, choice, hardware, job) for unit, choice in zip(description.units, choices, strict=True)]
     seconds = dict.fromkeys(Collective, 0.0)
-    for choice, t in zip(choices, terms, strict=True):
+    calls = description.calls
+    for number, choice, t in zip(calls, choices, terms, strict=True):
         two_stage = choice.stage_size > 1
         gather = Collective.TWO_STAGE_ALL_GATHER if two_stage else Collective.ALL_GATHER
         scatter = Collective.TWO_STAGE_REDUCE_SCATTER if two_stage else Collective.REDUCE_SCATTER
-        seconds[gather] += batch.accumulation_steps * (t.gather_forward + t.gather_backward)
+        seconds[gather] += batch.accumulation_steps * number * (t.gather_forward + t.gather_backward)
         seconds[scatter] += batch.reduce_scatters(choice) * t.reduce_scatter
         seconds[Collective.ALL_REDUCE] += t.all_reduce
     return seconds

@@ -166,7 +166,8 @@ def merging_stretch(description: ModelDescription, job: TrainingJob) -> dict[int
     first: dict[int, int] = {}
     for index, segment in enumerate(description.segments):
         first.setdefault(segment.unit, index)
-    return {first[i]: merged_gradients(u, job) for i, u in enumerate(description.units) if u.shared and i in first}
+    meeting = {first[i]: merged_gradients(u, job) for i, u in enumerate(description.units) if i in first}
+    return {index: nbytes for index, nbytes in meeting.items() if nbytes}
 
 
 def gathered_ahead(description: ModelDescription) -> tuple[int | None, ...]:
@@ -183,7 +184,7 @@ def gathered_ahead(description: ModelDescription) -> tuple[int | None, ...]:
     for segment in description.segments:
         ahead.append(before)
         unit = description.units[segment.unit]
-        if unit.span is GatherSpan.USE:
+        if unit.span is not GatherSpan.STEP:
             before = segment.unit
         elif unit.fqn and runs[segment.unit] >= len(unit.module_names):
             before = None
@@ -243,13 +244,13 @@ class _Walk:
         segments = self.description.segments
         in_flight = 0  # the reduce input that the unit before left behind
         owed = {i: self.units[i].unsharded_gradients for i in self.whole_step}
+        waiting: set[int] = set()
         for index in range(len(segments) - 1, -1, -1):
             segment, unit = segments[index], self.units[segments[index].unit]
             terms = self.segments[index]
-            label, compute = self.labels[segment.unit], terms.backward_peak
+            label, compute = self.labels[segment.unit], terms.backward_peak + self.merging.get(index, 0)
             ahead = 0 if self.ahead[index] is None else self.units[self.ahead[index]].prefetched
             if segment.unit in self.whole_step:
-                compute += self.merging.get(index, 0)
                 yield self._moment("backward", label, activations=compute, gathered=ahead, buffers=in_flight)
                 self.level = self.level.plus(activations=-terms.saved)
                 self.level = self.level.plus(gradients=owed.pop(segment.unit, 0))  # a tied weight has one from the head on
@@ -260,11 +261,13 @@ class _Walk:
             )
             yield self._moment("backward", label, activations=compute, gathered=own + ahead, buffers=in_flight)
             self.level = self.level.plus(activations=-terms.saved)
-            last_use = index == self.first_use[segment.unit]
-            if last_use:
-                self.level = self.level.plus(gathered=-unit.kept)
-                yield from self._reduce(label, unit, terms.gradient, ahead)
-                in_flight = unit.reduce_tail
+            if index != self.first_use[segment.unit]:
+                self.level = self.level.plus(gradients=0 if segment.unit in waiting else unit.waiting_gradients)
+                waiting.add(segment.unit)
+                continue
+            self.level = self.level.plus(gathered=-unit.kept, gradients=-unit.waiting_gradients if segment.unit in waiting else 0)
+            yield from self._reduce(label, unit, terms.gradient, ahead)
+            in_flight = unit.reduce_tail
         self.level = self.level.plus(gradients=sum(owed.values()))
 
     def _reduce(self, label: str, unit: UnitBytes, gradient: int, ahead: int):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from .costs import Choice
 from .job import OptimizerStep, TrainingJob
 from .relaxation import solve_relaxation
-from .stations import Group, Line, Option, Stretch
+from .stations import Call, Group, Line, Option, Stretch
 
 _MOST_WORK = 8.0
 """Of one solution for an objective, in CP-SAT's deterministic seconds, which are some of a clock's: models with dozens of unlike
@@ -42,6 +42,7 @@ class Program:
         self._last: dict[Group, list] = {}
         for group in line.groups:
             self._declare(group)
+        self._stations = [self._of_its_group(station) if isinstance(station, Call) else station for station in line.stations]
         self._constrain_host()
         level = self._constrain_forward()
         level = self._constrain_backward(level)
@@ -108,6 +109,15 @@ class Program:
         self._first[group] = self._foremost(used[::-1])[::-1]
         self._last[group] = self._foremost(used)
 
+    def _of_its_group(self, call: Call) -> Group:
+        """A call as a group that has the variables of its unit's own."""
+        group = next(group for group in self._counts if group.units == (call.unit,))
+        again = call.of(group)
+        for variables in (self._counts, self._used, self._first, self._last):
+            if group in variables:
+                variables[again] = variables[group]
+        return again
+
     def _one_of(self, xs: Sequence) -> list:
         """For each option a literal that is not above its count."""
         literals = [self._model.new_bool_var("") for _ in xs]
@@ -161,7 +171,7 @@ class Program:
         line = self._line
         level = line.model_bytes + self._sum(line.groups, lambda o: o.bytes.held) + self._sum(line.whole_step, lambda o: o.bytes.gathered)
         buffers = [self._picked(g, self._last[g], _gather_buffer) for g in line.whole_step] or [0]
-        for station in line.stations:
+        for station in self._stations:
             if isinstance(station, Stretch):
                 for buffer in buffers:
                     self._fits(level + station.forward_peak + buffer)
@@ -190,7 +200,7 @@ class Program:
                 self._fits(level - option.left_by_forward + nbytes + option.copy_out_peak, self._at_least(x, 2))
 
     def _constrain_backward(self, level):
-        stations = self._line.stations
+        stations = self._stations
         owed = {group.units[0]: group for group in self._line.whole_step}
         for index in range(len(stations) - 1, -1, -1):
             station, ahead = stations[index], self._gathered_ahead(index)
@@ -204,9 +214,9 @@ class Program:
 
     def _gathered_ahead(self, index: int):
         """Bytes that are gathered while the station at `index` computes in backward."""
-        if not self._line.stations[index].prefetches:
+        if not self._stations[index].prefetches:
             return 0
-        for station in reversed(self._line.stations[:index]):
+        for station in reversed(self._stations[:index]):
             if isinstance(station, Group):
                 return self._picked(station, self._last[station], _prefetched)
         return 0

@@ -10,9 +10,9 @@ from .bounds import frugal_choices, in_order, peak_floor
 from .description import ModelDescription, PhaseCost, Segment
 from .hardware import Hardware
 from .job import Precision, TrainingJob
+from .line import build_line
 from .memory import estimate_memory
 from .solver import any_within
-from .stations import build_line
 from .strategies import Strategy, batches, search_spaces
 
 _MORE_DEVICES = (2, 4, 8, 16, 32, 64)

@@ -12,11 +12,12 @@ from .costs import Batch, Choice
 from .description import GatherSpan, ModelDescription
 from .hardware import Hardware
 from .job import TrainingJob
+from .line import build_line
 from .memory import MemoryEstimate, estimate_memory
 from .plan import Plan
 from .remedies import remedies_for
 from .solver import Solution, any_within, fastest, least_peak
-from .stations import Line, build_line
+from .stations import Line
 from .strategies import Strategy, batches, search_spaces
 from .timing import TimeEstimate, estimate_time
 
@@ -224,12 +225,12 @@ def _decode(
 
 
 def _check_uses(description: ModelDescription) -> None:
-    """A unit that is freed after use may run once a micro-step: gathering it twice is not in the cost model."""
+    """A unit that is freed after use may run once a micro-step, or have span CALLS: each gather has its cost."""
     seen = set()
     for segment in description.segments:
         unit = description.units[segment.unit]
         if unit.span is GatherSpan.USE and segment.unit in seen:
-            raise OSDPError(f"Unit {unit.label!r} runs more than once a forward pass; describe it with span STEP.")
+            raise OSDPError(f"Unit {unit.label!r} runs more than once a forward pass; describe it with span STEP or CALLS.")
         seen.add(segment.unit)
 
 

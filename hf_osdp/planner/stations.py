@@ -15,18 +15,7 @@ import functools
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 
-from .costs import Batch, Choice, UnitBytes, reduce_tail, unit_bytes
-from .description import Activations, GatherSpan, ModelDescription, Segment, UnitDescription
-from .hardware import Hardware
-from .job import TrainingJob
-from .memory import SegmentBytes, gathered_ahead, merging_stretch, resident_bytes
-from .strategies import Space
-from .timing import UnitTimer
-
-SHORT_ROW = 8
-"""Rows of up to so many equal units are searched unit by unit."""
-ROW_END = 1
-"""Units at each end of a longer row that are."""
+from .costs import Choice, UnitBytes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,6 +38,8 @@ class Option:
     """Highest level while parameters are copied out in backward, above the level before it."""
     compute_peak: int = 0
     """Highest level in the rest of backward, the gather that runs ahead left out."""
+    later: tuple[Option, ...] = ()
+    """The same choice in the unit's further calls (`GatherSpan.CALLS`), in forward order."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -77,6 +68,7 @@ class Option:
             self.bytes.reduce_stage, self.bytes.last_gradient, self.bytes.host, self.bytes.host_moment,
             held + self.left_by_backward + self.bytes.gradients_settled, held + self.bytes.gradients_after + self.bytes.gradients_settled,
             held + self.left_by_backward + self.bytes.gradients_settled + self.bytes.step_scratch,
+            *(level for call in self.later for level in call.levels),
         )  # fmt: skip
 
 
@@ -107,6 +99,21 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A further call of a unit whose group is earlier in the line."""
+
+    unit: int
+    number: int
+    """Which of `Option.later` it is."""
+    prefetches: bool
+    """The unit before it is gathered while its backward computes."""
+
+    def of(self, group: Group) -> Group:
+        """The call as a group, of the unit's own group."""
+        return replace(group, options=tuple(option.later[self.number] for option in group.options), prefetches=self.prefetches)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
     """A segment of the root or of shared weights, which are gathered for the whole step."""
 
@@ -124,7 +131,7 @@ class Stretch:
 class Line:
     """All stations of a micro-step, in forward order."""
 
-    stations: tuple[Group | Stretch, ...]
+    stations: tuple[Group | Call | Stretch, ...]
     whole_step: tuple[Group, ...]
     """Units that are gathered for the whole step, one group each."""
     idle: tuple[Group, ...]
@@ -161,136 +168,3 @@ class Line:
         """Whether the host has memory for the states that these choices move there."""
         chosen = [o.bytes for group in self.groups for unit in group.units for o in group.options if o.choice == choices[unit]]
         return sum(b.host for b in chosen) + max((b.host_moment for b in chosen), default=0) <= self.host_limit_bytes
-
-
-def build_line(description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch, space: Space) -> Line:
-    """Stations of one micro-step.
-
-    Args:
-        description: the model; a unit with span USE runs at most once a micro-step.
-        hardware: devices and links.
-        job: precision, optimizer.
-        batch: micro-batch size and accumulation.
-        space: choices of each unit.
-
-    Returns:
-        Groups of equal units with their options, and the stretches between them.
-    """
-    maker = _OptionMaker(description, hardware, job, batch, space)
-    units, tails = description.units, _tails(description, hardware.world_size, job, space)
-    stations: list[Group | Stretch] = []
-    key_before = None
-    merging, ahead = merging_stretch(description, job), gathered_ahead(description)
-    for index, (segment, tail) in enumerate(zip(description.segments, tails, strict=True)):
-        unit = units[segment.unit]
-        if unit.span is GatherSpan.STEP:
-            stations.append(_stretch(segment, tail, merging.get(index, 0), ahead[index] is not None, batch.micro_batch_size))
-            key_before = None
-            continue
-        key = (
-            _shape_key(unit), segment.each(lambda costs: replace(costs, unit=0)), tail, maker.windows(segment.unit), space[segment.unit],
-        )  # fmt: skip
-        if key == key_before:
-            last = stations[-1]
-            stations[-1] = replace(last, units=(*last.units, segment.unit))
-        else:
-            options = maker.options(segment.unit, segment, tail)
-            stations.append(Group(units=(segment.unit,), options=options, prefetches=ahead[index] is not None))
-        key_before = key
-    stations = [part for station in stations for part in (_split(station) if isinstance(station, Group) else (station,))]
-    running = {segment.unit for segment in description.segments}
-    rest = {
-        i: Group(units=(i,), options=maker.options(i, None, 0))
-        for i, u in enumerate(units)
-        if i not in running or u.span is GatherSpan.STEP
-    }
-    return Line(
-        stations=tuple(stations),
-        whole_step=tuple(g for i, g in rest.items() if units[i].span is GatherSpan.STEP),
-        idle=tuple(g for i, g in rest.items() if units[i].span is GatherSpan.USE),
-        model_bytes=resident_bytes(description, job, batch.micro_batch_size),
-        host_limit_bytes=0 if hardware.host is None else hardware.host.memory_bytes,
-    )
-
-
-def _split(row: Group) -> list[Group]:
-    """Take a row apart where position matters."""
-
-    def part(*units: int) -> Group:
-        return replace(row, units=units, prefetches=row.prefetches or units[0] != row.units[0])
-
-    if len(row.units) <= SHORT_ROW:
-        return [part(unit) for unit in row.units]
-    first, middle, last = row.units[:ROW_END], row.units[ROW_END:-ROW_END], row.units[-ROW_END:]
-    return [*map(part, first), part(*middle), *map(part, last)]
-
-
-class _OptionMaker:
-    """Options of units; equal units share them."""
-
-    def __init__(self, description, hardware, job, batch, space):
-        self.description, self.hardware, self.job, self.batch, self.space = description, hardware, job, batch, space
-        self.timer = UnitTimer(description, hardware, job, batch)
-
-    def windows(self, index: int) -> tuple:
-        """What hides the unit's communication, under each choice about activations."""
-        return tuple(self.timer.windows[activations][index] for activations in Activations)
-
-    def options(self, index: int, segment: Segment | None, tail: int) -> tuple[Option, ...]:
-        """The choices of a unit that are not dominated, in the order of the rule."""
-        made = [self._option(index, choice, segment, tail) for choice in self.space[index]]
-        return tuple(sorted(undominated(made, Option.dominates), key=lambda option: option.order))
-
-    def _option(self, index: int, choice: Choice, segment: Segment | None, tail: int) -> Option:
-        unit = self.description.units[index]
-        terms = unit_bytes(unit, choice, self.hardware.world_size, self.job, self.batch)
-        seconds = self.timer(index, choice).total_s
-        if segment is None:
-            return Option(choice=choice, bytes=terms, seconds=seconds)
-        costs = SegmentBytes.of(segment.under(choice.activations), unit.span, self.batch.micro_batch_size)
-        own = 0 if terms.kept else terms.gathered
-        after = terms.gradients_after + terms.reduced_after
-        reducing = costs.gradient - costs.saved - terms.kept + terms.reduce_input
-        return Option(
-            choice=choice,
-            bytes=terms,
-            seconds=seconds,
-            left_by_forward=costs.saved + terms.kept,
-            left_by_backward=after,
-            copy_out_peak=terms.gather_buffer + terms.gathered,
-            forward_peak=terms.gather_buffer + terms.gathered + costs.forward_peak,
-            gather_peak=own + terms.prefetched + tail + (0 if terms.kept else terms.cast_buffer),
-            compute_peak=max(
-                own + tail + costs.backward_peak,
-                reducing + terms.unsharded_gradients,
-                reducing + after + terms.reduce_work,
-            ),
-        )
-
-
-def _stretch(segment: Segment, tail: int, merging: int, prefetches: bool, samples: int) -> Stretch:
-    costs = SegmentBytes.of(segment, GatherSpan.STEP, samples)
-    return Stretch(
-        unit=segment.unit,
-        saved=costs.saved,
-        forward_peak=costs.forward_peak,
-        backward_peak=costs.backward_peak + merging,
-        tail=tail,
-        prefetches=prefetches,
-    )
-
-
-def _shape_key(unit: UnitDescription) -> tuple:
-    return tuple((p.shape, p.dtype, p.requires_grad) for p in unit.parameters)
-
-
-def _tails(description: ModelDescription, world_size: int, job: TrainingJob, space: Space) -> list[int]:
-    """For each segment, the reduce buffer that the unit after it leaves in flight."""
-    tails, tail = [], 0
-    on_host = any(choice.on_host for choices in space for choice in choices)
-    for segment in reversed(description.segments):
-        tails.append(tail)
-        unit = description.units[segment.unit]
-        if unit.span is GatherSpan.USE:
-            tail = reduce_tail(unit, world_size, job, on_host=on_host)
-    return tails[::-1]

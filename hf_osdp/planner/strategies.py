@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from ..errors import HardwareError
 from .costs import Batch, Choice, choices_for
-from .description import Activations, ModelDescription
+from .description import Activations, GatherSpan, ModelDescription, UnitDescription
 from .hardware import Hardware
 from .job import TrainingJob
 
@@ -91,8 +92,13 @@ def search_spaces(
             ways.insert(0, (holds, activations, (False,)))
     else:
         ways = [((h,), (a,), (o,)) for h, a, o in itertools.product(holds, activations, hosts)]
-    spaces = (tuple(_choices(description, unit, kind, *way) for unit in range(len(description.units))) for kind in kinds for way in ways)
-    return tuple(dict.fromkeys(spaces))
+    recomputable = description.recomputable
+    spaces = [
+        tuple(_choices(unit, index in recomputable, kind, *way) for index, unit in enumerate(description.units))
+        for kind in kinds
+        for way in ways
+    ]
+    return tuple({tuple(map(id, space)): space for space in spaces}.values())  # equal choices are the same object, see `_product`
 
 
 def _kinds(strategy: Strategy, hardware: Hardware) -> list[_Kind]:
@@ -157,15 +163,27 @@ def _hosts(job: TrainingJob, hardware: Hardware) -> tuple[bool, ...]:
 
 
 def _choices(
-    description: ModelDescription, index: int, kind: _Kind, holds: Sequence[bool], activations: Sequence[Activations], hosts: Sequence[bool]
+    unit: UnitDescription,
+    recomputable: bool,
+    kind: _Kind,
+    holds: tuple[bool, ...],
+    activations: tuple[Activations, ...],
+    hosts: tuple[bool, ...],
 ) -> tuple[Choice, ...]:
     """The choices of one unit."""
-    unit = description.units[index]
-    layouts = choices_for(unit, kind.shard_sizes, keep=kind.keep, stage_sizes=kind.stage_sizes)
-    if index not in description.recomputable:
+    if not recomputable:
         activations = (Activations.SAVE,)
-    if not unit.trainable_numel:
-        holds = (False,)
+    if not unit.trainable_numel or unit.span is GatherSpan.CALLS:
+        holds = (False,)  # FSDP2 would reduce what is held in one call, and in another what this micro-step adds to it
+    return _product(unit.span, kind, holds, activations, hosts)
+
+
+@functools.lru_cache(maxsize=256)
+def _product(
+    span: GatherSpan, kind: _Kind, holds: tuple[bool, ...], activations: tuple[Activations, ...], hosts: tuple[bool, ...]
+) -> tuple[Choice, ...]:
+    """Every layout with every other decision; the same object for the same question, as a model asks it of each block."""
+    layouts = choices_for(span, kind.shard_sizes, keep=kind.keep, stage_sizes=kind.stage_sizes)
     return tuple(
         replace(layout, hold_gradients=hold, activations=kept, on_host=host)
         for layout, hold, kept, host in itertools.product(layouts, holds, activations, hosts)

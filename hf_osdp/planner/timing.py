@@ -20,9 +20,9 @@ at the speed of memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .costs import Batch, Choice, UnitSeconds, unit_seconds
+from .costs import Batch, Choice, UnitSeconds, shape_ids, unit_seconds
 from .description import Activations, Affine, GatherSpan, ModelDescription, PhaseCost
 from .hardware import Hardware
 from .job import TrainingJob
@@ -34,6 +34,8 @@ class Windows:
 
     forward: float = 0.0
     backward: float = 0.0
+    later: tuple[Windows, ...] = ()
+    """Of the unit's further calls (`GatherSpan.CALLS`), in which it is gathered again, but not reduced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,17 +98,14 @@ def overlap_windows(
 
     `activations` is the unit's own choice; a forward takes as long under any.
     """
-    windows = [Windows()] * len(description.units)
-    if not hardware.backend.overlaps:
-        return tuple(windows)
-    before = 0.0
+    calls: list[list[Windows]] = [[] for _ in description.units]
+    before, overlaps = 0.0, hardware.backend.overlaps
     for segment in description.segments:
-        if description.units[segment.unit].span is GatherSpan.USE:
-            windows[segment.unit] = Windows(
-                forward=before, backward=phase_seconds(segment.under(activations).backward, samples, description, hardware)
-            )  # fmt: skip
+        if description.units[segment.unit].span is not GatherSpan.STEP:
+            backward = phase_seconds(segment.under(activations).backward, samples, description, hardware)
+            calls[segment.unit].append(Windows(forward=before, backward=backward) if overlaps else Windows())
         before = phase_seconds(segment.forward, samples, description, hardware)
-    return tuple(windows)
+    return tuple(replace(first, later=tuple(later)) for first, *later in (windows or [Windows()] for windows in calls))
 
 
 def compute_seconds(
@@ -137,10 +136,15 @@ class UnitTimer:
         self.windows = {a: overlap_windows(description, hardware, samples, a) for a in Activations}
         """By choice about activations, for each unit."""
         self.compute_s = {a: compute_seconds(description, hardware, samples, a) for a in Activations}
+        self._shapes = shape_ids(description.units)
+        self._terms: dict[tuple, UnitSeconds] = {}
 
     def __call__(self, index: int, choice: Choice) -> UnitTime:
         """Seconds of a unit under a choice."""
-        terms = unit_seconds(self._description.units[index], choice, self._hardware, self._job)
+        key = (self._shapes[index], choice.shard_size, choice.keep, choice.stage_size, choice.on_host)
+        terms = self._terms.get(key)
+        if terms is None:
+            terms = self._terms[key] = unit_seconds(self._description.units[index], choice, self._hardware, self._job)
         kept = choice.activations
         return unit_time(terms, choice, self.windows[kept][index], self.compute_s[kept][index], self._batch)
 
@@ -151,12 +155,16 @@ def unit_time(terms: UnitSeconds, choice: Choice, windows: Windows, compute_s: f
     forward = max(0.0, terms.gather_forward - windows.forward)
     last = max(0.0, terms.gather_backward + terms.reduce_scatter + terms.all_reduce - windows.backward)
     earlier = max(0.0, terms.gather_backward + (terms.reduce_scatter if scatters > 1 else 0.0) - windows.backward)
-    gathers = terms.gather_forward + terms.gather_backward
+    for call in windows.later:
+        forward += max(0.0, terms.gather_forward - call.forward) + max(0.0, terms.gather_backward - call.backward)
+    further = len(windows.later)
+    gathers = (1 + further) * (terms.gather_forward + terms.gather_backward)
+    copies = terms.copy_forward + terms.copy_backward + further * 2 * terms.copy_forward  # out of buffers in both passes
     return UnitTime(
         compute_s=micro_steps * compute_s,
         communication_s=micro_steps * gathers + scatters * terms.reduce_scatter + terms.all_reduce,
         exposed_s=micro_steps * forward + (micro_steps - 1) * earlier + last,
-        copy_s=micro_steps * (terms.copy_forward + terms.copy_backward),
+        copy_s=micro_steps * copies,
         optimizer_s=terms.optimizer,
     )
 

@@ -141,9 +141,10 @@ def _recomputable(model: nn.Module, units: Sequence[UnitDescription], block_clas
 
 
 def _never_freed_where_repeated(units: tuple[UnitDescription, ...], segments: tuple[Segment, ...]) -> tuple[UnitDescription, ...]:
-    """A unit that runs several times, as ALBERT's one layer does, stays gathered for the whole step."""
+    """A unit that runs several times, as ALBERT's one layer does, stays gathered for the whole step, unless it is made for calls."""
     runs = Counter(segment.unit for segment in segments)
-    return tuple(replace(unit, span=GatherSpan.STEP) if runs[i] > 1 else unit for i, unit in enumerate(units))
+    repeated = (runs[i] > 1 and unit.span is GatherSpan.USE for i, unit in enumerate(units))
+    return tuple(replace(unit, span=GatherSpan.STEP) if again else unit for again, unit in zip(repeated, units, strict=True))
 
 
 def _segments_by_formula(

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import DescriptionError
 from ..planner.description import Affine, Envelope, GatherSpan, PhaseCost, Segment, UnitDescription
+from ..splitting.head import SplitHead
 from .batch import Inputs, without_packing
 from .build import checkpoint_blocks
 from .fused import FusedKernels
@@ -140,6 +141,8 @@ class _Tracer:
         self._compute_dtype, self._fused_kernels = compute_dtype, fused_kernels
         modules = modules_by_name(twin)
         self._modules = [(i, modules[name]) for i, unit in enumerate(units) if unit.fqn for name in unit.module_names]
+        unit_of = {module: i for i, module in self._modules}
+        self._modules += [(unit_of[shared], own) for own, shared in _untied_slices(twin).items()]
         blocks = {i for i, unit in enumerate(units) if unit.span is GatherSpan.USE}
         self._keys = {i: block_key(module) for i, module in self._modules if i in blocks} if shortcut else {}
 
@@ -208,6 +211,11 @@ class _Tracer:
             return output
 
         return forward
+
+
+def _untied_slices(twin: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Give heads in slices parameters of their own; each slice with the embedding's that it was."""
+    return {own: shared for head in list(twin.modules()) if isinstance(head, SplitHead) for own, shared in head.untie().items()}
 
 
 def loss_of(output: Any) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..errors import DescriptionError
 from ..planner.description import DType, GatherSpan, ParameterSpec, UnitDescription
+from ..splitting.modules import SplitEmbedding
 from ..splitting.names import slice_names
 from .operator_units import operator_names
 
@@ -84,7 +85,7 @@ def find_units(model: nn.Module, block_classes: Sequence[str] | None = None, *, 
     parts = [name for block in blocks for name in ((block,) if block in whole else operator_names(block, modules, slices))]
     ties = [tie for tie in ties if "" not in tie.owners and not _inside_one(tie.owners, blocks)]
     groups: dict[tuple[str, ...], GatherSpan] = {(name,): GatherSpan.USE for name in parts}
-    groups |= {(name,): GatherSpan.USE for name in slices if name not in parts}
+    groups |= {(name,): _span_of_slice(modules, name) for name in slices if name not in parts}
     for tie in ties:
         groups[_outermost_owners(tie.owners, blocks)] = GatherSpan.STEP
     taken = {name for names in groups for name in names}
@@ -94,6 +95,11 @@ def find_units(model: nn.Module, block_classes: Sequence[str] | None = None, *, 
     order = {name: index for index, name in enumerate(modules)}
     ordered = [("",), *sorted(groups, key=lambda names: order[names[0]])]
     return _describe_groups(model, modules, ordered, {("",): GatherSpan.STEP, **groups})
+
+
+def _span_of_slice(modules: dict[str, nn.Module], name: str) -> GatherSpan:
+    """Slices of an embedding are those of a projection as well, and run for both."""
+    return GatherSpan.CALLS if isinstance(modules[name.rpartition(".slices.")[0]], SplitEmbedding) else GatherSpan.USE
 
 
 def _describe_groups(

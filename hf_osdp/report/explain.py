@@ -143,6 +143,9 @@ def stream_times(plan: Plan, description: ModelDescription, job: TrainingJob, ha
         terms, window = unit_seconds(unit, choice, hardware, job), timer.windows[choice.activations][index]
         phases = [({"all-gather": terms.gather_forward}, window.forward, batch.accumulation_steps)]
         phases += _backward_phases(terms, window.backward, batch.accumulation_steps, batch.reduce_scatters(choice))
+        for call in window.later:
+            phases += [({"all-gather": terms.gather_forward}, call.forward, batch.accumulation_steps)]
+            phases += [({"all-gather": terms.gather_backward}, call.backward, batch.accumulation_steps)]
         for work, hides, times in phases:
             whole = sum(work.values())
             share = max(0.0, whole - hides) / whole if whole else 0.0

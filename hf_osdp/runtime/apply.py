@@ -118,16 +118,18 @@ def _steps(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> 
     for unit in units:
         if absent := [name for name in unit.module_names if name not in by_name]:
             raise PlanError(f"Unit {unit.label!r} names module {absent[0]!r}, which the model does not have; find its units again.")
-        if plan.decision(unit.fqn).activations is not Activations.SAVE and (unit.span is GatherSpan.STEP or len(unit.module_names) > 1):
+        if plan.decision(unit.fqn).activations is not Activations.SAVE and (unit.span is not GatherSpan.USE or len(unit.module_names) > 1):
             raise PlanError(f"Unit {unit.label!r} is no block whose forward could run again, but the plan recomputes it; plan again.")
     return [([by_name[name] for name in unit.module_names], effective(plan.decision(unit.fqn), unit)) for unit in bottom_up(units)]
 
 
 def effective(decision: UnitDecision, unit: UnitDescription) -> UnitDecision:
-    """What FSDP2 is told: units that are in use from forward to the end of backward are always kept gathered."""
+    """What FSDP2 is told: units in use from forward to the end of backward are always kept gathered, those with calls never."""
     match unit.span:
         case GatherSpan.USE:
             return decision
+        case GatherSpan.CALLS:
+            return replace(decision, reshard_after_forward=True)
         case GatherSpan.STEP:
             return replace(decision, reshard_after_forward=False)
 

@@ -43,6 +43,21 @@ class SplitHead(SplitLinear):
         self._tied = (embedding,)  # in a tuple, which registers nothing
         return embedding
 
+    def untie(self) -> dict[nn.Module, nn.Module]:
+        """Take slices of its own, of the same memory: gradients of projection and lookup then come apart, as a trace wants them.
+
+        Returns:
+            Each slice with the embedding's that it was; nothing where the head is not tied.
+        """
+        if not self._tied:
+            return {}
+        shared, own = self._tied[0].slices, nn.ModuleList()
+        for part in shared:
+            weight = nn.Parameter(part.weight.detach(), requires_grad=part.weight.requires_grad)
+            own.append(self._slice(weight, None, part.transposed))
+        self._tied, self.slices = (), own.train(self.training)
+        return dict(zip(own, shared, strict=True))
+
     def __getattr__(self, name: str) -> Any:
         if name == "slices" and self.__dict__.get("_tied"):
             return self._tied[0].slices

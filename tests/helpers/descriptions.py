@@ -56,11 +56,13 @@ def transformer(
     )
 
 
-def at_random(seed: int, *, kinds: int, blocks: int, tied: bool = False, recomputable: bool = False) -> ModelDescription:
+def at_random(
+    seed: int, *, kinds: int, blocks: int, tied: bool = False, called: bool = False, recomputable: bool = False
+) -> ModelDescription:
     """A few blocks of `kinds` kinds in runs, with arbitrary bytes and times; the root may or may not come between.
 
-    `tied` adds weights that are shared by an embedding, a head, and sometimes something between. `recomputable` blocks have
-    costs for recomputation that have nothing to do with their others.
+    `tied` adds weights that are shared by an embedding, a head, and sometimes something between; `called` the same as a unit that
+    is freed between its calls. `recomputable` blocks have costs for recomputation that have nothing to do with their others.
     """
     dice = random.Random(seed)
     units = [_unit("", GatherSpan.STEP, {"root": (dice.randint(1, 40), dice.randint(1, 20))}, DType.FLOAT32)]
@@ -78,9 +80,10 @@ def at_random(seed: int, *, kinds: int, blocks: int, tied: bool = False, recompu
             segments[-1] = replace(segments[-1], recomputed=_segment(again[index * kinds // blocks], unit=len(units) - 1))
         if dice.random() < 0.1:
             segments.append(_random_segment(dice, 0))
-    if tied:
-        shared = _unit("tied", GatherSpan.STEP, {"tied.w": (dice.randint(1, 60), dice.randint(1, 40))}, DType.FLOAT32)
-        units.append(replace(shared, shared=(("tied.w", "head.w"),)))
+    if tied or called:
+        span = GatherSpan.CALLS if called else GatherSpan.STEP
+        shared = _unit("tied", span, {"tied.w": (dice.randint(1, 60), dice.randint(1, 40))}, DType.FLOAT32)
+        units.append(shared if called else replace(shared, shared=(("tied.w", "head.w"),)))
         between = [dice.randint(1, len(segments) - 1)] if dice.random() < 0.3 and len(segments) > 1 else []
         for place in (len(segments), *between, dice.choice([0, 1])):
             segments.insert(place, _random_segment(dice, len(units) - 1))

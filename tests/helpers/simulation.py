@@ -18,6 +18,6 @@ def choices_of_layout(layout: str, description: ModelDescription, world: int) ->
             "ddp": (1, False, 1), "zero2": (world, True, 1), "zero3": (world, False, 1), "two_stage": (world, False, 2),
             "hsdp": (half, False, 1), "mixed": mixed[index % 6],
         }[layout]  # fmt: skip
-        kept = keep or unit.span is GatherSpan.STEP or world == 1
+        kept = unit.span is GatherSpan.STEP or (unit.span is GatherSpan.USE and (keep or world == 1))
         choices.append(Choice(shard_size=shard_size, keep=kept, stage_size=stage_size))
     return choices

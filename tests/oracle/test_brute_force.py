@@ -74,9 +74,9 @@ def instance(seed: int):
     dice = random.Random(seed)
     hardware = small_hardware(dice)
     job, kinds, tied = small_job(dice, hardware), dice.choice([1, 1, 2]), dice.random() < 0.3
-    recomputable = dice.random() < 0.5
+    recomputable, called = dice.random() < 0.5, not tied and dice.random() < 0.3
     for blocks in (4, 3, 2, 1):
-        description = at_random(seed, kinds=min(kinds, blocks), blocks=blocks, tied=tied, recomputable=recomputable)
+        description = at_random(seed, kinds=min(kinds, blocks), blocks=blocks, tied=tied, called=called, recomputable=recomputable)
         spaces = (search_spaces(Strategy.OSDP, description, hardware, job, batch)[-1] for batch in batches(job, hardware.world_size))
         if sum(math.prod(map(len, space)) for space in spaces) <= MOST_PLANS:
             break

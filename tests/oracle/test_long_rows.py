@@ -17,9 +17,9 @@ from hf_osdp.planner.costs import Batch, unit_bytes
 from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, Segment
 from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, Link
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from hf_osdp.planner.line import SHORT_ROW, build_line
 from hf_osdp.planner.memory import SegmentBytes, estimate_memory, merging_stretch
 from hf_osdp.planner.search import search
-from hf_osdp.planner.stations import SHORT_ROW, build_line
 from hf_osdp.planner.strategies import Strategy, batches, search_spaces
 from hf_osdp.planner.timing import UnitTimer, estimate_time
 from tests.helpers.descriptions import at_random

@@ -11,10 +11,10 @@ from hf_osdp.errors import HardwareError, InfeasibleError
 from hf_osdp.planner.description import Activations, Affine, Segment
 from hf_osdp.planner.hardware import Backend
 from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.line import build_line
 from hf_osdp.planner.program import Program
 from hf_osdp.planner.search import least_memory, search
 from hf_osdp.planner.solver import fastest
-from hf_osdp.planner.stations import build_line
 from hf_osdp.planner.strategies import Strategy, batches, search_spaces
 from tests.helpers.descriptions import at_random
 from tests.oracle.test_brute_force import small_hardware, small_host

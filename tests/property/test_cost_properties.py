@@ -14,9 +14,9 @@ from hf_osdp.planner.costs import Batch, Choice
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import Backend, Collective, Hardware
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from hf_osdp.planner.line import build_line
 from hf_osdp.planner.memory import estimate_memory
 from hf_osdp.planner.presets import preset_names
-from hf_osdp.planner.stations import build_line
 from hf_osdp.planner.strategies import Strategy, batches, divisors, search_spaces
 from hf_osdp.planner.timing import estimate_time
 from tests.helpers.descriptions import at_random

@@ -208,9 +208,9 @@ def test_merged_gradients_are_the_shared_parameters_only():
 
 def test_choices_of_a_unit_that_stays_gathered_all_keep():
     root = unit_of(parameter("w", 8), span=GatherSpan.STEP)
-    assert choices_for(root, (1, 4)) == (Choice(shard_size=1, keep=True), Choice(shard_size=4, keep=True))
-    assert choices_for(root, (4,), keep=False) == (Choice(shard_size=4, keep=True),)
-    assert [(c.shard_size, c.keep) for c in choices_for(UNIT, (1, 4))] == [(1, False), (1, True), (4, False), (4, True)]
+    assert choices_for(root.span, (1, 4)) == (Choice(shard_size=1, keep=True), Choice(shard_size=4, keep=True))
+    assert choices_for(root.span, (4,), keep=False) == (Choice(shard_size=4, keep=True),)
+    assert [(c.shard_size, c.keep) for c in choices_for(UNIT.span, (1, 4))] == [(1, False), (1, True), (4, False), (4, True)]
 
 
 def machine(devices_per_node: int = 4) -> Hardware:

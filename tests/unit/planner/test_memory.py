@@ -21,9 +21,9 @@ from hf_osdp.planner.description import (
     UnitDescription,
 )
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
+from hf_osdp.planner.line import build_line
 from hf_osdp.planner.memory import MemoryBreakdown, combined_scratch, estimate_memory, gathered_ahead, merging_stretch
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.stations import build_line
 from hf_osdp.planner.strategies import Strategy, batches, search_spaces
 from tests.helpers.descriptions import at_random, transformer
 
@@ -55,7 +55,7 @@ def blocks(*, saved: int = 0, workspace: int = 0, head_saved: int = 0, head_work
 
 
 def everywhere(description: ModelDescription, g: int, *, keep: bool = False, **more) -> list[Choice]:
-    return [replace(choices_for(unit, (g,), keep=keep)[0], **more) for unit in description.units]
+    return [replace(choices_for(unit.span, (g,), keep=keep)[0], **more) for unit in description.units]
 
 
 def estimate(description: ModelDescription, g: int, *, world_size: int = 4, job: TrainingJob = JOB, batch: Batch = ONCE, **chosen):

@@ -87,7 +87,7 @@ def test_rate_of_an_unknown_dtype_is_an_error_that_lists_the_known():
 def test_nothing_overlaps_on_gloo():
     description = transformer()
     assert set(overlap_windows(description, hardware(Backend.GLOO), 4)) == {Windows()}
-    choices = [choices_for(u, (4,), keep=False)[0] for u in description.units]
+    choices = [choices_for(u.span, (4,), keep=False)[0] for u in description.units]
     time = estimate_time(description, choices, hardware(Backend.GLOO), JOB, ONCE)
     assert time.total("exposed_s") == time.total("communication_s") > 0
 
@@ -105,7 +105,7 @@ def test_windows_on_nccl_are_the_segment_before_and_the_units_own_backward():
 def test_overlap_never_slows_a_step():
     description = transformer()
     for g, keep in ((1, False), (2, False), (4, True), (4, False)):
-        choices = [choices_for(u, (g,), keep=keep)[0] for u in description.units]
+        choices = [choices_for(u.span, (g,), keep=keep)[0] for u in description.units]
         # gloo with the ring of NCCL: the same laps, no overlap
         nccl = estimate_time(description, choices, hardware(), JOB, ONCE)
         gloo = estimate_time(description, choices, hardware(Backend.GLOO), JOB, ONCE)
@@ -114,7 +114,7 @@ def test_overlap_never_slows_a_step():
 
 def test_step_is_the_sum_of_its_units():
     description = transformer()
-    choices = [choices_for(u, (2,), keep=True)[0] for u in description.units]
+    choices = [choices_for(u.span, (2,), keep=True)[0] for u in description.units]
     time = estimate_time(description, choices, hardware(), JOB, FIVE)
     windows, compute = overlap_windows(description, hardware(), 1), compute_seconds(description, hardware(), 1)
     for index, unit in enumerate(description.units):
