@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import pickle
 import signal
@@ -19,7 +21,10 @@ from torch.distributed import TCPStore
 _ROOT = Path(__file__).resolve().parents[2]
 _GRACE_S = 3.0
 """How long the other ranks may go on, to end by themselves, once one has failed."""
+_POLL_S = 0.02
 _OUTPUT_TAIL = 4000
+_FIXED = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Packages read these when they are imported."""
 
 
 class RankFailure(AssertionError):
@@ -48,10 +53,11 @@ def run_ranks(
     """Call `fn(*args)` on `world_size` fresh processes that form one gloo process group.
 
     Each process has what `torchrun` sets (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, ...), one OpenMP thread, and the
-    repository on its path. The rendezvous store listens on a port that the system picked, so runs cannot collide.
+    repository on its path; torch and transformers are imported already (see `forking`). The rendezvous store listens on a port
+    that the system picked, so runs cannot collide.
 
     Args:
-        fn: a function at the top of an importable module (processes are started afresh and import it by name).
+        fn: a function at the top of an importable module (processes import it by name).
         world_size: number of ranks.
         *args: pickled and given to every rank.
         timeout_s: seconds after which every rank prints its stack and is ended.
@@ -74,7 +80,7 @@ def run_ranks(
         task = Path(folder) / "task"
         content = {"path": sys.path, "fn": pickle.dumps(fn), "args": pickle.dumps(args), "timeout_s": timeout_s, "init": init}
         task.write_bytes(pickle.dumps(content))
-        processes: list[subprocess.Popen] = []
+        processes: list[Rank] = []
         try:
             for rank in range(world_size):
                 processes.append(_start(rank, world_size, store.port, task, _place(rank, world_size // nodes) | dict(env or {})))
@@ -90,24 +96,58 @@ def _place(rank: int, per_node: int) -> dict[str, str]:
     return {"LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node), "GROUP_RANK": str(rank // per_node)}
 
 
-def _start(rank: int, world_size: int, port: int, task: Path, env: Mapping[str, str]) -> subprocess.Popen:
+def _start(rank: int, world_size: int, port: int, task: Path, env: Mapping[str, str]) -> Rank:
     """Start one rank in a session of its own, so that its children end with it."""
     variables = {
-        **os.environ,
+        **os.environ, **_FIXED,
         "RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
-        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OSDP_TEST_PARENT": str(os.getpid()),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         **env,
     }  # fmt: skip
-    with task.with_name(f"output{rank}").open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.rank", str(task), str(rank)],
-            cwd=_ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+    return Rank(_ask({"task": str(task), "rank": rank, "env": variables}))
 
 
-def _wait(processes: list[subprocess.Popen], task: Path, timeout_s: float) -> None:
+class Rank:
+    """A rank's process, as `subprocess.Popen` shows one of its own."""
+
+    def __init__(self, pid: int):
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        if self.returncode is None:
+            self.returncode = _ask({"pid": self.pid})
+        return self.returncode
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        while self.poll() is None:
+            time.sleep(_POLL_S)
+
+
+def _ask(request: dict[str, Any]) -> Any:
+    """One question to the process whose forks the ranks are."""
+    process = _forking()
+    process.stdin.write(json.dumps(request).encode() + b"\n")
+    process.stdin.flush()
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"The process that forks ranks has ended with code {process.wait()}.")
+    return json.loads(line)
+
+
+@functools.cache
+def _forking() -> subprocess.Popen:
+    """Started once, at the first use; it ends when its input does, with this process."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.helpers.forking"],
+        cwd=_ROOT, env={**os.environ, **_FIXED}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+
+
+def _wait(processes: list[Rank], task: Path, timeout_s: float) -> None:
     """Return when every rank has ended well; raise for the first that did not."""
     deadline = time.monotonic() + timeout_s + _GRACE_S
     failed_at = None
@@ -116,13 +156,13 @@ def _wait(processes: list[subprocess.Popen], task: Path, timeout_s: float) -> No
         failed_at = failed_at or (time.monotonic() if failed else None)
         if time.monotonic() > deadline or (failed_at and time.monotonic() > failed_at + _GRACE_S):
             break
-        time.sleep(0.02)
+        time.sleep(_POLL_S)
     if all(process.returncode == 0 for process in processes):
         return
     raise _failure(processes, task, timeout_s)
 
 
-def _failure(processes: list[subprocess.Popen], task: Path, timeout_s: float) -> RankFailure:
+def _failure(processes: list[Rank], task: Path, timeout_s: float) -> RankFailure:
     """The error of the rank that failed first, with every other rank's state in a line."""
     codes = [process.poll() for process in processes]
     died = [rank for rank, code in enumerate(codes) if code is not None and code < 0]
@@ -143,7 +183,7 @@ def _failure(processes: list[subprocess.Popen], task: Path, timeout_s: float) ->
     return RankFailure(f"rank {bad[0]} {what} (exit codes {codes})\n{output}", rank=bad[0], error_type="died" if died else "timeout")
 
 
-def _end(process: subprocess.Popen) -> None:
+def _end(process: Rank) -> None:
     """Kill the rank's session and reap it."""
     try:
         os.killpg(process.pid, signal.SIGKILL)

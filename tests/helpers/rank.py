@@ -1,4 +1,4 @@
-"""One rank of `run_ranks`: `python -m tests.helpers.rank <task file> <rank>`."""
+"""One rank of `run_ranks`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
-_EXIT_ERROR = 3
+EXIT_ERROR = 3
 
 
 def main(task_path: Path, rank: int) -> int:
@@ -27,7 +27,7 @@ def main(task_path: Path, rank: int) -> int:
     except BaseException as error:
         content = {"time": time.time(), "type": type(error).__name__, "traceback": traceback.format_exc()}
         _write(task_path.with_name(f"error{rank}"), pickle.dumps(content))
-        return _EXIT_ERROR
+        return EXIT_ERROR
     _write(task_path.with_name(f"result{rank}"), result)
     return 0
 
@@ -58,12 +58,11 @@ def _end_with_parent(parent: int) -> None:
     """A test run that was killed must not leave ranks waiting in a collective."""
     while os.getppid() == parent:
         time.sleep(0.5)
-    os._exit(_EXIT_ERROR)
+    os._exit(EXIT_ERROR)
 
 
-if __name__ == "__main__":
-    code = main(Path(sys.argv[1]), int(sys.argv[2]))
+def leave(code: int) -> None:
+    """Without interpreter shutdown: a failed rank may hold a collective that never ends."""
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without interpreter shutdown: a failed rank may hold a collective that never ends.
     os._exit(code)
