@@ -25,9 +25,16 @@ CASES = {
     **{f"{model}-mixed-checkpointing": {"model_name": model, "layout": "mixed", "checkpointing": True} for model in ("gpt2", "llama")},
 }  # fmt: skip
 
+EVERYDAY = {
+    *(f"gpt2-{layout}" for layout in LAYOUTS), *(f"{model}-{layout}" for model in MODELS for layout in ("mixed", "everything")),
+    "gpt2-zero3-accumulate-hold", *(f"gpt2-everything-accumulate-{name}" for name in ("reduce", "hold", "by_unit")),
+    "gpt2-mixed-async", "gpt2-mixed-checkpointing",
+}  # fmt: skip
+"""Every layout, model and option once; the other cases combine them anew and are slow."""
 
 # Two ranks know fewer layouts (half of them is one rank, which replicates), and show little that four do not.
 NAMES = {4: tuple(CASES), 2: tuple(name for name in CASES if "everything" in name or name.startswith("bert"))}
+IS_SLOW = {(world_size, name): name not in EVERYDAY for world_size, names in NAMES.items() for name in names}
 
 
 def run_cases(names: tuple[str, ...]) -> dict[str, Trained]:
@@ -44,14 +51,17 @@ def reference(model_name: str, accumulation_steps: int) -> Trained:
 
 
 @functools.cache
-def results(world_size: int) -> dict[str, Trained]:
-    return run_ranks(run_cases, world_size, NAMES[world_size], timeout_s=240, nodes=world_size // 2)[0]
+def results(world_size: int, slow: bool) -> dict[str, Trained]:
+    names = tuple(name for name in NAMES[world_size] if IS_SLOW[world_size, name] == slow)
+    return run_ranks(run_cases, world_size, names, timeout_s=240, nodes=world_size // 2)[0]
 
 
-@pytest.mark.parametrize("world_size, name", [(world_size, name) for world_size, names in NAMES.items() for name in names])
+@pytest.mark.parametrize(
+    "world_size, name", [pytest.param(*case, marks=[pytest.mark.slow] if slow else []) for case, slow in IS_SLOW.items()]
+)
 def test_training_equals_one_process(world_size, name):
     case = CASES[name]
     alone = reference(case["model_name"], case.get("accumulation_steps", 1))
     assert min(alone.norms) > MAX_NORM, "clipping must act"
-    errors = results(world_size)[name].worst_error(alone)
+    errors = results(world_size, IS_SLOW[world_size, name])[name].worst_error(alone)
     assert max(errors.values()) < TOLERANCE, errors

@@ -108,7 +108,7 @@ def train_planned(folder: str, reduce: bool):
     return history(trainer), trainer.accelerator.get_state_dict(trainer.model)
 
 
-@pytest.mark.parametrize(("world", "reduce"), [(2, True), (2, False)])
+@pytest.mark.parametrize(("world", "reduce"), [pytest.param(2, True, marks=pytest.mark.slow), (2, False)])
 def test_equals_one_process(tmp_path, world, reduce):
     want, weights = train_one_process(str(tmp_path / "one"))
     results = run_ranks(train_planned, world, str(tmp_path / "planned"), reduce, init=False)
@@ -141,7 +141,10 @@ def train_and_resume(folder: str, layout: str, precision: str):
     return whole, rest, again.accelerator.get_state_dict(again.model), str(again.accelerator.plugin.state_dict_type)
 
 
-@pytest.mark.parametrize(("layout", "precision"), [("FULL_STATE_DICT", "no"), ("SHARDED_STATE_DICT", "bf16"), ("FULL_STATE_DICT", "fp16")])
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [pytest.param("FULL_STATE_DICT", "no", marks=pytest.mark.slow), ("SHARDED_STATE_DICT", "bf16"), ("FULL_STATE_DICT", "fp16")],
+)
 def test_resumes_exactly_and_saves_float32_under_hugging_face_names(tmp_path, layout, precision):
     folder = tmp_path / "run"
     whole, rest, state, used = run_ranks(train_and_resume, 2, str(folder), layout, precision, init=False)[0]

@@ -1,4 +1,4 @@
-"""OptimalShardedDataParallel in a plain loop, on 1, 2 and 4 processes."""
+"""OptimalShardedDataParallel in a plain loop, on 1 and 2 processes; slow: on 4."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def errors(folder: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 class TestOnProcesses:
     def test_a_plain_loop_equals_one_process(self, world_size):
         found, alone = outcome(world_size)["given"], train_alone(MODEL, accumulation_steps=2)
