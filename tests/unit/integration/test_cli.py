@@ -52,10 +52,22 @@ def description(config) -> ModelDescription:
 
 
 @pytest.fixture(scope="module")
-def plan_file(model, tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("plans") / "plan.json"
-    assert call("plan", model, *OPTIONS, "--output", path).exit_code == 0
-    return str(path)
+def planned(model, tmp_path_factory):
+    """The folder with `plan.json` and `content.json`, and what was shown."""
+    folder = tmp_path_factory.mktemp("plans")
+    done = call("plan", model, *OPTIONS, "--output", folder / "plan.json", "--json", folder / "content.json")
+    assert done.exit_code == 0, done.output
+    return folder, done
+
+
+@pytest.fixture(scope="module")
+def plan_content(planned) -> dict:
+    return json.loads((planned[0] / "content.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def plan_file(planned) -> str:
+    return str(planned[0] / "plan.json")
 
 
 def call(*arguments):
@@ -81,9 +93,8 @@ def test_help_lists_the_commands_and_every_option_of_plan():
     assert all(option in shown for option in ("--memory-limit", "--device", "--profile", "--simulate", "--json", "--plot"))
 
 
-def test_plan_finds_what_search_finds(model, description):
-    expected = search(description, HARDWARE, JOB, LIMIT).plan
-    content = as_json("plan", model, *OPTIONS)
+def test_plan_finds_what_search_finds(plan_content, description):
+    expected, content = search(description, HARDWARE, JOB, LIMIT).plan, plan_content
     assert content["plan"]["fingerprint"] == expected.fingerprint
     assert content["estimated"]["peak_bytes"] + content["hardware"]["reserved_bytes"] == expected.peak_bytes
     assert content["estimated"]["step_s"] == expected.step_s
@@ -119,9 +130,8 @@ def test_every_option_reaches_the_planner(model, config):
     assert content["model"]["class"] == "GPT2Model"
 
 
-def test_a_folder_is_a_model_too(model, tmp_path):
-    folder = model.removesuffix("/config.json")
-    assert as_json("plan", folder, *OPTIONS)["plan"] == as_json("plan", model, *OPTIONS)["plan"]
+def test_a_folder_is_a_model_too(model, plan_content):
+    assert as_json("plan", model.removesuffix("/config.json"), *OPTIONS)["plan"] == plan_content["plan"]
 
 
 def test_the_output_runs_and_holds_what_it_was_made_from(plan_file, description):
