@@ -218,11 +218,12 @@ def cannot_run() -> list[str]:
     """What each of these says, one after the other in the same processes."""
     hardware = preset("cpu", devices_per_node=2)
 
-    def prepared(loader: bool = True, optimizer_of=None, **options):
+    def prepared(loader: bool = True, optimizer_of=None, **changes):
+        options = {"hardware": hardware, "compare": False, "operator_splitting": False, **changes}
         model = tiny_model()
         objects = [model, new_optimizer(optimizer_of or model)]
         objects += [DataLoader(tokens(), batch_size=4)] if loader else []
-        OSDPAccelerator(osdp=OSDPConfig(**{"hardware": hardware, "compare": False, **options})).prepare(*objects)
+        OSDPAccelerator(osdp=OSDPConfig(**options)).prepare(*objects)
 
     def another_batch_size():
         """The loader for training does not match the plan; the one for evaluation, which does, does not help."""

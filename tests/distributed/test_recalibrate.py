@@ -60,9 +60,10 @@ def trained(folder: str, osdp: OSDPConfig) -> tuple[Plan, list[float], list[torc
 
 def with_and_without(folder: str) -> dict:
     hardware = preset("cpu", devices_per_node=2)
-    plan, losses, weights, trainer = trained(
-        f"{folder}/with", OSDPConfig(recalibrate=True, hardware=hardware, memory_limit=LIMIT, micro_batch_size=2, compare=False)
+    osdp = OSDPConfig(
+        recalibrate=True, hardware=hardware, memory_limit=LIMIT, micro_batch_size=2, operator_splitting=False, compare=False
     )  # fmt: skip
+    plan, losses, weights, trainer = trained(f"{folder}/with", osdp)
     given, plain_losses, plain_weights, _ = trained(f"{folder}/without", OSDPConfig(plan=plan))
     return {
         "fingerprints": (plan.fingerprint, given.fingerprint),
@@ -77,7 +78,7 @@ def with_and_without(folder: str) -> dict:
 def loop(folder: str) -> dict:
     """An Accelerate loop that evaluates between steps."""
     hardware = preset("cpu", devices_per_node=2)
-    osdp = OSDPConfig(hardware=hardware, memory_limit=LIMIT, compare=False)
+    osdp = OSDPConfig(hardware=hardware, memory_limit=LIMIT, operator_splitting=False, compare=False)
     accelerator = OSDPAccelerator(osdp=osdp, project_dir=f"{folder}/loop", gradient_accumulation_steps=2)
     model = tiny_model()
     batches = DataLoader([row["input_ids"] for row in tokens()], batch_size=2)
@@ -97,6 +98,7 @@ def loop(folder: str) -> dict:
 
 
 def plain_loop() -> dict:
+    """Here operators may be split, too."""
     model = OptimalShardedDataParallel(
         tiny_model(), memory_limit=LIMIT, sequence_length=LENGTH, global_batch_size=8, recalibrate=True,
         hardware=preset("cpu", devices_per_node=2),
