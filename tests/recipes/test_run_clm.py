@@ -56,6 +56,7 @@ def test_file_of_arguments_first_and_flags_win(recipe):
     assert json.loads((recipe.output / "osdp_report.json").read_text())["plan"]["strategy"] == "ddp"
 
 
+@pytest.mark.slow
 def test_fp16_keeps_float32_weights(recipe):
     done = recipe.run(processes=2, max_steps=3, max_train_samples=24, do_eval=False, hardware=None, fp16=True)
     assert done.returncode == 0, done.stderr[-3000:]

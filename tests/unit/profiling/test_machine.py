@@ -29,7 +29,7 @@ def test_one_process():
 
 
 def _measure_here():
-    hardware = measure_hardware(device_type="cpu", seconds=0.3)
+    hardware = measure_hardware(device_type="cpu", seconds=0.1)
     sizes = {(t.collective, t.group_size, t.crosses_nodes) for t in hardware.timings}
     positive = all(t.latency_s >= 0 and t.seconds_per_byte > 0 for t in hardware.timings)
     return repr(hardware), hardware.devices_per_node, hardware.nodes, sizes, positive
