@@ -111,6 +111,10 @@ class OSDPArguments:
     host_offload: bool | None = field(
         default=None, metadata={"help": "Hold the states of every unit on the host, or of none; by default the planner decides for each."}
     )
+    offload_activations: bool | None = field(
+        default=None,
+        metadata={"help": "Have what every block saves wait on the host, or of none; by default the planner decides for each."},
+    )
     operator_splitting: bool | None = field(
         default=None, metadata={"help": "False keeps blocks and operators whole; by default they are cut where memory binds and it pays."}
     )

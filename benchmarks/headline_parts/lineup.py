@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.headline_parts.cases import Case
 from hf_osdp.errors import InfeasibleError
-from hf_osdp.planner.description import Activations, ModelDescription
+from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
@@ -221,4 +221,4 @@ def cut_text(plan: Plan) -> str:
 
 def recomputed(plan: Plan) -> int:
     """Units whose activations are recomputed."""
-    return sum(unit.activations is Activations.RECOMPUTE for unit in plan.units)
+    return sum(unit.activations.recomputes for unit in plan.units)

@@ -12,7 +12,7 @@ from ..planner.profile import Profile
 from ..planner.strategies import Strategy
 from ..quantities import parse_bytes
 
-_OPEN_SWITCHES = ("reduce_every_micro_step", "recompute", "host_offload", "split_vocabulary")
+_OPEN_SWITCHES = ("reduce_every_micro_step", "recompute", "host_offload", "offload_activations", "split_vocabulary")
 """Switches that None leaves to the planner."""
 STRATEGIES = tuple(strategy.value for strategy in Strategy)
 
@@ -44,6 +44,8 @@ class OSDPConfig:
     """True recomputes the activations of every block in backward, False of none; None lets the planner decide for each."""
     host_offload: bool | None = None
     """True holds the states of every unit in the host's memory, False of none; None lets the planner decide for each."""
+    offload_activations: bool | None = None
+    """True has what every block saves for backward wait in the host's memory, False of none; None lets the planner decide for each."""
     operator_splitting: bool = True
     """The planner may cut blocks into operator units, and operators into slices, where memory binds and that pays."""
     split_vocabulary: bool | None = None
@@ -78,12 +80,12 @@ class OSDPConfig:
         _check_type("plan", self.plan, (Plan, str, Path), "a Plan or the path of a plan file")
         _check_type("hardware", self.hardware, (Hardware, str), "a Hardware or the name of a preset")
         _check_type("profile", self.profile, (Profile, str, Path), "a Profile or the path of a profile file")
+        left = ("recompute", "host_offload", "offload_activations", "split_vocabulary")
         clashes = {
             f"strategy={self.strategy!r}": self.strategy != "osdp", "hardware": self.hardware, "profile": self.profile,
             f"nodes={self.nodes}": self.nodes, "recalibrate=True": self.recalibrate,
-            f"recompute={self.recompute}": self.recompute is not None, f"host_offload={self.host_offload}": self.host_offload is not None,
             "operator_splitting=False": not self.operator_splitting,
-            f"split_vocabulary={self.split_vocabulary}": self.split_vocabulary is not None,
+            **{f"{name}={getattr(self, name)}": getattr(self, name) is not None for name in left},
         }  # fmt: skip
         if self.plan is not None and (clash := next((name for name, given in clashes.items() if given), None)):
             raise ValueError(f"plan runs a given plan as it is, so {clash} would have no effect; leave one of the two out.")

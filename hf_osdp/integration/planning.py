@@ -106,6 +106,7 @@ class RunFacts:
             reduce_every_micro_step=self.reduce_every_micro_step,
             recompute=config.recompute,
             host_offload=True if self.offloads_all else config.host_offload,
+            offload_activations=config.offload_activations,
         )
         job.micro_batch_sizes(self.world_size)
         return job
@@ -215,11 +216,13 @@ def _check_host(hardware: Hardware, config: OSDPConfig, facts: RunFacts) -> None
         HardwareError: nothing is known of the host.
         ValueError: there is no memory beside the device's.
     """
-    if config.host_offload and facts.device_type == "cpu":
-        raise ValueError("host_offload=True, but the CPU trains in the host's own memory; leave host_offload out.")
-    if (facts.offloads_all or config.host_offload) and hardware.host is None:
+    for name in ("host_offload", "offload_activations"):
+        if getattr(config, name) and facts.device_type == "cpu":
+            raise ValueError(f"{name}=True, but the CPU trains in the host's own memory; leave {name} out.")
+    if (facts.offloads_all or config.host_offload or config.offload_activations) and hardware.host is None:
+        what = "Saved activations" if config.offload_activations else "All states"
         raise HardwareError(
-            f"All states are to move to the host, but the host of {hardware.device.name} is not known;"
+            f"{what} are to move to the host, but the host of {hardware.device.name} is not known;"
             " leave hardware out to have it measured, or give a profile or Hardware(host=...)."
         )
     if facts.cpu_offload and not facts.offloads_all:
@@ -227,12 +230,15 @@ def _check_host(hardware: Hardware, config: OSDPConfig, facts: RunFacts) -> None
 
 
 def _check_checkpointing(config: OSDPConfig, facts: RunFacts) -> None:
-    """Refuse options about what is recomputed where something else has decided it.
+    """Refuse options about activations where something else has decided on them.
 
     Raises:
         ValueError: checkpointing was switched on outside of the plan.
     """
-    asked = {"recompute=False": config.recompute is False, "split_vocabulary=True": bool(config.split_vocabulary)}
+    asked = {
+        "recompute=False": config.recompute is False, "split_vocabulary=True": bool(config.split_vocabulary),
+        "offload_activations=True": bool(config.offload_activations),
+    }  # fmt: skip
     if facts.activation_checkpointing and (clash := next((name for name, set_ in asked.items() if set_), None)):
         raise ValueError(f"{clash} has no effect beside activation checkpointing of all blocks; leave one of the two out.")
     if facts.cpu_offload and config.host_offload is False:
@@ -314,8 +320,10 @@ def _check_given(plan: Plan, config: OSDPConfig, facts: RunFacts, description: M
         raise PlanError(
             f"cpu_offload asks for every unit on the host, but {stay} of the plan's stay on the device; leave it out, or plan again."
         )
-    if facts.activation_checkpointing and any(unit.activations is Activations.RECOMPUTE for unit in plan.units):
-        raise PlanError("The plan recomputes blocks, and activation checkpointing would do so once more; switch it off, or plan again.")
+    if facts.activation_checkpointing and any(unit.activations is not Activations.SAVE for unit in plan.units):
+        raise PlanError(
+            "The plan recomputes or offloads blocks, and activation checkpointing would recompute them too; switch it off, or plan again."
+        )
     limit = config.memory_limit_bytes
     check_given(
         plan,

@@ -62,6 +62,27 @@ class Activations(str, Enum):
     SAVE = "save"
     RECOMPUTE = "recompute"
     """Only the unit's input is saved; its forward runs again in backward."""
+    OFFLOAD = "offload"
+    """They wait on the host for backward."""
+    RECOMPUTE_OFFLOAD = "recompute_offload"
+    """Only the unit's input is saved, and it waits on the host."""
+
+    @classmethod
+    def of(cls, *, recomputes: bool, offloads: bool) -> Activations:
+        """The choice with both its parts."""
+        if offloads:
+            return cls.RECOMPUTE_OFFLOAD if recomputes else cls.OFFLOAD
+        return cls.RECOMPUTE if recomputes else cls.SAVE
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether forward runs again in backward."""
+        return self in (Activations.RECOMPUTE, Activations.RECOMPUTE_OFFLOAD)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether what is saved waits on the host."""
+        return self in (Activations.OFFLOAD, Activations.RECOMPUTE_OFFLOAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +249,8 @@ class Segment:
     """Index into `ModelDescription.units`."""
     saved_bytes: Affine = Affine()
     """Live bytes that forward adds and backward removes: saved activations with the segment's output."""
+    own_saved_bytes: Affine = Affine()
+    """Of what is saved, the part that no other segment saves and that goes with it: what can wait on the host."""
     gradient_bytes: Affine = Affine()
     """Gradient of the segment's input, live when its backward ends: what it hands to the segment before it."""
     forward: PhaseCost = PhaseCost()
@@ -236,8 +259,8 @@ class Segment:
     """The same stretch where only its input is saved and its forward runs again in backward; None where it cannot be."""
 
     def under(self, activations: Activations) -> Segment:
-        """The costs under a choice about activations; the only ones where there is none."""
-        return self.recomputed if activations is Activations.RECOMPUTE and self.recomputed is not None else self
+        """The costs under a choice about activations, wherever they wait; the only ones where there is none."""
+        return self.recomputed if activations.recomputes and self.recomputed is not None else self
 
     def each(self, change: Callable[[Segment], Segment]) -> Segment:
         """The segment after a change of its costs under every choice."""

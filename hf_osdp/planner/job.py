@@ -91,6 +91,9 @@ class TrainingJob:
     host_offload: bool | None = None
     """Hold the states of every unit on the host, of none, or None to let the planner choose for each. Of use only where the
     hardware has a host beside the device."""
+    offload_activations: bool | None = None
+    """Have the activations of every block wait on the host for backward, of none, or None to let the planner choose for each. Of use
+    only where the hardware has a host beside the device."""
     holds_outputs: bool = False
     """The loop keeps the model's outputs from forward through backward (`out = model(...); out.loss.backward()`)."""
     clips_gradients: bool = False

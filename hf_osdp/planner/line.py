@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from .costs import Batch, Choice, UnitBytes, reduce_tail, shape_ids, unit_bytes
 from .description import Activations, GatherSpan, ModelDescription
 from .hardware import Hardware
 from .job import TrainingJob
-from .memory import SegmentBytes, gathered_ahead, merging_stretch, resident_bytes
+from .memory import SegmentBytes, activation_host_bytes, gathered_ahead, merging_stretch, resident_bytes
 from .stations import Call, Group, Line, Option, Stretch, undominated
 from .strategies import Space
 from .timing import UnitTimer
@@ -125,26 +125,28 @@ class _OptionMaker:
         made = [self._option(unit, choice, running) for choice in self._space[unit]]
         return tuple(sorted(undominated(made, Option.dominates), key=lambda option: option.order))
 
-    def _costs(self, index: int) -> tuple[dict[Activations, SegmentBytes], int]:
-        """A segment's bytes under each choice about activations, and the reduce buffer in flight in its backward."""
+    def _costs(self, index: int) -> _Call:
+        """What a segment costs."""
         segment = self.description.segments[index]
         span, samples = self.description.units[segment.unit].span, self._batch.micro_batch_size
-        forms = {kept: SegmentBytes.of(segment.under(kept), span, samples) for kept in Activations}
+        forms = {kept: SegmentBytes.of(segment, span, samples, kept) for kept in Activations}
         if merging := self._merging.get(index, 0):
             forms = {kept: replace(form, backward_peak=form.backward_peak + merging) for kept, form in forms.items()}
-        return forms, self._tails[index]
+        on_host = {kept: activation_host_bytes(segment, samples, kept) for kept in Activations}
+        return _Call(forms=forms, on_host=on_host, tail=self._tails[index])
 
-    def _option(self, unit: int, choice: Choice, calls: Sequence[tuple[dict[Activations, SegmentBytes], int]]) -> Option:
+    def _option(self, unit: int, choice: Choice, calls: Sequence[_Call]) -> Option:
         """A choice with all that it brings, over the unit's calls in forward order."""
         terms, seconds = self._bytes(unit, choice), self.timer(unit, choice).total_s
         if not calls:
             return Option(choice=choice, bytes=terms, seconds=seconds)
-        (first, tail), *later = ((forms[choice.activations], tail) for forms, tail in calls)
+        first, *later = (call.under(choice, terms, seconds) for call in calls)
+        if not later:
+            return calls[0].reducing(first)
         # gradients of the last call, whose backward comes first, wait for those of the first call
-        waiting = terms.waiting_gradients if later else 0
-        left = [0] * (len(later) - 1) + [waiting]
-        further = tuple(_call(choice, terms, seconds, *call, after) for call, after in zip(later, left, strict=False))
-        return _reducing_call(choice, terms, seconds, first, tail, waiting, further)
+        waiting = terms.waiting_gradients
+        later[-1] = replace(later[-1], left_by_backward=waiting)
+        return replace(calls[0].reducing(first, waiting), later=tuple(later))
 
     def _bytes(self, unit: int, choice: Choice) -> UnitBytes:
         key = (self._shapes[unit], choice.shard_size, choice.keep, choice.stage_size, choice.hold_gradients, choice.on_host)
@@ -154,31 +156,37 @@ class _OptionMaker:
         return terms
 
 
-def _call(choice: Choice, terms: UnitBytes, seconds: float, costs: SegmentBytes, tail: int, after: int) -> Option:
-    """A call whose backward reduces nothing, and leaves so many bytes of gradients."""
-    own = 0 if terms.kept else terms.gathered
-    return Option(
-        choice=choice,
-        bytes=terms,
-        seconds=seconds,
-        left_by_forward=costs.saved + terms.kept,
-        left_by_backward=after,
-        copy_out_peak=terms.gather_buffer + terms.gathered,
-        forward_peak=terms.gather_buffer + terms.gathered + costs.forward_peak,
-        gather_peak=own + terms.prefetched + tail + (0 if terms.kept else terms.cast_buffer),
-        compute_peak=own + tail + costs.backward_peak,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """What a segment of a unit that is freed after use costs."""
 
+    forms: dict[Activations, SegmentBytes]
+    on_host: dict[Activations, int]
+    tail: int
+    """Reduce buffer of the unit after it, still in flight in backward."""
 
-def _reducing_call(
-    choice: Choice, terms: UnitBytes, seconds: float, costs: SegmentBytes, tail: int, waiting: int, later: tuple[Option, ...]
-) -> Option:
-    """The only or first call of a unit, whose backward reduces the gradients, those that wait among them."""
-    after = terms.gradients_after + terms.reduced_after
-    reducing = costs.gradient - costs.saved - terms.kept - waiting + terms.reduce_input
-    plain = _call(choice, terms, seconds, costs, tail, after - waiting)
-    highest = max(plain.compute_peak, reducing + terms.unsharded_gradients, reducing + after + terms.reduce_work)
-    return replace(plain, compute_peak=highest, later=later)
+    def under(self, choice: Choice, terms: UnitBytes, seconds: float) -> Option:
+        """The call under a choice, its gradients left out."""
+        costs, own = self.forms[choice.activations], 0 if terms.kept else terms.gathered
+        return Option(
+            choice=choice,
+            bytes=terms,
+            seconds=seconds,
+            left_by_forward=costs.saved + terms.kept,
+            copy_out_peak=terms.gather_buffer + terms.gathered,
+            forward_peak=terms.gather_buffer + terms.gathered + costs.forward_peak,
+            gather_peak=own + terms.prefetched + self.tail + (0 if terms.kept else terms.cast_buffer),
+            compute_peak=own + self.tail + costs.backward_peak,
+            activations_on_host=self.on_host[choice.activations],
+        )
+
+    def reducing(self, option: Option, waiting: int = 0) -> Option:
+        """The same with its gradients, and so many bytes of them that wait, reduced when backward is done."""
+        costs, terms = self.forms[option.choice.activations], option.bytes
+        after = terms.gradients_after + terms.reduced_after
+        level = costs.gradient - costs.saved - terms.kept - waiting + terms.reduce_input
+        highest = max(option.compute_peak, level + terms.unsharded_gradients, level + after + terms.reduce_work)
+        return replace(option, left_by_backward=after - waiting, compute_peak=highest)
 
 
 def _tails(description: ModelDescription, world_size: int, job: TrainingJob, space: Space) -> list[int]:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .costs import Batch, Choice, UnitBytes, merged_gradients, reduce_tail, unit_bytes
+from .costs import Batch, Choice, UnitBytes, merged_gradients, pinned_bytes, reduce_tail, unit_bytes
 from .description import Activations, GatherSpan, ModelDescription, Segment
 from .job import OptimizerStep, TrainingJob
 
@@ -75,20 +75,26 @@ class SegmentBytes:
     backward_peak: int
 
     @classmethod
-    def of(cls, segment: Segment, span: GatherSpan, samples: int) -> SegmentBytes:
-        """The terms at a micro-batch size."""
+    def of(cls, segment: Segment, span: GatherSpan, samples: int, activations: Activations = Activations.SAVE) -> SegmentBytes:
+        """The terms at a micro-batch size, under a choice about activations.
+
+        What waits on the host leaves when forward ends and comes back when backward begins.
+        """
+        form = segment.under(activations)
         frees = span is GatherSpan.STEP
+        saved = form.saved_bytes.change(samples) if frees else form.saved_bytes.bytes(samples)
+        left = max(0, saved - form.own_saved_bytes.bytes(samples)) if activations.offloads else saved
         return cls(
-            saved=segment.saved_bytes.change(samples) if frees else segment.saved_bytes.bytes(samples),
-            gradient=segment.gradient_bytes.bytes(samples),
-            forward_peak=segment.forward.peak_bytes.bytes(samples),
-            backward_peak=segment.backward.peak_bytes.bytes(samples),
+            saved=left,
+            gradient=form.gradient_bytes.bytes(samples),
+            forward_peak=form.forward.peak_bytes.bytes(samples),
+            backward_peak=form.backward.peak_bytes.bytes(samples) + saved - left,
         )
 
     @classmethod
     def least(cls, segment: Segment, span: GatherSpan, samples: int) -> SegmentBytes:
         """The least of each term under any choice about activations."""
-        forms = [cls.of(segment.under(activations), span, samples) for activations in Activations]
+        forms = [cls.of(segment, span, samples, activations) for activations in Activations]
         return cls(**{name: min(getattr(form, name) for form in forms) for name in cls.__slots__})
 
 
@@ -98,7 +104,7 @@ class MemoryEstimate:
 
     moments: tuple[Moment, ...]
     host_bytes: int = 0
-    """States that live on the host, of one rank."""
+    """States that live on the host and activations that wait there, of one rank."""
 
     @property
     def peak(self) -> Moment:
@@ -130,13 +136,25 @@ def estimate_memory(
         # plain units leave in flight what a unit on the host before them has left there
         units = [replace(t, reduce_tail=reduce_tail(u, 1, job, on_host=True)) for t, u in zip(units, description.units, strict=True)]
     segments = [
-        SegmentBytes.of(s.under(choices[s.unit].activations), description.units[s.unit].span, batch.micro_batch_size)
+        SegmentBytes.of(s, description.units[s.unit].span, batch.micro_batch_size, choices[s.unit].activations)
         for s in description.segments
     ]
     return MemoryEstimate(
         moments=_Walk(description, units, segments, job, batch).moments(),
-        host_bytes=sum(unit.host for unit in units) + max((unit.host_moment for unit in units), default=0),
+        host_bytes=sum(unit.host for unit in units)
+        + max((unit.host_moment for unit in units), default=0)
+        + sum(activation_host_bytes(s, batch.micro_batch_size, choices[s.unit].activations) for s in description.segments),
     )
+
+
+def activation_host_bytes(segment: Segment, samples: int, activations: Activations) -> int:
+    """What a segment's activations take of the host's memory, all of it page-locked, in bytes.
+
+    A block's input is one tensor. The sizes of all that a block saves are not known one by one: rounded up, they are at most
+    doubled.
+    """
+    nbytes = segment.under(activations).own_saved_bytes.bytes(samples) if activations.offloads else 0
+    return pinned_bytes(nbytes) if activations.recomputes else 2 * nbytes
 
 
 def peak_of_terms(

@@ -99,7 +99,8 @@ class UnitDecision:
         more = {
             "keep": not self.reshard_after_forward,
             "hold gradients": not self.reduce_every_micro_step,
-            "recompute": self.activations is Activations.RECOMPUTE,
+            "recompute": self.activations.recomputes,
+            "offload activations": self.activations.offloads,
             "on host": self.on_host,
         }
         return ", ".join([text, *(word for word, said in more.items() if said)])

@@ -67,8 +67,7 @@ class Program:
         parameters = self._solver.parameters
         parameters.num_workers, parameters.random_seed = 1, 0  # so that the same question always gets the same answer
         parameters.cp_model_presolve = False  # with it, OR-tools 9.15 calls some feasible programs of these infeasible
-        if self._model.has_objective():  # proofs from below, on a tight relaxation, take a fifth of the time
-            parameters.linearization_level, parameters.use_objective_lb_search = 2, True
+        if self._model.has_objective():
             parameters.max_deterministic_time = _MOST_WORK
         status = self._solver.solve(self._model)
         if status == cp_model.INFEASIBLE or (status == cp_model.UNKNOWN and self._model.has_objective()):
@@ -157,10 +156,10 @@ class Program:
         return sum(value(o) * literal for o, literal in zip(group.options, literals, strict=True))
 
     def _constrain_host(self) -> None:
-        """States on the host within its memory."""
-        if not any(option.bytes.host for group in self._line.groups for option in group.options):
+        """What is on the host within its memory."""
+        if not any(option.host for group in self._line.groups for option in group.options):
             return
-        held = self._sum(self._line.groups, lambda o: o.bytes.host)
+        held = self._sum(self._line.groups, lambda o: o.host)
         self._model.add(held <= self._line.host_limit_bytes)
         for group in () if self._linear else self._line.groups:
             for option, used in zip(group.options, self._used[group], strict=True):

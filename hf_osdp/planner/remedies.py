@@ -31,7 +31,7 @@ def remedies_for(
     ways = []
     if strategy is not Strategy.OSDP and fits(description, hardware, job, Strategy.OSDP):
         ways.append("strategy osdp, which fits")
-    for name in ("recompute", "host_offload"):
+    for name in ("recompute", "host_offload", "offload_activations"):
         if getattr(job, name) is False and fits(description, hardware, replace(job, **{name: None}), strategy):
             ways.append(f"{name} left to the planner")
     half = replace(job, precision=Precision.named("bf16"))

@@ -181,11 +181,12 @@ def _candidates(description: ModelDescription, hardware: Hardware, job: Training
 
 
 def _check_host(line: Line, hardware: Hardware) -> None:
-    """Refuse to have all states on a host that is too small for them."""
+    """Refuse to have on the host what it is too small for."""
     if line.least_host_bytes > line.host_limit_bytes:
         raise HardwareError(
-            f"With host_offload=True the states of each rank take {format_bytes(line.least_host_bytes)} of the host's memory, which has"
-            f" {format_bytes(line.host_limit_bytes)} for a rank ({hardware.device.name}); leave host_offload open, or use more devices."
+            f"What is to lie on the host takes {format_bytes(line.least_host_bytes)} of its memory for each rank, but there is"
+            f" {format_bytes(line.host_limit_bytes)} ({hardware.device.name}); leave host_offload and offload_activations open, or use"
+            " more devices."
         )
 
 

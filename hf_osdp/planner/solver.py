@@ -22,8 +22,10 @@ from .stations import Group, Line, Option, undominated
 
 _RESOLUTION = 2**40
 """Integer steps that the largest possible objective is divided into."""
-_FEW, _MORE = 6, 4
+_FEW, _MORE = 12, 4
 """Options of each group in the first program, and by how many times more there are in the next where nothing was found."""
+_SAME = 1e-9
+"""Part of a step's time by which a plan must be quicker to be another's better: times are sums of floats."""
 _ROUNDING = 2**22
 """Steps of the objective by which a reduced cost may be off."""
 
@@ -57,13 +59,13 @@ def fastest(line: Line, job: TrainingJob, limit_bytes: int, *, cutoff_s: float |
     relaxed = _relaxed(line, job, limit_bytes, scale)
     if relaxed is None and any_within(line, job, limit_bytes) is None:
         return None
-    bound, added = relaxed or (-math.inf, dict.fromkeys(_options(line), 0.0))
+    bound, added = relaxed or (-math.inf, {group: dict.fromkeys(group.options, 0.0) for group in line.groups})
     best = math.inf if cutoff_s is None else cutoff_s * scale
-    found, proven, tried, few = None, True, set(), _FEW
+    found, proven, tried, few = None, True, _nothing(line), _FEW
     while True:
-        worthwhile = {group: _worthwhile(group, added, best - bound) for group in line.groups}
-        needed = {option for options in worthwhile.values() for option in options[:few]}
-        if needed <= tried:
+        worthwhile = {group: _worthwhile(group, added[group], best - bound) for group in line.groups}
+        needed = {group: set(options[:few]) for group, options in worthwhile.items()}
+        if all(options <= tried[group] for group, options in needed.items()):
             if max(map(len, worthwhile.values())) <= few:
                 if proven:
                     return found
@@ -77,19 +79,22 @@ def fastest(line: Line, job: TrainingJob, limit_bytes: int, *, cutoff_s: float |
             found, best = solution, solution.objective * scale
 
 
-def _options(line: Line) -> list[Option]:
-    return [option for group in line.groups for option in group.options]
+def _nothing(line: Line) -> dict[Group, set[Option]]:
+    return {group: set() for group in line.groups}
 
 
-def _relaxed(line: Line, job: TrainingJob, limit_bytes: int, scale: float) -> tuple[float, dict[Option, float]] | None:
-    """What no plan costs less than, and what each option adds to that at least; None where it was not found."""
+def _relaxed(line: Line, job: TrainingJob, limit_bytes: int, scale: float) -> tuple[float, dict[Group, dict[Option, float]]] | None:
+    """What no plan costs less than, and what each option adds to that at least for a unit of each group; None where it was not found.
+
+    Groups of equal units share their options, but not what these add.
+    """
     program = Program(line, job, limit_bytes, linear=True)
     program.minimize(program.cost(lambda option: round(option.seconds * scale)))
     relaxed = program.relax()
     if relaxed is None:
         return None
     bound, reduced = relaxed
-    return bound, {option: cost for group, costs in reduced.items() for option, cost in zip(group.options, costs, strict=True)}
+    return bound, {group: dict(zip(group.options, costs, strict=True)) for group, costs in reduced.items()}
 
 
 def _worthwhile(group: Group, added: Mapping[Option, float], gap: float) -> list[Option]:
@@ -104,7 +109,7 @@ def _solve(line: Line, job: TrainingJob, limit_bytes: int, scale: float, best: f
     cost = program.cost(lambda option: round(option.seconds * scale))
     program.minimize(cost)
     if best < math.inf:
-        program.add_at_most(cost, max(-1, int(best) - 1))
+        program.add_at_most(cost, max(-1, int(best) - 1 - int(best * _SAME)))
     found = program.solve()
     if found is None:
         return None, not program.gave_up
@@ -114,7 +119,7 @@ def _solve(line: Line, job: TrainingJob, limit_bytes: int, scale: float, best: f
 
 def any_within(line: Line, job: TrainingJob, limit_bytes: int) -> dict[int, Choice] | None:
     """Some choice for each unit with every moment within the limit, or None where there is none."""
-    frugal = {option for group in line.groups for option in undominated(group.options, Option.fits_where)}
+    frugal = {group: set(undominated(group.options, Option.fits_where)) for group in line.groups}
     found = Program(line.keeping(frugal), job, limit_bytes).solve()
     return None if found is None else found[0]
 

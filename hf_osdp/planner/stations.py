@@ -12,7 +12,7 @@ by the rule.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from .costs import Choice, UnitBytes
@@ -38,6 +38,7 @@ class Option:
     """Highest level while parameters are copied out in backward, above the level before it."""
     compute_peak: int = 0
     """Highest level in the rest of backward, the gather that runs ahead left out."""
+    activations_on_host: int = 0
     later: tuple[Option, ...] = ()
     """The same choice in the unit's further calls (`GatherSpan.CALLS`), in forward order."""
 
@@ -47,6 +48,11 @@ class Option:
         peak = max(self.gather_peak, self.compute_peak + self.bytes.prefetched)
         change = self.left_by_backward - self.left_by_forward
         return (0, peak) if change < 0 else (1, change - peak)
+
+    @property
+    def host(self) -> int:
+        """What is on the host: states, and activations."""
+        return self.bytes.host + self.activations_on_host
 
     def dominates(self, other: Option) -> bool:
         """No worse in time and at every moment, so that `other` is never needed."""
@@ -65,7 +71,7 @@ class Option:
             held + self.gather_peak, held + self.compute_peak, held + self.compute_peak + self.bytes.prefetched,
             self.bytes.prefetched, self.bytes.gather_buffer, held + self.left_by_backward + self.bytes.step_scratch,
             held + self.bytes.gathered, self.bytes.reduce_input, self.bytes.reduced_after + self.bytes.reduce_output,
-            self.bytes.reduce_stage, self.bytes.last_gradient, self.bytes.host, self.bytes.host_moment,
+            self.bytes.reduce_stage, self.bytes.last_gradient, self.host, self.bytes.host_moment,
             held + self.left_by_backward + self.bytes.gradients_settled, held + self.bytes.gradients_after + self.bytes.gradients_settled,
             held + self.left_by_backward + self.bytes.gradients_settled + self.bytes.step_scratch,
             *(level for call in self.later for level in call.levels),
@@ -75,9 +81,9 @@ class Option:
 def undominated(options: Sequence[Option], dominates: Callable[[Option, Option], bool]) -> list[Option]:
     """Options that no other makes needless; of equal ones the first."""
     best: list[Option] = []
-    for option in options:
+    for option in sorted(options, key=lambda option: (sum(option.levels), option.seconds)):  # none is dominated by a later one
         if not any(dominates(other, option) for other in best):
-            best = [other for other in best if not dominates(option, other)] + [option]
+            best.append(option)
     return best
 
 
@@ -139,7 +145,7 @@ class Line:
     model_bytes: int
     """Buffers of the module and the batch."""
     host_limit_bytes: int
-    """What states on the host may take of its memory, for one rank; 0 where there is none."""
+    """What may be taken of the host's memory, for one rank; 0 where there is none."""
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -148,14 +154,14 @@ class Line:
 
     @property
     def least_host_bytes(self) -> int:
-        """States on the host that no choice avoids."""
-        return sum(len(group.units) * min(option.bytes.host for option in group.options) for group in self.groups)
+        """Bytes on the host that no choice avoids."""
+        return sum(len(group.units) * min(option.host for option in group.options) for group in self.groups)
 
-    def keeping(self, options: Set[Option]) -> Line:
-        """The line with only these options, in their order."""
+    def keeping(self, options: Mapping[Group, Set[Option]]) -> Line:
+        """The line with only these options of each group, in their order."""
 
         def less(group: Group) -> Group:
-            return replace(group, options=tuple(option for option in group.options if option in options))
+            return replace(group, options=tuple(option for option in group.options if option in options[group]))
 
         return replace(
             self,
@@ -165,6 +171,6 @@ class Line:
         )
 
     def fits_host(self, choices: dict[int, Choice]) -> bool:
-        """Whether the host has memory for the states that these choices move there."""
-        chosen = [o.bytes for group in self.groups for unit in group.units for o in group.options if o.choice == choices[unit]]
-        return sum(b.host for b in chosen) + max((b.host_moment for b in chosen), default=0) <= self.host_limit_bytes
+        """Whether the host has memory for what these choices move there."""
+        chosen = [o for group in self.groups for unit in group.units for o in group.options if o.choice == choices[unit]]
+        return sum(o.host for o in chosen) + max((o.bytes.host_moment for o in chosen), default=0) <= self.host_limit_bytes

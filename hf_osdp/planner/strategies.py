@@ -68,8 +68,8 @@ def search_spaces(
 ) -> tuple[Space, ...]:
     """The spaces whose best plan is the strategy's best plan.
 
-    Under `osdp` each unit takes any layout, recomputes or saves, holds its gradients or reduces them. A single strategy gives every
-    unit the same layout, and is offered with all blocks recomputed and with none, with all gradients held and with none.
+    Under `osdp` each unit takes any layout, recomputes or saves, offloads what it saves or not, holds its gradients or reduces them. A
+    single strategy gives every unit the same layout, and is offered with all blocks recomputed and with none, and so on.
 
     Args:
         strategy: what may be chosen.
@@ -85,7 +85,7 @@ def search_spaces(
         ValueError: HSDP in a world that has no group size between 1 and all; two stages without several nodes of several devices.
     """
     kinds = _kinds(strategy, hardware)
-    holds, activations, hosts = _holds(job, batch), _activations(job), _hosts(job, hardware)
+    holds, activations, hosts = _holds(job, batch), _activations(job, hardware), _hosts(job, hardware)
     if strategy is Strategy.OSDP:
         ways = [(holds, activations, hosts)]
         if hardware.world_size == 1 and len(hosts) > 1:  # one process is FSDP2's only where the host is used, which costs buffers
@@ -142,24 +142,25 @@ def _holds(job: TrainingJob, batch: Batch) -> tuple[bool, ...]:
     return (False, True) if job.reduce_every_micro_step is None else (not job.reduce_every_micro_step,)
 
 
-def _activations(job: TrainingJob) -> tuple[Activations, ...]:
+def _activations(job: TrainingJob, hardware: Hardware) -> tuple[Activations, ...]:
     """What may happen to the saved activations of units that can be recomputed."""
-    match job.recompute:
-        case None:
-            return (Activations.SAVE, Activations.RECOMPUTE)
-        case True:
-            return (Activations.RECOMPUTE,)
-        case False:
-            return (Activations.SAVE,)
+    recomputes = (False, True) if job.recompute is None else (job.recompute,)
+    offloads = _with_host("offload_activations", job.offload_activations, hardware)
+    return tuple(Activations.of(recomputes=again, offloads=away) for away in offloads for again in recomputes)
 
 
 def _hosts(job: TrainingJob, hardware: Hardware) -> tuple[bool, ...]:
     """Whether states live on the host."""
+    return _with_host("host_offload", job.host_offload, hardware)
+
+
+def _with_host(name: str, asked: bool | None, hardware: Hardware) -> tuple[bool, ...]:
+    """What may be chosen where the host is of use."""
     if hardware.host is None:
-        if job.host_offload:
-            raise HardwareError(f"host_offload=True, but no host is known beside {hardware.device.name}; measure it, or leave it open.")
+        if asked:
+            raise HardwareError(f"{name}=True, but no host is known beside {hardware.device.name}; measure it, or leave it open.")
         return (False,)
-    return (False, True) if job.host_offload is None else (job.host_offload,)
+    return (False, True) if asked is None else (asked,)
 
 
 def _choices(

@@ -8,6 +8,9 @@ with A accumulation steps. A collective is exposed by what does not fit beside t
     backward:  max(0, gather_u + reduce_u - B)   B: u's own backward compute; reduce_u: reduce-scatter, and in the last
                                                  micro-step the all-reduce between replicas
 
+Activations that wait on the host go there beside the forward compute, with the gather of the next unit, and come back beside the
+unit's own backward; the input of a recomputed unit comes back before it, for recomputation begins with it.
+
 The second takes the steady state of a run of equal units: while one computes, the next is gathered and the one before is
 reduced, and the two share the links. Under gloo nothing overlaps, so F = B = 0. What is gathered first and reduced last
 (root, shared embedding) is exposed as a whole. Compute is what was measured; without a measurement it is a roofline:
@@ -44,7 +47,7 @@ class UnitTime:
 
     compute_s: float
     communication_s: float
-    """All collectives, hidden or not."""
+    """All collectives and host copies, hidden or not."""
     exposed_s: float
     """The part of them for which compute waits."""
     copy_s: float
@@ -120,6 +123,31 @@ def compute_seconds(
     return tuple(seconds)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTrip:
+    """Seconds that a unit's activations take to the host and back, in one micro-step."""
+
+    out: float = 0.0
+    back: float = 0.0
+    awaited: bool = False
+    """Backward begins with what comes back, so that nothing hides it."""
+
+
+def host_trips(description: ModelDescription, hardware: Hardware, samples: int, activations: Activations) -> tuple[HostTrip, ...]:
+    """For each unit, under its own choice about activations."""
+    trips = [HostTrip()] * len(description.units)
+    if not activations.offloads or hardware.host is None:
+        return tuple(trips)
+    for segment in description.segments:
+        nbytes = segment.under(activations).own_saved_bytes.bytes(samples)
+        trips[segment.unit] = HostTrip(
+            out=nbytes / hardware.host.to_host_bytes_per_s,
+            back=nbytes / hardware.host.to_device_bytes_per_s,
+            awaited=activations.recomputes,
+        )
+    return tuple(trips)
+
+
 class UnitTimer:
     """Time of each unit of a description in an optimizer step, whatever is chosen for the others.
 
@@ -133,9 +161,12 @@ class UnitTimer:
     def __init__(self, description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch) -> None:
         self._description, self._hardware, self._job, self._batch = description, hardware, job, batch
         samples = batch.micro_batch_size
-        self.windows = {a: overlap_windows(description, hardware, samples, a) for a in Activations}
+        windows = {again: overlap_windows(description, hardware, samples, _FORMS[again]) for again in (False, True)}
+        compute_s = {again: compute_seconds(description, hardware, samples, _FORMS[again]) for again in (False, True)}
+        self.windows = {a: windows[a.recomputes] for a in Activations}
         """By choice about activations, for each unit."""
-        self.compute_s = {a: compute_seconds(description, hardware, samples, a) for a in Activations}
+        self.compute_s = {a: compute_s[a.recomputes] for a in Activations}
+        self.trips = {a: host_trips(description, hardware, samples, a) for a in Activations}
         self._shapes = shape_ids(description.units)
         self._terms: dict[tuple, UnitSeconds] = {}
 
@@ -146,15 +177,22 @@ class UnitTimer:
         if terms is None:
             terms = self._terms[key] = unit_seconds(self._description.units[index], choice, self._hardware, self._job)
         kept = choice.activations
-        return unit_time(terms, choice, self.windows[kept][index], self.compute_s[kept][index], self._batch)
+        return unit_time(terms, choice, self.windows[kept][index], self.compute_s[kept][index], self._batch, self.trips[kept][index])
 
 
-def unit_time(terms: UnitSeconds, choice: Choice, windows: Windows, compute_s: float, batch: Batch) -> UnitTime:
+_FORMS = {False: Activations.SAVE, True: Activations.RECOMPUTE}
+"""Whether a unit recomputes → the choice that stands for all that do, or do not."""
+
+
+def unit_time(
+    terms: UnitSeconds, choice: Choice, windows: Windows, compute_s: float, batch: Batch, trip: HostTrip = HostTrip()
+) -> UnitTime:
     """One unit's time in an optimizer step, from its terms under a choice."""
     micro_steps, scatters = batch.accumulation_steps, batch.reduce_scatters(choice)
-    forward = max(0.0, terms.gather_forward - windows.forward)
-    last = max(0.0, terms.gather_backward + terms.reduce_scatter + terms.all_reduce - windows.backward)
-    earlier = max(0.0, terms.gather_backward + (terms.reduce_scatter if scatters > 1 else 0.0) - windows.backward)
+    hidden, awaited = (0.0, trip.back) if trip.awaited else (trip.back, 0.0)
+    forward = max(0.0, terms.gather_forward + trip.out - windows.forward) + awaited
+    last = max(0.0, terms.gather_backward + hidden + terms.reduce_scatter + terms.all_reduce - windows.backward)
+    earlier = max(0.0, terms.gather_backward + hidden + (terms.reduce_scatter if scatters > 1 else 0.0) - windows.backward)
     for call in windows.later:
         forward += max(0.0, terms.gather_forward - call.forward) + max(0.0, terms.gather_backward - call.backward)
     further = len(windows.later)
@@ -162,7 +200,7 @@ def unit_time(terms: UnitSeconds, choice: Choice, windows: Windows, compute_s: f
     copies = terms.copy_forward + terms.copy_backward + further * 2 * terms.copy_forward  # out of buffers in both passes
     return UnitTime(
         compute_s=micro_steps * compute_s,
-        communication_s=micro_steps * gathers + scatters * terms.reduce_scatter + terms.all_reduce,
+        communication_s=micro_steps * (gathers + trip.out + trip.back) + scatters * terms.reduce_scatter + terms.all_reduce,
         exposed_s=micro_steps * forward + (micro_steps - 1) * earlier + last,
         copy_s=micro_steps * copies,
         optimizer_s=terms.optimizer,

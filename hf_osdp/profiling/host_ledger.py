@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import unittest.mock
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from ..planner.costs import pinned_bytes
+from . import offloading
 from .ledger import Ledger
 from .live_bytes import CUDA_BLOCK_BYTES, plain_tensors, storage_of, tensors_in
 
@@ -68,7 +70,8 @@ class HostLedger(Ledger):
 
     @contextmanager
     def copies(self) -> Iterator[None]:
-        """FSDP2's copies between host and device are made, by a `Tensor.to` that knows who calls."""
+        """FSDP2's copies between host and device are made, by a `Tensor.to` that knows who calls; and memory for activations that wait
+        on the host is the host's."""
         stock = torch.Tensor.to
 
         def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -86,9 +89,14 @@ class HostLedger(Ledger):
             with self._destination(to_host=to_host, pinned=pinned):
                 return tensor.clone()
 
+        def host_memory(like: torch.Tensor) -> torch.Tensor:
+            with self._destination(to_host=True, pinned=True):
+                return torch.empty_like(like)
+
         torch.Tensor.to = to
         try:
-            yield
+            with unittest.mock.patch.object(offloading, "host_memory", host_memory):
+                yield
         finally:
             del torch.Tensor.to  # what it inherits is seen again
 

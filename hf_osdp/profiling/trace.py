@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from .batch import Inputs, without_packing
 from .build import checkpoint_blocks
 from .fused import FusedKernels
 from .live_bytes import CUDA_BLOCK_BYTES, LiveBytes
+from .offloading import hidden_states, tensors_of
 from .recorder import PhaseRecord, Recorder, Stretch
 from .standin import CallRecord, block_key, call_key
 from .twin import fake_like, fake_twin
@@ -205,6 +206,7 @@ class _Tracer:
             args, kwargs = cast_floating((args, kwargs), self._compute_dtype)
             output = original(*args, **kwargs)
             recorder.leave()
+            stretch.passed_on_bytes = _passed_on_bytes((args, kwargs), output)
             record = CallRecord.of(args, kwargs, output)
             if record is not None and key is not None:
                 known.setdefault(key, []).append((stretch, record))
@@ -238,14 +240,21 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def _bytes_beside(output: Any, loss: torch.Tensor) -> int:
-    storages: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> None:
-        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-
-    tree_map_only(torch.Tensor, note, dict(output) if isinstance(output, Mapping) else output)
+    storages = _storages(tensors_of(output))
     storages.pop(loss.untyped_storage()._cdata, None)
     return sum(storages.values())
+
+
+def _passed_on_bytes(inputs: Any, output: Any) -> int:
+    given, made = tensors_of(inputs), _storages(tensors_of(output))
+    first = _storages([hidden] if (hidden := hidden_states(given)) is not None else [])
+    taken = sum(nbytes for key, nbytes in first.items() if key not in made)
+    return sum(nbytes for key, nbytes in made.items() if key not in _storages(given)) - taken
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Bytes of each storage."""
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 def _fake_batch(batch: Mapping[str, Any], mode: FakeTensorMode, compute_dtype: torch.dtype | None) -> Mapping[str, Any]:
@@ -266,10 +275,16 @@ def _segment(stretches: Sequence[Stretch], samples: _Samples) -> Segment:
     return Segment(
         unit=stretches[0].unit,
         saved_bytes=_bytes_line([end - t.start_bytes for t, end in zip(traced, ends, strict=True)], samples),
+        own_saved_bytes=_bytes_line([_own_saved_bytes(t, end) for t, end in zip(traced, ends, strict=True)], samples),
         gradient_bytes=_bytes_line([t.handed_back_bytes for t in traced], samples),
         forward=_phase([t.forward for t in traced], [t.start_bytes for t in traced], samples),
         backward=_phase([t.backward for t in traced], ends, samples),
     )
+
+
+def _own_saved_bytes(stretch: Stretch, end_bytes: int) -> int:
+    """What only this call of a unit has left behind; the root's stretches hand on what cannot be told from it."""
+    return 0 if stretch.passed_on_bytes is None else max(0, end_bytes - stretch.start_bytes - stretch.passed_on_bytes)
 
 
 def _released_bytes(stretch: Stretch) -> int:

@@ -57,5 +57,6 @@ def recompute(module: nn.Module) -> None:
 
 
 def is_recomputed(module: nn.Module) -> bool:
-    """Whether `recompute` was called on the module."""
-    return isinstance(module.__dict__.get("forward"), _Recomputed)
+    """Whether `recompute` was called on the module, and perhaps `offload` after it."""
+    forward = module.__dict__.get("forward")
+    return isinstance(getattr(forward, "inner", forward), _Recomputed)

@@ -138,11 +138,14 @@ def stream_times(plan: Plan, description: ModelDescription, job: TrainingJob, ha
     """
     choices, batch = choices_of(plan, description), batch_of(plan)
     timer = UnitTimer(description, hardware, job, batch)
-    totals = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce"), (0.0, 0.0))
+    totals = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce", _TRIPS), (0.0, 0.0))
     for index, (unit, choice) in enumerate(zip(description.units, choices, strict=True)):
         terms, window = unit_seconds(unit, choice, hardware, job), timer.windows[choice.activations][index]
-        phases = [({"all-gather": terms.gather_forward}, window.forward, batch.accumulation_steps)]
-        phases += _backward_phases(terms, window.backward, batch.accumulation_steps, batch.reduce_scatters(choice))
+        trip = timer.trips[choice.activations][index]
+        hidden, awaited = (0.0, trip.back) if trip.awaited else (trip.back, 0.0)
+        out = {"all-gather": terms.gather_forward, _TRIPS: trip.out}
+        phases = [(out, window.forward, batch.accumulation_steps), ({_TRIPS: awaited}, 0.0, batch.accumulation_steps)]
+        phases += _backward_phases(terms, hidden, window.backward, batch.accumulation_steps, batch.reduce_scatters(choice))
         for call in window.later:
             phases += [({"all-gather": terms.gather_forward}, call.forward, batch.accumulation_steps)]
             phases += [({"all-gather": terms.gather_backward}, call.backward, batch.accumulation_steps)]
@@ -155,14 +158,23 @@ def stream_times(plan: Plan, description: ModelDescription, job: TrainingJob, ha
     time = estimate_plan(plan, description, job, hardware).time
     serial = {"compute": "compute_s", "copies": "copy_s", "optimizer": "optimizer_s"}
     rest = {name: (time.total(term), time.total(term)) for name, term in serial.items()}
+    if not totals[_TRIPS][0]:
+        del totals[_TRIPS]
     named = {"compute": rest.pop("compute"), **totals, **rest}
     return tuple(StreamTime(name=name, total_s=total, exposed_s=exposed) for name, (total, exposed) in named.items())
 
 
-def _backward_phases(terms: UnitSeconds, window: float, micro_steps: int, scatters: int) -> list[tuple[dict[str, float], float, int]]:
-    """Collectives of the last micro-step's backward and of the earlier ones', the compute beside them, and how often."""
-    earlier = {"all-gather": terms.gather_backward, "reduce-scatter": terms.reduce_scatter if scatters > 1 else 0.0}
-    last = {"all-gather": terms.gather_backward, "reduce-scatter": terms.reduce_scatter, "all-reduce": terms.all_reduce}
+_TRIPS = "activations"
+"""To the host and back."""
+
+
+def _backward_phases(
+    terms: UnitSeconds, back: float, window: float, micro_steps: int, scatters: int
+) -> list[tuple[dict[str, float], float, int]]:
+    """What shares the last micro-step's backward and the earlier ones', the compute beside it, and how often."""
+    both = {"all-gather": terms.gather_backward, _TRIPS: back}
+    earlier = {**both, "reduce-scatter": terms.reduce_scatter if scatters > 1 else 0.0}
+    last = {**both, "reduce-scatter": terms.reduce_scatter, "all-reduce": terms.all_reduce}
     return [(earlier, window, micro_steps - 1), (last, window, 1)]
 
 

@@ -14,6 +14,7 @@ from ..collectives.fsdp import flat_collectives, two_stage_collectives
 from ..errors import OSDPError, PlanError
 from ..planner.description import Activations, DType, GatherSpan, ModelDescription, UnitDescription
 from ..planner.plan import Plan, UnitDecision
+from ..profiling.offloading import offload
 from ..profiling.units import canonical_name, modules_by_name
 from ..profiling.wrapping import recompute
 from ..splitting.names import is_split
@@ -60,8 +61,10 @@ def apply_plan(
     plan.check(_as_description(model, units), world_size())
     steps = _steps(model, plan, units)
     for modules, decision in steps:
-        if decision.activations is Activations.RECOMPUTE:
+        if decision.activations.recomputes:
             recompute(modules[0])
+        if decision.activations.offloads:
+            offload(modules[0])
     if plan.world_size == 1 and not needs_process_group(plan, mp_policy):
         return model
     if plan.world_size == 1 and uses_host(plan):
@@ -119,7 +122,7 @@ def _steps(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> 
         if absent := [name for name in unit.module_names if name not in by_name]:
             raise PlanError(f"Unit {unit.label!r} names module {absent[0]!r}, which the model does not have; find its units again.")
         if plan.decision(unit.fqn).activations is not Activations.SAVE and (unit.span is not GatherSpan.USE or len(unit.module_names) > 1):
-            raise PlanError(f"Unit {unit.label!r} is no block whose forward could run again, but the plan recomputes it; plan again.")
+            raise PlanError(f"Unit {unit.label!r} is no block, but the plan recomputes or offloads its activations; plan again.")
     return [([by_name[name] for name in unit.module_names], effective(plan.decision(unit.fqn), unit)) for unit in bottom_up(units)]
 
 

@@ -11,6 +11,7 @@ from ..collectives.fsdp import TwoStageAllGather, TwoStageReduceScatter, flat_co
 from ..errors import PlanMismatchError
 from ..planner.description import Activations, UnitDescription
 from ..planner.plan import Plan, UnitDecision
+from ..profiling.offloading import is_offloaded
 from ..profiling.units import modules_by_name
 from ..profiling.wrapping import is_recomputed
 from .apply import effective
@@ -70,7 +71,7 @@ def _read_unit(unit: UnitDescription, modules: dict[str, nn.Module], owners: dic
         return UnitDecision(fqn=unit.fqn, shard_size=world, reshard_after_forward=False)
     module = modules[unit.module_names[0]]
     groups = parameter_groups(module)
-    activations = Activations.RECOMPUTE if is_recomputed(module) else Activations.SAVE
+    activations = Activations.of(recomputes=is_recomputed(module), offloads=is_offloaded(module))
     if world == 1 and not groups:  # plain parameters, see `apply_plan`
         return UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=False, activations=activations)
     if len(groups) != 1:

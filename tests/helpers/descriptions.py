@@ -62,7 +62,8 @@ def at_random(
     """A few blocks of `kinds` kinds in runs, with arbitrary bytes and times; the root may or may not come between.
 
     `tied` adds weights that are shared by an embedding, a head, and sometimes something between; `called` the same as a unit that
-    is freed between its calls. `recomputable` blocks have costs for recomputation that have nothing to do with their others.
+    is freed between its calls. `recomputable` blocks have costs for recomputation that have nothing to do with their others, and can
+    offload some of what they save, or more.
     """
     dice = random.Random(seed)
     units = [_unit("", GatherSpan.STEP, {"root": (dice.randint(1, 40), dice.randint(1, 20))}, DType.FLOAT32)]
@@ -72,12 +73,15 @@ def at_random(
         for _ in range(kinds)
     ]
     again = [_random_segment(random.Random(seed + 1 + kind), 0) for kind in range(kinds)]
+    own = [Affine(per_sample=random.Random(seed - 1 - kind).choice([0, 1000, 5000])) for kind in range(kinds)]
     for index in range(blocks):
         shapes, segment = made[index * kinds // blocks]
         units.append(_unit(f"b{index}", GatherSpan.USE, {f"b{index}.{k}": v for k, v in shapes.items()}, DType.FLOAT32))
         segments.append(_segment(segment, unit=len(units) - 1))
         if recomputable:
-            segments[-1] = replace(segments[-1], recomputed=_segment(again[index * kinds // blocks], unit=len(units) - 1))
+            kind = index * kinds // blocks
+            other = replace(_segment(again[kind], unit=len(units) - 1), own_saved_bytes=own[kind])
+            segments[-1] = replace(segments[-1], own_saved_bytes=own[kind - 1], recomputed=other)
         if dice.random() < 0.1:
             segments.append(_random_segment(dice, 0))
     if tied or called:

@@ -57,6 +57,7 @@ def small_job(dice: random.Random, hardware: Hardware) -> TrainingJob:
         reduce_every_micro_step=dice.choice([None, True, False]),
         recompute=dice.choice([None, None, False, True]),
         host_offload=dice.choice([None, None, False, True]) if hardware.host else None,
+        offload_activations=dice.choice([None, None, False, True]) if hardware.host else None,
     )
 
 

@@ -81,7 +81,7 @@ def test_one_device_moves_no_more_to_the_host_than_it_must():
 def test_a_host_that_is_too_small_is_said_to_be():
     description, hardware, job = instance(0)
     tiny = replace(hardware, host=replace(hardware.host, memory_bytes=10))
-    with pytest.raises(HardwareError, match="has 10 B for a rank"):
+    with pytest.raises(HardwareError, match="there is 10 B"):
         search(description, tiny, replace(job, host_offload=True), 10**12)
     assert not any(unit.on_host for unit in search(description, tiny, job, 10**12).plan.units)
     with pytest.raises(HardwareError, match="no host is known"):

@@ -61,11 +61,15 @@ def job_of(request: Request, hardware: Hardware) -> TrainingJob:
         micro_batch_size=request.micro_batch_size,
         recompute=request.recompute,
         host_offload=request.host_offload,
+        offload_activations=request.offload_activations,
     )
     if request.recompute is False and request.activation_checkpointing:
         raise ValueError("--no-recompute has no effect beside --activation-checkpointing; leave one of the two out.")
-    if request.host_offload and hardware.host is None:
-        raise ValueError(f"--host-offload needs a host beside the device, and none is known for {hardware.device.name}; leave it out.")
+    if request.offload_activations and request.activation_checkpointing:
+        raise ValueError("--offload-activations has no effect beside --activation-checkpointing; leave one of the two out.")
+    for flag, asked in {"--host-offload": request.host_offload, "--offload-activations": request.offload_activations}.items():
+        if asked and hardware.host is None:
+            raise ValueError(f"{flag} needs a host beside the device, and none is known for {hardware.device.name}; leave it out.")
     job.micro_batch_sizes(hardware.world_size)
     if job.precision.compute is not None:
         hardware.device.rate(job.precision.compute)

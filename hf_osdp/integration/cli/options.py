@@ -87,6 +87,13 @@ class Request:
         bool | None,
         typer.Option("--host-offload/--no-host-offload", help="Hold all states on the host, or none; else the planner decides."),
     ] = None
+    offload_activations: Annotated[
+        bool | None,
+        typer.Option(
+            "--offload-activations/--no-offload-activations",
+            help="Have what every block saves for backward wait on the host, or of none; else the planner decides.",
+        ),
+    ] = None
     operator_splitting: Annotated[
         bool, typer.Option(help="Cut blocks into operator units, and operators into slices, where that pays.")
     ] = True

@@ -1,0 +1,191 @@
+"""Activations that wait on the host: what a module's forward saves leaves the device when forward ends, and comes back for backward.
+
+Copies run on a stream of their own. Out they go as soon as they are saved, beside the rest of the module's forward, at whose end
+compute waits for them and their memory is free. Back they come all together when the module's backward begins, those saved last
+first; what asks for one waits for that one.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import update_wrapper
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+
+class OwnTensors:
+    """Tells the tensors that one call of a module saves for itself from those that others hold as well.
+
+    Others hold its parameters and buffers, and its inputs: masks, position embeddings, an encoder's states go to every block. Only
+    the first input that needs a gradient, the hidden states, is the block's own to keep or to let go.
+
+    Args:
+        module: whose forward begins; its parameters are gathered.
+        args, kwargs: of the call.
+    """
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = tensors_of((args, kwargs))
+        first = hidden_states(inputs)
+        held = [*module.parameters(), *module.buffers(), *inputs]
+        self._device = next((tensor.device for tensor in (inputs or held)), None)
+        self._others = {_key(tensor) for tensor in held if not hasattr(tensor, "placements")}  # a unit inside is sharded now
+        if first is not None:
+            self._others.discard(_key(first))
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        base = tensor._base if tensor._is_view() else tensor
+        if isinstance(base, nn.Parameter) or tensor.layout is not torch.strided or tensor.device != self._device:
+            return False
+        return tensor.numel() > 0 and _key(tensor) not in self._others
+
+
+def offload(module: nn.Module) -> None:
+    """Have what a module saves for backward wait on the host, in place; of one that is recomputed its input. Names stay as they are."""
+    if not is_offloaded(module):
+        module.forward = _Offloaded(module, module.forward)
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether `offload` was called on the module."""
+    return isinstance(module.__dict__.get("forward"), _Offloaded)
+
+
+class _Offloaded:
+    """A forward whose saved tensors wait on the host."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        update_wrapper(self, forward)
+        self._module, self.inner = module, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.inner(*args, **kwargs)
+        call = _Call(OwnTensors(self._module, args, kwargs))
+        with saved_tensors_hooks(call.pack, call.unpack):
+            output = self.inner(*args, **kwargs)
+        call.leave(tensors_of(output))
+        return output
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class _Luggage:
+    """One storage, flat: on the device, on the host, or on its way."""
+
+    device: torch.Tensor | None
+    host: torch.Tensor
+    home: torch.device
+    arrived: torch.cuda.Event | None = None
+    """The end of the last copy; None where copies do not run beside compute."""
+
+    @classmethod
+    def send(cls, tensor: torch.Tensor) -> _Luggage:
+        """A tensor's storage, on its way to the host."""
+        whole = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+        luggage = cls(device=whole, host=host_memory(whole), home=whole.device)
+        luggage._copy(luggage.host, whole)
+        return luggage
+
+    def fetch(self) -> None:
+        """Start to bring it back."""
+        self.device = torch.empty(self.host.shape, dtype=self.host.dtype, device=self.home)
+        if (stream := _copy_stream(self.home)) is not None:
+            self.device.record_stream(stream)  # where backward ends early, nobody waits for the copy
+        self._copy(self.device, self.host)
+
+    def wait(self) -> None:
+        """Let compute go on when the last copy is done."""
+        if self.arrived is not None:
+            torch.cuda.current_stream(self.home).wait_event(self.arrived)
+
+    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        stream = _copy_stream(self.home)
+        if stream is None:
+            to.copy_(source)
+            return
+        stream.wait_stream(torch.cuda.current_stream(self.home))
+        with torch.cuda.stream(stream):
+            to.copy_(source, non_blocking=True)
+            self.arrived = stream.record_event()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ticket:
+    """A saved tensor as a view of its storage."""
+
+    luggage: _Luggage
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Call:
+    """What one call of a module has sent away; tickets own it, so that it goes when autograd has no more use for it."""
+
+    def __init__(self, own: OwnTensors) -> None:
+        self._own = own
+        self._sent: dict[tuple[Any, ...], _Luggage] = {}
+        self._away: list[weakref.ref[_Luggage]] = []
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Ticket:
+        """A saved tensor → a ticket for it, or itself where it stays."""
+        if tensor not in self._own:
+            return tensor
+        # once changed in place, it is another tensor, and in another dtype it has another layout
+        key = (_key(tensor), tensor._version, tensor.dtype)
+        if key not in self._sent:
+            self._sent[key] = _Luggage.send(tensor)
+        return _Ticket(luggage=self._sent[key], size=tensor.size(), stride=tensor.stride(), offset=tensor.storage_offset())
+
+    def leave(self, outputs: list[torch.Tensor]) -> None:
+        """Forward is over: free the device's copies, but of outputs, which others hold."""
+        held = {_key(tensor) for tensor in outputs}
+        for (storage, *_), luggage in self._sent.items():
+            if storage not in held:
+                luggage.wait()
+                luggage.device = None
+                self._away.append(weakref.ref(luggage))
+        self._sent, self._own = {}, None
+
+    def unpack(self, packed: torch.Tensor | _Ticket) -> torch.Tensor:
+        """The tensor as it was saved; the first one has all of the call's fetched."""
+        if isinstance(packed, torch.Tensor):
+            return packed
+        for luggage in (reference() for reference in reversed(self._away)):
+            if luggage is not None:
+                luggage.fetch()
+        self._away.clear()
+        packed.luggage.wait()
+        return packed.luggage.device.as_strided(packed.size, packed.stride, packed.offset)
+
+
+def host_memory(like: torch.Tensor) -> torch.Tensor:
+    """Memory on the host for a flat tensor, page-locked where it is another device's."""
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.device.type != "cpu")
+
+
+@functools.lru_cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """The stream for copies to and from a device; None for the CPU, whose memory the host's is."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def hidden_states(inputs: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """Of a block's inputs the one that only it has: the first that needs a gradient."""
+    return next((tensor for tensor in inputs if tensor.requires_grad), None)
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """Tensors anywhere in arguments or outputs."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
