@@ -66,12 +66,12 @@ def _decision(unit: UnitDescription, index: int, world_size: int, layout: str) -
             shard_size, reshard, stage_size = kinds[index % len(kinds)]
         case _:
             raise ValueError(f"plan_of has no layout {layout!r}; use one of {', '.join(LAYOUTS)}.")
-    again = layout == "everything" and index % 2 == 0 and unit.class_name.endswith(("Block", "Layer"))
+    block = layout == "everything" and unit.class_name.endswith(("Block", "Layer"))
     return UnitDecision(
         fqn=unit.fqn,
         shard_size=shard_size,
         reshard_after_forward=reshard,
         stage_size=stage_size,
-        activations=Activations.RECOMPUTE if again else Activations.SAVE,
+        activations=list(Activations)[index % len(Activations)] if block else Activations.SAVE,
         on_host=layout == "everything" and index % 3 == 1,
     )
