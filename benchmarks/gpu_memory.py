@@ -328,7 +328,7 @@ def plan_of(setting: Setting, layout: str) -> Plan:
     """A layout for all units; `mixed` gives neighbours different ones in turn."""
     batch = Batch(micro_batch_size=setting.job.micro_batch_size, accumulation_steps=1)
     strategy, hardware = Strategy({"zero3": "fsdp", "mixed": "osdp"}.get(layout, layout)), preset("h100", devices_per_node=WORLD)
-    job = replace(setting.job, recompute=False, host_offload=False)
+    job = replace(setting.job, recompute=False, host_offload=False, offload_activations=False)
     spaces = search_spaces(strategy, setting.description, hardware, job, batch)
     space = spaces[len(spaces) // 2]
     choices: list[Choice] = [options[3 * index % len(options)] if layout == "mixed" else options[0] for index, options in enumerate(space)]

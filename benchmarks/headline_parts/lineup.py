@@ -43,12 +43,13 @@ class Contender:
     """Others' rates are told as multiples of this one's."""
 
 
+_ALL_SAVED = {"recompute": False, "offload_activations": False}
 CONTENDERS = (
     Contender(name="full shard", strategy=Strategy.FSDP, baseline=True),
-    Contender(name="full shard, all saved", strategy=Strategy.FSDP, fixed={"recompute": False}),
+    Contender(name="full shard, all saved", strategy=Strategy.FSDP, fixed=_ALL_SAVED),
     Contender(name="ZeRO-2", strategy=Strategy.ZERO2),
     Contender(name="DDP", strategy=Strategy.DDP),
-    Contender(name="OSDP, all saved", strategy=Strategy.OSDP, fixed={"recompute": False}),
+    Contender(name="OSDP, all saved", strategy=Strategy.OSDP, fixed=_ALL_SAVED),
     Contender(name="OSDP", strategy=Strategy.OSDP, cuts=True),
 )
 """On several devices. "All saved" recomputes nothing; the others recompute where it pays, single strategies all blocks or none."""
@@ -125,7 +126,7 @@ def limit_of(case: Case, description: ModelDescription, hardware: Hardware) -> i
     """The case's limit in bytes of one device."""
     if case.limit_bytes is not None:
         return case.limit_bytes
-    job = job_of(case, case.devices, micro_batch_size=1, recompute=False)
+    job = job_of(case, case.devices, micro_batch_size=1, **_ALL_SAVED)
     ends = [least_memory(description, hardware, job, strategy=strategy) for strategy in (Strategy.FSDP, Strategy.DDP)]
     return sum(ends) // 2
 

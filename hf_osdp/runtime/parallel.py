@@ -95,6 +95,11 @@ class OptimalShardedDataParallel(nn.Module):
         inputs: Inputs | None = None,
         profile: Profile | str | Path | None = None,
         recalibrate: bool = False,
+        recompute: bool | None = None,
+        host_offload: bool | None = None,
+        offload_activations: bool | None = None,
+        reduce_every_micro_step: bool | None = None,
+        operator_splitting: bool = True,
     ) -> None:
         """
         Args:
@@ -117,6 +122,11 @@ class OptimalShardedDataParallel(nn.Module):
             profile: what was measured on this machine, or the file of it, in place of `hardware`.
             recalibrate: before this returns, try the plan for a few steps on a throw-away copy of the model, correct the
                 estimates by what is seen, and plan again, until the plan stands (at most 3 rounds). What runs was tried and fits.
+            recompute: True recomputes every block in backward, False none; None leaves this and the next three to the planner.
+            host_offload: True holds the states of every unit on the host, False of none.
+            offload_activations: True has what every block saves for backward wait on the host, False of none.
+            reduce_every_micro_step: True reduces all gradients in each micro-step, False in the last.
+            operator_splitting: whether blocks may be cut into operator units, and operators into slices.
 
         Raises:
             InfeasibleError: no plan meets the limit.
@@ -139,7 +149,12 @@ class OptimalShardedDataParallel(nn.Module):
             optimizer=optimizer,
             inputs=inputs,
             profile=profile,
-            recalibrate=recalibrate,
+            recalibrate=recalibrate or None,
+            recompute=recompute,
+            host_offload=host_offload,
+            offload_activations=offload_activations,
+            reduce_every_micro_step=reduce_every_micro_step,
+            operator_splitting=None if operator_splitting else False,
         )
         wanted.check(planning=plan is None)
         form_process_group(needed=self._precision.compute is not None)

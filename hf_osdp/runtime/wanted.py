@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from ..profiling.batch import Inputs
     from .recalibrate import Problem, Round
 
-_PLANNING_ONLY = ("strategy", "hardware", "optimizer", "inputs", "profile", "recalibrate")
+_DECISIONS = ("recompute", "host_offload", "offload_activations", "reduce_every_micro_step")
+_PLANNING_ONLY = ("strategy", "hardware", "optimizer", "inputs", "profile", "recalibrate", *_DECISIONS, "operator_splitting")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,12 @@ class Wanted:
     optimizer: OptimizerSpec | None
     inputs: Inputs | None
     profile: Profile | str | Path | None = None
-    recalibrate: bool = False
+    recalibrate: bool | None = None
+    recompute: bool | None = None
+    host_offload: bool | None = None
+    offload_activations: bool | None = None
+    reduce_every_micro_step: bool | None = None
+    operator_splitting: bool | None = None
 
     def check(self, *, planning: bool) -> None:
         """Refuse what is missing for planning, or of no use without; before anything is changed.
@@ -77,7 +83,7 @@ class Wanted:
                 raise ValueError(f"Planning needs {' and '.join(missing)}; pass them, or give a plan.")
             if self.profile is not None and self.hardware is not None:
                 raise ValueError("profile already says what the hardware is; leave hardware out.")
-        elif unused := [name for name in _PLANNING_ONLY if getattr(self, name) not in (None, False)]:
+        elif unused := [name for name in _PLANNING_ONLY if getattr(self, name) is not None]:
             raise ValueError(f"A given plan leaves no use for {' and '.join(unused)}; leave them out, or leave plan out to plan here.")
 
     def load(self, plan: Plan | str | Path) -> Plan:
@@ -127,7 +133,7 @@ class Wanted:
             problem = Problem(
                 description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=self.strategy or "osdp"
             )
-            if profile is None or not profile.segments:  # which are times of whole blocks
+            if self.operator_splitting is not False and (profile is None or not profile.segments):  # which are times of whole blocks
                 problem = problem.with_best_cut(model, lambda cut: self._describe(model, device_type, cut), vocabulary=False)
             problems.append(problem)
             return problem.solve()
@@ -183,6 +189,7 @@ class Wanted:
             precision=self.precision,
             optimizer=self.optimizer or plain_adamw(device_type),
             micro_batch_size=self.micro_batch_size,
+            **{name: getattr(self, name) for name in _DECISIONS},
         )
         job.micro_batch_sizes(world_size())
         return job

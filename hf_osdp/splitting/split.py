@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from torch import nn
@@ -25,10 +26,12 @@ def split_operators(model: nn.Module, splits: Sequence[OperatorSplit]) -> None:
         splits: what to split; nothing is changed where one of them cannot be.
 
     Raises:
-        ValueError: a name is not in the model, or there are more slices than output features.
+        ValueError: a name is not in the model or is given twice, or there are more slices than output features.
         OSDPError: the operator cannot be split.
     """
     modules = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
+    if twice := [name for name, count in Counter(split.fqn for split in splits).items() if count > 1]:
+        raise ValueError(f"{twice[0]!r} is to be split twice; name each operator once.")
     planned = [_check(model, modules, split) for split in splits]
     for split, (owner, embedding) in zip(splits, planned, strict=True):
         whole = modules[split.fqn]

@@ -13,6 +13,8 @@ from torch import nn
 
 import hf_osdp
 from hf_osdp.errors import HardwareError, PlanError
+from hf_osdp.planner.cut import WHOLE_BLOCKS
+from hf_osdp.planner.description import Activations
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep
 from hf_osdp.planner.presets import preset
 from hf_osdp.profiling.units import find_units
@@ -56,6 +58,8 @@ def refusal(error: type[Exception], make, **arguments: Any) -> str:
         {"hardware": "cpu"},
         {"optimizer": OptimizerSpec()},
         {"inputs": lambda samples: {}},
+        {"recompute": False},
+        {"operator_splitting": False},
     ],
 )
 def test_what_only_planning_uses_is_refused_beside_a_plan(arguments):
@@ -228,3 +232,18 @@ def fp16_outcome() -> list[dict[str, Any]]:
 def test_fp16_in_a_plain_loop_skips_the_same_steps_on_every_rank():
     for found in fp16_outcome():
         assert found == {"enabled": True, "scales": [64, 32, 32], "moved": [True, False, True]}
+
+
+# ------------------------------------------------------------------------------------------------------------ decisions
+
+
+def test_decisions_that_are_fixed_are_the_plans():
+    plan = planned(recompute=True, reduce_every_micro_step=True, micro_batch_size=1, operator_splitting=False).plan
+    blocks = [unit for unit in plan.units if ".h." in unit.fqn]
+    assert blocks and all(unit.activations is Activations.RECOMPUTE for unit in blocks)
+    assert all(unit.reduce_every_micro_step for unit in plan.units) and plan.cut == WHOLE_BLOCKS
+
+
+@pytest.mark.parametrize("name", ["host_offload", "offload_activations"])
+def test_the_cpu_has_no_other_host(name):
+    assert f"{name}=True, but no host is known" in refusal(HardwareError, planned, **{name: True})

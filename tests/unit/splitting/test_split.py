@@ -134,3 +134,10 @@ def test_hooks_are_not_lost_silently():
     model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda *args: None)
     with pytest.raises(OSDPError, match="has hooks"):
         split(model, 2, "transformer.h.0.mlp.c_fc")
+
+
+def test_an_operator_is_named_once():
+    model = tiny_model("gpt2")
+    with pytest.raises(ValueError, match="'lm_head' is to be split twice; name each operator once"):
+        split(model, 2, "lm_head", "lm_head")
+    assert not is_split(model)
