@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 
@@ -42,7 +43,7 @@ class OwnTensors:
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         base = tensor._base if tensor._is_view() else tensor
-        if isinstance(base, nn.Parameter) or tensor.layout is not torch.strided or tensor.device != self._device:
+        if isinstance(base, nn.Parameter) or tensor.device != self._device or not _is_its_storage(tensor):
             return False
         return tensor.numel() > 0 and _key(tensor) not in self._others
 
@@ -75,13 +76,17 @@ class _Offloaded:
         return output
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False)
+@dataclass(eq=False)  # weak references to a dataclass with slots take Python 3.11
 class _Luggage:
     """One storage, flat: on the device, on the host, or on its way."""
 
     device: torch.Tensor | None
-    host: torch.Tensor
+    host: torch.Tensor | None
     home: torch.device
+    version: int
+    """How often the storage had been changed in place when it was sent."""
+    changed: bool = False
+    """It was changed again before forward ended, perhaps while the copy ran."""
     arrived: torch.cuda.Event | None = None
     """The end of the last copy; None where copies do not run beside compute."""
 
@@ -89,7 +94,7 @@ class _Luggage:
     def send(cls, tensor: torch.Tensor) -> _Luggage:
         """A tensor's storage, on its way to the host."""
         whole = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
-        luggage = cls(device=whole, host=host_memory(whole), home=whole.device)
+        luggage = cls(device=whole, host=host_memory(whole), home=whole.device, version=tensor._version)
         luggage._copy(luggage.host, whole)
         return luggage
 
@@ -148,16 +153,28 @@ class _Call:
         """Forward is over: free the device's copies, but of outputs, which others hold."""
         held = {_key(tensor) for tensor in outputs}
         for (storage, *_), luggage in self._sent.items():
-            if storage not in held:
-                luggage.wait()
-                luggage.device = None
-                self._away.append(weakref.ref(luggage))
+            luggage.changed = luggage.device._version != luggage.version
+            if storage in held:
+                luggage.host = None
+                continue
+            luggage.wait()
+            luggage.device = None
+            self._away.append(weakref.ref(luggage))
         self._sent, self._own = {}, None
 
     def unpack(self, packed: torch.Tensor | _Ticket) -> torch.Tensor:
-        """The tensor as it was saved; the first one has all of the call's fetched."""
+        """The tensor as it was saved; the first one has all of the call's fetched.
+
+        Raises:
+            RuntimeError: it was changed in place after it was saved, as autograd raises it by itself.
+        """
         if isinstance(packed, torch.Tensor):
             return packed
+        if packed.luggage.changed:
+            raise RuntimeError(
+                "One of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape"
+                f" {tuple(packed.size)} that was to wait on the host. Change a copy of it, or save this block's activations on the device."
+            )
         for luggage in (reference() for reference in reversed(self._away)):
             if luggage is not None:
                 luggage.fetch()
@@ -175,6 +192,11 @@ def host_memory(like: torch.Tensor) -> torch.Tensor:
 def _copy_stream(device: torch.device) -> torch.cuda.Stream | None:
     """The stream for copies to and from a device; None for the CPU, whose memory the host's is."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def _is_its_storage(tensor: torch.Tensor) -> bool:
+    """Whether storage, size and strides are all that there is to a tensor: subclasses hold others, lazy views conjugate or negate."""
+    return tensor.layout is torch.strided and not (is_traceable_wrapper_subclass(tensor) or tensor.is_conj() or tensor.is_neg())
 
 
 def _key(tensor: torch.Tensor) -> int:
