@@ -8,15 +8,17 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.errors import HardwareError, InfeasibleError
+from hf_osdp.planner import solver
 from hf_osdp.planner.description import Activations, Affine, Segment
 from hf_osdp.planner.hardware import Backend
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.line import build_line
+from hf_osdp.planner.presets import preset
 from hf_osdp.planner.program import Program
 from hf_osdp.planner.search import least_memory, search
 from hf_osdp.planner.solver import fastest
 from hf_osdp.planner.strategies import Strategy, batches, search_spaces
-from tests.helpers.descriptions import at_random
+from tests.helpers.descriptions import at_random, transformer
 from tests.oracle.test_brute_force import small_hardware, small_host
 
 FIXED = [
@@ -25,6 +27,7 @@ FIXED = [
     {"host_offload": False},
     {"reduce_every_micro_step": True},
     {"reduce_every_micro_step": False},
+    {"offload_activations": False},
 ]
 
 
@@ -88,9 +91,11 @@ def test_a_host_that_is_too_small_is_said_to_be():
         search(description, replace(hardware, host=None), replace(job, host_offload=True), 10**12)
 
 
+@pytest.mark.parametrize("few", [1, solver._FEW])
 @pytest.mark.parametrize("seed", range(8))
-def test_options_that_are_never_solved_for_are_in_no_better_plan(seed):
-    """The program over the options that reduced costs leave has the optimum of the program over all."""
+def test_options_that_are_never_solved_for_are_in_no_better_plan(monkeypatch, seed, few):
+    """The program over the options that reduced costs leave, of each group its own, has the optimum of the program over all."""
+    monkeypatch.setattr(solver, "_FEW", few)
     description, hardware, job = instance(seed)
     batch = next(batches(job, hardware.world_size))
     *_, space = search_spaces(Strategy.OSDP, description, hardware, job, batch)
@@ -112,3 +117,21 @@ def test_a_limit_below_the_least_is_refused_with_it():
     with pytest.raises(InfeasibleError) as caught:
         search(description, hardware, job, least - 1)
     assert caught.value.least_peak_bytes == least
+
+
+@pytest.mark.parametrize("times_the_least", [1.3, 2.0])
+def test_no_plan_costs_less_than_its_options_add_to_the_bound(times_the_least):
+    """Groups of equal units share options, but not what these add."""
+    plain = transformer(layers=24, hidden=512, vocabulary=1000, sequence_length=128)
+    description = replace(plain, segments=tuple(slower_again(s) if "layers" in plain.units[s.unit].fqn else s for s in plain.segments))
+    hardware, job = preset("h100", devices_per_node=8), TrainingJob(global_batch_size=32)
+    limit = int(times_the_least * (least_memory(description, hardware, job) - hardware.device.reserved_bytes))
+    for batch in batches(job, hardware.world_size):
+        *_, space = search_spaces(Strategy.OSDP, description, hardware, job, batch)
+        line = build_line(description, hardware, job, batch, space)
+        if (found := fastest(line, job, limit)) is None:
+            continue  # nothing fits at this batch
+        scale = 2**40 / sum(len(g.units) * max(o.seconds for o in g.options) for g in line.groups)
+        bound, added = solver._relaxed(line, job, limit, scale)
+        taken = sum(added[g][o] for g in line.groups for unit in g.units for o in g.options if o.choice == found.choices[unit])
+        assert bound + taken <= found.objective * scale * (1 + 1e-6)
