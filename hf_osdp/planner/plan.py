@@ -164,6 +164,16 @@ class Plan:
                 raise PlanError(f"Unit {unit.fqn or '(root)'!r} is listed twice in the plan.")
             seen.add(unit.fqn)
 
+    def to_fsdp_plan(self) -> dict[str, str]:
+        """This plan as the `fsdp_plan` of transformers' `DistributedConfig`, see `planner/fsdp_plan.py`.
+
+        Raises:
+            PlanError: it says more than that can; the message says what.
+        """
+        from .fsdp_plan import fsdp_plan_of
+
+        return fsdp_plan_of(self)
+
     @classmethod
     def of(cls, description: ModelDescription, choices: Sequence[Choice], batch: Batch, *, world_size: int, **stated: Any) -> Plan:
         """The plan of these choices.

@@ -180,4 +180,13 @@ def test_single_strategies_recompute_all_blocks_or_none():
     spaces = offered(ONCE, strategy=Strategy.FSDP)
     assert [[{kept for _, kept, _ in unit} for unit in ways] for ways in spaces] == [[{SAVE}] * 4, [{SAVE}, {SAVE}, {AGAIN}, {AGAIN}]]
     assert len(offered(TWICE, strategy=Strategy.FSDP)) == 4, "with all gradients held, and with none"
-    assert len(offered(TWICE, strategy=Strategy.FSDP, host=HOST)) == 8, "with all states on the host, and with none"
+    assert len(offered(TWICE, strategy=Strategy.FSDP, host=HOST)) == 16, "with all states on the host, all activations, and none"
+
+
+@pytest.mark.parametrize(
+    ("offload", "forms"),
+    [(None, set(Activations)), (True, {Activations.OFFLOAD, Activations.RECOMPUTE_OFFLOAD}), (False, {SAVE, AGAIN})],
+)
+def test_blocks_may_offload_their_activations_where_there_is_a_host(offload, forms):
+    (ways,) = offered(ONCE, replace(JOB, offload_activations=offload), host=HOST)
+    assert [{kept for _, kept, _ in unit} for unit in ways] == [{SAVE}, {SAVE}, forms, forms]

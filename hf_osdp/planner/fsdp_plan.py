@@ -1,0 +1,51 @@
+"""A plan in the words of transformers' `DistributedConfig.fsdp_plan`, where these can say it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import PlanError
+from .description import Activations
+
+if TYPE_CHECKING:
+    from .plan import Plan, UnitDecision
+
+FREE, KEEP = "free_full_weight", "keep_full_weight"
+"""Its two styles: gathered parameters are freed after forward, or kept until backward."""
+
+
+def fsdp_plan_of(plan: Plan) -> dict[str, str]:
+    """Module names → styles, one entry a unit.
+
+    transformers shards all that has no entry with the root: so are weights that several modules share, which are gathered as long.
+    `fsdp_size` and `dp_replicate_size` beside it are the shard size and how many times the world has that.
+
+    Raises:
+        PlanError: the plan says more than these words can; it names the first unit of which it does.
+    """
+    sizes = {unit.shard_size for unit in plan.units}
+    if len(sizes) > 1:
+        raise _cannot(f"units have {len(sizes)} group sizes ({', '.join(map(str, sorted(sizes)))})", "one mesh for all")
+    if not plan.cut.is_none:
+        raise _cannot(f"the model is cut into {plan.cut.describe()}", "whole modules")
+    if 0 < (on_host := sum(unit.on_host for unit in plan.units)) < len(plan.units):
+        raise _cannot(f"{on_host} of {len(plan.units)} units live on the host", "all on the host (fsdp_cpu_offload) or none")
+    for unit in plan.units:
+        if reason := _beyond(unit, plan.accumulation_steps):
+            raise _cannot(f"unit {unit.fqn or '(root)'!r} {reason}", "whether gathered parameters are kept")
+    return {unit.fqn: FREE if unit.reshard_after_forward else KEEP for unit in plan.units if unit.fqn and len(unit.module_names) == 1}
+
+
+def _beyond(unit: UnitDecision, accumulation_steps: int) -> str:
+    """What of a decision has no word, or nothing."""
+    if unit.activations is not Activations.SAVE:
+        return "recomputes its activations" if unit.activations.recomputes else "offloads its activations"
+    if unit.two_stage:
+        return "has collectives in two stages"
+    if accumulation_steps > 1 and not unit.reduce_every_micro_step:
+        return "holds whole gradients between micro-steps"
+    return ""
+
+
+def _cannot(reason: str, words: str) -> PlanError:
+    return PlanError(f"This plan cannot be said as an fsdp_plan: {reason}, and that says only {words}; run it with hf_osdp.")
