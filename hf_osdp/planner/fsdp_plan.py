@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from ..errors import PlanError
@@ -10,15 +11,17 @@ from .description import Activations
 if TYPE_CHECKING:
     from .plan import Plan, UnitDecision
 
+_LAYER = re.compile(r"\.\d+(?=\.|$)")
 FREE, KEEP = "free_full_weight", "keep_full_weight"
 """Its two styles: gathered parameters are freed after forward, or kept until backward."""
 
 
 def fsdp_plan_of(plan: Plan) -> dict[str, str]:
-    """Module names → styles, one entry a unit.
+    """Module names → styles, with `*` for the number of a layer, as transformers 5.23 wants them.
 
-    transformers shards all that has no entry with the root: so are weights that several modules share, which are gathered as long.
-    `fsdp_size` and `dp_replicate_size` beside it are the shard size and how many times the world has that.
+    It shards all that has no entry with the root: so are weights that several modules share, which are gathered as long. A model's own
+    rules, such as Llama's for its norm, stay beside these. `fsdp_size` and `dp_replicate_size` beside it are the shard size and how
+    many times the world has that.
 
     Raises:
         PlanError: the plan says more than these words can; it names the first unit of which it does.
@@ -33,7 +36,14 @@ def fsdp_plan_of(plan: Plan) -> dict[str, str]:
     for unit in plan.units:
         if reason := _beyond(unit, plan.accumulation_steps):
             raise _cannot(f"unit {unit.fqn or '(root)'!r} {reason}", "whether gathered parameters are kept")
-    return {unit.fqn: FREE if unit.reshard_after_forward else KEEP for unit in plan.units if unit.fqn and len(unit.module_names) == 1}
+    styles: dict[str, str] = {}
+    for unit in plan.units:
+        if not unit.fqn or len(unit.module_names) > 1:
+            continue
+        layers, style = _LAYER.sub(".*", unit.fqn), FREE if unit.reshard_after_forward else KEEP
+        if styles.setdefault(layers, style) != style:
+            raise _cannot(f"of {layers} some are kept gathered and some are not", "one style for all of them")
+    return styles
 
 
 def _beyond(unit: UnitDecision, accumulation_steps: int) -> str:
