@@ -1,0 +1,190 @@
+"""Activations on the host of a real GPU: equality with plain torch, memory, and copies beside compute. `pytest -m gpu tests/gpu`"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from hf_osdp.profiling import offloading
+from hf_osdp.profiling.offloading import offload, tensors_of
+from hf_osdp.profiling.wrapping import recompute
+from tests.helpers.models import tiny_batch, tiny_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+CUDA = torch.device("cuda", 0)
+SAMPLES, LENGTH, VOCABULARY = 4, 512, 1000
+ROUNDS, LONGEST_SLEEP = 40, 10**7
+"""Steps under delays, and the most cycles of one: some milliseconds, longer than any copy here takes."""
+
+
+def recompute_and_offload(module: nn.Module) -> None:
+    recompute(module)
+    offload(module)
+
+
+WAYS = {"offload": offload, "recompute and offload": recompute_and_offload}
+Way = Callable[[nn.Module], None]
+
+
+@pytest.fixture(params=WAYS.values(), ids=WAYS)
+def way(request) -> Way:
+    return request.param
+
+
+def twelve_blocks() -> nn.Module:
+    """GPT-2 whose blocks save much more than they have parameters; its attention adds up in the same order each time."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=12, n_embd=256, n_head=4, n_positions=LENGTH, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, use_cache=False,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config).to(CUDA).train()
+    model.set_attn_implementation("eager")
+    return model
+
+
+def changed(model: nn.Module, way: Way) -> nn.Module:
+    """The same model after a change of its blocks."""
+    for block in model.transformer.h if hasattr(model, "transformer") else model.model.layers:
+        way(block)
+    return model
+
+
+def batch() -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1)).to(CUDA)
+
+
+def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids).logits.square().mean()
+
+
+def gradients(model: nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Of all parameters but those that lookups share, whose gradients are added up in any order."""
+    loss_of(model, ids).backward()
+    found = [parameter.grad for name, parameter in model.named_parameters() if not any(part in name for part in ("wte", "wpe", "embed"))]
+    model.zero_grad()
+    return found
+
+
+def all_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_gradients_are_the_plain_models(name, way):
+    plain, model = (tiny_model(name).to(CUDA) for _ in range(2))
+    ids = tiny_batch(0)["input_ids"].to(CUDA)
+    assert all_equal(gradients(changed(model, way), ids), gradients(plain, ids))
+
+
+def step_bytes(model: nn.Module, ids: torch.Tensor) -> tuple[int, int]:
+    """A second step's most bytes above those before it, and what its forward leaves for backward."""
+    gradients(model, ids)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss = loss_of(model, ids)
+    left = torch.cuda.memory_allocated() - before
+    loss.backward()
+    model.zero_grad()
+    return torch.cuda.max_memory_allocated() - before, left
+
+
+def test_the_device_is_relieved_of_what_is_saved(way):
+    """Forward leaves little more than embeddings and head; backward has one block back at a time, beside the gradients."""
+    ids = batch()
+    plain_peak, plain_left = step_bytes(twelve_blocks(), ids)
+    peak, left = step_bytes(changed(twelve_blocks(), way), ids)
+    assert left < 0.1 * plain_left
+    assert 0.75 * (plain_left - left) < plain_peak - peak < plain_left - left
+
+
+def test_what_waits_lies_in_page_locked_memory(monkeypatch):
+    pinned, stock = [], offloading.host_memory
+
+    def host_memory(like: torch.Tensor) -> torch.Tensor:
+        memory = stock(like)
+        pinned.append(memory.is_pinned())
+        return memory
+
+    monkeypatch.setattr(offloading, "host_memory", host_memory)
+    gradients(changed(twelve_blocks(), offload), batch())
+    assert pinned and all(pinned)
+
+
+def test_copies_run_beside_the_forward_that_saves_and_end_with_it():
+    block = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(CUDA)
+    computed = torch.cuda.Event()
+    block[-1].register_forward_hook(lambda *_: computed.record())
+    offload(block)
+    x = torch.randn(8, 64, device=CUDA, requires_grad=True)
+    block(x).sum().backward()  # so that memory is there, and no allocation waits
+    torch.cuda.synchronize()
+    copies = offloading._copy_stream(CUDA)
+    with torch.cuda.stream(copies):
+        torch.cuda._sleep(10**9)
+    output = block(x)
+    computed.synchronize()
+    assert not copies.query()
+    torch.cuda.current_stream().synchronize()
+    assert copies.query() and output.requires_grad
+
+
+def delay(model: nn.Module, dice: random.Random) -> None:
+    """Hold up the compute stream or that of the copies, for a random time, at random modules in both passes."""
+
+    def sleep(*_) -> None:
+        if dice.random() < 0.3:
+            stream = dice.choice([torch.cuda.current_stream(CUDA), offloading._copy_stream(CUDA)])
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(dice.randint(1, LONGEST_SLEEP))
+
+    def sleep_in_backward(module: nn.Module, args: tuple, output: object) -> None:
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(sleep)
+
+    for module in model.modules():
+        module.register_forward_pre_hook(sleep)
+        module.register_forward_hook(sleep_in_backward)
+
+
+def test_no_delay_changes_a_gradient_or_leaves_memory_behind(way):
+    """What is freed too early, or read before it has come, shows where streams are out of step."""
+    ids = batch()
+    wanted = gradients(twelve_blocks(), ids)
+    model = changed(twelve_blocks(), way)
+    delay(model, random.Random(0))
+    gradients(model, ids)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for step in range(ROUNDS):
+        for columns in (256, 768, 1024):
+            torch.full((SAMPLES, LENGTH, columns), float("nan"), device=CUDA)  # for those that read free memory
+        assert all_equal(gradients(model, ids), wanted), f"step {step}"
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("last", ["transformer.ln_f.weight", "transformer.h.11.mlp.c_proj.weight"])
+def test_backward_that_ends_early_leaves_no_memory_behind(last, way):
+    """Nothing of a block has come back, or what has is not all waited for."""
+    model, ids = changed(twelve_blocks(), way), batch()
+    gradients(model, ids)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(5):
+        loss = loss_of(model, ids)
+        with torch.cuda.stream(offloading._copy_stream(CUDA)):
+            torch.cuda._sleep(LONGEST_SLEEP)
+        torch.autograd.grad(loss, model.get_parameter(last))
+        del loss
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
