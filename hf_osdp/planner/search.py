@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import HardwareError, InfeasibleError, OSDPError
@@ -171,23 +171,31 @@ def compare_strategies(
     return tuple(rows)
 
 
-def _candidates(description: ModelDescription, hardware: Hardware, job: TrainingJob, strategy: Strategy) -> Iterator[_Candidate]:
-    for batch in batches(job, hardware.world_size):
-        for space in search_spaces(strategy, description, hardware, job, batch):
-            line = build_line(description, hardware, job, batch, space)
-            _check_host(line, hardware)
+def _candidates(description: ModelDescription, hardware: Hardware, job: TrainingJob, strategy: Strategy) -> list[_Candidate]:
+    """Every batch in every space, but for those of which each plan has more on the host than fits there.
+
+    Raises:
+        HardwareError: that is so of all.
+    """
+    lines = [
+        (batch, build_line(description, hardware, job, batch, space))
+        for batch in batches(job, hardware.world_size)
+        for space in search_spaces(strategy, description, hardware, job, batch)
+    ]
+    candidates = []
+    for batch, line in lines:
+        if line.least_host_bytes <= line.host_limit_bytes:
             quickest = sum(len(g.units) * min(o.seconds for o in g.options) for g in line.groups)
-            yield _Candidate(batch=batch, line=line, bound_s=quickest, floor_bytes=peak_floor(description, line, job, batch))
-
-
-def _check_host(line: Line, hardware: Hardware) -> None:
-    """Refuse to have on the host what it is too small for."""
-    if line.least_host_bytes > line.host_limit_bytes:
+            floor = peak_floor(description, line, job, batch)
+            candidates.append(_Candidate(batch=batch, line=line, bound_s=quickest, floor_bytes=floor))
+    if not candidates:
+        least = min(line.least_host_bytes for _, line in lines)
         raise HardwareError(
-            f"What is to lie on the host takes {format_bytes(line.least_host_bytes)} of its memory for each rank, but there is"
-            f" {format_bytes(line.host_limit_bytes)} ({hardware.device.name}); leave host_offload and offload_activations open, or use"
-            " more devices."
+            f"What is to lie on the host takes {format_bytes(least)} of its memory for each rank, but there is"
+            f" {format_bytes(hardware.host.memory_bytes)} ({hardware.device.name}); leave host_offload and offload_activations open, or"
+            " use more devices."
         )
+    return candidates
 
 
 def _free_choice(description, hardware, job, candidate: _Candidate, limit: int) -> Solution | None:

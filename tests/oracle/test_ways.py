@@ -135,3 +135,9 @@ def test_no_plan_costs_less_than_its_options_add_to_the_bound(times_the_least):
         bound, added = solver._relaxed(line, job, limit, scale)
         taken = sum(added[g][o] for g in line.groups for unit in g.units for o in g.options if o.choice == found.choices[unit])
         assert bound + taken <= found.objective * scale * (1 + 1e-6)
+
+
+def test_a_strategy_that_fits_the_device_needs_no_host():
+    description, hardware, job = instance(0)
+    tiny = replace(hardware, host=replace(hardware.host, memory_bytes=10))
+    assert not any(unit.on_host for unit in search(description, tiny, job, 10**12, strategy=Strategy.FSDP).plan.units)
