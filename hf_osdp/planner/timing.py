@@ -9,7 +9,8 @@ with A accumulation steps. A collective is exposed by what does not fit beside t
                                                  micro-step the all-reduce between replicas
 
 Activations that wait on the host go there beside the forward compute, with the gather of the next unit, and come back beside the
-unit's own backward; the input of a recomputed unit comes back before it, for recomputation begins with it.
+unit's own backward; the input of a recomputed unit comes back before it, for recomputation begins with it. Both ways take of the
+device's memory bandwidth, however well they are hidden.
 
 The second takes the steady state of a run of equal units: while one computes, the next is gathered and the one before is
 reduced, and the two share the links. Under gloo nothing overlaps, so F = B = 0. What is gathered first and reduced last
@@ -131,6 +132,8 @@ class HostTrip:
     back: float = 0.0
     awaited: bool = False
     """Backward begins with what comes back, so that nothing hides it."""
+    traffic: float = 0.0
+    """What both copies take of the device's memory bandwidth, which compute lacks."""
 
 
 def host_trips(description: ModelDescription, hardware: Hardware, samples: int, activations: Activations) -> tuple[HostTrip, ...]:
@@ -144,6 +147,7 @@ def host_trips(description: ModelDescription, hardware: Hardware, samples: int, 
             out=nbytes / hardware.host.to_host_bytes_per_s,
             back=nbytes / hardware.host.to_device_bytes_per_s,
             awaited=activations.recomputes,
+            traffic=2 * nbytes / hardware.device.memory_bytes_per_s,
         )
     return tuple(trips)
 
@@ -202,7 +206,7 @@ def unit_time(
         compute_s=micro_steps * compute_s,
         communication_s=micro_steps * (gathers + trip.out + trip.back) + scatters * terms.reduce_scatter + terms.all_reduce,
         exposed_s=micro_steps * forward + (micro_steps - 1) * earlier + last,
-        copy_s=micro_steps * copies,
+        copy_s=micro_steps * (copies + trip.traffic),
         optimizer_s=terms.optimizer,
     )
 

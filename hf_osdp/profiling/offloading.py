@@ -89,6 +89,8 @@ class _Luggage:
     """It was changed again before forward ended, perhaps while the copy ran."""
     arrived: torch.cuda.Event | None = None
     """The end of the last copy; None where copies do not run beside compute."""
+    awaited: bool = True
+    """Compute waits for the last copy, so that the device's memory can be used for something else after it."""
 
     @classmethod
     def send(cls, tensor: torch.Tensor) -> _Luggage:
@@ -101,14 +103,17 @@ class _Luggage:
     def fetch(self) -> None:
         """Start to bring it back."""
         self.device = torch.empty(self.host.shape, dtype=self.host.dtype, device=self.home)
-        if (stream := _copy_stream(self.home)) is not None:
-            self.device.record_stream(stream)  # where backward ends early, nobody waits for the copy
         self._copy(self.device, self.host)
 
     def wait(self) -> None:
         """Let compute go on when the last copy is done."""
         if self.arrived is not None:
             torch.cuda.current_stream(self.home).wait_event(self.arrived)
+            self.awaited = True
+
+    def __del__(self) -> None:
+        if not self.awaited:  # nobody asked for it: forward failed, or backward ended early
+            self.wait()
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         stream = _copy_stream(self.home)
@@ -118,7 +123,7 @@ class _Luggage:
         stream.wait_stream(torch.cuda.current_stream(self.home))
         with torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
-            self.arrived = stream.record_event()
+            self.arrived, self.awaited = stream.record_event(), False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

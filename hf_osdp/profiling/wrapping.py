@@ -44,7 +44,11 @@ class _Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+        # Tensors among positional arguments are saved as autograd saves them, which hooks see; keywords would be held as they are.
+        return checkpoint(self._again, len(args), tuple(kwargs), *args, *kwargs.values(), use_reentrant=False)
+
+    def _again(self, positional: int, names: tuple[str, ...], *values: Any) -> Any:
+        return self._forward(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
 
 
 def recompute(module: nn.Module) -> None:

@@ -94,12 +94,12 @@ def with_host(*, link_bytes_per_s: float = 1e9, back_bytes_per_s: float | None =
 def test_a_trip_is_the_own_bytes_over_the_link():
     description = recomputable(input_bytes=2e6, own_bytes=8e6)
     hardware = with_host(link_bytes_per_s=1e9, back_bytes_per_s=2e9)
-    blocks = sorted(description.recomputable)
+    blocks, rate = sorted(description.recomputable), hardware.device.memory_bytes_per_s
     wanted = {
         Activations.SAVE: HostTrip(),
         Activations.RECOMPUTE: HostTrip(),
-        Activations.OFFLOAD: HostTrip(out=24e-3, back=12e-3),
-        Activations.RECOMPUTE_OFFLOAD: HostTrip(out=6e-3, back=3e-3, awaited=True),
+        Activations.OFFLOAD: HostTrip(out=24e-3, back=12e-3, traffic=2 * 24e6 / rate),
+        Activations.RECOMPUTE_OFFLOAD: HostTrip(out=6e-3, back=3e-3, awaited=True, traffic=2 * 6e6 / rate),
     }
     for activations, trip in wanted.items():
         trips = host_trips(description, hardware, 3, activations)
