@@ -99,13 +99,15 @@ def override(config: PreTrainedConfig, overrides: str | None) -> None:
         setattr(config, name, int(new) if old is None and str(new).isdigit() else new)
 
 
-def choose_block_size(asked: int | None, config: PreTrainedConfig) -> int:
-    """Tokens of one sample, at most as many as the model has positions."""
+def choose_block_size(
+    asked: int | None, config: PreTrainedConfig, *, name: str = "block_size", longest: int = LONGEST_DEFAULT_BLOCK
+) -> int:  # fmt: skip
+    """Tokens of one sample, at most as many as the model has positions; `name` is the argument, `longest` its greatest default."""
     positions = getattr(config, "max_position_embeddings", None)
     if asked is None:
-        return min(positions or LONGEST_DEFAULT_BLOCK, LONGEST_DEFAULT_BLOCK)
+        return min(positions or longest, longest)
     if positions is not None and asked > positions:
-        raise ValueError(f"block_size={asked} is longer than the model's {positions} positions; use at most {positions}.")
+        raise ValueError(f"{name}={asked} is longer than the model's {positions} positions; use at most {positions}.")
     return asked
 
 

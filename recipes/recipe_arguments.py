@@ -54,30 +54,93 @@ GROUPINGS = {"group_sharding": "hsdp", "communication_with_groups": "two_stage",
 
 
 @dataclass
-class DataArguments:
-    """Which text; by default the English language reference that every Python carries."""
+class FileArguments:
+    """Which local data, and how much of it."""
 
-    dataset_name: str | None = field(default=None, metadata={"help": "Data set on the hub, such as Salesforce/wikitext."})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration, such as wikitext-2-raw-v1."})
     train_file: str | None = field(default=None, metadata={"help": "Local text: .txt, or .json/.jsonl/.csv with a column `text`."})
     validation_file: str | None = field(default=None, metadata={"help": "Local text for evaluation."})
     validation_split_percentage: int = field(
         default=5, metadata={"help": "Part of the training text to evaluate on where there is no other."}
     )
-    block_size: int | None = field(default=None, metadata={"help": "Tokens of one sample; by default what the model takes, at most 1024."})
     max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many samples."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first so many samples."})
 
     def __post_init__(self) -> None:
-        if self.dataset_name and self.train_file:
-            raise ValueError("Both dataset_name and train_file were given; choose one.")
         if self.validation_file and not self.train_file:
             raise ValueError("validation_file needs train_file beside it.")
         if not 0 < self.validation_split_percentage < 100:
             raise ValueError(f"validation_split_percentage={self.validation_split_percentage} must be between 1 and 99.")
-        for name in ("block_size", "max_train_samples", "max_eval_samples"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1.")
+        check_counts(self, "max_train_samples", "max_eval_samples")
+
+
+def check_counts(arguments: object, *names: str) -> None:
+    """Refuse numbers below 1; None is left alone."""
+    for name in names:
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
+
+
+@dataclass
+class DataArguments(FileArguments):
+    """Which text; by default the English language reference that every Python carries."""
+
+    dataset_name: str | None = field(default=None, metadata={"help": "Data set on the hub, such as Salesforce/wikitext."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration, such as wikitext-2-raw-v1."})
+    block_size: int | None = field(default=None, metadata={"help": "Tokens of one sample; by default what the model takes, at most 1024."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dataset_name and self.train_file:
+            raise ValueError("Both dataset_name and train_file were given; choose one.")
+        check_counts(self, "block_size")
+
+
+GLUE_TASKS = {
+    "sst2": (("sentence",), "accuracy"),
+    "rte": (("sentence1", "sentence2"), "accuracy"),
+    "cola": (("sentence",), "matthews_correlation"),
+}
+"""Tasks of GLUE that a model can be fine-tuned on: columns of text, and the metric."""
+
+
+@dataclass
+class ClassifierArguments(ModelArguments):
+    """Which classifier: from a pretrained model, or from scratch."""
+
+    model_type: str = field(default="bert", metadata={"help": "Architecture to train from scratch."})
+
+
+@dataclass
+class ClassificationArguments(FileArguments):
+    """Which labelled sentences; by default made ones."""
+
+    train_file: str | None = field(
+        default=None, metadata={"help": "Local .jsonl, .json or .csv with columns `sentence`, or `sentence1` and `sentence2`, and `label`."}
+    )
+    validation_file: str | None = field(default=None, metadata={"help": "The same for evaluation."})
+    task_name: str | None = field(
+        default=None, metadata={"help": f"Task of GLUE: {', '.join(GLUE_TASKS)}; from the hub, unless there is a train_file."}
+    )
+    metric: str | None = field(
+        default=None, metadata={"help": "accuracy, matthews_correlation, or a metric on the hub; by default the task's, else accuracy."}
+    )
+    max_seq_length: int | None = field(
+        default=None, metadata={"help": "Tokens of one sample, longer ones are cut; by default 128, or what the model takes."}
+    )
+    pad_to_max_length: bool = field(
+        default=True, metadata={"help": "Pad to max_seq_length, which the plan is made for; false pads to the longest of a batch."}
+    )
+    early_stopping_patience: int | None = field(
+        default=None, metadata={"help": "Stop after so many evaluations without a better metric; needs load_best_model_at_end."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.task_name is not None and self.task_name not in GLUE_TASKS:
+            raise ValueError(f"task_name={self.task_name!r} is not known; use one of {', '.join(GLUE_TASKS)}, or train_file.")
+        check_counts(self, "max_seq_length", "early_stopping_patience")
+        if self.metric is None:
+            self.metric = GLUE_TASKS[self.task_name][1] if self.task_name else "accuracy"
 
 
 @dataclass

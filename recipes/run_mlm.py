@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import sys
 
-import torch
+from losses import mean_over_labels
 from masking import Masking, frame_of
 from model_loading import Task, choose_block_size, fit_config, load_config, load_model, load_tokenizer
 from recipe_arguments import DataArguments, MaskedModelArguments, OSDPArguments, parse_arguments
 from text_data import load_text, to_blocks
-from torch.nn.functional import cross_entropy
 from trained_tokenizers import train_masked_tokenizer
 from training import begin, train_and_evaluate
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForMaskedLM, TrainingArguments
-from transformers.modeling_outputs import MaskedLMOutput
 
 from hf_osdp import Trainer
 from hf_osdp.integration.exits import run_script
@@ -55,24 +53,10 @@ def main() -> None:
         eval_dataset=evaluated,
         processing_class=tokenizer,
         data_collator=masking.collator(args.process_index),
-        compute_loss_func=mean_over_masked,
+        compute_loss_func=mean_over_labels,
         osdp=osdp_args.options(block_size),
     )
     train_and_evaluate(trainer, checkpoint)
-
-
-def mean_over_masked(outputs: MaskedLMOutput, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None) -> torch.Tensor:
-    """Loss of the masked tokens, each with the same weight however many fall into one micro-batch; BERT takes the mean of each.
-
-    Args:
-        outputs: with `logits`, [samples, tokens, vocabulary].
-        labels: [samples, tokens]; -100 where nothing is masked.
-        num_items_in_batch: masked tokens of the whole optimizer step, on all ranks.
-    """
-    logits = outputs.logits.view(-1, outputs.logits.shape[-1])
-    if num_items_in_batch is None:
-        return cross_entropy(logits, labels.view(-1))
-    return cross_entropy(logits, labels.view(-1), reduction="sum") / num_items_in_batch
 
 
 if __name__ == "__main__":

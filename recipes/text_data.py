@@ -9,7 +9,7 @@ from pydoc_data import topics
 
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
-from recipe_arguments import DataArguments
+from recipe_arguments import DataArguments, FileArguments
 from transformers import PreTrainedTokenizerBase
 
 _FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv"}
@@ -28,23 +28,30 @@ def load_text(data: DataArguments) -> DatasetDict:
         ValueError: a file is missing, unreadable or of an unknown kind, it holds too little, or there is no column `text`.
     """
     if data.dataset_name:
-        text = _from_hub(data)
+        text = load_hub(data.dataset_name, data.dataset_config_name)
     elif data.train_file:
-        text = _from_files(data)
+        text = load_files(data.train_file, data.validation_file)
     else:
         return _language_reference(data.validation_split_percentage)
     if "train" not in text or "text" not in text["train"].column_names:
         raise ValueError(f"The data set needs a split `train` with a column `text`; it has {dict(text.column_names)}.")
     if (kind := text["train"].features["text"].dtype) not in ("string", "large_string"):
         raise ValueError(f"The column `text` holds {kind}; it must hold text.")
-    text = text.select_columns("text")
-    if "validation" not in text:
-        if (rows := text["train"].num_rows) < 2:
-            source = data.train_file or data.dataset_name
-            raise ValueError(f"{source} has too little text to split ({rows} line); give more lines, or a validation_file.")
-        parts = text["train"].train_test_split(test_size=data.validation_split_percentage / 100, shuffle=False)
-        text = DatasetDict(train=parts["train"], validation=parts["test"])
-    return text
+    return with_validation(text.select_columns("text"), data, data.train_file or data.dataset_name)
+
+
+def with_validation(rows: DatasetDict, data: FileArguments, source: str) -> DatasetDict:
+    """The same, or the last rows of `train` as `validation` where there is none.
+
+    Raises:
+        ValueError: `source` has too few rows for that.
+    """
+    if "validation" in rows:
+        return rows
+    if (number := rows["train"].num_rows) < 2:
+        raise ValueError(f"{source} has too little text to split ({number} line); give more lines, or a validation_file.")
+    parts = rows["train"].train_test_split(test_size=data.validation_split_percentage / 100, shuffle=False)
+    return DatasetDict(train=parts["train"], validation=parts["test"])
 
 
 def to_blocks(
@@ -86,10 +93,10 @@ def to_blocks(
             have = sum(map(len, tokens[split]["input_ids"]))
             source = data.train_file or data.dataset_name or "Python's language reference"
             raise ValueError(f"{source}: the {split} text has {have} tokens, less than one block of {block_size}; give more text.")
-    return _limited(blocks, data)
+    return limited(blocks, data)
 
 
-def _limited(blocks: DatasetDict, data: DataArguments) -> DatasetDict:
+def limited(blocks: DatasetDict, data: FileArguments) -> DatasetDict:
     """The first so many samples of each split, where that was asked for."""
     limits = {"train": data.max_train_samples, "validation": data.max_eval_samples}
     return DatasetDict(
@@ -97,15 +104,25 @@ def _limited(blocks: DatasetDict, data: DataArguments) -> DatasetDict:
     )
 
 
-def _from_hub(data: DataArguments) -> DatasetDict:
+def load_hub(name: str, config_name: str | None) -> DatasetDict:
+    """A data set of the hub.
+
+    Raises:
+        ValueError: there is none of that name, or no network.
+    """
     try:
-        return load_dataset(data.dataset_name, data.dataset_config_name)
+        return load_dataset(name, config_name)
     except (DatasetNotFoundError, ConnectionError) as error:
-        raise ValueError(f"Cannot load the data set {data.dataset_name}: {error}") from None
+        raise ValueError(f"Cannot load the data set {name}: {error}") from None
 
 
-def _from_files(data: DataArguments) -> DatasetDict:
-    files = {"train": data.train_file, "validation": data.validation_file}
+def load_files(train_file: str, validation_file: str | None) -> DatasetDict:
+    """Local files as splits `train` and, where it is given, `validation`.
+
+    Raises:
+        ValueError: a file is missing, unreadable or of an unknown kind.
+    """
+    files = {"train": train_file, "validation": validation_file}
     files = {split: name for split, name in files.items() if name}
     for split, name in files.items():
         path = Path(name)

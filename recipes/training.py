@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from datasets import disable_progress_bars
@@ -25,23 +27,37 @@ def begin(args: TrainingArguments) -> str | None:
     """
     if not (args.do_train or args.do_eval):
         raise ValueError("Nothing to do; give do_train, do_eval or both.")
-    _quiet_other_ranks(args)
+    quiet_other_ranks(args.process_index)
     set_seed(args.seed)
     return _find_checkpoint(args)
 
 
-def train_and_evaluate(trainer: Trainer, checkpoint: str | None) -> None:
-    """Train and save the model, as `do_train` asks; the perplexity before and after it, as `do_eval` asks."""
-    args = trainer.args
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What a run says of its model before and after training."""
+
+    name: str
+    measure: Callable[[Trainer], float]
+    """Evaluates, and saves the metrics."""
+    decimals: int
+
+    def text(self, trainer: Trainer, when: str) -> str:
+        """`perplexity after training: 165.40`."""
+        return f"{self.name}{when}: {self.measure(trainer):.{self.decimals}f}"
+
+
+def train_and_evaluate(trainer: Trainer, checkpoint: str | None, score: Score | None = None) -> None:
+    """Train and save the model, as `do_train` asks; its score before and after it, as `do_eval` asks; by default the perplexity."""
+    args, score = trainer.args, score or Score(name="perplexity", measure=perplexity, decimals=2)
     if args.do_eval:
-        say(args, f"perplexity before training: {perplexity(trainer):.2f}" if args.do_train else f"perplexity: {perplexity(trainer):.2f}")
+        say(args, score.text(trainer, " before training" if args.do_train else ""))
     if args.do_train:
         result = trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model()
         trainer.save_metrics("train", result.metrics)
         trainer.save_state()
         if args.do_eval:
-            say(args, f"perplexity after training: {perplexity(trainer):.2f}")
+            say(args, score.text(trainer, " after training"))
         say(args, f"model saved in {args.output_dir}")
     trainer.accelerator.end_training()
 
@@ -60,14 +76,14 @@ def perplexity(trainer: Trainer) -> float:
     return metrics["perplexity"]
 
 
-def _quiet_other_ranks(args: TrainingArguments) -> None:
+def quiet_other_ranks(rank: int) -> None:
     """One voice: progress and notes come from rank 0. Errors come from everyone."""
     warnings.filterwarnings("ignore", message=r".*pin_memory.*")
     # Of BERT's logits, a view; torch warns of operations in place on it, of which there are none.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     # GPT-2's class name does not say which loss it has, and the note that follows sounds like a fault.
     logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "`loss_type=None`" not in record.getMessage())
-    if args.process_index != 0:
+    if rank != 0:
         disable_progress_bars()
         logging.getLogger().setLevel(logging.ERROR)
 

@@ -18,6 +18,9 @@ TINY = {
         "hidden_dropout_prob=0.0,attention_probs_dropout_prob=0.0"
     ),
 }
+TINY["run_glue"] = TINY["run_mlm"]
+OWN: dict[str, dict[str, object]] = {"run_glue": {"block_size": None, "max_seq_length": 16}}
+"""Flags that a script has, or lacks, beside the common ones."""
 
 
 class Recipe:
@@ -36,7 +39,7 @@ class Recipe:
             "per_device_eval_batch_size": 8, "max_steps": 6, "learning_rate": 0.02, "save_strategy": "no", "report_to": "none",
             "disable_tqdm": True, "hardware": "cpu",
         }  # fmt: skip
-        options.update(changes)
+        options |= {**OWN.get(self.script, {}), **changes}
         return [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
 
     def run(self, *positional: str, processes: int = 1, **changes: object) -> subprocess.CompletedProcess[str]:
@@ -62,6 +65,7 @@ class Recipe:
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
             "HF_DATASETS_CACHE": str(self.folder / "cache"),
+            "HF_MODULES_CACHE": str(self.folder / "modules"),
             "CUDA_VISIBLE_DEVICES": "",
         }
 
@@ -76,6 +80,12 @@ def recipe(tmp_path: Path) -> Recipe:
 def masked(tmp_path: Path) -> Recipe:
     """Masked language modelling."""
     return Recipe("run_mlm", tmp_path)
+
+
+@pytest.fixture
+def classifier(tmp_path: Path) -> Recipe:
+    """Classification of sentences."""
+    return Recipe("run_glue", tmp_path)
 
 
 @pytest.fixture(scope="session")

@@ -214,12 +214,12 @@ def test_masks_for_evaluation_stay_and_those_for_training_change(masking):
 
 
 def test_a_masked_token_counts_the_same_in_every_micro_batch(recipes):
-    from run_mlm import mean_over_masked
+    from losses import mean_over_labels
 
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4, 8, 10, generator=generator, dtype=torch.float64)
     labels = torch.randint(0, 10, (4, 8), generator=generator)
     labels[0, 1:] = labels[1:, ::2] = -100  # one masked token in the first micro-batch, twelve in the others
     masked = (labels != -100).sum()
-    parts = [mean_over_masked(MaskedLMOutput(logits=logits[i : i + 1]), labels[i : i + 1], masked) for i in range(4)]
-    assert sum(parts).item() == pytest.approx(mean_over_masked(MaskedLMOutput(logits=logits), labels).item(), rel=1e-12)
+    parts = [mean_over_labels(MaskedLMOutput(logits=logits[i : i + 1]), labels[i : i + 1], masked) for i in range(4)]
+    assert sum(parts).item() == pytest.approx(mean_over_labels(MaskedLMOutput(logits=logits), labels).item(), rel=1e-12)

@@ -1,0 +1,233 @@
+"""The classification recipe: data, metrics, early stopping, and losses that do not depend on how a batch is cut."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForMaskedLM
+
+ROOT = Path(__file__).parents[2]
+PAIRS = [("it rains .", "the street is wet .", 0), ("it rains .", "the sun shines .", 1), ("a dog runs .", "an animal runs .", 0)] * 24
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def pairs(classifier) -> Path:
+    """72 pairs of sentences; two thirds have label 0."""
+    rows = [{"sentence1": first, "sentence2": second, "label": label, "idx": number} for number, (first, second, label) in enumerate(PAIRS)]
+    return write(classifier.folder / "pairs.jsonl", rows)
+
+
+def scores(output: str, metric: str = "accuracy") -> dict[str, float]:
+    return {when: float(value) for when, value in re.findall(metric + r" (before|after) training: (-?[\d.]+)", output)}
+
+
+def history(output: Path) -> list[dict[str, float]]:
+    return json.loads((output / "trainer_state.json").read_text())["log_history"]
+
+
+def test_two_processes_learn_stop_early_and_save(classifier, pairs):
+    """Pairs from a file, learned by heart; training ends once the best accuracy is no longer beaten."""
+    done = classifier.run(
+        processes=2, train_file=pairs, validation_file=pairs, max_eval_samples=None, max_train_samples=None, max_steps=60, compare=False,
+        learning_rate=0.005, logging_steps=1, eval_strategy="steps", eval_steps=6, save_strategy="steps", save_steps=6, save_total_limit=1,
+        load_best_model_at_end=True, metric_for_best_model="accuracy", early_stopping_patience=2,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert scores(done.stdout)["after"] == 1.0
+    entries = history(classifier.output)
+    losses = [entry["loss"] for entry in entries if "loss" in entry]
+    accuracies = [entry["eval_accuracy"] for entry in entries if "eval_accuracy" in entry]
+    assert losses[-1] < 0.3 * losses[0] and losses[0] < 1.5  # not the sum over processes
+    best = accuracies.index(1.0)
+    assert len(accuracies) == best + 1 + 2 and len(losses) < 60
+
+    model = AutoModelForSequenceClassification.from_pretrained(classifier.output)
+    tokenizer = AutoTokenizer.from_pretrained(classifier.output)
+    with torch.no_grad():
+        logits = model(
+            **tokenizer([pair[0] for pair in PAIRS[:3]], [pair[1] for pair in PAIRS[:3]], padding=True, return_tensors="pt")
+        ).logits
+    assert logits.argmax(-1).tolist() == [0, 1, 0]
+    assert json.loads((classifier.output / "osdp_report.json").read_text())["plan"]["world_size"] == 2
+
+
+def test_starts_from_a_pretrained_model_and_a_batch_may_be_cut(classifier, pairs):
+    """As from the folder of run_mlm.py: a new head, and the same first step whether 8 samples run at once or 2, padded or not."""
+    from tests.recipes.test_run_mlm import TEXTS
+
+    classifier_args = {
+        "train_file": pairs, "config_overrides": None, "model_name_or_path": classifier.folder / "mlm", "max_steps": 1, "logging_steps": 1,
+        "per_device_train_batch_size": 8, "metric": "matthews_correlation", "compare": False, "warmup_steps": 0,
+    }  # fmt: skip
+    save_masked_model(classifier.folder / "mlm", TEXTS + [part for pair in PAIRS for part in pair[:2]])
+    steps = []
+    for name, changes in {"whole": {}, "cut": {"micro_batch_size": 2, "pad_to_max_length": False}}.items():
+        output = classifier.folder / name
+        done = classifier.run(output_dir=output, **{**classifier_args, **changes})
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert set(scores(done.stdout, "matthews_correlation")) == {"before", "after"}
+        steps.append(next(entry for entry in history(output) if "loss" in entry))
+    assert 0.3 < steps[0]["loss"] < 1.5
+    for name in ("loss", "grad_norm"):
+        assert steps[1][name] == pytest.approx(steps[0][name], rel=1e-4)
+
+
+def save_masked_model(folder: Path, texts: list[str]) -> None:
+    """A masked language model with its tokenizer, without dropout."""
+    import sys
+
+    sys.path.insert(0, str(ROOT / "recipes"))
+    try:
+        from trained_tokenizers import train_masked_tokenizer
+    finally:
+        sys.path.remove(str(ROOT / "recipes"))
+    config = BertConfig(
+        num_hidden_layers=2, num_attention_heads=2, hidden_size=32, intermediate_size=64, max_position_embeddings=32,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    tokenizer = train_masked_tokenizer(texts, 300, config)
+    config.vocab_size = len(tokenizer)
+    BertForMaskedLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "metric"), [("sst2", "accuracy"), ("rte", "accuracy"), ("cola", "matthews_correlation")])
+def test_tasks_of_glue_from_files(classifier, shared_data, task, metric):
+    folder = shared_data / "glue" / task
+    done = classifier.run(
+        processes=2, task_name=task, train_file=folder / "train.jsonl", validation_file=folder / "validation.jsonl", max_steps=3,
+        max_seq_length=32, tokenizer_name=shared_data / "tokenizers" / "bert-base-uncased", learning_rate=1e-4,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert set(scores(done.stdout, metric)) == {"before", "after"}
+
+
+# ------------------------------------------------------------------------------------------------------ metrics and data
+
+
+@pytest.fixture
+def recipes(monkeypatch, tmp_path):
+    """The modules of the recipes can be imported."""
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+
+
+@pytest.mark.parametrize(
+    ("predicted", "true", "accuracy", "matthews"),
+    [
+        ([0, 1, 1, 0], [0, 1, 1, 0], 1.0, 1.0),
+        ([1, 0, 0, 1], [0, 1, 1, 0], 0.0, -1.0),
+        ([1, 1, 1, 1], [0, 1, 1, 0], 0.5, 0.0),
+        # TP 3, TN 2, FP 1, FN 2: (3·2 - 1·2) / sqrt(4 · 5 · 3 · 4)
+        ([1, 1, 1, 0, 0, 1, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0], 5 / 8, 4 / math.sqrt(240)),
+        # of three classes, s=4, c=3, p=(2,1,1), t=(1,2,1): (12 - 5) / sqrt((16 - 6) (16 - 6))
+        ([0, 0, 1, 2], [0, 1, 1, 2], 0.75, 0.7),
+    ],
+)
+def test_metrics_by_hand(recipes, predicted, true, accuracy, matthews):
+    import numpy as np
+    from metric_loading import load_metric
+    from transformers import EvalPrediction
+
+    prediction = EvalPrediction(predictions=np.eye(3)[predicted], label_ids=np.array(true))
+    assert load_metric("accuracy")(prediction) == pytest.approx({"accuracy": accuracy})
+    assert load_metric("matthews_correlation")(prediction) == pytest.approx({"matthews_correlation": matthews})
+
+
+def test_made_reviews_say_what_their_label_says(recipes):
+    from made_reviews import made_reviews
+
+    reviews = made_reviews(5)
+    rows = [row for split in reviews.values() for row in split]
+    assert len({row["sentence"] for row in rows}) == len(rows) == 11520 and reviews["validation"].num_rows == 576
+    assert sum(row["label"] for row in rows) == len(rows) / 2
+    labels = {row["sentence"]: row["label"] for row in rows}
+    assert (
+        labels["the plot was never very dull"] == 1
+        and labels["for once the film is superb"] == 1
+        and labels["the score is not so clever"] == 0
+    )
+    assert rows == [row for split in made_reviews(5).values() for row in split]
+
+
+@pytest.mark.parametrize("name", ["sst2", "rte", "cola", "demo"])
+def test_files_of_arguments_fit_the_recipe(recipes, name):
+    from recipe_arguments import GLUE_TASKS, ClassificationArguments, ClassifierArguments, OSDPArguments, parse_arguments
+    from run_glue import check_best_model
+    from transformers import TrainingArguments
+
+    types = (ClassifierArguments, ClassificationArguments, OSDPArguments, TrainingArguments)
+    _, data_args, _, args = parse_arguments(types, [str(ROOT / "recipes" / "glue" / f"{name}.yaml")])
+    check_best_model(data_args, args)
+    assert args.do_train and args.do_eval and data_args.early_stopping_patience
+    if name != "demo":
+        assert data_args.task_name == name and args.metric_for_best_model == GLUE_TASKS[name][1]
+
+
+BAD_INPUT = {
+    "unknown task": (dict(task_name="mnli"), "task_name='mnli' is not known; use one of sst2, rte, cola, or train_file"),
+    "missing file": (dict(train_file="none.jsonl"), "train file none.jsonl does not exist"),
+    "no labels": (
+        dict(train_file="plain.jsonl"),
+        "plain.jsonl has the columns sentence; it needs sentence, label or sentence1, sentence2, label",
+    ),
+    "columns of another task": (dict(train_file="pairs.jsonl", task_name="sst2"), "it needs sentence, label."),
+    "labels of text": (dict(train_file="words.jsonl"), "The labels of words.jsonl are string; they must be whole numbers"),
+    "negative labels": (dict(train_file="hidden.jsonl"), "hidden.jsonl has rows without a label"),
+    "one label only": (dict(train_file="same.jsonl"), "same.jsonl has 1 for all of its 19 labels"),
+    "numbers for text": (dict(train_file="numbers.jsonl"), "The column `sentence` of numbers.jsonl holds int64"),
+    "unknown metric": (dict(metric="no_such_metric"), "Cannot load the metric no_such_metric"),
+    "longer than the positions": (dict(max_seq_length=64), "max_seq_length=64 is longer than the model's 32 positions"),
+    "no length": (dict(max_seq_length=0), "max_seq_length=0 must be at least 1"),
+    "patience without a best model": (dict(early_stopping_patience=2), "early_stopping_patience=2 needs load_best_model_at_end: true"),
+    "best by what is not computed": (dict(metric_for_best_model="f1"), "metric_for_best_model=f1 is not computed; use accuracy or loss"),
+    "no classifier": (dict(model_type="whisper", config_overrides=None), "model_type='whisper' is no model for sentence classification"),
+    "hub without a network": (dict(task_name="rte"), "Cannot load the data set nyu-mll/glue"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_clear_line(classifier, pairs, in_process, monkeypatch, case):
+    import datasets.config
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    sentences = [{"sentence": f"word {number}", "label": number % 2} for number in range(20)]
+    for name, change in {
+        "words": {"label": "good"}, "hidden": {"label": -1}, "same": {"label": 1}, "numbers": {"sentence": 1},
+    }.items():  # fmt: skip
+        write(classifier.folder / f"{name}.jsonl", [{**row, **change} for row in sentences])
+    write(classifier.folder / "plain.jsonl", [{"sentence": row["sentence"]} for row in sentences])
+    changes, part = BAD_INPUT[case]
+    code, errors = in_process(classifier, **changes)
+    lines = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert code == 2, errors
+    assert len(lines) == 1 and part in lines[0], errors
+    assert not classifier.output.exists()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "classes", "refused"), [("BertForSequenceClassification", 3, True), ("BertForMaskedLM", 3, False)]
+)
+def test_a_classifier_keeps_its_number_of_classes(recipes, architecture, classes, refused):
+    from classification_data import LabelledText
+    from run_glue import fit_labels
+
+    config = BertConfig(num_labels=classes, architectures=[architecture])
+    text = LabelledText(rows={}, columns=("sentence",), label_names=("negative", "positive"))
+    if refused:
+        with pytest.raises(ValueError, match="tells 3 classes apart, but the data has 2"):
+            fit_labels(config, text)
+    else:
+        fit_labels(config, text)
+        assert config.num_labels == 2 and config.label2id == {"negative": 0, "positive": 1}
