@@ -93,7 +93,7 @@ def _times(gain: float | None) -> str:
 def remarks(rows: Sequence[Row]) -> list[str]:
     """Layouts, and what lies on the host; lines that may be long."""
     lines = [f"{row.contender}: {row.layout}" for row in rows if row.contender.startswith(OURS) and row.layout]
-    lines += [f"{row.contender}: {format_bytes(row.host_bytes)} of states on the host" for row in rows if row.host_bytes]
+    lines += [f"{row.contender}: {format_bytes(row.host_bytes)} on the host" for row in rows if row.host_bytes]
     return lines
 
 
