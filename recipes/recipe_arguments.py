@@ -206,7 +206,12 @@ class OSDPArguments:
                 )
 
     def options(self, sequence_length: int) -> dict[str, object] | bool:
-        """What was stated here, for the Trainer to lay over the accelerate file; False for the stock Trainer.
+        """What was stated here, for the Trainer to lay over the accelerate file; False for the stock Trainer."""
+        stated = self.stated()
+        return stated if stated is False else {**stated, "sequence_length": sequence_length}
+
+    def stated(self) -> dict[str, object] | bool:
+        """The same without the length of a sample.
 
         Raises:
             ValueError: `grouping` was given for the stock Trainer, which has none.
@@ -220,7 +225,7 @@ class OSDPArguments:
         stated = {name: value for name, value in stated.items() if name not in ("osdp", "grouping")}
         if self.grouping is not None:
             stated["strategy"] = GROUPINGS[self.grouping]
-        return {**stated, "sequence_length": sequence_length}
+        return stated
 
 
 class RecipeParser(HfArgumentParser):
@@ -234,7 +239,7 @@ def parse_arguments(types: Sequence[type], argv: Sequence[str]) -> tuple[Any, ..
     """Read a YAML or JSON file, where the first argument is one, and flags over it.
 
     Args:
-        types: dataclasses, `TrainingArguments` among them.
+        types: dataclasses, such as `TrainingArguments`.
         argv: the command line without the program's name.
 
     Returns:
@@ -245,7 +250,7 @@ def parse_arguments(types: Sequence[type], argv: Sequence[str]) -> tuple[Any, ..
     """
     parser = RecipeParser(types)
     request = launch_request()
-    if not torch.accelerator.is_available() or (request is not None and request.use_cpu):
+    if TrainingArguments in types and (not torch.accelerator.is_available() or (request is not None and request.use_cpu)):
         parser.set_defaults(use_cpu=True)
     argv = list(argv)
     if argv and Path(argv[0]).suffix in (".yaml", ".yml", ".json"):
@@ -270,5 +275,6 @@ def _read_defaults(path: Path, types: Sequence[type]) -> dict[str, Any]:
     known = {f.name for cls in types for f in dataclasses.fields(cls) if f.init}
     if unknown := [str(name) for name in content if name not in known]:
         names = sorted(name for cls in types if cls is not TrainingArguments for name in (f.name for f in dataclasses.fields(cls)))
-        raise ValueError(f"{path} has unknown keys {', '.join(unknown)}; known are {', '.join(names)} and those of TrainingArguments.")
+        others = " and those of TrainingArguments" if TrainingArguments in types else ""
+        raise ValueError(f"{path} has unknown keys {', '.join(unknown)}; known are {', '.join(names)}{others}.")
     return dict(content)

@@ -29,7 +29,7 @@ def begin(args: TrainingArguments) -> str | None:
         raise ValueError("Nothing to do; give do_train, do_eval or both.")
     quiet_other_ranks(args.process_index)
     set_seed(args.seed)
-    return _find_checkpoint(args)
+    return find_checkpoint(args.resume_from_checkpoint, args.output_dir)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +88,21 @@ def quiet_other_ranks(rank: int) -> None:
         logging.getLogger().setLevel(logging.ERROR)
 
 
-def _find_checkpoint(args: TrainingArguments) -> str | None:
-    """The checkpoint to go on from: a folder, or with `true` the last one in the output folder, if there is one."""
-    wanted = args.resume_from_checkpoint
+def find_checkpoint(wanted: str | None, output_dir: str, *, marker: str = "trainer_state.json") -> str | None:
+    """The checkpoint to go on from: a folder, or with `true` the last one in the output folder, if there is one.
+
+    Args:
+        wanted: what `resume_from_checkpoint` says.
+        output_dir: where the run writes.
+        marker: a file that every checkpoint has.
+
+    Raises:
+        ValueError: the folder holds no checkpoint.
+    """
     if wanted is None or str(wanted).lower() == "false":
         return None
     if str(wanted).lower() in ("true", "last"):
-        return get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
-    if not (Path(wanted) / "trainer_state.json").is_file():
+        return get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
+    if not (Path(wanted) / marker).is_file():
         raise ValueError(f"resume_from_checkpoint={wanted} holds no checkpoint; give a checkpoint-N folder, or true for the last one.")
     return wanted

@@ -18,8 +18,11 @@ TINY = {
         "hidden_dropout_prob=0.0,attention_probs_dropout_prob=0.0"
     ),
 }
-TINY["run_glue"] = TINY["run_mlm"]
-OWN: dict[str, dict[str, object]] = {"run_glue": {"block_size": None, "max_seq_length": 16}}
+TINY |= {"run_glue": TINY["run_mlm"], "run_clm_no_trainer": TINY["run_clm"]}
+OWN: dict[str, dict[str, object]] = {
+    "run_glue": {"block_size": None, "max_seq_length": 16},
+    "run_clm_no_trainer": {"do_train": None, "do_eval": None, "save_strategy": None, "report_to": None},
+}
 """Flags that a script has, or lacks, beside the common ones."""
 
 
@@ -80,6 +83,12 @@ def recipe(tmp_path: Path) -> Recipe:
 def masked(tmp_path: Path) -> Recipe:
     """Masked language modelling."""
     return Recipe("run_mlm", tmp_path)
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Recipe:
+    """Causal language modelling without the Trainer."""
+    return Recipe("run_clm_no_trainer", tmp_path)
 
 
 @pytest.fixture
