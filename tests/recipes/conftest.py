@@ -18,11 +18,16 @@ TINY = {
         "hidden_dropout_prob=0.0,attention_probs_dropout_prob=0.0"
     ),
 }
-TINY |= {"run_glue": TINY["run_mlm"], "run_clm_no_trainer": TINY["run_clm"]}
+TINY |= {"run_glue": TINY["run_mlm"], "run_clm_no_trainer": TINY["run_clm"], "train_plain": TINY["run_clm"]}
 OWN: dict[str, dict[str, object]] = {
     "run_glue": {"block_size": None, "max_seq_length": 16},
-    "run_clm_no_trainer": {"do_train": None, "do_eval": None, "save_strategy": None, "report_to": None},
-}
+    "run_clm_no_trainer": dict.fromkeys(("do_train", "do_eval", "save_strategy", "report_to")),
+    "train_plain": {
+        **dict.fromkeys(("do_train", "do_eval", "save_strategy", "report_to", "disable_tqdm", "max_steps")),
+        **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size")),
+        "global_batch_size": 8, "steps": 8,
+    },
+}  # fmt: skip
 """Flags that a script has, or lacks, beside the common ones."""
 
 
@@ -46,9 +51,11 @@ class Recipe:
         return [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
 
     def run(self, *positional: str, processes: int = 1, **changes: object) -> subprocess.CompletedProcess[str]:
-        """Run it; with several processes, under `accelerate launch` with the configuration for the CPU."""
+        """Run it; with several processes, under `accelerate launch` with the configuration for the CPU, the plain loop under torchrun."""
         if processes == 1:
             command = [sys.executable]
+        elif self.script == "train_plain":
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         else:
             config = ROOT / "accelerate_configs" / "osdp_cpu.yaml"
             launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config)]
@@ -89,6 +96,12 @@ def masked(tmp_path: Path) -> Recipe:
 def loop(tmp_path: Path) -> Recipe:
     """Causal language modelling without the Trainer."""
     return Recipe("run_clm_no_trainer", tmp_path)
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Recipe:
+    """Causal language modelling in a plain PyTorch loop."""
+    return Recipe("train_plain", tmp_path)
 
 
 @pytest.fixture
