@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from .costs import Batch, Choice, UnitBytes
-from .description import ModelDescription
+from .description import Activations, ModelDescription
 from .job import TrainingJob
 from .memory import SegmentBytes, peak_of_terms
 from .stations import Line, Option
@@ -18,11 +18,13 @@ def peak_floor(description: ModelDescription, line: Line, job: TrainingJob, batc
     Every moment is a sum of terms with positive sign, so that the floor holds for each of them.
     """
     terms: dict[int, UnitBytes] = {}
+    kept: dict[int, set[Activations]] = {}
     for group in line.groups:
         least = {f.name: min(getattr(o.bytes, f.name) for o in group.options) for f in fields(UnitBytes)}
         least["cast_buffer"] = min(0 if o.bytes.kept else o.bytes.cast_buffer for o in group.options)  # what is kept is not cast again
         terms |= dict.fromkeys(group.units, UnitBytes(**least))
-    segments = [SegmentBytes.least(s, description.units[s.unit].span, batch.micro_batch_size) for s in description.segments]
+        kept |= {unit: {o.choice.activations for o in group.options} for unit in group.units}
+    segments = [SegmentBytes.least(s, description.units[s.unit].span, batch.micro_batch_size, kept[s.unit]) for s in description.segments]
     return peak_of_terms(description, [terms[i] for i in range(len(terms))], segments, job, batch)
 
 

@@ -280,15 +280,22 @@ def _handling_seconds(unit: UnitDescription, g: int, gathered: int, reduced: int
 
 def _host_seconds(unit: UnitDescription, g: int, hardware: Hardware) -> tuple[float, float]:
     """To bring a unit's shards from the host to the device, and its reduced gradients back."""
-    host = _host_of(hardware)
+    host = host_of(hardware)
     shards = _total(unit.parameters, lambda p: p.sharded_numel(g) * p.dtype.itemsize)
     trained = _total((p for p in unit.parameters if p.requires_grad), lambda p: p.sharded_numel(g) * p.dtype.itemsize)
     return shards / host.to_device_bytes_per_s, trained / host.to_host_bytes_per_s
 
 
-def _host_of(hardware: Hardware) -> HostSpec:
+def host_of(hardware: Hardware) -> HostSpec:
+    """The host beside the devices.
+
+    Raises:
+        HardwareError: none is known.
+    """
     if hardware.host is None:
-        raise HardwareError(f"States are to live on the host, but the host of {hardware.device.name} is not known; measure it (profile).")
+        raise HardwareError(
+            f"States or activations are to lie on the host, but the host of {hardware.device.name} is not known; measure it (profile)."
+        )
     return hardware.host
 
 
@@ -298,7 +305,7 @@ def _update_seconds(tensors: int, nbytes: int, hardware: Hardware, job: Training
     device, optimizer = hardware.device, job.optimizer
     if on_host:
         clipped = 3 if job.clips_gradients else 0
-        return (optimizer.traffic_per_element + clipped) * nbytes / _host_of(hardware).update_bytes_per_s
+        return (optimizer.traffic_per_element + clipped) * nbytes / host_of(hardware).update_bytes_per_s
     if hardware.handling is None:
         update = optimizer.traffic_per_element * nbytes / device.memory_bytes_per_s
     else:

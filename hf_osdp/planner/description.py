@@ -172,7 +172,9 @@ class Segment:
     saved_bytes: Affine = Affine()
     """Live bytes that forward adds and backward removes: saved activations with the segment's output."""
     own_saved_bytes: Affine = Affine()
-    """Of what is saved, the part that no other segment saves and that goes with it: what can wait on the host."""
+    """Of what is saved, the part that goes from the device while it waits on the host: nobody else holds it."""
+    sent_bytes: Affine = Affine()
+    """What is sent there for that; where others hold some of it as well, more than goes."""
     gradient_bytes: Affine = Affine()
     """Gradient of the segment's input, live when its backward ends: what it hands to the segment before it."""
     forward: PhaseCost = PhaseCost()
@@ -235,6 +237,11 @@ class ModelDescription:
     def recomputable(self) -> frozenset[int]:
         """Indices of the units whose activations can be recomputed in backward."""
         return frozenset(segment.unit for segment in self.segments if segment.recomputed is not None)
+
+    @property
+    def offloadable(self) -> frozenset[int]:
+        """Indices of the units whose activations can wait on the host."""
+        return frozenset(segment.unit for segment in self.segments if segment.sent_bytes != Affine())
 
     @property
     def calls(self) -> tuple[int, ...]:

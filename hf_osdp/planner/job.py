@@ -85,7 +85,8 @@ class TrainingJob:
     micro_batch_size: int | None = None
     """Fixed micro-batch size, or None to let the planner choose it."""
     reduce_every_micro_step: bool | None = None
-    """Fixed choice of when all gradients are reduced, or None to let the planner choose for each unit."""
+    """Fixed choice of when all gradients are reduced, or None to let the planner choose for each unit. Slices that run twice
+    (`GatherSpan.CALLS`) are reduced in every micro-step in any case."""
     recompute: bool | None = None
     """Recompute the activations of every block in backward, of none, or None to let the planner choose for each."""
     host_offload: bool | None = None
@@ -103,6 +104,9 @@ class TrainingJob:
     `planner/correction.py`."""
 
     def __post_init__(self) -> None:
+        for name in ("reduce_every_micro_step", "recompute", "host_offload", "offload_activations"):
+            if (value := getattr(self, name)) is not None and not isinstance(value, bool):
+                raise ValueError(f"{name}={value!r} is not a switch; use True, False, or None to leave it to the planner.")
         if self.global_batch_size < 1:
             raise ValueError(f"global_batch_size={self.global_batch_size} must be at least 1.")
         if self.micro_batch_size is not None and self.micro_batch_size < 1:

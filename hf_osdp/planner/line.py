@@ -103,7 +103,7 @@ class _OptionMaker:
         several = unit if len(self.calls[unit]) > 1 else None
         costs = segment.each(lambda costs: replace(costs, unit=0))
         windows = tuple(self.timer.windows[activations][unit] for activations in Activations)
-        return several, self._shapes[unit], costs, self._tails[index], windows, self._space[unit]
+        return several, self._shapes[unit], costs, self._tails[index], self._merging.get(index, 0), windows, self._space[unit]
 
     def stretch(self, index: int, prefetches: bool) -> Stretch:
         """A segment of a unit that is gathered for the whole step."""

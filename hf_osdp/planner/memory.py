@@ -8,14 +8,17 @@ once its backward is done. With segments 1..n in forward order,
     backward of i:  Σ h + Σ_{j<=i} f_j + Σ_{j>i} r_j  + max over i's own moments
     optimizer:      Σ h + Σ r + scratch
 
-where a segment's own moments in backward are the copy-out of its parameters, its compute (with the next gather already
+What waits on the host is in f no more, and in i's own moments again. Gradients of a unit's further calls are in r, whole, until
+the first call's backward.
+
+A segment's own moments in backward are the copy-out of its parameters, its compute (with the next gather already
 in flight), and the copy of its gradients into the reduce buffer.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from .costs import Batch, Choice, UnitBytes, merged_gradients, pinned_bytes, reduce_tail, unit_bytes
@@ -92,9 +95,9 @@ class SegmentBytes:
         )
 
     @classmethod
-    def least(cls, segment: Segment, span: GatherSpan, samples: int) -> SegmentBytes:
-        """The least of each term under any choice about activations."""
-        forms = [cls.of(segment, span, samples, activations) for activations in Activations]
+    def least(cls, segment: Segment, span: GatherSpan, samples: int, choices: Iterable[Activations]) -> SegmentBytes:
+        """The least of each term under any of these choices about activations."""
+        forms = [cls.of(segment, span, samples, activations) for activations in choices]
         return cls(**{name: min(getattr(form, name) for form in forms) for name in cls.__slots__})
 
 
@@ -153,7 +156,7 @@ def activation_host_bytes(segment: Segment, samples: int, activations: Activatio
     A block's input is one tensor. The sizes of all that a block saves are not known one by one: rounded up, they are at most
     doubled.
     """
-    nbytes = segment.under(activations).own_saved_bytes.bytes(samples) if activations.offloads else 0
+    nbytes = segment.under(activations).sent_bytes.bytes(samples) if activations.offloads else 0
     return pinned_bytes(nbytes) if activations.recomputes else 2 * nbytes
 
 

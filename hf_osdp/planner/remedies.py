@@ -121,6 +121,8 @@ def _scaled(segment: Segment, factor: float, *, constants: bool = False) -> Segm
         return replace(
             costs,
             saved_bytes=costs.saved_bytes.scaled(factor, constants=constants),
+            own_saved_bytes=costs.own_saved_bytes.scaled(factor, constants=constants),
+            sent_bytes=costs.sent_bytes.scaled(factor, constants=constants),
             gradient_bytes=costs.gradient_bytes.scaled(factor, constants=constants),
             forward=phase(costs.forward),
             backward=phase(costs.backward),

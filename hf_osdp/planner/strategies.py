@@ -82,7 +82,9 @@ def search_spaces(
         The spaces; `osdp` has one, but two on one device with a host: the second has the first in it, at a higher cost.
 
     Raises:
-        ValueError: HSDP in a world that has no group size between 1 and all; two stages without several nodes of several devices.
+        HardwareError: states or activations are to lie on a host that is not known.
+        ValueError: activations are to be offloaded, and none can be; HSDP in a world that has no group size between 1 and all; two stages
+            without several nodes of several devices.
     """
     kinds = _kinds(strategy, hardware)
     holds, activations, hosts = _holds(job, batch), _activations(job, hardware), _hosts(job, hardware)
@@ -92,9 +94,14 @@ def search_spaces(
             ways.insert(0, (holds, activations, (False,)))
     else:
         ways = [((h,), (a,), (o,)) for h, a, o in itertools.product(holds, activations, hosts)]
-    recomputable = description.recomputable
+    recomputable, offloadable = description.recomputable, description.offloadable
+    if job.offload_activations and not offloadable:
+        raise ValueError(
+            "offload_activations=True, but no block of this model can have its activations wait on the host: they are recomputed by other"
+            " means, or could not be traced; leave it open."
+        )
     spaces = [
-        tuple(_choices(unit, index in recomputable, kind, *way) for index, unit in enumerate(description.units))
+        tuple(_choices(unit, index in recomputable, index in offloadable, kind, *way) for index, unit in enumerate(description.units))
         for kind in kinds
         for way in ways
     ]
@@ -166,14 +173,15 @@ def _with_host(name: str, asked: bool | None, hardware: Hardware) -> tuple[bool,
 def _choices(
     unit: UnitDescription,
     recomputable: bool,
+    offloadable: bool,
     kind: _Kind,
     holds: tuple[bool, ...],
     activations: tuple[Activations, ...],
     hosts: tuple[bool, ...],
 ) -> tuple[Choice, ...]:
     """The choices of one unit."""
-    if not recomputable:
-        activations = (Activations.SAVE,)
+    able = (Activations.of(recomputes=a.recomputes and recomputable, offloads=a.offloads and offloadable) for a in activations)
+    activations = tuple(dict.fromkeys(able))
     if not unit.trainable_numel or unit.span is GatherSpan.CALLS:
         holds = (False,)  # FSDP2 would reduce what is held in one call, and in another what this micro-step adds to it
     return _product(unit.span, kind, holds, activations, hosts)

@@ -8,9 +8,9 @@ with A accumulation steps. A collective is exposed by what does not fit beside t
     backward:  max(0, gather_u + reduce_u - B)   B: u's own backward compute; reduce_u: reduce-scatter, and in the last
                                                  micro-step the all-reduce between replicas
 
-Activations that wait on the host go there beside the forward compute, with the gather of the next unit, and come back beside the
-unit's own backward; the input of a recomputed unit comes back before it, for recomputation begins with it. Both ways take of the
-device's memory bandwidth, however well they are hidden.
+Activations that wait on the host go there beside a forward's compute, as the gather of the next unit does (of equal units, F
+stands for it), and come back beside the unit's own backward; the input of a recomputed unit comes back before it, for
+recomputation begins with it. Both ways take of the device's memory bandwidth, however well they are hidden.
 
 The second takes the steady state of a run of equal units: while one computes, the next is gathered and the one before is
 reduced, and the two share the links. Under gloo nothing overlaps, so F = B = 0. What is gathered first and reduced last
@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .costs import Batch, Choice, UnitSeconds, shape_ids, unit_seconds
+from .costs import Batch, Choice, UnitSeconds, host_of, shape_ids, unit_seconds
 from .description import Activations, Affine, GatherSpan, ModelDescription, PhaseCost
 from .hardware import Hardware
 from .job import TrainingJob
@@ -137,15 +137,20 @@ class HostTrip:
 
 
 def host_trips(description: ModelDescription, hardware: Hardware, samples: int, activations: Activations) -> tuple[HostTrip, ...]:
-    """For each unit, under its own choice about activations."""
+    """For each unit, under its own choice about activations.
+
+    Raises:
+        HardwareError: they are to go to a host that is not known.
+    """
     trips = [HostTrip()] * len(description.units)
-    if not activations.offloads or hardware.host is None:
+    if not activations.offloads:
         return tuple(trips)
+    host = host_of(hardware)
     for segment in description.segments:
-        nbytes = segment.under(activations).own_saved_bytes.bytes(samples)
+        nbytes = segment.under(activations).sent_bytes.bytes(samples)
         trips[segment.unit] = HostTrip(
-            out=nbytes / hardware.host.to_host_bytes_per_s,
-            back=nbytes / hardware.host.to_device_bytes_per_s,
+            out=nbytes / host.to_host_bytes_per_s,
+            back=nbytes / host.to_device_bytes_per_s,
             awaited=activations.recomputes,
             traffic=2 * nbytes / hardware.device.memory_bytes_per_s,
         )
@@ -170,9 +175,19 @@ class UnitTimer:
         self.windows = {a: windows[a.recomputes] for a in Activations}
         """By choice about activations, for each unit."""
         self.compute_s = {a: compute_s[a.recomputes] for a in Activations}
-        self.trips = {a: host_trips(description, hardware, samples, a) for a in Activations}
+        self._trips: dict[Activations, tuple[HostTrip, ...]] = {}
         self._shapes = shape_ids(description.units)
         self._terms: dict[tuple, UnitSeconds] = {}
+
+    def trips(self, activations: Activations) -> tuple[HostTrip, ...]:
+        """For each unit, under its own choice about activations.
+
+        Raises:
+            HardwareError: they are to go to a host that is not known.
+        """
+        if activations not in self._trips:
+            self._trips[activations] = host_trips(self._description, self._hardware, self._batch.micro_batch_size, activations)
+        return self._trips[activations]
 
     def __call__(self, index: int, choice: Choice) -> UnitTime:
         """Seconds of a unit under a choice."""
@@ -181,7 +196,7 @@ class UnitTimer:
         if terms is None:
             terms = self._terms[key] = unit_seconds(self._description.units[index], choice, self._hardware, self._job)
         kept = choice.activations
-        return unit_time(terms, choice, self.windows[kept][index], self.compute_s[kept][index], self._batch, self.trips[kept][index])
+        return unit_time(terms, choice, self.windows[kept][index], self.compute_s[kept][index], self._batch, self.trips(kept)[index])
 
 
 _FORMS = {False: Activations.SAVE, True: Activations.RECOMPUTE}

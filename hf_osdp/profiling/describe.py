@@ -54,8 +54,8 @@ def describe(
             a transformers model.
         activation_checkpointing: the blocks will be recomputed in backward. A model that has it switched on already needs
             no word of it here.
-        recomputation: also trace each block as recomputed in backward, so that the search can choose; of no use where all are
-            checkpointed anyway.
+        recomputation: also trace each block as recomputed in backward, and for CUDA with what it saves on the host, so that the search
+            can choose; of no use where all are checkpointed anyway. Parts of blocks (`cut.operators`) are not traced as offloaded.
         cut: describe the model as it is when cut so.
 
     Returns:
@@ -78,17 +78,18 @@ def describe(
     dtype = compute_dtype or _main_dtype(units)
     found_classes = _block_classes(units, model, block_classes)
     recomputation = recomputation and not activation_checkpointing and not is_checkpointed(model)
-    recomputable = _recomputable(model, units, found_classes) if recomputation else frozenset()
+    choosable = _choosable(model, units, found_classes) if recomputation else frozenset()
+    offloadable = choosable if device_type == "cuda" and not cut.operators else frozenset()
 
-    def traced(recomputable: frozenset[int]) -> tuple[tuple[Segment, ...], Affine]:
+    def traced(recomputable: frozenset[int], offloadable: frozenset[int]) -> tuple[tuple[Segment, ...], Affine]:
         return trace_segments(
             model, units, inputs, compute_dtype=_torch_dtype(compute_dtype), fused_kernels=device_type == "cuda",
-            checkpointed_blocks=found_classes if activation_checkpointing else None, recomputable=recomputable,
+            checkpointed_blocks=found_classes if activation_checkpointing else None, recomputable=recomputable, offloadable=offloadable,
             shortcut=not cut.operators,  # parts of a block keep what others hand them, which stand-ins do not
         )  # fmt: skip
 
     try:
-        segments, outputs = _traced_or_plain(traced, recomputable)
+        segments, outputs = _traced_or_plain(traced, choosable, offloadable)
         trace = _how_traced(model, device_type, activation_checkpointing)
     except CheckpointingError:
         raise
@@ -119,18 +120,24 @@ def describe(
 
 
 def _traced_or_plain(
-    traced: Callable[[frozenset[int]], tuple[tuple[Segment, ...], Affine]], recomputable: frozenset[int]
+    traced: Callable[[frozenset[int], frozenset[int]], tuple[tuple[Segment, ...], Affine]],
+    recomputable: frozenset[int],
+    offloadable: frozenset[int],
 ) -> tuple[tuple[Segment, ...], Affine]:
-    """A trace with recomputed forms, or where the model cannot run with its blocks recomputed, without."""
-    if recomputable:
-        try:
-            return traced(recomputable)
-        except Exception:  # as a plain model it may run
-            _log.debug("Blocks cannot be traced as recomputed.", exc_info=True)
-    return traced(frozenset())
+    """A trace with all that may be chosen for blocks, or where the model cannot run so, with less."""
+    for choices in dict.fromkeys([(recomputable, offloadable), (recomputable, frozenset())]):
+        if choices != _NOTHING:
+            try:
+                return traced(*choices)
+            except Exception:  # as a plainer model it may run
+                _log.debug("Blocks cannot be traced as recomputed or offloaded.", exc_info=True)
+    return traced(*_NOTHING)
 
 
-def _recomputable(model: nn.Module, units: Sequence[UnitDescription], block_classes: Sequence[str]) -> frozenset[int]:
+_NOTHING: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
+
+
+def _choosable(model: nn.Module, units: Sequence[UnitDescription], block_classes: Sequence[str]) -> frozenset[int]:
     """Blocks, or the parts that they are cut into: units of one module, with others inside, that run once."""
     modules = modules_by_name(model)
     return frozenset(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import unittest.mock
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,9 +11,9 @@ from typing import Any
 import torch
 
 from ..planner.costs import pinned_bytes
-from . import offloading
 from .ledger import Ledger
 from .live_bytes import CUDA_BLOCK_BYTES, plain_tensors, storage_of, tensors_in
+from .offloading import host_memory
 
 
 class HostLedger(Ledger):
@@ -89,13 +88,13 @@ class HostLedger(Ledger):
             with self._destination(to_host=to_host, pinned=pinned):
                 return tensor.clone()
 
-        def host_memory(like: torch.Tensor) -> torch.Tensor:
+        def on_host(like: torch.Tensor) -> torch.Tensor:
             with self._destination(to_host=True, pinned=True):
                 return torch.empty_like(like)
 
         torch.Tensor.to = to
         try:
-            with unittest.mock.patch.object(offloading, "host_memory", host_memory):
+            with host_memory(on_host):
                 yield
         finally:
             del torch.Tensor.to  # what it inherits is seen again

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any
@@ -36,7 +38,7 @@ class OwnTensors:
         inputs = tensors_of((args, kwargs))
         first = hidden_states(inputs)
         held = [*module.parameters(), *module.buffers(), *inputs]
-        self._device = next((tensor.device for tensor in (inputs or held)), None)
+        self._device = next((tensor.device for tensor in (first, *held) if tensor is not None), None)
         self._others = {_key(tensor) for tensor in held if not hasattr(tensor, "placements")}  # a unit inside is sharded now
         if first is not None:
             self._others.discard(_key(first))
@@ -65,6 +67,8 @@ class _Offloaded:
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         update_wrapper(self, forward)
         self._module, self.inner = module, forward
+        self.sent_bytes = 0
+        """Of the last call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -72,7 +76,7 @@ class _Offloaded:
         call = _Call(OwnTensors(self._module, args, kwargs))
         with saved_tensors_hooks(call.pack, call.unpack):
             output = self.inner(*args, **kwargs)
-        call.leave(tensors_of(output))
+        self.sent_bytes = call.leave(tensors_of(output))
         return output
 
 
@@ -82,13 +86,19 @@ class _Luggage:
 
     device: torch.Tensor | None
     host: torch.Tensor | None
+    """None where there is no host, in a trace."""
+    size: int
+    dtype: torch.dtype
     home: torch.device
     version: int
     """How often the storage had been changed in place when it was sent."""
-    changed: bool = False
-    """It was changed again before forward ended, perhaps while the copy ran."""
+    lost: bool = False
+    """It was changed before it left."""
+    fetched: bool = False
     arrived: torch.cuda.Event | None = None
     """The end of the last copy; None where copies do not run beside compute."""
+    compute: torch.cuda.Stream | None = None
+    """The stream whose memory the device's copy is in."""
     awaited: bool = True
     """Compute waits for the last copy, so that the device's memory can be used for something else after it."""
 
@@ -96,13 +106,26 @@ class _Luggage:
     def send(cls, tensor: torch.Tensor) -> _Luggage:
         """A tensor's storage, on its way to the host."""
         whole = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
-        luggage = cls(device=whole, host=host_memory(whole), home=whole.device, version=tensor._version)
+        luggage = cls(
+            device=whole, host=_HOST_MEMORY.get()(whole), size=whole.numel(), dtype=whole.dtype, home=whole.device, version=tensor._version
+        )
         luggage._copy(luggage.host, whole)
         return luggage
 
+    @property
+    def changed(self) -> bool:
+        """It was changed in place since it was sent, perhaps while the copy ran."""
+        return self.lost or (self.device is not None and not self.fetched and self.device._version != self.version)
+
+    def leave(self) -> None:
+        """Free the device's copy."""
+        self.lost = self.changed
+        self.wait()
+        self.device = None
+
     def fetch(self) -> None:
         """Start to bring it back."""
-        self.device = torch.empty(self.host.shape, dtype=self.host.dtype, device=self.home)
+        self.device, self.fetched = torch.empty(self.size, dtype=self.dtype, device=self.home), True
         self._copy(self.device, self.host)
 
     def wait(self) -> None:
@@ -113,14 +136,17 @@ class _Luggage:
 
     def __del__(self) -> None:
         if not self.awaited:  # nobody asked for it: forward failed, or backward ended early
-            self.wait()
+            self.compute.wait_event(self.arrived)
 
-    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+    def _copy(self, to: torch.Tensor | None, source: torch.Tensor | None) -> None:
+        if to is None or source is None:
+            return
         stream = _copy_stream(self.home)
         if stream is None:
             to.copy_(source)
             return
-        stream.wait_stream(torch.cuda.current_stream(self.home))
+        self.compute = torch.cuda.current_stream(self.home)
+        stream.wait_stream(self.compute)
         with torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
             self.arrived, self.awaited = stream.record_event(), False
@@ -154,18 +180,23 @@ class _Call:
             self._sent[key] = _Luggage.send(tensor)
         return _Ticket(luggage=self._sent[key], size=tensor.size(), stride=tensor.stride(), offset=tensor.storage_offset())
 
-    def leave(self, outputs: list[torch.Tensor]) -> None:
-        """Forward is over: free the device's copies, but of outputs, which others hold."""
+    def leave(self, outputs: list[torch.Tensor]) -> int:
+        """Forward is over: free the device's copies, but of outputs, which others hold.
+
+        Returns:
+            Bytes that were sent for it.
+        """
         held = {_key(tensor) for tensor in outputs}
+        sent = 0
         for (storage, *_), luggage in self._sent.items():
-            luggage.changed = luggage.device._version != luggage.version
             if storage in held:
                 luggage.host = None
                 continue
-            luggage.wait()
-            luggage.device = None
+            sent += luggage.size * luggage.dtype.itemsize
+            luggage.leave()
             self._away.append(weakref.ref(luggage))
         self._sent, self._own = {}, None
+        return sent
 
     def unpack(self, packed: torch.Tensor | _Ticket) -> torch.Tensor:
         """The tensor as it was saved; the first one has all of the call's fetched.
@@ -188,9 +219,21 @@ class _Call:
         return packed.luggage.device.as_strided(packed.size, packed.stride, packed.offset)
 
 
-def host_memory(like: torch.Tensor) -> torch.Tensor:
-    """Memory on the host for a flat tensor, page-locked where it is another device's."""
+def _page_locked(like: torch.Tensor) -> torch.Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.device.type != "cpu")
+
+
+_HOST_MEMORY: ContextVar[Callable[[torch.Tensor], torch.Tensor | None]] = ContextVar("host memory", default=_page_locked)
+
+
+@contextmanager
+def host_memory(allocate: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
+    """Take memory on the host from elsewhere, for flat tensors like the given ones; None where nothing is to be copied."""
+    token = _HOST_MEMORY.set(allocate)
+    try:
+        yield
+    finally:
+        _HOST_MEMORY.reset(token)
 
 
 @functools.lru_cache

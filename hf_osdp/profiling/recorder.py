@@ -41,8 +41,8 @@ class Stretch:
     """The equal stretch that was traced in this one's place."""
     start_bytes: int = 0
     end_bytes: int = 0
-    passed_on_bytes: int | None = None
-    """What a unit's call hands on, less the hidden states that it was given: what stays where all else that it leaves is taken away."""
+    sent_bytes: int = 0
+    """What was sent to the host, to wait there for backward."""
     handed_back_bytes: int = 0
     """Live bytes above `start_bytes` when its backward was done: the gradient of its input, less an input freed with it."""
     forward: PhaseRecord = field(default_factory=PhaseRecord)

@@ -43,6 +43,22 @@ def with_recomputed(plain: list[Segment], again: list[Segment], recomputable: Co
     return [replace(one, recomputed=other) if one.unit in recomputable else one for one, other in pairs]
 
 
+def with_offloaded(plain: list[Segment], away: list[Segment], offloadable: Collection[int]) -> list[Segment]:
+    """The plain segments, with what goes where what they save waits on the host: less than is sent, where others hold it too.
+
+    Raises:
+        DescriptionError: the traces do not run through the same units.
+    """
+    if [segment.unit for segment in plain] != [segment.unit for segment in away]:
+        raise DescriptionError("The model runs other units where its blocks are offloaded.")
+    return [
+        replace(one, own_saved_bytes=_more(one.saved_bytes, other.saved_bytes), sent_bytes=other.sent_bytes)
+        if one.unit in offloadable
+        else one
+        for one, other in zip(plain, away, strict=True)
+    ]
+
+
 def _more(line: Affine, than: Affine) -> Affine:
     """What one line has above another, each coefficient by itself."""
     return Affine(constant=max(0.0, line.constant - than.constant), per_sample=max(0.0, line.per_sample - than.per_sample))
@@ -56,16 +72,11 @@ def _segment(stretches: Sequence[Stretch], samples: Samples) -> Segment:
     return Segment(
         unit=stretches[0].unit,
         saved_bytes=bytes_line([end - t.start_bytes for t, end in zip(traced, ends, strict=True)], samples),
-        own_saved_bytes=bytes_line([_own_saved_bytes(t, end) for t, end in zip(traced, ends, strict=True)], samples),
+        sent_bytes=bytes_line([t.sent_bytes for t in traced], samples),
         gradient_bytes=bytes_line([t.handed_back_bytes for t in traced], samples),
         forward=_phase([t.forward for t in traced], [t.start_bytes for t in traced], samples),
         backward=_phase([t.backward for t in traced], ends, samples),
     )
-
-
-def _own_saved_bytes(stretch: Stretch, end_bytes: int) -> int:
-    """What only this call of a unit has left behind; the root's stretches hand on what cannot be told from it."""
-    return 0 if stretch.passed_on_bytes is None else max(0, end_bytes - stretch.start_bytes - stretch.passed_on_bytes)
 
 
 def _released_bytes(stretch: Stretch) -> int:

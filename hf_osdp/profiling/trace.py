@@ -18,9 +18,9 @@ from .batch import Inputs, without_packing
 from .build import checkpoint_blocks
 from .fused import FusedKernels
 from .live_bytes import CUDA_BLOCK_BYTES, LiveBytes
-from .offloading import hidden_states, tensors_of
+from .offloading import host_memory, offload, tensors_of
 from .recorder import Recorder, Stretch
-from .segments import bytes_line, is_idle, segments_of, with_recomputed
+from .segments import bytes_line, is_idle, segments_of, with_offloaded, with_recomputed
 from .standin import CallRecord, block_key, call_key
 from .twin import fake_like, fake_twin
 from .units import modules_by_name
@@ -45,6 +45,7 @@ def trace_segments(
     fused_kernels: bool,
     checkpointed_blocks: Sequence[str] | None = None,
     recomputable: Collection[int] = (),
+    offloadable: Collection[int] = (),
     shortcut: bool = True,
     samples: tuple[int, int, int] = SAMPLES,
 ) -> tuple[tuple[Segment, ...], Affine]:
@@ -58,6 +59,8 @@ def trace_segments(
         fused_kernels: allocate as CUDA's fused attention and dropout do, else as the CPU does.
         checkpointed_blocks: classes whose activations are recomputed in backward, see `checkpoint_blocks`; None for none.
         recomputable: indices of units, of one module each, that are traced once more as recomputed (`Segment.recomputed`).
+        offloadable: indices of units, of one module each, of which what they save is traced as gone between forward and backward
+            (`Segment.own_saved_bytes`), recomputed or not.
         shortcut: trace only the first two of equal blocks.
         samples: the batch sizes, rising by one after the first.
 
@@ -72,21 +75,29 @@ def trace_segments(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     batches = [_fake_batch(inputs(count), mode, compute_dtype) for count in samples]
 
-    def traced(recomputed: Collection[int]) -> tuple[list[Segment], Affine]:
+    def traced(recomputed: Collection[int] = (), offloaded: Collection[int] = ()) -> tuple[list[Segment], Affine]:
         twin = fake_twin(model, mode, compute_dtype)
         if checkpointed_blocks is not None:
             checkpoint_blocks(twin, checkpointed_blocks)
         modules = modules_by_name(twin)
         for index in recomputed:
             recompute(modules[units[index].module_names[0]])
+        for index in offloaded:
+            offload(modules[units[index].module_names[0]])
         tracer = _Tracer(
             twin=twin, mode=mode, units=units, compute_dtype=compute_dtype, fused_kernels=fused_kernels, shortcut=shortcut
         )  # fmt: skip
-        return segments_of([tracer.run(batch) for batch in batches], samples), bytes_line(tracer.output_bytes, samples)
+        with host_memory(lambda like: None):
+            return segments_of([tracer.run(batch) for batch in batches], samples), bytes_line(tracer.output_bytes, samples)
 
-    segments, outputs = traced(())
+    segments, outputs = traced()
+    if offloadable:
+        segments = with_offloaded(segments, traced(offloaded=offloadable)[0], offloadable)
     if recomputable:
-        segments = with_recomputed(segments, traced(recomputable)[0], recomputable)
+        again = traced(recomputable)[0]
+        if offloadable:
+            again = with_offloaded(again, traced(recomputable, offloadable)[0], offloadable)
+        segments = with_recomputed(segments, again, recomputable)
     return tuple(segment for segment in segments if not is_idle(segment)), outputs
 
 
@@ -176,7 +187,7 @@ class _Tracer:
             args, kwargs = cast_floating((args, kwargs), self._compute_dtype)
             output = original(*args, **kwargs)
             recorder.leave()
-            stretch.passed_on_bytes = _passed_on_bytes((args, kwargs), output)
+            stretch.sent_bytes = getattr(original, "sent_bytes", 0)
             record = CallRecord.of(args, kwargs, output)
             if record is not None and key is not None:
                 known.setdefault(key, []).append((stretch, record))
@@ -213,13 +224,6 @@ def _bytes_beside(output: Any, loss: torch.Tensor) -> int:
     storages = _storages(tensors_of(output))
     storages.pop(loss.untyped_storage()._cdata, None)
     return sum(storages.values())
-
-
-def _passed_on_bytes(inputs: Any, output: Any) -> int:
-    given, made = tensors_of(inputs), _storages(tensors_of(output))
-    first = _storages([hidden] if (hidden := hidden_states(given)) is not None else [])
-    taken = sum(nbytes for key, nbytes in first.items() if key not in made)
-    return sum(nbytes for key, nbytes in made.items() if key not in _storages(given)) - taken
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:

@@ -63,4 +63,4 @@ def recompute(module: nn.Module) -> None:
 def is_recomputed(module: nn.Module) -> bool:
     """Whether `recompute` was called on the module, and perhaps `offload` after it."""
     forward = module.__dict__.get("forward")
-    return isinstance(getattr(forward, "inner", forward), _Recomputed)
+    return isinstance(forward, _Recomputed) or isinstance(getattr(forward, "inner", None), _Recomputed)

@@ -11,7 +11,7 @@ from ..planner.description import ModelDescription
 from ..planner.evaluate import PlanEstimate, batch_of, choices_of, estimate_plan
 from ..planner.hardware import Hardware
 from ..planner.job import TrainingJob
-from ..planner.memory import estimate_memory
+from ..planner.memory import MemoryEstimate, estimate_memory
 from ..planner.plan import Plan
 from ..planner.search import search
 from ..planner.strategies import Strategy, search_spaces
@@ -141,7 +141,7 @@ def stream_times(plan: Plan, description: ModelDescription, job: TrainingJob, ha
     totals = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce", _TRIPS), (0.0, 0.0))
     for index, (unit, choice) in enumerate(zip(description.units, choices, strict=True)):
         terms, window = unit_seconds(unit, choice, hardware, job), timer.windows[choice.activations][index]
-        trip = timer.trips[choice.activations][index]
+        trip = timer.trips(choice.activations)[index]
         hidden, awaited = (0.0, trip.back) if trip.awaited else (trip.back, 0.0)
         out = {"all-gather": terms.gather_forward, _TRIPS: trip.out}
         phases = [(out, window.forward, batch.accumulation_steps), ({_TRIPS: awaited}, 0.0, batch.accumulation_steps)]
@@ -205,7 +205,7 @@ class _Question:
         added = {other: sum(self._seconds(i, other) - self._seconds(i, choice) for i in row.units) for other in space if other != choice}
         ranked = sorted(added, key=lambda other: (added[other], other))
         quicker = next((other for other in ranked if added[other] < 0), None)
-        fitting = next((other for other in ranked if other != quicker and self._over(self._peak(row.units, other)) <= 0), None)
+        fitting = next((other for other in ranked if other != quicker and self._fits(row.units, other)), None)
         return RowReason(
             row=row,
             choice=choice,
@@ -223,10 +223,18 @@ class _Question:
     def _over(self, peak_bytes: int) -> int:
         return 0 if self.limit is None else peak_bytes - self.limit
 
+    def _fits(self, units: tuple[int, ...], choice: Choice) -> bool:
+        """Within the limit, and within the host's memory."""
+        memory, host = self._memory(units, choice), self.hardware.host
+        there = host is None or memory.host_bytes <= host.memory_bytes
+        return there and self._over(memory.peak_bytes + self.hardware.device.reserved_bytes) <= 0
+
     def _peak(self, units: tuple[int, ...], choice: Choice) -> int:
+        return self._memory(units, choice).peak_bytes + self.hardware.device.reserved_bytes
+
+    def _memory(self, units: tuple[int, ...], choice: Choice) -> MemoryEstimate:
         changed = [choice if index in units else own for index, own in enumerate(self.choices)]
-        memory = estimate_memory(self.description, changed, self.plan.world_size, self.job, self.batch)
-        return memory.peak_bytes + self.hardware.device.reserved_bytes
+        return estimate_memory(self.description, changed, self.plan.world_size, self.job, self.batch)
 
     def _seconds(self, index: int, choice: Choice) -> float:
         return self.timer(index, choice).total_s

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from ..planner.costs import Choice
-from ..planner.memory import MemoryBreakdown, Moment
+from ..planner.memory import MemoryBreakdown, Moment, SegmentBytes
 from ..planner.plan import Plan, UnitDecision
 from ..planner.search import SearchResult
 from ..planner.what_if import Answer
@@ -67,10 +67,14 @@ def unit_bytes_table(explanation: Explanation) -> Table:
     table.add_column("units", overflow="fold")
     for name in ("parameters", "optimizer", "gradients", "activations", "kept", "while it runs"):
         table.add_column(name, justify="right", no_wrap=True)
-    samples = explanation.plan.micro_batch_size
+    plan, description = explanation.plan, explanation.description
+    forms = [
+        SegmentBytes.of(s, description.units[s.unit].span, plan.micro_batch_size, plan.decision(description.units[s.unit].fqn).activations)
+        for s in description.segments
+    ]
     for row in plan_rows(explanation.plan, explanation.description):
         units = [explanation.estimate.units[i] for i in row.units]
-        saved = sum(s.saved_bytes.bytes(samples) for s in explanation.description.segments if s.unit in row.units)
+        saved = sum(max(0, form.saved) for s, form in zip(description.segments, forms, strict=True) if s.unit in row.units)
         figures = (
             sum(unit.parameters for unit in units),
             sum(unit.optimizer for unit in units),

@@ -80,6 +80,8 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, reserved_bytes: int = 0) ->
     lines = [
         f"Peak {format_bytes(plan.peak_bytes or peak.total_bytes)}{limit} in {peak.phase} of {peak.unit}: {describe_moment(peak)}{kept}."
     ]
+    if estimate.memory.host_bytes:
+        lines.append(f"On the host: {format_bytes(estimate.memory.host_bytes)} of each rank.")
     if estimate.time is not None:
         time = estimate.time
         terms = (("compute", "compute_s"), ("exposed communication", "exposed_s"), ("copies", "copy_s"), ("optimizer", "optimizer_s"))

@@ -115,11 +115,14 @@ class Wanted:
             InfeasibleError: no plan meets the limit.
             HardwareError: the hardware's name is not known.
             ProfileError: the profile cannot be read, or is of another model.
-            ValueError: sizes, limit and hardware do not fit together.
+            ValueError: sizes, limit and hardware do not fit together, or there is no memory beside the device's.
         """
         from .recalibrate import Problem
 
         device_type = training_device().type
+        for name in ("host_offload", "offload_activations"):
+            if getattr(self, name) and device_type == "cpu":
+                raise ValueError(f"{name}=True, but the CPU trains in the host's own memory; leave {name} out.")
         job = self._job(device_type)
         profile = self._profile()
         hardware = self._hardware(device_type, profile)

@@ -246,4 +246,8 @@ def test_decisions_that_are_fixed_are_the_plans():
 
 @pytest.mark.parametrize("name", ["host_offload", "offload_activations"])
 def test_the_cpu_has_no_other_host(name):
-    assert f"{name}=True, but no host is known" in refusal(HardwareError, planned, **{name: True})
+    assert f"{name}=True, but the CPU trains in the host's own memory" in refusal(ValueError, planned, **{name: True})
+
+
+def test_a_switch_is_true_or_false():
+    assert "recompute='no' is not a switch" in refusal(ValueError, planned, recompute="no")

@@ -106,16 +106,16 @@ def test_the_device_is_relieved_of_what_is_saved(way):
     assert 0.75 * (plain_left - left) < plain_peak - peak < plain_left - left
 
 
-def test_what_waits_lies_in_page_locked_memory(monkeypatch):
-    pinned, stock = [], offloading.host_memory
+def test_what_waits_lies_in_page_locked_memory():
+    pinned, stock = [], offloading._page_locked
 
     def host_memory(like: torch.Tensor) -> torch.Tensor:
         memory = stock(like)
         pinned.append(memory.is_pinned())
         return memory
 
-    monkeypatch.setattr(offloading, "host_memory", host_memory)
-    gradients(changed(twelve_blocks(), offload), batch())
+    with offloading.host_memory(host_memory):
+        gradients(changed(twelve_blocks(), offload), batch())
     assert pinned and all(pinned)
 
 

@@ -73,15 +73,15 @@ def at_random(
         for _ in range(kinds)
     ]
     again = [_random_segment(random.Random(seed + 1 + kind), 0) for kind in range(kinds)]
-    own = [Affine(per_sample=random.Random(seed - 1 - kind).choice([0, 1000, 5000])) for kind in range(kinds)]
+    own = [Affine(per_sample=random.Random(seed - 1 - kind).choice([500, 1000, 5000])) for kind in range(kinds)]
     for index in range(blocks):
         shapes, segment = made[index * kinds // blocks]
         units.append(_unit(f"b{index}", GatherSpan.USE, {f"b{index}.{k}": v for k, v in shapes.items()}, DType.FLOAT32))
         segments.append(_segment(segment, unit=len(units) - 1))
         if recomputable:
             kind = index * kinds // blocks
-            other = replace(_segment(again[kind], unit=len(units) - 1), own_saved_bytes=own[kind])
-            segments[-1] = replace(segments[-1], own_saved_bytes=own[kind - 1], recomputed=other)
+            other = replace(_segment(again[kind], unit=len(units) - 1), own_saved_bytes=own[kind], sent_bytes=own[kind])
+            segments[-1] = replace(segments[-1], own_saved_bytes=own[kind - 1], sent_bytes=own[kind - 1], recomputed=other)
         if dice.random() < 0.1:
             segments.append(_random_segment(dice, 0))
     if tied or called:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -76,6 +77,8 @@ def instance(seed: int):
     hardware = small_hardware(dice)
     job, kinds, tied = small_job(dice, hardware), dice.choice([1, 1, 2]), dice.random() < 0.3
     recomputable, called = dice.random() < 0.5, not tied and dice.random() < 0.3
+    if not recomputable:  # nor can they be offloaded
+        job = replace(job, offload_activations=None)
     for blocks in (4, 3, 2, 1):
         description = at_random(seed, kinds=min(kinds, blocks), blocks=blocks, tied=tied, called=called, recomputable=recomputable)
         spaces = (search_spaces(Strategy.OSDP, description, hardware, job, batch)[-1] for batch in batches(job, hardware.world_size))

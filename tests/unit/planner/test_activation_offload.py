@@ -71,9 +71,10 @@ def recomputable(*, input_bytes: float, own_bytes: float, forward_flops: float =
         )  # fmt: skip
         once = replace(segment.forward, matmul_flops=Affine(per_sample=forward_flops))
         kept = Affine(per_sample=input_bytes)
-        recomputed = replace(segment, saved_bytes=kept, own_saved_bytes=kept, forward=once, backward=again)
+        recomputed = replace(segment, saved_bytes=kept, own_saved_bytes=kept, sent_bytes=kept, forward=once, backward=again)
         return replace(
-            segment, saved_bytes=Affine(per_sample=saved_bytes or own_bytes), own_saved_bytes=Affine(per_sample=own_bytes), forward=once,
+            segment, saved_bytes=Affine(per_sample=saved_bytes or own_bytes), own_saved_bytes=Affine(per_sample=own_bytes),
+            sent_bytes=Affine(per_sample=own_bytes), forward=once,
             backward=replace(segment.backward, matmul_flops=Affine(per_sample=2 * forward_flops)), recomputed=recomputed,
         )  # fmt: skip
 
@@ -105,16 +106,18 @@ def test_a_trip_is_the_own_bytes_over_the_link():
         trips = host_trips(description, hardware, 3, activations)
         assert [trips[index] for index in blocks] == [trip] * len(blocks)
         assert trips[0].out == trips[0].back == 0.0  # the root's stay
-        assert set(host_trips(description, replace(hardware, host=None), 3, activations)) == {HostTrip()}
+    with pytest.raises(HardwareError, match=r"host of .* is not known"):
+        host_trips(description, replace(hardware, host=None), 3, Activations.OFFLOAD)
 
 
 def segment(*, saved: float = 1000, own: float = 700, input_bytes: float = 100) -> Segment:
     again = Segment(
         unit=0, saved_bytes=Affine(per_sample=input_bytes), own_saved_bytes=Affine(per_sample=input_bytes),
+        sent_bytes=Affine(per_sample=input_bytes),
         backward=PhaseCost(peak_bytes=Envelope.line(per_sample=5000)),
     )  # fmt: skip
     return Segment(
-        unit=0, saved_bytes=Affine(per_sample=saved), own_saved_bytes=Affine(per_sample=own),
+        unit=0, saved_bytes=Affine(per_sample=saved), own_saved_bytes=Affine(per_sample=own), sent_bytes=Affine(per_sample=own),
         backward=PhaseCost(peak_bytes=Envelope.line(per_sample=2000)), recomputed=again,
     )  # fmt: skip
 

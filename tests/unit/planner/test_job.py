@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.planner.costs import Batch
-from hf_osdp.planner.description import Activations, DType, ParameterSpec
+from hf_osdp.planner.description import Activations, Affine, DType, ParameterSpec
 from hf_osdp.planner.hardware import Hardware, HostSpec
 from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
 from hf_osdp.planner.strategies import Strategy, batches, divisors, search_spaces
@@ -19,8 +19,9 @@ ONCE, TWICE = (Batch(micro_batch_size=1, accumulation_steps=steps) for steps in 
 JOB = TrainingJob(global_batch_size=32)
 HOST = HostSpec(memory_bytes=10**9, to_device_bytes_per_s=1e4, to_host_bytes_per_s=2e4, update_bytes_per_s=5e3, source="made up")
 PLAIN = transformer(layers=2)
-DESCRIPTION = replace(PLAIN, segments=tuple(replace(s, recomputed=s) if s.unit > 1 else s for s in PLAIN.segments))
-"""Two blocks that can be run again in backward, after a root and an embedding that cannot."""
+SENT = [replace(s, own_saved_bytes=s.saved_bytes, sent_bytes=s.saved_bytes) for s in PLAIN.segments]
+DESCRIPTION = replace(PLAIN, segments=tuple(replace(s, recomputed=s) if s.unit > 1 else replace(s, sent_bytes=Affine()) for s in SENT))
+"""Two blocks that can be run again in backward, or offloaded, after a root and an embedding that cannot."""
 
 
 def devices(per_node: int, *, nodes: int = 1) -> Hardware:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -31,17 +31,17 @@ def way(request) -> Way:
 
 
 @pytest.fixture
-def host_copies(monkeypatch) -> list[weakref.ref[torch.Tensor]]:
+def host_copies() -> Iterator[list[weakref.ref[torch.Tensor]]]:
     """References to all memory that is taken on the host."""
-    references, stock = [], offloading.host_memory
+    references, stock = [], offloading._page_locked
 
     def host_memory(like: torch.Tensor) -> torch.Tensor:
         memory = stock(like)
         references.append(weakref.ref(memory))
         return memory
 
-    monkeypatch.setattr(offloading, "host_memory", host_memory)
-    return references
+    with offloading.host_memory(host_memory):
+        yield references
 
 
 def sizes(references: list[weakref.ref[torch.Tensor]]) -> list[int]:
