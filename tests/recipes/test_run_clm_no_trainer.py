@@ -14,6 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parents[2]
 DROPOUT = "n_layer=2,n_head=2,n_embd=32,n_positions=32,resid_pdrop=0.1,embd_pdrop=0.1,attn_pdrop=0.1"
+OPTIONS = {
+    "processes": 2, "config_overrides": DROPOUT, "micro_batch_size": 2, "max_steps": 10, "max_eval_samples": 19, "logging_steps": 1,
+    "strategy": "fsdp", "compare": False,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -43,13 +47,9 @@ def plain_perplexity(folder: Path, samples: int) -> float:
         return math.exp(AutoModelForCausalLM.from_pretrained(folder)(input_ids=blocks, labels=blocks).loss)
 
 
-def test_two_processes_train_log_save_and_go_on(loop, recipes):
-    """With dropout, two micro-batches a step, and a checkpoint amid the first of two epochs."""
-    options = {
-        "processes": 2, "config_overrides": DROPOUT, "micro_batch_size": 2, "max_steps": 10, "max_eval_samples": 19, "logging_steps": 1,
-        "strategy": "fsdp", "compare": False,
-    }  # fmt: skip
-    first = loop.run(save_steps=5, eval_steps=5, **options)
+def test_two_processes_train_log_and_save(loop, recipes):
+    """With dropout, two micro-batches a step, and two epochs."""
+    first = loop.run(eval_steps=5, **OPTIONS)
     assert first.returncode == 0, first.stderr[-3000:]
     perplexity = perplexities(first.stdout)
     assert perplexity["after"] < 0.7 * perplexity["before"]
@@ -72,9 +72,15 @@ def test_two_processes_train_log_save_and_go_on(loop, recipes):
     assert len(AutoTokenizer.from_pretrained(loop.output)) == model.config.vocab_size == 300
     assert json.loads((loop.output / "osdp_report.json").read_text())["plan"]["accumulation_steps"] == 2
 
-    again = loop.run(resume_from_checkpoint=loop.output / "checkpoint-5", output_dir=loop.folder / "again", **options)
+
+@pytest.mark.slow
+def test_goes_on_to_the_bit(loop):
+    """From a checkpoint amid the first of two epochs, with dropout."""
+    first = loop.run(save_steps=5, **OPTIONS)
+    assert first.returncode == 0, first.stderr[-3000:]
+    again = loop.run(resume_from_checkpoint=loop.output / "checkpoint-5", output_dir=loop.folder / "again", **OPTIONS)
     assert again.returncode == 0, again.stderr[-3000:]
-    resumed = load_file(loop.folder / "again" / "model.safetensors")
+    saved, resumed = (load_file(folder / "model.safetensors") for folder in (loop.output, loop.folder / "again"))
     assert all(torch.equal(resumed[name], value) for name, value in saved.items())
     assert [line["step"] for line in lines(loop.folder / "again")] == list(range(6, 11))
 
