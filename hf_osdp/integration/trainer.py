@@ -22,6 +22,7 @@ from .announce import announce_plan, announce_result
 from .checkpoints import TrainerCheckpoints
 from .config import OSDPConfig, every_option
 from .launch import launched_world_size
+from .losses import ignores_item_count
 from .measuring import StepCallback
 from .optimizers import spec_of_optimizer, spec_of_trainer_name
 from .planning import PlannedRun, RunFacts, plan_run
@@ -68,6 +69,7 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
             self._optimizer_choice = (given.get("optimizers", (None, None))[0], given.get("optimizer_cls_and_kwargs"))
         super().__init__(*call.args[1:], **call.kwargs)
         if self._run is not None:
+            self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs and not ignores_item_count(self.model)
             self._steps = StepCallback(self.args.device)
             self.add_callback(self._steps)
 
