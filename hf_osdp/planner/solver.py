@@ -24,8 +24,9 @@ _RESOLUTION = 2**40
 """Integer steps that the largest possible objective is divided into."""
 _FEW, _MORE = 12, 4
 """Options of each group in the first program, and by how many times more there are in the next where nothing was found."""
-_SAME = 1e-9
-"""Part of a step's time by which a plan must be quicker to be another's better: times are sums of floats."""
+_SAME = 1e-7
+"""Part of a step's time by which a plan must be quicker to be another's better: no rate or link is known so well, and to tell apart plans
+that are nearer takes long."""
 _ROUNDING = 2**22
 """Steps of the objective by which a reduced cost may be off."""
 

@@ -110,7 +110,7 @@ def test_least_possible_memory_shards_all_over_all(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_more_memory_never_gives_a_slower_plan(name):
     times = [search(MODEL, MACHINES[name], JOB, limit).plan.step_s for limit in limits(name, 12)]
-    assert all(after <= before * (1 + 1e-9) for before, after in itertools.pairwise(times))
+    assert all(after <= before * (1 + 2e-7) for before, after in itertools.pairwise(times))
     assert times[-1] < times[0]
 
 
@@ -127,7 +127,7 @@ def test_osdp_is_never_slower_than_a_single_strategy(name):
                 continue
             met += 1
             assert other.result.plan.peak_bytes <= limit
-            assert osdp.result.plan.step_s <= other.result.plan.step_s * (1 + 1e-9)
+            assert osdp.result.plan.step_s <= other.result.plan.step_s * (1 + 2e-7)
     assert met >= 8
 
 

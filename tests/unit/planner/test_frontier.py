@@ -36,7 +36,7 @@ def test_points_rise_in_both_and_reach_both_ends():
 
 def test_every_point_is_the_fastest_under_its_own_peak():
     for point in frontier(MODEL, HARDWARE, JOB, MOST, points=6):
-        assert search(MODEL, HARDWARE, JOB, point.plan.peak_bytes).plan.step_s == pytest.approx(point.plan.step_s, rel=1e-9)
+        assert search(MODEL, HARDWARE, JOB, point.plan.peak_bytes).plan.step_s == pytest.approx(point.plan.step_s, rel=2e-7)
 
 
 def test_no_strategy_lies_above_a_front_that_was_searched_at_its_peak():
@@ -44,7 +44,7 @@ def test_no_strategy_lies_above_a_front_that_was_searched_at_its_peak():
     front = frontier(MODEL, HARDWARE, JOB, MOST, points=2, at=[plan.peak_bytes for plan in rows])
     assert len(rows) > 1
     for plan in rows:
-        assert max(r.plan.samples_per_s for r in front if r.plan.peak_bytes <= plan.peak_bytes) >= plan.samples_per_s * (1 - 1e-9)
+        assert max(r.plan.samples_per_s for r in front if r.plan.peak_bytes <= plan.peak_bytes) >= plan.samples_per_s * (1 - 2e-7)
 
 
 def test_points_bound_the_searches(monkeypatch):
