@@ -26,7 +26,7 @@ from ..profiling.describe import describe
 from ..profiling.machine import hardware_of_run
 from ..quantities import format_bytes
 from ..runtime.agree import broadcast_plan, on_rank_zero
-from ..runtime.given import check_given, warn_of_other_nodes
+from ..runtime.given import check_given, refuse_a_host_of_the_cpu, warn_of_other_nodes
 from ..runtime.mesh import Meshes
 from ..runtime.probe import Trial, probe
 from ..runtime.recalibrate import Problem, Round, recalibrate
@@ -216,9 +216,7 @@ def _check_host(hardware: Hardware, config: OSDPConfig, facts: RunFacts) -> None
         HardwareError: nothing is known of the host.
         ValueError: there is no memory beside the device's.
     """
-    for name in ("host_offload", "offload_activations"):
-        if getattr(config, name) and facts.device_type == "cpu":
-            raise ValueError(f"{name}=True, but the CPU trains in the host's own memory; leave {name} out.")
+    refuse_a_host_of_the_cpu(facts.device_type, host_offload=config.host_offload, offload_activations=config.offload_activations)
     if (facts.offloads_all or config.host_offload or config.offload_activations) and hardware.host is None:
         what = "Saved activations" if config.offload_activations else "All states"
         raise HardwareError(

@@ -135,6 +135,16 @@ class HostTrip:
     traffic: float = 0.0
     """What both copies take of the device's memory bandwidth, which compute lacks."""
 
+    @property
+    def back_beside(self) -> float:
+        """The part of the way back that runs beside backward."""
+        return 0.0 if self.awaited else self.back
+
+    @property
+    def back_before(self) -> float:
+        """The part of it that backward waits for."""
+        return self.back if self.awaited else 0.0
+
 
 def host_trips(description: ModelDescription, hardware: Hardware, samples: int, activations: Activations) -> tuple[HostTrip, ...]:
     """For each unit, under its own choice about activations.
@@ -208,10 +218,10 @@ def unit_time(
 ) -> UnitTime:
     """One unit's time in an optimizer step, from its terms under a choice."""
     micro_steps, scatters = batch.accumulation_steps, batch.reduce_scatters(choice)
-    hidden, awaited = (0.0, trip.back) if trip.awaited else (trip.back, 0.0)
-    forward = max(0.0, terms.gather_forward + trip.out - windows.forward) + awaited
-    last = max(0.0, terms.gather_backward + hidden + terms.reduce_scatter + terms.all_reduce - windows.backward)
-    earlier = max(0.0, terms.gather_backward + hidden + (terms.reduce_scatter if scatters > 1 else 0.0) - windows.backward)
+    forward = max(0.0, terms.gather_forward + trip.out - windows.forward) + trip.back_before
+    back = terms.gather_backward + trip.back_beside
+    last = max(0.0, back + terms.reduce_scatter + terms.all_reduce - windows.backward)
+    earlier = max(0.0, back + (terms.reduce_scatter if scatters > 1 else 0.0) - windows.backward)
     for call in windows.later:
         forward += max(0.0, terms.gather_forward - call.forward) + max(0.0, terms.gather_backward - call.backward)
     further = len(windows.later)

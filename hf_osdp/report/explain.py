@@ -142,10 +142,9 @@ def stream_times(plan: Plan, description: ModelDescription, job: TrainingJob, ha
     for index, (unit, choice) in enumerate(zip(description.units, choices, strict=True)):
         terms, window = unit_seconds(unit, choice, hardware, job), timer.windows[choice.activations][index]
         trip = timer.trips(choice.activations)[index]
-        hidden, awaited = (0.0, trip.back) if trip.awaited else (trip.back, 0.0)
         out = {"all-gather": terms.gather_forward, _TRIPS: trip.out}
-        phases = [(out, window.forward, batch.accumulation_steps), ({_TRIPS: awaited}, 0.0, batch.accumulation_steps)]
-        phases += _backward_phases(terms, hidden, window.backward, batch.accumulation_steps, batch.reduce_scatters(choice))
+        phases = [(out, window.forward, batch.accumulation_steps), ({_TRIPS: trip.back_before}, 0.0, batch.accumulation_steps)]
+        phases += _backward_phases(terms, trip.back_beside, window.backward, batch.accumulation_steps, batch.reduce_scatters(choice))
         for call in window.later:
             phases += [({"all-gather": terms.gather_forward}, call.forward, batch.accumulation_steps)]
             phases += [({"all-gather": terms.gather_backward}, call.backward, batch.accumulation_steps)]

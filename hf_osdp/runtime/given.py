@@ -64,3 +64,17 @@ def warn_of_other_nodes(plan: Plan) -> None:
     here = find_topology().ranks_per_node
     if plan.devices_per_node not in (None, here) and not (dist.is_initialized() and dist.get_rank()):
         _log.warning("The plan was made for %d devices a node, here there are %d; plan again for these.", plan.devices_per_node, here)
+
+
+def refuse_a_host_of_the_cpu(device_type: str, **asked: bool | None) -> None:
+    """Refuse to move anything from the CPU to its own memory.
+
+    Args:
+        device_type: that trains, `"cpu"` or `"cuda"`.
+        asked: options that move something to the host, by name.
+
+    Raises:
+        ValueError: one of them is True on the CPU.
+    """
+    if device_type == "cpu" and (name := next((name for name, value in asked.items() if value), None)):
+        raise ValueError(f"{name}=True, but the CPU trains in the host's own memory; leave {name} out.")

@@ -19,7 +19,7 @@ from ..profiling.cuts import cut_units
 from ..quantities import format_bytes, parse_bytes
 from .agree import broadcast_plan, on_rank_zero
 from .environment import training_device
-from .given import check_given, warn_of_other_nodes
+from .given import check_given, refuse_a_host_of_the_cpu, warn_of_other_nodes
 from .mesh import Meshes, world_size
 
 if TYPE_CHECKING:
@@ -120,9 +120,7 @@ class Wanted:
         from .recalibrate import Problem
 
         device_type = training_device().type
-        for name in ("host_offload", "offload_activations"):
-            if getattr(self, name) and device_type == "cpu":
-                raise ValueError(f"{name}=True, but the CPU trains in the host's own memory; leave {name} out.")
+        refuse_a_host_of_the_cpu(device_type, host_offload=self.host_offload, offload_activations=self.offload_activations)
         job = self._job(device_type)
         profile = self._profile()
         hardware = self._hardware(device_type, profile)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,8 +10,8 @@ from torch import nn
 
 from hf_osdp.profiling import offloading
 from hf_osdp.profiling.offloading import offload, tensors_of
-from hf_osdp.profiling.wrapping import recompute
 from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.offloading import WAYS, Way
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -20,15 +19,6 @@ CUDA = torch.device("cuda", 0)
 SAMPLES, LENGTH, VOCABULARY = 4, 512, 1000
 ROUNDS, LONGEST_SLEEP = 40, 10**7
 """Steps under delays, and the most cycles of one: some milliseconds, longer than any copy here takes."""
-
-
-def recompute_and_offload(module: nn.Module) -> None:
-    recompute(module)
-    offload(module)
-
-
-WAYS = {"offload": offload, "recompute and offload": recompute_and_offload}
-Way = Callable[[nn.Module], None]
 
 
 @pytest.fixture(params=WAYS.values(), ids=WAYS)

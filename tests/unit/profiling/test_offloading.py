@@ -14,15 +14,7 @@ from hf_osdp.profiling.host_ledger import HostLedger
 from hf_osdp.profiling.offloading import OwnTensors, is_offloaded, offload
 from hf_osdp.profiling.wrapping import is_recomputed, recompute
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
-
-
-def recompute_and_offload(module: nn.Module) -> None:
-    recompute(module)
-    offload(module)
-
-
-WAYS = {"offload": offload, "recompute and offload": recompute_and_offload}
-Way = Callable[[nn.Module], None]
+from tests.helpers.offloading import WAYS, Way, recompute_and_offload
 
 
 @pytest.fixture(params=WAYS.values(), ids=WAYS)
