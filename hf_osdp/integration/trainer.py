@@ -132,8 +132,7 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
 
     def _sequence_length(self, config: OSDPConfig) -> int:
         """Tokens of a sample, from the configuration or the data."""
-        lengths = (config.sequence_length, *(longest_sample(dataset) for dataset in self._datasets))
-        found = next((length for length in lengths if length), None)
+        found = config.sequence_length or next(filter(None, map(longest_sample, self._datasets)), None)
         if found is None:
             raise ValueError("The sequence length cannot be read from the dataset; give OSDPConfig(sequence_length=...).")
         return found

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from hf_osdp import OSDPConfig, Trainer
 from hf_osdp.integration.samples import batch_length, longest_sample
 
 
@@ -20,6 +22,18 @@ def test_iterable_dataset_is_not_used_up():
     stream = Stream()
     assert longest_sample(stream) == 4
     assert len(list(stream)) == 2
+
+
+def test_a_stream_is_not_read_where_its_length_is_given():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            raise AssertionError("read")
+
+    trainer = object.__new__(Trainer)
+    trainer._datasets = (Stream(), None)
+    assert trainer._sequence_length(OSDPConfig(sequence_length=7)) == 7
+    with pytest.raises(AssertionError, match="read"):
+        trainer._sequence_length(OSDPConfig())
 
 
 def test_unknown_shapes_give_none():
