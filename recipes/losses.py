@@ -16,6 +16,8 @@ def mean_over_labels(outputs: ModelOutput, labels: torch.Tensor, num_items_in_ba
         num_items_in_batch: labels of the whole optimizer step, on all ranks.
     """
     logits = outputs.logits.view(-1, outputs.logits.shape[-1])
-    if num_items_in_batch is None:
-        return cross_entropy(logits, labels.view(-1))
-    return cross_entropy(logits, labels.view(-1), reduction="sum") / num_items_in_batch
+    labels = labels.view(-1)
+    each = cross_entropy(logits, labels, reduction="none")
+    if each.dtype in (torch.bfloat16, torch.float16):  # a sum of thousands has three digits in bf16
+        each = each.float()
+    return each.sum() / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)

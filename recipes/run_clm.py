@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from model_loading import Task, choose_block_size, fit_config, load_config, load_model, load_tokenizer
-from recipe_arguments import DataArguments, ModelArguments, OSDPArguments, parse_arguments
-from text_data import load_text, to_blocks
+from recipe_arguments import ModelArguments, OSDPArguments, parse_arguments
+from streamed_text import StreamArguments, blocks_of, lines_of, text_of
 from trained_tokenizers import train_causal_tokenizer
 from training import begin, train_and_evaluate
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, TrainingArguments, default_data_collator
@@ -31,18 +31,20 @@ TASK = Task(
 
 def main() -> None:
     """Text, tokenizer, model, plan, training, evaluation, saved model."""
-    types = (ModelArguments, DataArguments, OSDPArguments, TrainingArguments)
+    types = (ModelArguments, StreamArguments, OSDPArguments, TrainingArguments)
     model_args, data_args, osdp_args, args = parse_arguments(types, sys.argv[1:])
     checkpoint = begin(args)
+    if args.do_train:
+        data_args.check_steps(args.max_steps)
     config = load_config(model_args, TASK)
 
     with args.main_process_first(desc="text"):
-        text = load_text(data_args)
-    tokenizer = load_tokenizer(model_args, checkpoint, lambda: train_causal_tokenizer(text["train"]["text"], model_args.vocab_size))
+        text = text_of(data_args)
+    tokenizer = load_tokenizer(model_args, checkpoint, lambda: train_causal_tokenizer(lines_of(text), model_args.vocab_size))
     fit_config(config, model_args, tokenizer)
     block_size = choose_block_size(data_args.block_size, config)
     with args.main_process_first(desc="tokens"):
-        blocks = to_blocks(text, tokenizer, block_size, data_args)
+        blocks = blocks_of(text, tokenizer, block_size, data_args, seed=args.seed, evaluates=args.do_eval)
 
     trainer = Trainer(
         model=load_model(model_args, TASK, config, tokenizer),
@@ -53,7 +55,7 @@ def main() -> None:
         data_collator=next_tokens,
         osdp=osdp_args.options(block_size),
     )
-    train_and_evaluate(trainer, checkpoint)
+    train_and_evaluate(trainer, checkpoint, tokens_per_sample=block_size)
 
 
 def next_tokens(blocks: Sequence[Mapping[str, object]]) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ The YAML file holds any of the arguments below; flags win over it.
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,10 @@ from accelerate.utils import DataLoaderConfiguration
 from datasets import Dataset
 from loop_arguments import LoopArguments
 from model_loading import choose_block_size, fit_config, load_config, load_model, load_tokenizer
-from recipe_arguments import DataArguments, ModelArguments, OSDPArguments, parse_arguments
+from recipe_arguments import ModelArguments, OSDPArguments, parse_arguments
 from run_clm import TASK, next_tokens
-from step_log import StepLog, perplexity
-from text_data import load_text, to_blocks
+from step_log import LogFile, StepLog, perplexity
+from streamed_text import Passes, StreamArguments, blocks_of, lines_of, text_of
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from trained_tokenizers import train_causal_tokenizer
@@ -35,22 +36,24 @@ PROGRESS_FILE = "custom_checkpoint_0.pkl"
 
 def main() -> None:
     """Text, tokenizer, model, plan, training, evaluation, saved model."""
-    types = (ModelArguments, DataArguments, OSDPArguments, LoopArguments)
+    types = (ModelArguments, StreamArguments, OSDPArguments, LoopArguments)
     model_args, data_args, osdp_args, args = parse_arguments(types, sys.argv[1:])
+    data_args.check_steps(args.max_steps)
     checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir, marker=PROGRESS_FILE)
     config = load_config(model_args, TASK)
     accelerator = make_accelerator(osdp_args, args)
 
     with accelerator.main_process_first():
-        text = load_text(data_args)
-    tokenizer = load_tokenizer(model_args, checkpoint, lambda: train_causal_tokenizer(text["train"]["text"], model_args.vocab_size))
+        text = text_of(data_args)
+    tokenizer = load_tokenizer(model_args, checkpoint, lambda: train_causal_tokenizer(lines_of(text), model_args.vocab_size))
     fit_config(config, model_args, tokenizer)
     block_size = choose_block_size(data_args.block_size, config)
     with accelerator.main_process_first():
-        blocks = to_blocks(text, tokenizer, block_size, data_args)
+        blocks = blocks_of(text, tokenizer, block_size, data_args, seed=args.seed, evaluates=True)
 
     model = load_model(model_args, TASK, config, tokenizer)
-    loop = Loop.prepare(accelerator, model, tokenizer, blocks["train"], blocks["validation"], args)
+    log_file = LogFile(args.output_dir, is_rank_zero=accelerator.is_main_process, goes_on=checkpoint is not None)
+    loop = Loop.prepare(accelerator, model, tokenizer, blocks, args, log_file, block_size=block_size)
     if checkpoint is not None:
         accelerator.load_state(checkpoint)
     accelerator.print(f"perplexity before training: {loop.evaluate():.2f}")
@@ -105,14 +108,16 @@ class Loop:
     train_loader: DataLoader
     eval_loader: DataLoader
     args: LoopArguments
+    log_file: LogFile
     progress: Progress
     tokens_per_step: int
+    steps_per_epoch: int
     total_steps: int
 
     @classmethod
     def prepare(
-        cls, accelerator: OSDPAccelerator, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, train: Dataset, evaluated: Dataset,
-        args: LoopArguments,
+        cls, accelerator: OSDPAccelerator, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, blocks: dict[str, Dataset | Passes],
+        args: LoopArguments, log_file: LogFile, *, block_size: int,
     ) -> Loop:  # fmt: skip
         """Plan, shard, and make loaders of the planner's micro-batches.
 
@@ -120,44 +125,38 @@ class Loop:
             ValueError: the training text is too short for one optimizer step.
             InfeasibleError: no plan meets the memory limit.
         """
-        samples, length = (
-            args.per_device_train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes,
-            len(train[0]["input_ids"]),
-        )
-        steps_per_epoch = len(train) // samples
-        if not steps_per_epoch:
-            raise ValueError(
-                f"The training text has {len(train)} blocks of {length} tokens, less than the {samples} samples of one optimizer step;"
-                " give more text, a smaller block_size or a smaller per_device_train_batch_size."
-            )
-        train = train.select(range(steps_per_epoch * samples))  # so that every step has all its samples
+        samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
+        train, steps_per_epoch = whole_steps(blocks["train"], samples, block_size, args.max_steps)
         total_steps = args.max_steps or steps_per_epoch * args.num_train_epochs
         optimizer = torch.optim.AdamW(decayed(model, args.weight_decay), lr=args.learning_rate)
         # Not prepared: Accelerate would step it once for each process.
         scheduler = get_scheduler(args.lr_scheduler_type, optimizer, num_warmup_steps=args.warmup_steps, num_training_steps=total_steps)
-        plan = accelerator.plan(model, sequence_length=length, global_batch_size=samples, optimizer=optimizer)
+        plan = accelerator.plan(model, sequence_length=block_size, global_batch_size=samples, optimizer=optimizer)
         # Generators of their own: else each start of a loader takes a number from the one that dropout uses, and resuming shows.
         train_loader = DataLoader(
-            train, batch_size=plan.micro_batch_size, shuffle=True, collate_fn=next_tokens, generator=torch.Generator()
+            train, batch_size=plan.micro_batch_size, shuffle=isinstance(train, Dataset), collate_fn=next_tokens, generator=torch.Generator()
         )
-        eval_loader = DataLoader(evaluated, batch_size=args.per_device_eval_batch_size, collate_fn=next_tokens, generator=torch.Generator())
+        eval_loader = DataLoader(
+            blocks["validation"], batch_size=args.per_device_eval_batch_size, collate_fn=next_tokens, generator=torch.Generator()
+        )
         model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, train_loader, eval_loader)
         progress = Progress()
         accelerator.register_for_checkpointing(progress, scheduler)
         return cls(
             accelerator=accelerator, model=model, tokenizer=tokenizer, optimizer=optimizer, scheduler=scheduler, train_loader=train_loader,
-            eval_loader=eval_loader, args=args, progress=progress, tokens_per_step=samples * length, total_steps=total_steps,
+            eval_loader=eval_loader, args=args, log_file=log_file, progress=progress, tokens_per_step=samples * block_size,
+            steps_per_epoch=steps_per_epoch, total_steps=total_steps,
         )  # fmt: skip
 
     def train(self) -> None:
         """Go on from `progress` to the last step."""
         log = StepLog(
-            self.accelerator, self.args.output_dir, total=self.total_steps, done=self.progress.step, every=self.args.logging_steps,
+            self.accelerator, self.log_file, total=self.total_steps, done=self.progress.step, every=self.args.logging_steps,
             tokens_per_step=self.tokens_per_step, silent=self.args.disable_tqdm,
         )  # fmt: skip
         micro_steps = self.accelerator.gradient_accumulation_steps
         while self.progress.step < self.total_steps:
-            epoch, done = divmod(self.progress.step, len(self.train_loader) // micro_steps)
+            epoch, done = divmod(self.progress.step, self.steps_per_epoch)
             self.train_loader.set_epoch(epoch)
             self._train_on(self.accelerator.skip_first_batches(self.train_loader, done * micro_steps) if done else self.train_loader, log)
         log.close()
@@ -185,12 +184,17 @@ class Loop:
             self.scheduler.step()
         self.progress.step += 1
         step, args = self.progress.step, self.args
-        log.step(step, learning_rate=rate, gradient_norm=norm)
+        log.step(step, epoch=step / self.steps_per_epoch, learning_rate=rate, gradient_norm=norm)
         with log.outside():
             if args.eval_steps and step % args.eval_steps == 0:
-                log.write(step=step, eval_perplexity=self.evaluate())
+                self._log_evaluation(step)
             if args.save_steps and step % args.save_steps == 0:
                 self.save_checkpoint(Path(args.output_dir) / f"checkpoint-{step}")
+
+    def _log_evaluation(self, step: int) -> None:
+        """Evaluate amid training."""
+        score = self.evaluate()
+        self.log_file.write(step=step, epoch=step / self.steps_per_epoch, eval_loss=math.log(score), eval_perplexity=score)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -217,6 +221,28 @@ class Loop:
         if self.accelerator.is_main_process:
             self.accelerator.unwrap_model(self.model).save_pretrained(self.args.output_dir, state_dict=state)
             self.tokenizer.save_pretrained(self.args.output_dir)
+
+
+def whole_steps(train: Dataset | Passes, samples: int, block_size: int, max_steps: int | None) -> tuple[Dataset | Passes, int]:
+    """The training text without what is left over of the last optimizer step, and the steps of an epoch; of a stream, all there are.
+
+    Args:
+        train: blocks of text.
+        samples: those of one optimizer step, over all processes.
+        block_size: tokens of a block.
+        max_steps: of the training.
+
+    Raises:
+        ValueError: the text is too short for one step.
+    """
+    if isinstance(train, Passes):
+        return train, max_steps
+    if steps := len(train) // samples:
+        return train.select(range(steps * samples)), steps
+    raise ValueError(
+        f"The training text has {len(train)} blocks of {block_size} tokens, less than the {samples} samples of one optimizer step;"
+        " give more text, a smaller block_size or a smaller per_device_train_batch_size."
+    )
 
 
 def decayed(model: PreTrainedModel, weight_decay: float) -> list[dict[str, object]]:

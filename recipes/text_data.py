@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data import topics
 
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Dataset, DatasetDict, IterableDatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from recipe_arguments import DataArguments, FileArguments
 from transformers import PreTrainedTokenizerBase
@@ -32,7 +33,7 @@ def load_text(data: DataArguments) -> DatasetDict:
     elif data.train_file:
         text = load_files(data.train_file, data.validation_file)
     else:
-        return _language_reference(data.validation_split_percentage)
+        return language_reference(data.validation_split_percentage)
     if "train" not in text or "text" not in text["train"].column_names:
         raise ValueError(f"The data set needs a split `train` with a column `text`; it has {dict(text.column_names)}.")
     if (kind := text["train"].features["text"].dtype) not in ("string", "large_string"):
@@ -73,27 +74,51 @@ def to_blocks(
     Raises:
         ValueError: a split is too short for one block, or a block has no room for text.
     """
-    before, after = ([], []) if frame is None else ([frame[0]], [frame[1]])
-    size = block_size - len(before) - len(after)
-    if size < 1:
-        raise ValueError(f"block_size={block_size} leaves no room for text between two special tokens; use at least 3.")
-
-    def tokenize(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        tokens = tokenizer(rows["text"], add_special_tokens=frame is None, return_attention_mask=False, verbose=False)
-        return {"input_ids": tokens["input_ids"]}
-
-    def cut(rows: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-        joined = [token for row in rows["input_ids"] for token in row]
-        return {"input_ids": [before + joined[start : start + size] + after for start in range(0, len(joined) - size + 1, size)]}
-
-    tokens = text.map(tokenize, batched=True, remove_columns=["text"], desc="Tokenising")
-    blocks = tokens.map(cut, batched=True, batch_size=1000, desc=f"Blocks of {block_size}")
+    cutter = BlockCutter(tokenizer=tokenizer, block_size=block_size, frame=frame)
+    tokens = text.map(cutter.tokenize, batched=True, remove_columns=["text"], desc="Tokenising")
+    blocks = tokens.map(cutter.cut, batched=True, batch_size=1000, desc=f"Blocks of {block_size}")
     for split, rows in blocks.items():
         if not len(rows):
             have = sum(map(len, tokens[split]["input_ids"]))
-            source = data.train_file or data.dataset_name or "Python's language reference"
-            raise ValueError(f"{source}: the {split} text has {have} tokens, less than one block of {block_size}; give more text.")
+            raise ValueError(f"{source_of(data)}: the {split} text has {have} tokens, less than one block of {block_size}; give more text.")
     return limited(blocks, data)
+
+
+def source_of(data: DataArguments) -> str:
+    """Where the text is from, for errors."""
+    return data.train_file or data.dataset_name or "Python's language reference"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCutter:
+    """Rows of text → tokens → blocks, a batch of rows at a time.
+
+    Raises:
+        ValueError: a block has no room for text.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    block_size: int
+    frame: tuple[int, int] | None
+
+    def __post_init__(self) -> None:
+        if self._room < 1:
+            raise ValueError(f"block_size={self.block_size} leaves no room for text between two special tokens; use at least 3.")
+
+    @property
+    def _room(self) -> int:
+        return self.block_size - (0 if self.frame is None else 2)
+
+    def tokenize(self, rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        """Tokens of each row."""
+        tokens = self.tokenizer(rows["text"], add_special_tokens=self.frame is None, return_attention_mask=False, verbose=False)
+        return {"input_ids": tokens["input_ids"]}
+
+    def cut(self, rows: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+        """All tokens joined, then cut; what is left at the end is dropped."""
+        before, after = ([], []) if self.frame is None else ([self.frame[0]], [self.frame[1]])
+        joined, size = [token for row in rows["input_ids"] for token in row], self._room
+        return {"input_ids": [before + joined[start : start + size] + after for start in range(0, len(joined) - size + 1, size)]}
 
 
 def limited(blocks: DatasetDict, data: FileArguments) -> DatasetDict:
@@ -104,20 +129,20 @@ def limited(blocks: DatasetDict, data: FileArguments) -> DatasetDict:
     )
 
 
-def load_hub(name: str, config_name: str | None) -> DatasetDict:
-    """A data set of the hub.
+def load_hub(name: str, config_name: str | None, *, streaming: bool = False) -> DatasetDict | IterableDatasetDict:
+    """A data set of the hub, or a stream of it.
 
     Raises:
         ValueError: there is none of that name, or no network.
     """
     try:
-        return load_dataset(name, config_name)
+        return load_dataset(name, config_name, streaming=streaming)
     except (DatasetNotFoundError, ConnectionError) as error:
         raise ValueError(f"Cannot load the data set {name}: {error}") from None
 
 
-def load_files(train_file: str, validation_file: str | None) -> DatasetDict:
-    """Local files as splits `train` and, where it is given, `validation`.
+def load_files(train_file: str, validation_file: str | None, *, streaming: bool = False) -> DatasetDict | IterableDatasetDict:
+    """Local files as splits `train` and, where it is given, `validation`; a stream of them is not read here.
 
     Raises:
         ValueError: a file is missing, unreadable or of an unknown kind.
@@ -130,13 +155,14 @@ def load_files(train_file: str, validation_file: str | None) -> DatasetDict:
             raise ValueError(f"{split} file {name} does not exist; give a .txt, .json, .jsonl or .csv file.")
         if path.suffix.lower() not in _FORMATS:
             raise ValueError(f"{split} file {name} is of no known kind; give a .txt, .json, .jsonl or .csv file.")
-        _check_readable(path, split)
+        if not streaming:
+            _check_readable(path, split)
     suffixes = {Path(name).suffix.lower() for name in files.values()}
     if len({_FORMATS[suffix] for suffix in suffixes}) > 1:
         raise ValueError(f"train_file and validation_file are of different kinds ({', '.join(sorted(suffixes))}); use one kind.")
     kind = _FORMATS[suffixes.pop()]
     try:
-        return load_dataset(kind, data_files=files, **({"keep_linebreaks": True} if kind == "text" else {}))
+        return load_dataset(kind, data_files=files, streaming=streaming, **({"keep_linebreaks": True} if kind == "text" else {}))
     except DatasetGenerationError as error:
         names = " and ".join(files.values())
         raise ValueError(f"{names} cannot be read as {kind}: {error.__cause__ or error}. Correct the file.") from error
@@ -162,7 +188,7 @@ def _check_readable(path: Path, split: str) -> None:
         raise ValueError(f"{split} file {path} is empty; give a file with text.")
 
 
-def _language_reference(validation_percentage: int) -> DatasetDict:
+def language_reference(validation_percentage: int) -> DatasetDict:
     """The paragraphs of Python's language reference, each once; every n-th is for evaluation."""
     paragraphs = dict.fromkeys(part for _, text in sorted(topics.topics.items()) for part in re.split(r"\n\s*\n", text) if part.strip())
     texts = [f"{paragraph}\n\n" for paragraph in paragraphs]

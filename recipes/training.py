@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import step_log
 from datasets import disable_progress_bars
+from trainer_log import TrainerLog
 from transformers import TrainingArguments, set_seed
+from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_osdp import Trainer
@@ -23,10 +25,13 @@ def begin(args: TrainingArguments) -> str | None:
         The checkpoint to go on from, if any.
 
     Raises:
-        ValueError: there is nothing to do, or no checkpoint where one should be.
+        ValueError: there is nothing to do, a tracker is not installed, or there is no checkpoint where one should be.
     """
     if not (args.do_train or args.do_eval):
         raise ValueError("Nothing to do; give do_train, do_eval or both.")
+    known = get_available_reporting_integrations()
+    if missing := [name for name in args.report_to if name not in known]:
+        raise ValueError(f"report_to={','.join(missing)} is not installed here; install it, or use one of {', '.join([*known, 'none'])}.")
     quiet_other_ranks(args.process_index)
     set_seed(args.seed)
     return find_checkpoint(args.resume_from_checkpoint, args.output_dir)
@@ -46,9 +51,20 @@ class Score:
         return f"{self.name}{when}: {self.measure(trainer):.{self.decimals}f}"
 
 
-def train_and_evaluate(trainer: Trainer, checkpoint: str | None, score: Score | None = None) -> None:
-    """Train and save the model, as `do_train` asks; its score before and after it, as `do_eval` asks; by default the perplexity."""
+def train_and_evaluate(
+    trainer: Trainer, checkpoint: str | None, score: Score | None = None, *, tokens_per_sample: int | None = None
+) -> None:  # fmt: skip
+    """Train and save the model, as `do_train` asks; its score before and after it, as `do_eval` asks.
+
+    Args:
+        trainer: ready to train.
+        checkpoint: where to go on from.
+        score: by default the perplexity.
+        tokens_per_sample: for the log, where the loss is that of tokens.
+    """
     args, score = trainer.args, score or Score(name="perplexity", measure=perplexity, decimals=2)
+    goes_on = checkpoint is not None or not args.do_train
+    trainer.add_callback(TrainerLog(trainer, tokens_per_sample=tokens_per_sample, goes_on=goes_on))
     if args.do_eval:
         say(args, score.text(trainer, " before training" if args.do_train else ""))
     if args.do_train:
@@ -71,7 +87,7 @@ def say(args: TrainingArguments, text: str) -> None:
 def perplexity(trainer: Trainer) -> float:
     """exp of the mean loss of a token on the validation text; also saved with the other metrics."""
     metrics = trainer.evaluate()
-    metrics["perplexity"] = math.exp(min(metrics["eval_loss"], 700.0))
+    metrics["perplexity"] = step_log.perplexity(metrics["eval_loss"])
     trainer.save_metrics("eval", metrics)
     return metrics["perplexity"]
 
