@@ -162,7 +162,7 @@ def choices_for(
 def shape_ids(units: Sequence[UnitDescription]) -> tuple[int, ...]:
     """A number for each unit: the same for those that cost the same under equal choices, activations left out."""
     known: dict[tuple, int] = {}
-    keys = ((unit.span, tuple((p.shape, p.dtype, p.requires_grad) for p in unit.parameters)) for unit in units)
+    keys = ((unit.span, tuple((p.shape, p.dtype, p.requires_grad, p.keeps_dtype) for p in unit.parameters)) for unit in units)
     return tuple(known.setdefault(key, len(known)) for key in keys)
 
 

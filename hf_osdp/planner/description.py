@@ -95,6 +95,8 @@ class ParameterSpec:
     shape: tuple[int, ...]
     dtype: DType
     requires_grad: bool = True
+    keeps_dtype: bool = False
+    """Gathered and reduced as it is under mixed precision too, as batch norm needs."""
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.shape):
@@ -137,6 +139,11 @@ class UnitDescription:
     @property
     def trainable_numel(self) -> int:
         return sum(p.numel for p in self.parameters if p.requires_grad)
+
+    @property
+    def keeps_dtype(self) -> bool:
+        """Whether mixed precision leaves the unit as it is; such units hold nothing else."""
+        return bool(self.parameters) and all(p.keeps_dtype for p in self.parameters)
 
     @property
     def dtypes(self) -> tuple[DType, ...]:

@@ -19,11 +19,11 @@ class Precision:
 
     def gathered_dtype(self, parameter: ParameterSpec) -> DType:
         """Dtype of the unsharded parameter and of its unreduced gradient."""
-        return self.compute or parameter.dtype
+        return parameter.dtype if parameter.keeps_dtype else self.compute or parameter.dtype
 
     def reduced_dtype(self, parameter: ParameterSpec) -> DType:
         """Dtype in which the gradient crosses the links."""
-        return self.reduce or self.gathered_dtype(parameter)
+        return parameter.dtype if parameter.keeps_dtype else self.reduce or self.gathered_dtype(parameter)
 
     @classmethod
     def named(cls, name: str) -> Precision:

@@ -35,7 +35,7 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
         sequence_length: tokens of each sample, of source and target alike; images keep the configuration's size.
 
     Returns:
-        A function that makes a batch of any number of samples on the current device.
+        A function that makes a batch of any number of samples on the current device; images and sounds in the dtype of the weights.
 
     Raises:
         DescriptionError: the model's kind of input is not known; give `inputs`.
@@ -47,7 +47,7 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
         raise DescriptionError(f"The inputs of {kind} ({main}) are not known; pass inputs, a function from samples to keyword arguments.")
 
     def make(samples: int) -> dict[str, Any]:
-        batch: dict[str, Any] = {main: _main_input(config, main, samples, sequence_length)}
+        batch: dict[str, Any] = {main: _main_input(config, main, samples, sequence_length, getattr(model, "dtype", None))}
         tokens = (samples, sequence_length)
         if kind.endswith("MultipleChoice"):
             batch[main] = torch.zeros(samples, 2, sequence_length, dtype=torch.long)
@@ -120,14 +120,14 @@ def _position_table(model: nn.Module) -> nn.Embedding | None:
     return None
 
 
-def _main_input(config: Any, name: str, samples: int, sequence_length: int) -> torch.Tensor:
+def _main_input(config: Any, name: str, samples: int, sequence_length: int, dtype: torch.dtype) -> torch.Tensor:
     if name == "input_ids":
         return torch.zeros(samples, sequence_length, dtype=torch.long)
     if name == "input_features":  # log-mel frames; Whisper's encoder halves them
-        return torch.zeros(samples, config.num_mel_bins, 2 * config.max_source_positions)
+        return torch.zeros(samples, config.num_mel_bins, 2 * config.max_source_positions, dtype=dtype)
     size = getattr(config, "image_size", None) or 224
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return torch.zeros(samples, getattr(config, "num_channels", 3), height, width)
+    return torch.zeros(samples, getattr(config, "num_channels", 3), height, width, dtype=dtype)
 
 
 def _class_name(model: nn.Module) -> str:

@@ -56,9 +56,12 @@ def cut_copy(model: nn.Module, cut: Cut) -> nn.Module:
     return twin
 
 
-def cut_units(model: nn.Module, cut: Cut, block_classes: Sequence[str] | None = None) -> tuple[UnitDescription, ...]:
-    """Units of a model that is cut so; the model stays as it is."""
-    return find_units(cut_copy(model, cut) if cut.splits else model, block_classes, operators=cut.operators)
+def cut_units(
+    model: nn.Module, cut: Cut, block_classes: Sequence[str] | None = None, *, low_precision: bool = False
+) -> tuple[UnitDescription, ...]:
+    """Units of a model that is cut so (see `find_units`); the model stays as it is."""
+    twin = cut_copy(model, cut) if cut.splits else model
+    return find_units(twin, block_classes, operators=cut.operators, low_precision=low_precision)
 
 
 def _operator_cuts(model: nn.Module, description: ModelDescription) -> list[Cut]:

@@ -16,6 +16,7 @@ from ..errors import CheckpointingError, DescriptionError
 from ..planner.cut import WHOLE_BLOCKS, Cut
 from ..planner.description import Affine, DType, GatherSpan, ModelDescription, Segment, UnitDescription
 from .batch import Inputs, check_sequence_length, training_batch
+from .batch_norm import has_running_statistics
 from .build import build_on_meta, is_checkpointed
 from .cuts import cut_copy
 from .formula import SOURCE, TransformerShape, formula_segments
@@ -72,11 +73,13 @@ def describe(
     check_sequence_length(model, sequence_length)
     if cut.splits:
         model = cut_copy(model, cut)
-    units = find_units(model, block_classes, operators=cut.operators)
+    units = find_units(model, block_classes, operators=cut.operators, low_precision=compute_dtype is not None)
     if inputs is None:
         inputs = _default_inputs(model, sequence_length)
     dtype = compute_dtype or _main_dtype(units)
     found_classes = _block_classes(units, model, block_classes)
+    if activation_checkpointing or is_checkpointed(model):
+        _refuse_running_statistics(model, units, found_classes)
     recomputation = recomputation and not activation_checkpointing and not is_checkpointed(model)
     choosable = _choosable(model, units, found_classes) if recomputation else frozenset()
     offloadable = choosable if device_type == "cuda" and not cut.operators else frozenset()
@@ -138,13 +141,32 @@ _NOTHING: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
 
 
 def _choosable(model: nn.Module, units: Sequence[UnitDescription], block_classes: Sequence[str]) -> frozenset[int]:
-    """Blocks, or the parts that they are cut into: units of one module, with others inside, that run once."""
+    """Blocks, or the parts that they are cut into: units of one module, with others inside, that run once and may run again."""
     modules = modules_by_name(model)
     return frozenset(
         index
         for index, unit in enumerate(units)
-        if unit.span is GatherSpan.USE and unit.class_name in block_classes and modules[unit.module_names[0]]._modules
-    )  # fmt: skip
+        if unit.span is GatherSpan.USE and unit.class_name in block_classes and _has_parts_that_run_again(modules[unit.module_names[0]])
+    )
+
+
+def _refuse_running_statistics(model: nn.Module, units: Sequence[UnitDescription], block_classes: Sequence[str]) -> None:
+    """Refuse to recompute blocks whose forward counts what it sees.
+
+    Raises:
+        CheckpointingError: one of the blocks does.
+    """
+    modules = modules_by_name(model)
+    blocks = (name for unit in units if unit.class_name in block_classes for name in unit.module_names)
+    if (name := next((name for name in blocks if has_running_statistics(modules[name])), None)) is not None:
+        raise CheckpointingError(
+            f"{name} has batch normalisation, whose running statistics activation checkpointing would update twice;"
+            " leave activation checkpointing off."
+        )
+
+
+def _has_parts_that_run_again(module: nn.Module) -> bool:
+    return bool(module._modules) and not has_running_statistics(module)
 
 
 def _never_freed_where_repeated(units: tuple[UnitDescription, ...], segments: tuple[Segment, ...]) -> tuple[UnitDescription, ...]:

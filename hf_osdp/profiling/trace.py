@@ -122,7 +122,9 @@ class _Tracer:
         """Of each run: bytes of what forward returned, the loss left out."""
         self._compute_dtype, self._fused_kernels = compute_dtype, fused_kernels
         modules = modules_by_name(twin)
-        self._modules = [(i, modules[name]) for i, unit in enumerate(units) if unit.fqn for name in unit.module_names]
+        # Batch norms that are units of their own cost what little they do where they are.
+        running = [i for i, unit in enumerate(units) if unit.fqn and not unit.keeps_dtype]
+        self._modules = [(i, modules[name]) for i in running for name in units[i].module_names]
         unit_of = {module: i for i, module in self._modules}
         self._modules += [(unit_of[shared], own) for own, shared in _untied_slices(twin).items()]
         blocks = {i for i, unit in enumerate(units) if unit.span is GatherSpan.USE}

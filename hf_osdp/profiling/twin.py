@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from .batch_norm import batch_norm_parameters
+
 DEVICE = torch.device("cpu")
 """Where fake tensors claim to be; a CPU-only build aborts on fake CUDA tensors."""
 
@@ -36,14 +38,15 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype
     Args:
         model: real or on the meta device; it stays as it is.
         mode: the mode that the fake tensors belong to.
-        compute_dtype: dtype of floating-point parameters; None keeps theirs.
+        compute_dtype: dtype of floating-point parameters, those of batch norms left out; None keeps theirs.
 
     Returns:
         The copy in training mode.
     """
     memo: dict[int, Any] = {}
+    keeping = batch_norm_parameters(model)
     for parameter in model.parameters():
-        fake = fake_like(parameter, mode, compute_dtype)
+        fake = fake_like(parameter, mode, None if id(parameter) in keeping else compute_dtype)
         memo[id(parameter)] = _as_parameter(fake, parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = fake_like(buffer, mode, None)

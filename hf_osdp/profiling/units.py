@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from ..errors import DescriptionError
 from ..planner.description import DType, GatherSpan, ParameterSpec, UnitDescription
 from ..splitting.modules import SplitEmbedding
 from ..splitting.names import slice_names
+from .batch_norm import batch_norm_groups
 from .operator_units import operator_names
 
 _WRAPPER = "_checkpoint_wrapped_module"
@@ -60,7 +61,9 @@ class _Tie:
     names: tuple[tuple[str, ...], ...]
 
 
-def find_units(model: nn.Module, block_classes: Sequence[str] | None = None, *, operators: bool = False) -> tuple[UnitDescription, ...]:
+def find_units(
+    model: nn.Module, block_classes: Sequence[str] | None = None, *, operators: bool = False, low_precision: bool = False
+) -> tuple[UnitDescription, ...]:
     """Cut a model into units.
 
     Args:
@@ -69,6 +72,8 @@ def find_units(model: nn.Module, block_classes: Sequence[str] | None = None, *, 
             one is there. None takes `_no_split_modules`, else the elements of homogeneous `nn.ModuleList`s.
         operators: cut every block into operator units (attention, MLP); a block with operators in slices is cut in any case,
             and each slice is a unit.
+        low_precision: training computes in less than the parameters' precision, so that batch norms, which do not, are units of
+            their own.
 
     Returns:
         The root's rest first (fqn `""`, perhaps without parameters), then the units in the order in which the model lists
@@ -92,9 +97,11 @@ def find_units(model: nn.Module, block_classes: Sequence[str] | None = None, *, 
     for name in _embedding_and_head(model, modules):
         if not any(_is_within(name, other) for other in taken):
             groups[(name,)] = GatherSpan.USE
+    keeping = batch_norm_groups(modules, parts) if low_precision else ()
+    groups |= dict.fromkeys(keeping, GatherSpan.STEP)
     order = {name: index for index, name in enumerate(modules)}
     ordered = [("",), *sorted(groups, key=lambda names: order[names[0]])]
-    return _describe_groups(model, modules, ordered, {("",): GatherSpan.STEP, **groups})
+    return _describe_groups(model, modules, ordered, {("",): GatherSpan.STEP, **groups}, keeping)
 
 
 def _span_of_slice(modules: dict[str, nn.Module], name: str) -> GatherSpan:
@@ -103,9 +110,13 @@ def _span_of_slice(modules: dict[str, nn.Module], name: str) -> GatherSpan:
 
 
 def _describe_groups(
-    model: nn.Module, modules: dict[str, nn.Module], groups: Sequence[tuple[str, ...]], spans: dict[tuple[str, ...], GatherSpan]
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    groups: Sequence[tuple[str, ...]],
+    spans: dict[tuple[str, ...], GatherSpan],
+    keeping: Container[tuple[str, ...]],
 ) -> tuple[UnitDescription, ...]:
-    """Give each parameter to the group that has the innermost module around it."""
+    """Give each parameter to the group that has the innermost module around it; groups in `keeping` keep their dtype."""
     group_of = {name: names for names in groups for name in names}
     parameters: dict[tuple[str, ...], list[ParameterSpec]] = {names: [] for names in groups}
     shared: dict[tuple[str, ...], list[tuple[str, ...]]] = {names: [] for names in groups}
@@ -118,6 +129,7 @@ def _describe_groups(
                 shape=tuple(parameter.shape),
                 dtype=dtype_of(parameter.dtype),
                 requires_grad=parameter.requires_grad,
+                keeps_dtype=group in keeping,
             )
         )
         if len(names) > 1:

@@ -14,6 +14,7 @@ from ..collectives.fsdp import flat_collectives, two_stage_collectives
 from ..errors import OSDPError, PlanError
 from ..planner.description import Activations, DType, GatherSpan, ModelDescription, UnitDescription
 from ..planner.plan import Plan, UnitDecision
+from ..profiling.batch_norm import has_running_statistics
 from ..profiling.offloading import offload
 from ..profiling.units import canonical_name, modules_by_name
 from ..profiling.wrapping import recompute
@@ -60,7 +61,7 @@ def apply_plan(
         split_operators(model, plan.cut.splits)
     plan.check(_as_description(model, units), world_size())
     steps = _steps(model, plan, units)
-    for modules, decision in steps:
+    for modules, decision, _ in steps:
         if decision.activations.recomputes:
             recompute(modules[0])
         if decision.activations.offloads:
@@ -76,8 +77,8 @@ def apply_plan(
     if broadcast:
         broadcast_parameters(model)
     plain = _staying(model, plan, units) if plan.world_size == 1 and not casts(mp_policy) else None
-    options = {"mp_policy": mp_policy or MixedPrecisionPolicy(), "ignored_params": plain}
-    for modules, decision in steps:
+    policy = mp_policy or MixedPrecisionPolicy()
+    for modules, decision, unit in steps:
         if plain is not None and not decision.on_host:
             continue
         fully_shard(
@@ -85,12 +86,13 @@ def apply_plan(
             mesh=meshes.mesh(decision.shard_size),
             reshard_after_forward=decision.reshard_after_forward,
             offload_policy=offload_policy(on_host=decision.on_host, device_type=meshes.device_type, pin_memory=pin_memory),
-            **options,
+            mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False) if unit.keeps_dtype else policy,
+            ignored_params=plain,
         )
         set_collectives(modules[0], decision, meshes)
     if not isinstance(model, FSDPModule):
         # Without a root, each unit would be a root of its own: no prefetch, no common streams.
-        fully_shard(model, mesh=meshes.mesh(plan.world_size), reshard_after_forward=False, **options)
+        fully_shard(model, mesh=meshes.mesh(plan.world_size), reshard_after_forward=False, mp_policy=policy, ignored_params=plain)
     return model
 
 
@@ -112,7 +114,7 @@ def set_collectives(module: FSDPModule, decision: UnitDecision, meshes: Meshes) 
     module.set_custom_reduce_scatter(scatter)
 
 
-def _steps(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> list[tuple[list[nn.Module], UnitDecision]]:
+def _steps(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> list[tuple[list[nn.Module], UnitDecision, UnitDescription]]:
     """Modules and decision of each unit, bottom-up; all that can be wrong is found here, before anything is sharded."""
     by_name = modules_by_name(model)
     for name, module in by_name.items():
@@ -123,7 +125,11 @@ def _steps(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> 
             raise PlanError(f"Unit {unit.label!r} names module {absent[0]!r}, which the model does not have; find its units again.")
         if plan.decision(unit.fqn).activations is not Activations.SAVE and (unit.span is not GatherSpan.USE or len(unit.module_names) > 1):
             raise PlanError(f"Unit {unit.label!r} is no block, but the plan recomputes or offloads its activations; plan again.")
-    return [([by_name[name] for name in unit.module_names], effective(plan.decision(unit.fqn), unit)) for unit in bottom_up(units)]
+        if plan.decision(unit.fqn).activations.recomputes and has_running_statistics(by_name[unit.module_names[0]]):
+            raise PlanError(
+                f"Unit {unit.label!r} has batch normalisation, whose running statistics its recomputation would update twice; plan again."
+            )
+    return [([by_name[name] for name in unit.module_names], effective(plan.decision(unit.fqn), unit), unit) for unit in bottom_up(units)]
 
 
 def effective(decision: UnitDecision, unit: UnitDescription) -> UnitDecision:

@@ -169,7 +169,7 @@ class OptimalShardedDataParallel(nn.Module):
             self.report = None if found.problem is None else found.problem.result(found.plan)
         else:
             self.plan = wanted.load(plan)
-        units = cut_units(model, self.plan.cut, wanted.block_classes)
+        units = cut_units(model, self.plan.cut, wanted.block_classes, low_precision=self._precision.compute is not None)
         apply_plan(model, self.plan, units, meshes=meshes, mp_policy=mp_policy(self._precision))
         verify_applied(model, self.plan, units)
         self.module = move_to_device(model, training_device())

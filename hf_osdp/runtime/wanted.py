@@ -155,7 +155,8 @@ class Wanted:
         from .probe import Trial, probe
         from .recalibrate import recalibrate
 
-        device, units = training_device(), cut_units(model, plan.cut, self.block_classes)
+        device = training_device()
+        units = cut_units(model, plan.cut, self.block_classes, low_precision=self.precision.compute is not None)
         meshes = Meshes(device.type) if dist.is_initialized() else None
         inputs = self.inputs or training_batch(model, self.sequence_length)
         trial = Trial(model=model, units=units, job=job, inputs=inputs, device=device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hf_osdp.planner.description import Activations, DType, ModelDescription, UnitDescription
+from hf_osdp.planner.description import Activations, DType, GatherSpan, ModelDescription, UnitDescription
 from hf_osdp.planner.plan import Plan, UnitDecision
 
 LAYOUTS = ("replicate", "zero2", "zero3", "two_stage", "hsdp", "mixed", "everything")
@@ -66,7 +66,7 @@ def _decision(unit: UnitDescription, index: int, world_size: int, layout: str) -
             shard_size, reshard, stage_size = kinds[index % len(kinds)]
         case _:
             raise ValueError(f"plan_of has no layout {layout!r}; use one of {', '.join(LAYOUTS)}.")
-    block = layout == "everything" and unit.class_name.endswith(("Block", "Layer"))
+    block = layout == "everything" and unit.span is GatherSpan.USE and unit.class_name.endswith(("Block", "Layer"))
     return UnitDecision(
         fqn=unit.fqn,
         shard_size=shard_size,

@@ -1,0 +1,85 @@
+"""Two steps of many architectures under a mixed plan are those of one process: loss, gradient norm, parameters, buffers, in float64."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_osdp.planner.description import DType
+from hf_osdp.profiling.describe import describe
+from tests.helpers.architectures import TINY, tiny_architecture, train_alone, train_by_plan
+from tests.helpers.distributed import run_ranks
+from tests.helpers.training import Trained
+
+TOLERANCE = 1e-12
+KINDS = (
+    "DistilBertForMaskedLM", "T5ForConditionalGeneration", "BartForConditionalGeneration", "OPTForCausalLM", "Qwen2ForCausalLM",
+    "GemmaForCausalLM", "MixtralForCausalLM", "ViTForImageClassification", "WhisperForConditionalGeneration", "AlbertForMaskedLM",
+    "ResNetForImageClassification",
+)  # fmt: skip
+"""What GPT-2, BERT and Llama, which other tests train, do not show; more of the same kinds are slow."""
+
+
+def run_all(names: tuple[str, ...]) -> dict[str, Trained]:
+    from hf_osdp.runtime.mesh import Meshes
+
+    meshes = Meshes("cpu")
+    results = {name: train_by_plan(name, meshes) for name in names}
+    for name, (plan, _) in results.items():
+        assert len({(unit.shard_size, unit.reshard_after_forward) for unit in plan.units}) > 1, name
+    return {name: trained for name, (_, trained) in results.items()} if dist.get_rank() == 0 else {}
+
+
+@functools.cache
+def results(slow: bool) -> dict[str, Trained]:
+    return run_ranks(run_all, 2, tuple(name for name in TINY if (name not in KINDS) == slow), timeout_s=200)[0]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in TINY])
+def test_two_steps_equal_one_process(name):
+    errors = results(name not in KINDS)[name].worst_error(train_alone(name, 2))
+    assert max(errors.values()) < TOLERANCE, errors
+
+
+def seen_by_batch_norms() -> set[tuple[torch.dtype, ...]]:
+    """Dtypes of weight, running mean, input and output of every batch norm while bf16 trains."""
+    from hf_osdp import OptimalShardedDataParallel
+
+    model = tiny_architecture("ResNetForImageClassification").float()
+    model = OptimalShardedDataParallel(
+        model, sequence_length=1, global_batch_size=8, mixed_precision="bf16", hardware="cpu", strategy="fsdp"
+    )  # fmt: skip
+    seen = set()
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.register_forward_hook(
+                lambda module, args, output: seen.add((module.weight.dtype, module.running_mean.dtype, args[0].dtype, output.dtype))
+            )  # fmt: skip
+    loss = model(pixel_values=torch.randn(4, 3, 32, 32), labels=torch.tensor([0, 1, 2, 3])).loss
+    model.backward(loss)
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
+    assert norms and all(module.weight.grad is not None and module.weight.grad.dtype is torch.float32 for module in norms)
+    return seen
+
+
+def test_batch_norm_stays_in_float32():
+    dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.bfloat16)
+    assert run_ranks(seen_by_batch_norms, 2) == [{dtypes}, {dtypes}]
+
+
+def test_batch_norms_are_units_of_their_own_under_low_precision_alone():
+    model = tiny_architecture("ResNetForImageClassification").float()
+    plain, low = (describe(model, sequence_length=1, compute_dtype=dtype) for dtype in (None, DType.BFLOAT16))
+    assert not any(unit.keeps_dtype for unit in plain.units)
+    kept = {parameter.name for unit in low.units if unit.keeps_dtype for parameter in unit.parameters}
+    norms = {f"{name}.{leaf}" for name, m in model.named_modules() if isinstance(m, torch.nn.BatchNorm2d) for leaf in ("weight", "bias")}
+    assert kept == norms
+    assert not any(parameter.keeps_dtype for unit in low.units if not unit.keeps_dtype for parameter in unit.parameters)
+
+
+def test_blocks_with_batch_norm_are_not_recomputed():
+    model = tiny_architecture("ResNetForImageClassification").float()
+    assert all(segment.recomputed is None for segment in describe(model, sequence_length=1).segments)

@@ -1,0 +1,190 @@
+"""Tiny models of many architectures, and a short training of each: by the plan that a search finds, or in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+from hf_osdp.planner.description import ModelDescription
+from hf_osdp.planner.plan import Plan
+from hf_osdp.profiling.batch import training_batch
+from hf_osdp.profiling.batch_norm import has_running_statistics
+from hf_osdp.profiling.describe import describe
+from hf_osdp.runtime.apply import apply_plan
+from hf_osdp.runtime.clip import clip_grad_norm_
+from hf_osdp.runtime.mesh import Meshes
+from hf_osdp.runtime.state import full_state_dict
+from hf_osdp.runtime.verify import verify_applied
+
+from .layouts import plan_of
+from .training import Trained
+
+TOKENS = 12
+SAMPLES = 4
+"""Samples of one optimizer step, over all ranks."""
+STEPS = 2
+
+_TEXT = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
+_BERT = {**_TEXT, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_LLAMA = {**_TEXT, "num_key_value_heads": 1, "head_dim": 16}
+_BART = {
+    "encoder_layers": 2, "decoder_layers": 2, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "dropout": 0.0,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 100, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
+}  # fmt: skip
+_VISION = {**{name: value for name, value in _BERT.items() if name != "vocab_size"}, "image_size": 32, "patch_size": 8, "num_labels": 5}
+TINY: dict[str, dict[str, Any]] = {
+    "GPT2LMHeadModel": {
+        "n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 100, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    },
+    "BertForMaskedLM": _BERT,
+    "BertForSequenceClassification": {**_BERT, "num_labels": 3},
+    "RobertaForMaskedLM": {**_BERT, "max_position_embeddings": 66},
+    "DistilBertForMaskedLM": {
+        "n_layers": 2, "dim": 32, "n_heads": 2, "hidden_dim": 64, "vocab_size": 100, "dropout": 0.0, "attention_dropout": 0.0,
+    },
+    "T5ForConditionalGeneration": {
+        "num_layers": 2, "d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16, "vocab_size": 100, "dropout_rate": 0.0,
+        "decoder_start_token_id": 0,
+    },
+    "BartForConditionalGeneration": {**_BART, "decoder_start_token_id": 2},
+    "OPTForCausalLM": {
+        "num_hidden_layers": 2, "hidden_size": 32, "ffn_dim": 64, "num_attention_heads": 2, "vocab_size": 100, "word_embed_proj_dim": 32,
+        "dropout": 0.0,
+    },
+    "LlamaForCausalLM": _LLAMA,
+    "Qwen2ForCausalLM": _LLAMA,
+    "Qwen3ForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "GemmaForCausalLM": _LLAMA,
+    "Gemma2ForCausalLM": _LLAMA,
+    "Gemma3ForCausalLM": _LLAMA,
+    "Phi3ForCausalLM": {**{k: v for k, v in _LLAMA.items() if k != "head_dim"}, "pad_token_id": 0, "resid_pdrop": 0.0},
+    "GPTNeoXForCausalLM": _TEXT,
+    "BloomForCausalLM": {"n_layer": 2, "hidden_size": 32, "n_head": 2, "vocab_size": 100},
+    "FalconForCausalLM": {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 100},
+    "MixtralForCausalLM": {**_LLAMA, "num_local_experts": 4},
+    "Qwen3MoeForCausalLM": {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "ViTForImageClassification": _VISION,
+    "SwinForImageClassification": {
+        "image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4, "num_labels": 5,
+        "drop_path_rate": 0.0,
+    },
+    "WhisperForConditionalGeneration": {
+        **_BART, "max_source_positions": 30, "max_target_positions": 40, "num_mel_bins": 8, "decoder_start_token_id": 2,
+    },
+    "AlbertForMaskedLM": {**_BERT, "embedding_size": 16, "classifier_dropout_prob": 0.0},
+    "ElectraForMaskedLM": {**_BERT, "embedding_size": 32},
+    "DebertaV2ForMaskedLM": {**_BERT, "max_position_embeddings": 64},
+    "ResNetForImageClassification": {
+        "embedding_size": 16, "hidden_sizes": [16, 32], "depths": [2, 2], "layer_type": "basic", "num_labels": 5,
+    },
+}  # fmt: skip
+"""Class of the model → sizes that make it tiny, without dropout."""
+BLOCK_CLASSES = {"AlbertForMaskedLM": ("AlbertLayer",)}
+"""Where blocks are not found by themselves."""
+
+
+def tiny_config(name: str, **changes: Any) -> Any:
+    """The configuration of a tiny model."""
+    return getattr(transformers, name).config_class(**{**TINY[name], **changes})
+
+
+def tiny_architecture(name: str) -> nn.Module:
+    """The same weights at each call, in float64."""
+    torch.manual_seed(0)
+    model = getattr(transformers, name)._from_config(tiny_config(name), experts_implementation="eager")  # others have no float64
+    return model.to(torch.float64).train()
+
+
+@contextmanager
+def _no_float32() -> Iterator[None]:
+    """Where Gemma's norm asks for float32, in which sums depend on their order in the 8th digit, it gets float64."""
+    stock = torch.Tensor.float
+    torch.Tensor.float = torch.Tensor.double
+    try:
+        yield
+    finally:
+        torch.Tensor.float = stock
+
+
+def batch_of(model: nn.Module, step: int, *, part: int = 0, parts: int = 1) -> dict[str, Any]:
+    """Part `part` of `parts` of the samples of a step, with random content."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    size = SAMPLES // parts
+
+    def filled(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or name == "attention_mask":
+            return value
+        if value.is_floating_point():
+            value = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+        else:
+            classes = getattr(model.config, "vocab_size", 100) if value.dim() > 1 else model.config.num_labels
+            value = torch.randint(0, classes, value.shape, generator=generator)
+        return value[part * size : (part + 1) * size]
+
+    batch = {name: filled(name, value) for name, value in training_batch(model, TOKENS)(SAMPLES).items()}
+    return {name: value[:size] if name == "attention_mask" else value for name, value in batch.items()}
+
+
+def loss_of(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+    """Mean cross-entropy in float64: the losses inside transformers go through float32."""
+    logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+    return nn.functional.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
+
+
+def described(model: nn.Module) -> ModelDescription:
+    """The model as the planner sees it, but for recomputation, whose trace takes as long again."""
+    return describe(model, sequence_length=TOKENS, block_classes=BLOCK_CLASSES.get(type(model).__name__), recomputation=False)
+
+
+@_no_float32()
+def train_alone(name: str, world_size: int) -> Trained:
+    """The reference: one process, the whole batch; in parts, as ranks have it, where batch norm takes its statistics of each."""
+    model = tiny_architecture(name)
+    parts = world_size if has_running_statistics(model) else 1
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses, norms, buffers = [], [], {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for part in range(parts):
+            loss = loss_of(model, batch_of(model, step, part=part, parts=parts)) / parts
+            loss.backward()
+            total += loss.item()
+            if part == 0:
+                buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        model.load_state_dict(buffers, strict=False)  # those of rank 0 are saved
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        losses.append(total)
+    return Trained(losses=tuple(losses), norms=tuple(norms), parameters={k: v.clone() for k, v in model.state_dict().items()})
+
+
+@_no_float32()
+def train_by_plan(name: str, meshes: Meshes | None = None) -> tuple[Plan, Trained]:
+    """The same on all ranks of the process group, with every layout in turn, and blocks that are recomputed or wait on the host (not
+    those with batch norm)."""
+    model = tiny_architecture(name)
+    units = described(model).units
+    plan = plan_of(units, dist.get_world_size(), "mixed" if has_running_statistics(model) else "everything")
+    apply_plan(model, plan, units, meshes=meshes)
+    verify_applied(model, plan, units)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch_of(model, step, part=dist.get_rank(), parts=plan.world_size))
+        loss.backward()
+        norms.append(clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / plan.world_size)
+    return plan, Trained(losses=tuple(losses), norms=tuple(norms), parameters=full_state_dict(model))
