@@ -1,0 +1,104 @@
+"""What the pages name is there: functions, tests, files, commands, public names."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import re
+import shlex
+
+import pytest
+import typer
+
+import hf_osdp
+from hf_osdp.integration.cli.app import app
+
+from .pages import DOCS, ROOT, page
+
+PAGES = sorted(path.name for path in DOCS.glob("*.md") if path.name != "memory_error.md")
+EQUATION = re.compile(r"^### (?P<title>.+)\n(?P<body>(?:(?!^#).*\n)*)", re.MULTILINE)
+FIELD = re.compile(r"^:(?P<name>Computed|Checked) by: (?P<value>.*(?:\n  .*)*)", re.MULTILINE)
+FENCE = re.compile(r"^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"`((?:hf_osdp|tests|docs|recipes|benchmarks|accelerate_configs)/[\w./-]*)`")
+
+
+def equations() -> dict[str, dict[str, list[str]]]:
+    """Each section of the page about the planner, with the names that its fields have."""
+    sections = EQUATION.finditer(page("planner.md"))
+    return {s["title"]: {f["name"]: re.findall(r"`([^`]+)`", f["value"]) for f in FIELD.finditer(s["body"])} for s in sections}
+
+
+def named(path: str) -> object:
+    """What a dotted name stands for: a module's function or class, or a class's method."""
+    parts = path.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        return functools.reduce(getattr, parts[cut:], found)
+    raise ModuleNotFoundError(path)
+
+
+@functools.cache
+def names_in(path: str) -> frozenset[str]:
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+
+
+def test_every_equation_has_a_function_and_a_test():
+    assert len(equations()) > 25
+    for title, fields in equations().items():
+        assert fields.get("Computed") and fields.get("Checked"), title
+
+
+@pytest.mark.parametrize("title", equations())
+def test_functions_and_tests_of_an_equation_are_there(title):
+    for name in equations()[title]["Computed"]:
+        assert named(name).__doc__, name
+    for name in equations()[title]["Checked"]:
+        path, _, test = name.partition("::")
+        assert test.startswith("test_") and test in names_in(path), name
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_files_that_are_named_are_there(name):
+    missing = [path for path in FILE.findall(page(name)) if not (ROOT / path).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_python_on_a_page_imports_what_there_is(name):
+    for block in FENCE.finditer(page(name)):
+        if block["language"] != "python":
+            continue
+        for node in ast.walk(ast.parse(block["code"])):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_osdp"):
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, alias.name) for alias in node.names)
+
+
+def commands() -> list[str]:
+    blocks = (block["code"] for name in PAGES for block in FENCE.finditer(page(name)) if block["language"] == "bash")
+    return [line for block in blocks for line in block.splitlines() if "hf-osdp " in line or "-m hf_osdp " in line]
+
+
+def test_commands_on_the_pages_are_understood():
+    group = typer.main.get_command(app)
+    assert len(commands()) > 5
+    for line in commands():
+        name, *arguments = shlex.split(line.split("-m hf_osdp " if "-m hf_osdp " in line else "hf-osdp ", 1)[1])
+        group.commands[name].make_context(name, arguments)  # refuses unknown options and values
+
+
+def test_the_reference_has_every_public_name():
+    listed = re.findall(r"^\.\. auto\w+:: (\w+)$", page("api.md"), re.MULTILINE)
+    assert sorted(listed) == sorted(name for name in hf_osdp.__all__ if name != "__version__")
+
+
+def test_every_page_is_in_the_contents():
+    listed = {line for block in re.findall(r"```\{toctree\}\n(.*?)```", page("index.md"), re.DOTALL) for line in block.splitlines()}
+    patterns = {name.rstrip("*") for name in listed if name.endswith("*")}
+    left_out = [n for n in PAGES if n != "index.md" and n.removesuffix(".md") not in listed and not n.startswith(tuple(patterns))]
+    assert not left_out and "memory_error" in listed

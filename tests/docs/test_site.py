@@ -1,0 +1,46 @@
+"""The site builds, without a network and without a warning."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .pages import ROOT, page
+
+BUILD = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    run = subprocess.run([*BUILD, "docs", str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return folder
+
+
+def test_the_command_that_is_documented_is_the_one_that_builds():
+    command = "python -m sphinx -W -b html docs docs/_build/html"
+    assert command in page("index.md") and command in (ROOT / "docs" / "conf.py").read_text(encoding="utf-8")
+    assert "docs/_build" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+
+
+def test_pages_hold_what_they_take_from_elsewhere(site):
+    def text(name: str) -> str:
+        return re.sub(r"<[^>]+>", "", (site / f"{name}.html").read_text(encoding="utf-8"))
+
+    assert "OSDPConfig(memory_limit=" in text("integration") and "fsdp_sharding_strategy:" in text("integration")
+    assert "GLOO_SOCKET_IFNAME" in text("several_machines") and "What comes out" in text("recipes")
+    assert "Args" not in text("api") and "Parameters" in text("api") and "roll_call" in text("api")
+
+
+def test_formulas_need_no_script(site):
+    planner = (site / "planner.html").read_text(encoding="utf-8")
+    assert planner.count("<math") > 60 and "mathjax" not in planner.lower() and "$$" not in planner
+
+
+def test_the_picture_is_there(site):
+    assert (site / "_images" / "plan.png").read_bytes()[:4] == b"\x89PNG"

@@ -1,0 +1,117 @@
+"""The programs on the pages run: here on forked ranks that do not measure the machine, and slowly as the pages say."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.helpers.distributed import run_ranks
+
+from .pages import DOCS, ROOT, page
+
+SNIPPETS = DOCS / "snippets"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+
+
+def ran(name: str, folder: str, *arguments: str) -> str:
+    """Run a snippet in this process, in a folder; what it printed."""
+    from hf_osdp.planner.presets import preset
+    from hf_osdp.profiling import machine
+
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    machine.measure_hardware = lambda **_: preset("cpu", devices_per_node=ranks)  # measuring takes seconds and is tested elsewhere
+    os.chdir(folder)
+    sys.argv = [name, *arguments]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(str(SNIPPETS / f"{name}.py"), run_name="__main__")
+    return printed.getvalue()
+
+
+def on_two_ranks(name: str, folder: Path, *arguments: str) -> str:
+    """What rank 0 printed."""
+    return run_ranks(ran, 2, name, str(folder), *arguments, init=False, timeout_s=120)[0]
+
+
+def saved_tensors(folder: Path) -> int:
+    return len(load_file(folder / "model.safetensors"))
+
+
+def test_the_trainer(tmp_path):
+    printed = on_two_ranks("with_trainer", tmp_path)
+    assert re.search(r"transformer\.h\.0 (shard 2|replicate)", printed) and "Estimated beside measured" in printed
+    report = json.loads((tmp_path / "runs/with_trainer/osdp_report.json").read_text())
+    assert report["plan"]["micro_batch_size"] * report["plan"]["accumulation_steps"] == 8
+    assert saved_tensors(tmp_path / "runs/with_trainer") > 20
+
+
+def test_the_loop_on_accelerate(tmp_path):
+    assert "Estimated beside measured" in on_two_ranks("with_accelerator", tmp_path)
+    assert saved_tensors(tmp_path / "runs/with_accelerator") > 20
+
+
+def test_the_plain_loop(tmp_path):
+    on_two_ranks("plain_loop", tmp_path)
+    assert saved_tensors(tmp_path / "runs/plain_loop") > 20
+
+
+def test_the_same_training(tmp_path):
+    printed = on_two_ranks("same_training", tmp_path)
+    assert float(re.search(r"further off than (\S+)", printed)[1]) < 1e-12
+
+
+def test_the_native_plan(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=16, vocab_size=61)).save_pretrained(tmp_path)
+    assert "{'transformer.h.*': 'free_full_weight'}" in on_two_ranks("native_plan", tmp_path, str(tmp_path))
+
+
+def test_the_plan_on_paper_prints_what_the_page_says(tmp_path):
+    printed = run_ranks(ran, 1, "plan_on_paper", str(tmp_path), init=False)[0]
+    shown = re.search(r"which prints\n\n```text\n(.*?)```", page("quickstart.md"), re.DOTALL)[1]
+    assert printed.startswith(shown) and "plan.proven_optimal=True" in printed and "No plan fits 2.0 GiB per device" in printed
+
+
+def test_the_simulation_prints_what_the_page_says(tmp_path):
+    printed = run_ranks(ran, 1, "estimate_and_simulation", str(tmp_path), init=False)[0]
+    assert printed.strip() in page("verification.md")
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def finished(command: list[str], folder: Path) -> str:
+    run = subprocess.run(command, cwd=folder, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return run.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["with_trainer", "with_accelerator", "plain_loop", "same_training"])
+def test_as_the_page_says(name, tmp_path):
+    assert f"torchrun --nproc-per-node 2 docs/snippets/{name}.py" in (SNIPPETS / f"{name}.py").read_text(encoding="utf-8")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    finished([*torchrun, str(SNIPPETS / f"{name}.py")], tmp_path)
+
+
+@pytest.mark.slow
+def test_the_cells_of_the_notebook(tmp_path):
+    text = (SNIPPETS / "in_notebook.py").read_text(encoding="utf-8")
+    program = tmp_path / "cells.py"
+    program.write_text(text.replace("num_processes=2", f'num_processes=2, use_port="{free_port()}"'), encoding="utf-8")
+    assert "2 processes, loss" in finished([sys.executable, str(program)], tmp_path)

@@ -1,0 +1,65 @@
+"""The troubleshooting page quotes messages that are really raised, and has every one of the errors that a run may end with."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from .pages import PLACE, page, source_strings, source_trees, text_of
+
+FOREIGN = "## Messages of torch, Accelerate and transformers"
+ENTRY = re.compile(r"^`(?P<message>[^`\n]+)`\n: ", re.MULTILINE)
+BLANK = re.compile(r"‹[^›]*›")
+COVERED = ("InfeasibleError", "PlanError", "PlanMismatchError", "HardwareError", "ProfileError")
+
+
+def messages() -> list[str]:
+    return [entry["message"] for entry in ENTRY.finditer(page("troubleshooting.md").split(FOREIGN)[0])]
+
+
+def says(text: str, message: str) -> bool:
+    """Whether a string of the source has the message's fixed parts, in their order."""
+    at = 0
+    for part in BLANK.split(message):
+        if (found := text.find(part, at)) < 0:
+            return False
+        at = found + len(part)
+    return True
+
+
+def test_every_quoted_message_is_in_the_source():
+    strings = source_strings()
+    strange = [message for message in messages() if not any(says(text, message) for text in strings)]
+    assert len(messages()) > 80 and not strange
+
+
+def test_a_message_that_changed_would_be_seen():
+    strings = source_strings()
+    changed = [message.replace(" is ", " really is ", 1) for message in messages() if " is " in BLANK.sub("", message)]
+    assert len(changed) > 10 and not [message for message in changed if any(says(text, message) for text in strings)]
+
+
+def test_no_message_stands_twice():
+    assert len(set(messages())) == len(messages())
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_every_error_of_these_kinds_has_an_entry(name):
+    raised = [
+        text
+        for tree in source_trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == name and node.args and (text := text_of(node.args[0]))
+    ]
+    missing = [text.replace(PLACE, "‹...›") for text in raised if not any(says(text, message) for message in messages())]
+    assert raised and not missing, "docs/troubleshooting.md has no entry for these"
+
+
+def test_every_line_of_the_roll_call_has_an_entry():
+    tree = next(tree for tree in source_trees() if any(getattr(node, "name", "") == "unreachable_line" for node in tree.body))
+    lines = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.endswith("_line")]
+    for function in lines:
+        texts = [text for node in ast.walk(function) if isinstance(node, ast.Return) and node.value and (text := text_of(node.value))]
+        assert texts and any(says(text, message) for message in messages() for text in texts), function.name
