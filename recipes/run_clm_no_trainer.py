@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,13 +133,8 @@ class Loop:
         # Not prepared: Accelerate would step it once for each process.
         scheduler = get_scheduler(args.lr_scheduler_type, optimizer, num_warmup_steps=args.warmup_steps, num_training_steps=total_steps)
         plan = accelerator.plan(model, sequence_length=block_size, global_batch_size=samples, optimizer=optimizer)
-        # Generators of their own: else each start of a loader takes a number from the one that dropout uses, and resuming shows.
-        train_loader = DataLoader(
-            train, batch_size=plan.micro_batch_size, shuffle=isinstance(train, Dataset), collate_fn=next_tokens, generator=torch.Generator()
-        )
-        eval_loader = DataLoader(
-            blocks["validation"], batch_size=args.per_device_eval_batch_size, collate_fn=next_tokens, generator=torch.Generator()
-        )
+        train_loader = DataLoader(train, batch_size=plan.micro_batch_size, shuffle=isinstance(train, Dataset), collate_fn=next_tokens)
+        eval_loader = DataLoader(blocks["validation"], batch_size=args.per_device_eval_batch_size, collate_fn=next_tokens)
         model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, train_loader, eval_loader)
         progress = Progress()
         accelerator.register_for_checkpointing(progress, scheduler)
@@ -163,7 +159,7 @@ class Loop:
 
     def _train_on(self, batches: DataLoader, log: StepLog) -> None:
         """One epoch, or what is left of it."""
-        for batch in batches:
+        for batch in undisturbed(batches):
             with self.accelerator.accumulate(self.model):
                 loss = self.model(**batch).loss
                 self.accelerator.backward(loss)
@@ -201,7 +197,7 @@ class Loop:
         """The perplexity on the validation text, in which each sample counts once on any number of processes."""
         self.model.eval()
         losses = []
-        for batch in self.eval_loader:
+        for batch in undisturbed(self.eval_loader):
             labels = batch.pop("labels")[:, 1:]
             logits = self.model(**batch).logits[:, :-1].float()
             each = cross_entropy(logits.transpose(1, 2), labels, reduction="none").mean(dim=1)
@@ -243,6 +239,16 @@ def whole_steps(train: Dataset | Passes, samples: int, block_size: int, max_step
         f"The training text has {len(train)} blocks of {block_size} tokens, less than the {samples} samples of one optimizer step;"
         " give more text, a smaller block_size or a smaller per_device_train_batch_size."
     )
+
+
+def undisturbed(loader: DataLoader) -> Iterator[dict[str, torch.Tensor]]:
+    """Its batches. The start of a loader takes a number from the generator that dropout uses, which would show after resuming."""
+    batches = iter(loader)
+    with torch.random.fork_rng(devices=[]):
+        first = next(batches, None)
+    if first is not None:
+        yield first
+        yield from batches
 
 
 def decayed(model: PreTrainedModel, weight_decay: float) -> list[dict[str, object]]:

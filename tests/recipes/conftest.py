@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from transformers.integrations import is_tensorboard_available
+
+from tests.recipes.ranks import Run, run_together
 
 ROOT = Path(__file__).parents[2]
 TINY = {
@@ -63,6 +69,10 @@ class Recipe:
         command += self.command(*positional, **changes)
         return subprocess.run(command, cwd=self.folder, env=self.environment(), capture_output=True, text=True, timeout=200, check=False)
 
+    def job(self, output: str, *positional: str, **changes: object) -> Run:
+        """What `run_together` runs, with a folder of its own for what it writes."""
+        return self.script, self.command(*positional, **{"output_dir": self.folder / output, "compare": False, **changes})
+
     def command(self, *positional: str, **changes: object) -> list[str]:
         """The script with its arguments."""
         return [str(ROOT / "recipes" / f"{self.script}.py"), *positional, *self.arguments(**changes)]
@@ -78,6 +88,25 @@ class Recipe:
             "HF_MODULES_CACHE": str(self.folder / "modules"),
             "CUDA_VISIBLE_DEVICES": "",
         }
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """What a run of run_mlm.py left."""
+
+    output: Path
+    printed: str
+    tracker: str
+
+
+def perplexities(printed: str) -> dict[str, float]:
+    """Before and after training."""
+    return {when: float(value) for when, value in re.findall(r"perplexity (before|after) training: ([\d.]+)", printed)}
+
+
+def log_of(folder: Path) -> list[dict[str, float]]:
+    """The lines of `log.jsonl`."""
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture
@@ -111,12 +140,15 @@ def classifier(tmp_path: Path) -> Recipe:
 
 
 @pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """Text and tokenizers beside the repository, or where HF_OSDP_SHARED_DATA says."""
-    folder = Path(os.environ.get("HF_OSDP_SHARED_DATA") or ROOT.parent / "shared" / "data")
-    if not folder.is_dir():
-        pytest.skip(f"no text data at {folder}; set HF_OSDP_SHARED_DATA")
-    return folder
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Pretrained:
+    """A small BERT that two ranks train on a stream: bf16, checkpointed blocks, two micro-batches a step, a cosine, a tracker."""
+    recipe = Recipe("run_mlm", tmp_path_factory.mktemp("pretrained"))
+    tracker = "tensorboard" if is_tensorboard_available() else "none"
+    job = recipe.job(
+        "out", streaming=True, bf16=True, activation_checkpointing=True, micro_batch_size=2, lr_scheduler_type="cosine", warmup_steps=2,
+        report_to=tracker, max_steps=20, max_train_samples=None, logging_steps=1,
+    )  # fmt: skip
+    return Pretrained(output=recipe.output, printed=run_together(recipe.folder, [job])[0], tracker=tracker)
 
 
 @pytest.fixture

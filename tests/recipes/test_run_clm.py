@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -11,22 +12,26 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.helpers.shared_data import SHARED_DATA, needs_shared_data
+from tests.recipes.conftest import log_of, perplexities
+from tests.recipes.ranks import run_together
+
 ROOT = Path(__file__).parents[2]
 
 
-def perplexities(output: str) -> dict[str, float]:
-    return {when: float(value) for when, value in re.findall(r"perplexity (before|after) training: ([\d.]+)", output)}
+FIGURES = {
+    "step", "epoch", "loss", "perplexity", "learning_rate", "gradient_norm", "loss_scale", "tokens_per_s", "free_device_memory_bytes",
+}  # fmt: skip
 
 
-def test_two_processes_train_save_and_go_on(recipe):
-    """The whole road in one: plan, train, evaluate, checkpoint, save, load, resume."""
-    first = recipe.run(processes=2, save_strategy="steps", save_steps=3)
-    assert first.returncode == 0, first.stderr[-3000:]
-    perplexity = perplexities(first.stdout)
+def test_two_processes_train_and_save(recipe):
+    """As a person starts it, with the file of the demo: plan, train, evaluate, save; what is saved loads again."""
+    done = recipe.run(str(ROOT / "recipes" / "gpt2" / "demo.yaml"), processes=2, warmup_steps=0)
+    assert done.returncode == 0, done.stderr[-3000:]
+    perplexity = perplexities(done.stdout)
     assert perplexity["after"] < 0.7 * perplexity["before"]
 
-    saved = load_file(recipe.output / "model.safetensors")
-    assert {value.dtype for value in saved.values()} == {torch.float32}
+    assert {value.dtype for value in load_file(recipe.output / "model.safetensors").values()} == {torch.float32}
     model, report = AutoModelForCausalLM.from_pretrained(recipe.output, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert model.lm_head.weight is model.transformer.wte.weight
@@ -37,18 +42,34 @@ def test_two_processes_train_save_and_go_on(recipe):
     report = json.loads((recipe.output / "osdp_report.json").read_text())
     assert report["plan"]["world_size"] == 2
 
-    again = recipe.run(
-        processes=2, save_strategy="no", resume_from_checkpoint=recipe.output / "checkpoint-3", output_dir=recipe.folder / "again"
-    )
-    assert again.returncode == 0, again.stderr[-3000:]
-    resumed = load_file(recipe.folder / "again" / "model.safetensors")
-    assert all(torch.equal(resumed[name], value) for name, value in saved.items())
+
+def test_a_stream_trains_as_its_text_does_and_goes_on(recipe):
+    """Two micro-batches a step on two ranks: every sample once, in the same order, from the start and from a checkpoint."""
+    options = dict(micro_batch_size=2, logging_steps=1)
+    stream = dict(**options, streaming=True, shuffle_buffer=0, max_train_samples=None)
+    jobs = [
+        recipe.job("text", train_sampling_strategy="sequential", **options),
+        recipe.job("stream", save_strategy="steps", save_steps=3, **stream),
+        recipe.job("stream", resume_from_checkpoint=recipe.folder / "stream" / "checkpoint-3", **stream),
+    ]
+    printed = [perplexities(text) for text in run_together(recipe.folder, jobs)]
+    assert printed[0]["after"] == printed[1]["after"] == printed[2]["after"] < 0.7 * printed[0]["before"]
+    text, stream = (log_of(recipe.folder / name) for name in ("text", "stream"))
+    steps, streamed = ([line for line in log if "loss" in line] for log in (text, stream))
+    assert [line["step"] for line in streamed] == [1, 2, 3, 4, 5, 6, 4, 5, 6]
+    for line in streamed:
+        assert (line["loss"], line["gradient_norm"]) == (steps[line["step"] - 1]["loss"], steps[line["step"] - 1]["gradient_norm"])
+    assert all(line.keys() == FIGURES and line["perplexity"] == pytest.approx(math.exp(line["loss"])) for line in steps)
+    assert steps[0]["learning_rate"] == 0.02 and steps[0]["loss_scale"] == 1.0
+    assert min(line[name] for line in steps for name in ("gradient_norm", "tokens_per_s", "free_device_memory_bytes")) > 0
+    assert [line["step"] for line in text if "eval_loss" in line] == [0, 6]
+    assert text[-1]["eval_perplexity"] == pytest.approx(printed[0]["after"], abs=0.01)
 
 
 def test_file_of_arguments_first_and_flags_win(recipe):
-    (recipe.folder / "short.yaml").write_text("max_steps: 1\nlearning_rate: 1e-3\nseed: 7\nstrategy: ddp\noutput_dir: nowhere\n")
-    done = recipe.run("short.yaml", max_steps=2, learning_rate=None, max_train_samples=16)
-    assert done.returncode == 0, done.stderr[-3000:]
+    short = recipe.folder / "short.yaml"
+    short.write_text(f"max_steps: 1\nlearning_rate: 1e-3\nseed: 7\nstrategy: ddp\noutput_dir: {recipe.folder / 'nowhere'}\n")
+    run_together(recipe.folder, [recipe.job("out", str(short), max_steps=2, learning_rate=None, max_train_samples=16)], processes=1)
     state = json.loads((recipe.output / "trainer_state.json").read_text())
     assert state["global_step"] == 2
     assert not (recipe.folder / "nowhere").exists()
@@ -64,12 +85,13 @@ def test_fp16_keeps_float32_weights(recipe):
 
 
 @pytest.mark.slow
-def test_wikitext_with_the_vocabulary_of_gpt2(recipe, shared_data):
+@needs_shared_data
+def test_wikitext_with_the_vocabulary_of_gpt2(recipe):
     """Local text and a ready tokenizer; the stock Trainer starts at the same perplexity."""
     options = dict(
-        train_file=shared_data / "wikitext-2" / "validation.txt",
-        validation_file=shared_data / "wikitext-2" / "test.txt",
-        tokenizer_name=shared_data / "tokenizers" / "gpt2",
+        train_file=SHARED_DATA / "wikitext-2" / "validation.txt",
+        validation_file=SHARED_DATA / "wikitext-2" / "test.txt",
+        tokenizer_name=SHARED_DATA / "tokenizers" / "gpt2",
         max_train_samples=24,
         max_steps=3,
         per_device_eval_batch_size=4,
@@ -84,14 +106,13 @@ def test_wikitext_with_the_vocabulary_of_gpt2(recipe, shared_data):
     assert not (recipe.folder / "stock" / "osdp_report.json").exists()
 
 
-def test_starts_from_a_saved_model(recipe, shared_data):
+@needs_shared_data
+def test_starts_from_a_saved_model(recipe):
     text = recipe.folder / "story.txt"
     text.write_text("Once upon a time there was a little girl who liked to play in the park with her dog.\n" * 60)
-    done = recipe.run(
-        model_name_or_path=shared_data / "models" / "stories260K", train_file=text, config_overrides=None, max_steps=2, learning_rate=1e-4
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert perplexities(done.stdout)["before"] < 60
+    start = dict(model_name_or_path=SHARED_DATA / "models" / "stories260K", config_overrides=None)
+    job = recipe.job("out", train_file=text, max_steps=2, learning_rate=1e-4, **start)
+    assert perplexities(run_together(recipe.folder, [job], processes=1)[0])["before"] < 60
 
 
 @pytest.mark.slow
@@ -135,6 +156,19 @@ BAD_INPUT = {
     "no checkpoint": (dict(resume_from_checkpoint="nowhere"), "resume_from_checkpoint=nowhere holds no checkpoint"),
     "nothing to do": (dict(do_train=None, do_eval=None), "Nothing to do"),
     "fp16 on one CPU process": (dict(fp16=True), "use bf16"),
+    "tracker that is not there": (dict(report_to="wandb"), "report_to=wandb is not installed here; install it, or use one of"),
+    "stream without an end": (dict(streaming=True, max_steps=None), "streaming=true needs max_steps"),
+    "negative buffer": (dict(streaming=True, shuffle_buffer=-1), "shuffle_buffer=-1 must be at least 0"),
+    "stream of a missing file": (dict(streaming=True, train_file="none.txt"), "train file none.txt does not exist"),
+    "stream of nothing": (dict(streaming=True, do_eval=None, train_file="empty.txt"), "empty.txt: the train text has less than one block"),
+    "stream of numbers": (dict(streaming=True, train_file="numbers.jsonl"), "numbers.jsonl needs a column `text` of text; it holds int"),
+    "stream of other columns": (dict(streaming=True, train_file="other.csv"), "it is not among name, words"),
+    "malformed stream": (dict(streaming=True, train_file="lines.jsonl"), "lines.jsonl cannot be read as a stream: JSON parse error"),
+    "stream in another encoding": (dict(streaming=True, train_file="latin.txt"), "latin.txt cannot be read as a stream: 'utf-8' codec"),
+    "stream without validation": (
+        dict(streaming=True, train_file="line.txt", max_eval_samples=None),
+        "This stream has no validation text; give max_eval_samples",
+    ),
 }
 
 
@@ -149,6 +183,7 @@ def bad_files(recipe):
     (recipe.folder / "LINES.JSONL").write_text('{"text": "fine"}\n{"text": \n')
     (recipe.folder / "whole.json").write_text('{"text": "fine"}\n{"text": \n')
     (recipe.folder / "numbers.jsonl").write_text('{"text": 1}\n{"text": 2}\n')
+    (recipe.folder / "other.csv").write_text("name,words\nAnna,fine\n")
     (recipe.folder / "some.pdf").write_text("A few words only.\n")
     (recipe.folder / "broken.json").write_text("{ not a plan")
     plan = {

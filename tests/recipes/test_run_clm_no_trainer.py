@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.recipes.conftest import Recipe, log_of, perplexities
+from tests.recipes.ranks import run_together
+
 ROOT = Path(__file__).parents[2]
 DROPOUT = "n_layer=2,n_head=2,n_embd=32,n_positions=32,resid_pdrop=0.1,embd_pdrop=0.1,attn_pdrop=0.1"
 OPTIONS = {
-    "processes": 2, "config_overrides": DROPOUT, "micro_batch_size": 2, "max_steps": 10, "max_eval_samples": 19, "logging_steps": 1,
-    "strategy": "fsdp", "compare": False,
+    "config_overrides": DROPOUT, "micro_batch_size": 2, "max_steps": 10, "max_eval_samples": 19, "logging_steps": 1, "strategy": "fsdp",
 }  # fmt: skip
 
 
@@ -24,14 +25,6 @@ OPTIONS = {
 def recipes(monkeypatch):
     """The modules of the recipes can be imported."""
     monkeypatch.syspath_prepend(str(ROOT / "recipes"))
-
-
-def perplexities(output: str) -> dict[str, float]:
-    return {when: float(value) for when, value in re.findall(r"perplexity (before|after) training: ([\d.]+)", output)}
-
-
-def lines(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
 def plain_perplexity(folder: Path, samples: int) -> float:
@@ -47,49 +40,67 @@ def plain_perplexity(folder: Path, samples: int) -> float:
         return math.exp(AutoModelForCausalLM.from_pretrained(folder)(input_ids=blocks, labels=blocks).loss)
 
 
-def test_two_processes_train_log_and_save(loop, recipes):
-    """With dropout, two micro-batches a step, and two epochs."""
-    first = loop.run(eval_steps=5, **OPTIONS)
-    assert first.returncode == 0, first.stderr[-3000:]
-    perplexity = perplexities(first.stdout)
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> tuple[Path, list[str]]:
+    """Four on two ranks, all with dropout and two micro-batches a step: two epochs; from a checkpoint amid the first; a stream,
+    with the file of arguments; on from there, into the same folder."""
+    loop = Recipe("run_clm_no_trainer", tmp_path_factory.mktemp("loop"))
+    file = str(ROOT / "recipes" / "gpt2" / "no_trainer.yaml")
+    stream = {**OPTIONS, "streaming": True, "max_train_samples": None, "max_steps": 4, "warmup_steps": 0}
+    jobs = [
+        loop.job("text", eval_steps=5, save_steps=5, **OPTIONS),
+        loop.job("again", resume_from_checkpoint=loop.folder / "text" / "checkpoint-5", **OPTIONS),
+        loop.job("stream", file, save_steps=2, **stream),
+        loop.job("stream", file, resume_from_checkpoint=loop.folder / "stream" / "checkpoint-2", **stream),
+    ]
+    return loop.folder, run_together(loop.folder, jobs)
+
+
+def test_two_processes_train_log_and_save(runs, recipes):
+    folder, printed = runs
+    output, perplexity = folder / "text", perplexities(printed[0])
     assert perplexity["after"] < 0.7 * perplexity["before"]
 
-    log = lines(loop.output)
+    log = log_of(output)
     steps = [line for line in log if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 11)) and steps[-1]["loss"] < 0.9 * steps[0]["loss"]
     for line in steps:
         assert min(line[name] for name in ("perplexity", "gradient_norm", "tokens_per_s", "free_device_memory_bytes")) > 0
-        assert line["loss_scale"] == 1.0
+        assert line["loss_scale"] == 1.0 and line["epoch"] == line["step"] / 8
     assert steps[0]["learning_rate"] == 0.02 and steps[-1]["learning_rate"] == pytest.approx(0.002)
     evaluated = {line["step"]: line["eval_perplexity"] for line in log if "eval_perplexity" in line}
     assert list(evaluated) == [5, 10] and evaluated[10] == pytest.approx(perplexity["after"], abs=0.01)
-    assert evaluated[10] == pytest.approx(plain_perplexity(loop.output, 19), rel=1e-5)  # 19 samples: one batch is not full
+    assert evaluated[10] == pytest.approx(plain_perplexity(output, 19), rel=1e-5)  # 19 samples: one batch is not full
 
-    saved = load_file(loop.output / "model.safetensors")
-    model, report = AutoModelForCausalLM.from_pretrained(loop.output, output_loading_info=True)
+    saved = load_file(output / "model.safetensors")
+    model, report = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"] and model.config.architectures == ["GPT2LMHeadModel"]
     assert {value.dtype for value in saved.values()} == {torch.float32}
-    assert len(AutoTokenizer.from_pretrained(loop.output)) == model.config.vocab_size == 300
-    assert json.loads((loop.output / "osdp_report.json").read_text())["plan"]["accumulation_steps"] == 2
+    assert len(AutoTokenizer.from_pretrained(output)) == model.config.vocab_size == 300
+    assert json.loads((output / "osdp_report.json").read_text())["plan"]["accumulation_steps"] == 2
 
 
-@pytest.mark.slow
-def test_goes_on_to_the_bit(loop):
-    """From a checkpoint amid the first of two epochs, with dropout."""
-    first = loop.run(save_steps=5, **OPTIONS)
-    assert first.returncode == 0, first.stderr[-3000:]
-    again = loop.run(resume_from_checkpoint=loop.output / "checkpoint-5", output_dir=loop.folder / "again", **OPTIONS)
-    assert again.returncode == 0, again.stderr[-3000:]
-    saved, resumed = (load_file(folder / "model.safetensors") for folder in (loop.output, loop.folder / "again"))
+def test_goes_on_to_the_bit(runs):
+    folder, _ = runs
+    saved, resumed = (load_file(folder / name / "model.safetensors") for name in ("text", "again"))
     assert all(torch.equal(resumed[name], value) for name, value in saved.items())
-    assert [line["step"] for line in lines(loop.folder / "again")] == list(range(6, 11))
+    assert [line["step"] for line in log_of(folder / "again")] == list(range(6, 11))
+
+
+def test_a_stream_goes_on_to_the_bit(runs):
+    """Shuffled in its buffer; the second run writes below the first one's lines."""
+    folder, printed = runs
+    assert perplexities(printed[2])["after"] == perplexities(printed[3])["after"]
+    log = log_of(folder / "stream")
+    assert [line["step"] for line in log] == [1, 2, 3, 4, 3, 4]
+    assert [line["loss"] for line in log[4:]] == [line["loss"] for line in log[2:4]] and log[3]["loss"] < log[0]["loss"]
 
 
 @pytest.mark.slow
 def test_fp16_logs_its_loss_scale(loop):
     done = loop.run(processes=2, max_steps=4, mixed_precision="fp16", hardware=None, logging_steps=2)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert all(line["loss_scale"] > 1 for line in lines(loop.output))
+    assert all(line["loss_scale"] > 1 for line in log_of(loop.output))
     assert {value.dtype for value in load_file(loop.output / "model.safetensors").values()} == {torch.float32}
 
 

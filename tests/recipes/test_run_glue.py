@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForMaskedLM, BertForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
+
+from tests.helpers.shared_data import SHARED_DATA, needs_shared_data
+from tests.recipes.conftest import log_of
+from tests.recipes.ranks import run_together
 
 ROOT = Path(__file__).parents[2]
 PAIRS = [("it rains .", "the street is wet .", 0), ("it rains .", "the sun shines .", 1), ("a dog runs .", "an animal runs .", 0)] * 24
@@ -38,25 +42,23 @@ def scores(output: str, metric: str = "accuracy") -> dict[str, float]:
     return {when: float(value) for when, value in re.findall(metric + r" (before|after) training: (-?[\d.]+)", output)}
 
 
-def history(output: Path) -> list[dict[str, float]]:
-    return json.loads((output / "trainer_state.json").read_text())["log_history"]
-
-
-def test_two_processes_learn_stop_early_and_save(classifier, pairs):
-    """Pairs from a file, learned by heart; training ends once the best accuracy is no longer beaten."""
-    done = classifier.run(
-        processes=2, train_file=pairs, validation_file=pairs, max_eval_samples=None, max_train_samples=None, max_steps=60, compare=False,
-        learning_rate=0.005, logging_steps=1, eval_strategy="steps", eval_steps=6, save_strategy="steps", save_steps=6, save_total_limit=1,
-        load_best_model_at_end=True, metric_for_best_model="accuracy", early_stopping_patience=2,
+def test_two_processes_learn_stop_early_and_save(classifier, pairs, pretrained):
+    """From what run_mlm.py saved, pairs learned by heart; training ends once the best accuracy is no longer beaten."""
+    job = classifier.job(
+        "out", train_file=pairs, validation_file=pairs, max_eval_samples=None, max_train_samples=None, max_steps=60, learning_rate=0.005,
+        model_name_or_path=pretrained.output, config_overrides=None, logging_steps=1, eval_strategy="steps", eval_steps=6,
+        save_strategy="steps", save_steps=6, save_total_limit=1, load_best_model_at_end=True, metric_for_best_model="accuracy",
+        early_stopping_patience=2,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert scores(done.stdout)["after"] == 1.0
-    entries = history(classifier.output)
-    losses = [entry["loss"] for entry in entries if "loss" in entry]
-    accuracies = [entry["eval_accuracy"] for entry in entries if "eval_accuracy" in entry]
+    (printed,) = run_together(classifier.folder, [job])
+    assert scores(printed)["after"] == 1.0
+    log = log_of(classifier.output)
+    steps = [line for line in log if "loss" in line]
+    losses, accuracies = [line["loss"] for line in steps], [line["eval_accuracy"] for line in log if "eval_accuracy" in line][1:]
     assert losses[-1] < 0.3 * losses[0] and losses[0] < 1.5  # not the sum over processes
+    assert all(line["samples_per_s"] > 0 and not line.keys() & {"perplexity", "tokens_per_s"} for line in steps)
     best = accuracies.index(1.0)
-    assert len(accuracies) == best + 1 + 2 and len(losses) < 60
+    assert len(losses) < 60 and accuracies[best + 1 : best + 3] == [1.0, 1.0]
 
     model = AutoModelForSequenceClassification.from_pretrained(classifier.output)
     tokenizer = AutoTokenizer.from_pretrained(classifier.output)
@@ -68,7 +70,7 @@ def test_two_processes_learn_stop_early_and_save(classifier, pairs):
     assert json.loads((classifier.output / "osdp_report.json").read_text())["plan"]["world_size"] == 2
 
 
-def save_pretrained(folder: Path, model_class: type) -> None:
+def save_classifier(folder: Path) -> None:
     """A model with its tokenizer, without dropout."""
     from trained_tokenizers import train_masked_tokenizer
 
@@ -79,19 +81,19 @@ def save_pretrained(folder: Path, model_class: type) -> None:
     tokenizer = train_masked_tokenizer([part for pair in PAIRS for part in pair[:2]], 300, config)
     config.vocab_size = len(tokenizer)
     torch.manual_seed(0)
-    model_class(config).save_pretrained(folder)
+    BertForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def test_a_step_is_the_same_however_its_batch_is_cut_and_padded(classifier, pairs, recipes):
     """The only step, of 8 samples in micro-batches of 2, against all 8 at once in transformers alone."""
-    save_pretrained(classifier.folder / "start", BertForSequenceClassification)
-    done = classifier.run(
-        train_file=pairs, config_overrides=None, model_name_or_path=classifier.folder / "start", max_steps=1, logging_steps=1,
-        max_train_samples=8, per_device_train_batch_size=8, micro_batch_size=2, pad_to_max_length=False, compare=False, do_eval=None,
+    save_classifier(classifier.folder / "start")
+    job = classifier.job(
+        "out", train_file=pairs, config_overrides=None, model_name_or_path=classifier.folder / "start", max_steps=1, logging_steps=1,
+        max_train_samples=8, per_device_train_batch_size=8, micro_batch_size=2, pad_to_max_length=False, do_eval=None,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    step = next(entry for entry in history(classifier.output) if "loss" in entry)
+    run_together(classifier.folder, [job], processes=1)
+    step = next(line for line in log_of(classifier.output) if "loss" in line)
 
     model = BertForSequenceClassification.from_pretrained(classifier.folder / "start")
     tokenizer = AutoTokenizer.from_pretrained(classifier.folder / "start")
@@ -101,27 +103,17 @@ def test_a_step_is_the_same_however_its_batch_is_cut_and_padded(classifier, pair
     loss = model(**batch, labels=torch.tensor([pair[2] for pair in PAIRS[:8]])).loss
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    assert (step["loss"], step["grad_norm"]) == pytest.approx((loss.item(), norm.item()), rel=1e-4)
+    assert (step["loss"], step["gradient_norm"]) == pytest.approx((loss.item(), norm.item()), rel=1e-4)
 
 
 @pytest.mark.slow
-def test_starts_from_a_masked_language_model(classifier, pairs, recipes):
-    """As from the folder of run_mlm.py: the head is new."""
-    save_pretrained(classifier.folder / "mlm", BertForMaskedLM)
-    done = classifier.run(
-        train_file=pairs, config_overrides=None, model_name_or_path=classifier.folder / "mlm", max_steps=2, metric="matthews_correlation"
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert set(scores(done.stdout, "matthews_correlation")) == {"before", "after"}
-
-
-@pytest.mark.slow
+@needs_shared_data
 @pytest.mark.parametrize(("task", "metric"), [("sst2", "accuracy"), ("rte", "accuracy"), ("cola", "matthews_correlation")])
-def test_tasks_of_glue_from_files(classifier, shared_data, task, metric):
-    folder = shared_data / "glue" / task
+def test_tasks_of_glue_from_files(classifier, task, metric):
+    folder = SHARED_DATA / "glue" / task
     done = classifier.run(
         processes=2, task_name=task, train_file=folder / "train.jsonl", validation_file=folder / "validation.jsonl", max_steps=3,
-        max_seq_length=32, tokenizer_name=shared_data / "tokenizers" / "bert-base-uncased", learning_rate=1e-4,
+        max_seq_length=32, tokenizer_name=SHARED_DATA / "tokenizers" / "bert-base-uncased", learning_rate=1e-4,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert set(scores(done.stdout, metric)) == {"before", "after"}
@@ -166,20 +158,6 @@ def test_made_reviews_say_what_their_label_says(recipes):
         and labels["the score is not so clever"] == 0
     )
     assert rows == [row for split in made_reviews(5).values() for row in split]
-
-
-@pytest.mark.parametrize("name", ["sst2", "rte", "cola", "demo"])
-def test_files_of_arguments_fit_the_recipe(recipes, name):
-    from recipe_arguments import GLUE_TASKS, ClassificationArguments, ClassifierArguments, OSDPArguments, parse_arguments
-    from run_glue import check_best_model
-    from transformers import TrainingArguments
-
-    types = (ClassifierArguments, ClassificationArguments, OSDPArguments, TrainingArguments)
-    _, data_args, _, args = parse_arguments(types, [str(ROOT / "recipes" / "glue" / f"{name}.yaml")])
-    check_best_model(data_args, args)
-    assert args.do_train and args.do_eval and data_args.early_stopping_patience
-    if name != "demo":
-        assert data_args.task_name == name and args.metric_for_best_model == GLUE_TASKS[name][1]
 
 
 BAD_INPUT = {

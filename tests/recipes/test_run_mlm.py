@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-import sys
+import math
 from pathlib import Path
 
 import pytest
@@ -14,29 +13,43 @@ from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, DistilBertConfig, RobertaConfig
 from transformers.modeling_outputs import MaskedLMOutput
 
-from tests.helpers.distributed import run_ranks
+from tests.helpers.shared_data import SHARED_DATA, needs_shared_data
+from tests.recipes.conftest import log_of, perplexities
+from tests.recipes.ranks import run_together
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_two_processes_train_and_save(masked):
+def test_two_processes_train_and_save(pretrained):
     """A WordPiece vocabulary, masks, a plan; what is saved loads again."""
-    done = masked.run(processes=2, max_steps=20, max_train_samples=None, save_strategy="no", compare=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    perplexity = {when: float(value) for when, value in re.findall(r"perplexity (before|after) training: ([\d.]+)", done.stdout)}
+    perplexity = perplexities(pretrained.printed)
     assert perplexity["after"] < 0.7 * perplexity["before"]
 
-    saved = load_file(masked.output / "model.safetensors")
+    saved = load_file(pretrained.output / "model.safetensors")
     assert {value.dtype for value in saved.values()} == {torch.float32}
-    model, report = AutoModelForMaskedLM.from_pretrained(masked.output, output_loading_info=True)
+    model, report = AutoModelForMaskedLM.from_pretrained(pretrained.output, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    tokenizer = AutoTokenizer.from_pretrained(masked.output)
+    tokenizer = AutoTokenizer.from_pretrained(pretrained.output)
     pair = tokenizer("The class", "a statement")
     assert pair["token_type_ids"] == sorted(pair["token_type_ids"]) and set(pair["token_type_ids"]) == {0, 1}
     assert tokenizer.decode(tokenizer("The class statement")["input_ids"]) == "[CLS] the class statement [SEP]"
     assert len(tokenizer) == model.config.vocab_size == 300
     assert model.config.pad_token_id == tokenizer.pad_token_id
-    assert json.loads((masked.output / "osdp_report.json").read_text())["plan"]["world_size"] == 2
+
+
+def test_its_switches_do_what_they_say(pretrained):
+    """bf16, checkpointed blocks, two micro-batches, a cosine, a tracker: read from what the run left."""
+    report = json.loads((pretrained.output / "osdp_report.json").read_text())
+    assert (report["plan"]["world_size"], report["plan"]["accumulation_steps"]) == (2, 2)
+    assert "blocks checkpointed" in " ".join(pretrained.printed.split())
+    steps = [line for line in log_of(pretrained.output) if "loss" in line]
+    rates = [0.0, 0.01, *(0.01 * (1 + math.cos(math.pi * step / 18)) for step in range(18))]
+    assert [line["step"] for line in steps] == list(range(1, 21))
+    assert [line["learning_rate"] for line in steps] == pytest.approx(rates, abs=1e-9)
+    arguments = torch.load(pretrained.output / "training_args.bin", weights_only=False)
+    assert arguments.bf16 and arguments.gradient_checkpointing
+    assert len({line["loss"] for line in steps}) == 20 and any(line["loss"] % 2**-7 for line in steps)  # a mean in float32
+    assert bool(list(pretrained.output.glob("runs/*/events.out.tfevents.*"))) == (pretrained.tracker == "tensorboard")
 
 
 # ------------------------------------------------------------------------------------------------------------- groupings
@@ -45,25 +58,12 @@ LAYOUTS = {"group_sharding": {(2, 1)}, "communication_with_groups": {(4, 2)}, "n
 """Shard size and stage size of every unit on 2 nodes of 2."""
 
 
-def run_each(commands: dict[str, list[str]]) -> None:
-    """On a rank: one training after the other in one process group."""
-    sys.path.insert(0, str(ROOT / "recipes"))
-    import accelerate
-    import run_mlm
-
-    accelerate.Accelerator.end_training = lambda self: None  # it would end the process group
-    for command in commands.values():
-        sys.argv = command
-        run_mlm.main()
-
-
 @pytest.mark.slow
 def test_every_grouping_trains_the_same_on_two_nodes(masked):
     """2 x 2 ranks; float32 sums in another order are all that differs."""
-    options = {"nodes": 2, "do_eval": None, "logging_steps": 1, "compare": False, "seed": 3}
+    options = {"nodes": 2, "do_eval": None, "logging_steps": 1, "seed": 3}
     outputs = {name: masked.folder / name for name in LAYOUTS}
-    commands = {name: masked.command(output_dir=outputs[name], grouping=name, **options) for name in LAYOUTS}
-    run_ranks(run_each, 4, commands, nodes=2, env={"HF_DATASETS_CACHE": str(masked.folder / "cache")})
+    run_together(masked.folder, [masked.job(name, grouping=name, **options) for name in LAYOUTS], processes=4, nodes=2)
 
     losses = {}
     for name, output in outputs.items():
@@ -160,8 +160,9 @@ def test_bad_input_is_one_clear_line(masked, in_process, case):
     assert not masked.output.exists()
 
 
-def test_the_tokenizer_of_a_causal_model_is_refused(masked, in_process, shared_data):
-    code, errors = in_process(masked, tokenizer_name=shared_data / "tokenizers" / "gpt2")
+@needs_shared_data
+def test_the_tokenizer_of_a_causal_model_is_refused(masked, in_process):
+    code, errors = in_process(masked, tokenizer_name=SHARED_DATA / "tokenizers" / "gpt2")
     assert code == 2 and "gpt2 has no cls_token; name one of a masked language model" in errors, errors
 
 

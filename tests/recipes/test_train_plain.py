@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.recipes.conftest import perplexities
+
+ROOT = Path(__file__).parents[2]
+
 
 def test_two_processes_train_and_save(plain):
-    """Two micro-batches a step; what is saved loads again."""
-    done = plain.run(processes=2, steps=10, global_batch_size=16, micro_batch_size=4, logging_steps=2)
+    """With the file of arguments that is there, two micro-batches a step; what is saved loads again."""
+    done = plain.run(
+        str(ROOT / "recipes" / "gpt2" / "plain.yaml"), processes=2, steps=10, global_batch_size=16, micro_batch_size=4, logging_steps=2
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [float(value) for value in re.findall(r"^step \d+: loss ([\d.]+), gradient norm [\d.]+, \d+ tokens/s$", done.stdout, re.M)]
     assert len(losses) == 5 and losses[-1] < 0.9 * losses[0]
-    perplexity = {when: float(value) for when, value in re.findall(r"perplexity (before|after) training: ([\d.]+)", done.stdout)}
+    perplexity = perplexities(done.stdout)
     assert perplexity["after"] < 0.7 * perplexity["before"]
     assert "2 x 4 samples x 2 micro-steps" in done.stdout
 
@@ -34,6 +41,7 @@ BAD_INPUT = {
     "unknown precision": (dict(mixed_precision="fp8"), "fp8"),
     "no steps": (dict(steps=0), "steps=0 must be at least 1"),
     "unknown flag": (dict(max_steps=3), "max_steps"),
+    "no streams here": (dict(streaming=True), "streaming"),
 }
 
 
