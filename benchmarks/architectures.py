@@ -36,7 +36,7 @@ from hf_osdp.report.run_report import package_versions
 from tests.helpers.architectures import BLOCK_CLASSES, TINY, train_alone, train_by_plan
 from tests.helpers.distributed import RankFailure, run_ranks
 
-TOKENS, SAMPLES_PER_DEVICE = 512, 8
+TOKENS, SAMPLES_PER_DEVICE = 256, 8
 MOST_NODES = 8
 TOLERANCE = 1e-12
 COLUMNS = ("model", "parameters", "blocks", "peak of limit", "plan", "difference")

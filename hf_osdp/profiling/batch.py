@@ -31,7 +31,7 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
     costs a mask of T x T for each sample.
 
     Args:
-        model: an instance of a transformers model class.
+        model: an instance of a transformers model class, or one of peft's around it.
         sequence_length: tokens of each sample, of source and target alike; images keep the configuration's size.
 
     Returns:
@@ -40,6 +40,7 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
     Raises:
         DescriptionError: the model's kind of input is not known; give `inputs`.
     """
+    model = _without_adapters(model)
     config, kind = model.config, _class_name(model)
     arguments = frozenset(inspect.signature(model.forward).parameters)
     main = getattr(model, "main_input_name", "input_ids")
@@ -128,6 +129,11 @@ def _main_input(config: Any, name: str, samples: int, sequence_length: int, dtyp
     size = getattr(config, "image_size", None) or 224
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     return torch.zeros(samples, getattr(config, "num_channels", 3), height, width, dtype=dtype)
+
+
+def _without_adapters(model: nn.Module) -> nn.Module:
+    """The model that peft has put adapters into, whose class says what its inputs are."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _class_name(model: nn.Module) -> str:

@@ -45,7 +45,11 @@ class Trained:
 
 def train_alone(model_name: str, *, accumulation_steps: int = 1) -> Trained:
     """The reference: torch alone, one process, the whole batch (cut in micro-steps as asked)."""
-    model = tiny_model(model_name)
+    return train_whole(tiny_model(model_name), accumulation_steps=accumulation_steps)
+
+
+def train_whole(model: nn.Module, *, accumulation_steps: int = 1) -> Trained:
+    """The same for a model as it is."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, norms = [], []
     for step in range(STEPS):

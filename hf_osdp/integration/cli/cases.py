@@ -100,13 +100,13 @@ def device_type_of(hardware: Hardware) -> str:
 def describer(request: Request, hardware: Hardware) -> Callable[..., ModelDescription]:
     """A function that describes a configuration at a sequence length as the request wants it, times by roofline."""
     precision = Precision.named(request.precision)
-    names = [name.strip() for name in (request.block_classes or "").split(",") if name.strip()]
+    names = _names(request.block_classes)
 
     def describe_at(config: Any, sequence_length: int, cut: Cut = WHOLE_BLOCKS) -> ModelDescription:
         from ...profiling.describe import describe
 
         return describe(
-            config,
+            model_of(request, config),
             sequence_length=sequence_length,
             block_classes=names or None,
             compute_dtype=precision.compute,
@@ -117,6 +117,28 @@ def describer(request: Request, hardware: Hardware) -> Callable[..., ModelDescri
         )
 
     return describe_at
+
+
+def model_of(request: Request, config: Any) -> Any:
+    """What is trained: the configuration as it is, or a model on the meta device with adapters.
+
+    Raises:
+        ValueError: peft is not installed, or targets are given without a rank.
+        DescriptionError: the model cannot be built, or has no such projections.
+    """
+    if request.lora_rank is None:
+        if request.lora_targets:
+            raise ValueError(f"--lora-targets {request.lora_targets} has no effect without --lora-rank; give both, or neither.")
+        return config
+    from ...profiling.adapters import with_lora
+    from ...profiling.build import build_on_meta
+
+    return with_lora(build_on_meta(config, request.auto_class), request.lora_rank, _names(request.lora_targets))
+
+
+def _names(text: str | None) -> list[str]:
+    """What stands between commas."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 def timed(request: Request, description: ModelDescription) -> ModelDescription:
@@ -164,10 +186,14 @@ def _cut(case: Case, request: Request, config: Any) -> Case:
     from ...profiling.build import build_on_meta
     from ...profiling.cuts import possible_cuts
 
+    def model() -> Any:
+        asked = model_of(request, config)
+        return build_on_meta(config, request.auto_class) if asked is config else asked
+
     describe = describer(request, case.hardware)
     description = choose_description(
         case.description,
-        lambda: possible_cuts(build_on_meta(config, request.auto_class), case.description, vocabulary=request.split_vocabulary),
+        lambda: possible_cuts(model(), case.description, vocabulary=request.split_vocabulary),
         lambda cut: describe(config, request.sequence_length, cut),
         hardware=case.hardware,
         job=case.job,

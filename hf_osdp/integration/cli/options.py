@@ -100,6 +100,14 @@ class Request:
     split_vocabulary: Annotated[
         bool, typer.Option(help="Also the vocabulary projection with its loss: outputs.logits is then None in training with labels.")
     ] = False
+    lora_rank: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Train LoRA adapters of this rank, the rest frozen (needs the extra peft)."),
+    ] = None
+    lora_targets: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Projections that get an adapter, comma-separated; else every linear one but the head."),
+    ] = None
     block_classes: BlockClasses = None
     auto_class: AutoClass = None
 

@@ -12,7 +12,7 @@ import typer
 
 from ...planner.search import SearchResult
 from ...planner.what_if import Case
-from .cases import case_of, device_type_of
+from .cases import case_of, device_type_of, model_of
 from .options import JsonFile, PlotFile, Request
 from .output import Output, check_folder
 
@@ -68,7 +68,8 @@ def _rounds(request: Request, case: Case, config: Any) -> tuple[SimulatedRound, 
     from ...runtime.simulated_search import search_and_simulate
 
     return search_and_simulate(
-        config, description=case.description, hardware=case.hardware, job=case.job, memory_limit_bytes=case.memory_limit_bytes,
+        model_of(request, config),
+        description=case.description, hardware=case.hardware, job=case.job, memory_limit_bytes=case.memory_limit_bytes,
         strategy=case.strategy, device_type=device_type_of(case.hardware), auto_class=request.auto_class,
         activation_checkpointing=request.activation_checkpointing,
     )  # fmt: skip

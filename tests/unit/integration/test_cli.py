@@ -130,6 +130,14 @@ def test_every_option_reaches_the_planner(model, config):
     assert content["model"]["class"] == "GPT2Model"
 
 
+def test_adapters_are_planned_for(model, config, description):
+    pytest.importorskip("peft")
+    content = as_json("plan", model, *OPTIONS, "--lora-rank", 2, "--lora-targets", "c_attn")
+    adapters = config.n_layer * 2 * (config.n_embd + 3 * config.n_embd)
+    assert content["model"]["parameters"] == description.numel + adapters
+    assert content["estimated"]["peak_breakdown"]["optimizer"] <= 2 * 4 * adapters
+
+
 def test_a_folder_is_a_model_too(model, plan_content):
     assert as_json("plan", model.removesuffix("/config.json"), *OPTIONS)["plan"] == plan_content["plan"]
 
@@ -252,6 +260,8 @@ WRONG = [
     (("--sequence-length", "65", "--global-batch-size", "32", *DEVICES), "more than the 64 positions"),
     ((*OPTIONS, "--block-classes", "LlamaDecoderLayer"), "LlamaDecoderLayer"),
     ((*OPTIONS, "--auto-class", "AutoModelForNothing"), "AutoModelForNothing"),
+    ((*OPTIONS, "--lora-targets", "c_attn"), "--lora-targets c_attn has no effect without --lora-rank"),
+    ((*OPTIONS, "--lora-rank", "2", "--lora-targets", "nothing"), "LoRA adapters cannot be put into GPT2LMHeadModel"),
     ((*OPTIONS, "--output", "no/such/folder/plan.json"), "there is no folder"),
     ((*OPTIONS, "--json", "no/such/folder/x.json"), "there is no folder"),
     ((*OPTIONS, "--plot", "chart.pdf"), "use one of .png, .svg, .html"),

@@ -1,0 +1,113 @@
+"""LoRA adapters through peft: trained under a plan as in one process, saved and loaded in peft's own format."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_osdp.planner.search import least_memory, search
+from hf_osdp.profiling.describe import describe
+from tests.helpers.distributed import run_ranks
+from tests.helpers.layouts import plan_of
+from tests.helpers.models import SAMPLES, SEQUENCE_LENGTH, VOCABULARY, tiny_batch, tiny_model
+from tests.helpers.training import Trained, train_sharded, train_whole
+
+peft = pytest.importorskip("peft", reason="the extra peft is not installed")
+
+STEPS = 4
+TARGETS = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn", "c_fc"]}
+
+
+def adapted(name: str = "llama", dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A tiny model with adapters whose matrices are both random, as after some training."""
+    base = tiny_model(name, dtype=dtype)
+    torch.manual_seed(1)
+    options = peft.LoraConfig(r=3, lora_alpha=6, target_modules=TARGETS[name], init_lora_weights=False)
+    return peft.get_peft_model(base, options, autocast_adapter_dtype=False).to(dtype).train()
+
+
+def train_by_plan(name: str) -> Trained:
+    from hf_osdp.profiling.units import find_units
+    from hf_osdp.runtime.apply import apply_plan
+
+    model = adapted(name)
+    units = find_units(model)
+    plan = plan_of(units, dist.get_world_size(), "everything")
+    apply_plan(model, plan, units)
+    return train_sharded(model, plan)
+
+
+def train_with_trainer(folder: str, checkpoint: str | None = None) -> list[float]:
+    """The losses of every step; adapters in bf16's training, on a base that is frozen in bf16."""
+    from datasets import Dataset
+    from transformers import TrainingArguments, default_data_collator
+
+    from hf_osdp import OSDPConfig, Trainer
+
+    base = tiny_model("llama", dtype=torch.bfloat16)
+    torch.manual_seed(1)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules=TARGETS["llama"], task_type="CAUSAL_LM"))
+    rows = torch.cat([tiny_batch(step)["input_ids"] for step in range(STEPS)]).tolist()
+    args = TrainingArguments(
+        output_dir=folder, max_steps=STEPS, save_steps=STEPS // 2, per_device_train_batch_size=SAMPLES // 2, learning_rate=0.05, bf16=True,
+        use_cpu=True, logging_steps=1, report_to="none", disable_tqdm=True, log_level="error",
+    )  # fmt: skip
+    trainer = Trainer(
+        model=model, args=args, train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}), data_collator=default_data_collator,
+        osdp=OSDPConfig(hardware="cpu", strategy="fsdp", compare=False),
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model(f"{folder}/adapters")
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+def train_and_resume(folder: str) -> tuple[list[float], list[float]]:
+    return train_with_trainer(folder), train_with_trainer(folder, f"{folder}/checkpoint-{STEPS // 2}")
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_adapters_train_as_in_one_process(name):
+    trained, alone = run_ranks(train_by_plan, 2, name)[0], train_whole(adapted(name))
+    errors = trained.worst_error(alone)
+    assert max(errors.values()) < 1e-12, errors
+    before = adapted(name).state_dict()
+    changed = {key for key, value in trained.parameters.items() if not torch.equal(value, before[key])}
+    assert changed == {key for key in before if "lora_" in key}
+
+
+def test_adapters_are_saved_and_loaded_in_pefts_format(tmp_path):
+    first, again = run_ranks(train_and_resume, 2, str(tmp_path))[0]
+    assert first == again and len(first) == STEPS
+    saved = tmp_path / "adapters"
+    assert json.loads((saved / "adapter_config.json").read_text())["peft_type"] == "LORA"
+    assert not list(saved.glob("model*.safetensors")), "the base is not saved again"
+    loaded = peft.PeftModel.from_pretrained(tiny_model("llama", dtype=torch.bfloat16), saved)
+    weights = {name: p for name, p in loaded.named_parameters() if "lora_" in name}
+    assert len(weights) == 16 and all(p.dtype is torch.float32 for p in weights.values())
+    assert all(weights[name].abs().max() > 0 for name in weights if "lora_B" in name), "which begins at zero"
+
+
+def test_frozen_parameters_change_the_plan():
+    from hf_osdp.planner.job import TrainingJob
+    from hf_osdp.planner.presets import preset
+
+    hardware, job = preset("cpu", devices_per_node=2), TrainingJob(global_batch_size=SAMPLES)
+    plain, adapters = tiny_model("llama", dtype=torch.float32), adapted(dtype=torch.float32)
+    whole, few = (describe(model, sequence_length=SEQUENCE_LENGTH) for model in (plain, adapters))
+    assert sum(unit.trainable_numel for unit in few.units) == sum(p.numel() for p in adapters.parameters() if p.requires_grad)
+    limit = least_memory(few, hardware, job, strategy="ddp")
+    assert least_memory(whole, hardware, job, strategy="ddp") > limit
+    layouts = [[unit.layout for unit in search(description, hardware, job, limit).plan.units] for description in (few, whole)]
+    assert layouts[0] != layouts[1]
+
+
+def test_inputs_are_those_of_the_model_inside():
+    from hf_osdp.profiling.batch import training_batch
+
+    model = peft.get_peft_model(tiny_model("bert"), peft.LoraConfig(r=2, target_modules=["query"]))
+    batch = training_batch(model, SEQUENCE_LENGTH)(2)
+    assert {"input_ids", "attention_mask", "labels"} <= set(batch) and model.config.vocab_size == VOCABULARY
