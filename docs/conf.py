@@ -23,7 +23,6 @@ copyright = "the hf_osdp authors"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
-suppress_warnings = ["toc.empty_glob"]  # pages that not every version has
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]
 myst_heading_anchors = 4
 default_role = "code"  # docstrings write names in single backticks
@@ -39,6 +38,7 @@ napoleon_google_docstring, napoleon_numpy_docstring = True, False
 
 html_theme = "furo"
 html_title = f"hf_osdp {release}"
+html_static_path, html_css_files = ["_static"], ["site.css"]
 html_math_renderer = "mathml"
 
 PAGES = {
@@ -48,6 +48,7 @@ PAGES = {
     "benchmarks/two_machines/results.md": "two_machines_results.md",
 }
 """Files of the repository, and sections of them, that are pages of the site though they do not lie here."""
+_COLON = "\ue000"
 _FENCE = re.compile(r"^(?P<indent>\s*)```(?P<language>\w*)$")
 _INCLUDE = re.compile(r"```\{include\} (?P<path>\S+)\n(?P<options>(?::[\w-]+: .*\n)*)```")
 _OPTION = re.compile(r':(?P<name>[\w-]+): "(?P<value>.*)"')
@@ -89,8 +90,6 @@ def _with_links(text: str, folder: Path) -> str:
 def markdown_in_docstrings(app, what, name, obj, options, lines: list[str]) -> None:
     """Docstrings have their examples in Markdown fences; reStructuredText wants a directive and an indent."""
     converted, inside = [], False
-    if what in ("attribute", "property"):
-        converted.append("")  # or napoleon takes what stands before a colon in the first line for a type
     for line in lines:
         if fence := _FENCE.match(line):
             inside = not inside
@@ -98,6 +97,17 @@ def markdown_in_docstrings(app, what, name, obj, options, lines: list[str]) -> N
         else:
             converted.append(f"    {line}" if inside and line else line)
     lines[:] = converted
+
+
+def hide_colons(app, what, name, obj, options, lines: list[str]) -> None:
+    """Napoleon takes what stands before a colon in an attribute's first line for its type; here types are annotations."""
+    if what in ("attribute", "property"):
+        lines[:1] = [line.replace(":", _COLON) for line in lines[:1]]
+
+
+def show_colons(app, what, name, obj, options, lines: list[str]) -> None:
+    """After napoleon."""
+    lines[:] = [line.replace(_COLON, ":") for line in lines]
 
 
 def public_name(app: Sphinx, env, node, contnode):
@@ -124,6 +134,8 @@ def write_inline(self, node: nodes.math) -> None:
 def setup(app: Sphinx) -> None:
     """What Sphinx calls."""
     app.connect("source-read", include_files)
-    app.connect("autodoc-process-docstring", markdown_in_docstrings, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", markdown_in_docstrings)
+    app.connect("autodoc-process-docstring", hide_colons, priority=400)  # napoleon has 500
+    app.connect("autodoc-process-docstring", show_colons, priority=600)
     app.connect("missing-reference", public_name)
     app.add_html_math_renderer("mathml", inline_renderers=(write_inline, None), block_renderers=(write_block, None))

@@ -1,4 +1,4 @@
-"""Is it the same training? Float64, two ranks under a plan against one process: torchrun --nproc-per-node 2 docs/snippets/same_training.py"""
+"""Is it the same training as in one process, in float64? torchrun --nproc-per-node 2 docs/snippets/same_training.py"""
 
 import copy
 
@@ -24,7 +24,9 @@ def loss_of(some_model, tokens):
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-sharded = OptimalShardedDataParallel(model, memory_limit="1.2MiB", sequence_length=16, global_batch_size=8, micro_batch_size=2)
+sharded = OptimalShardedDataParallel(  # or memory_limit=..., as in your own run
+    model, strategy="fsdp", sequence_length=16, global_batch_size=8, micro_batch_size=2
+)
 ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-5) for m in (sharded, alone))
 rank, world, micro = dist.get_rank(), dist.get_world_size(), sharded.plan.micro_batch_size
 for step in samples:

@@ -6,7 +6,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 
 from hf_osdp import OSDPAccelerator
 
-accelerator = OSDPAccelerator(osdp={"memory_limit": "3MiB"})  # under `accelerate launch` the file can say it: OSDPAccelerator()
+accelerator = OSDPAccelerator(osdp={"memory_limit": "8MiB"})  # under `accelerate launch` the file can say it: OSDPAccelerator()
 set_seed(0)
 model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, n_positions=32, vocab_size=256, bos_token_id=0, eos_token_id=0))
 samples = torch.randint(0, 256, (96, 32))

@@ -18,7 +18,7 @@ with roll_call():  # waits for all ranks; one that is missing ends the others wi
         use_cpu=True,  # leave out on GPUs
         report_to="none",
     )
-trainer = Trainer(model=model, args=args, train_dataset=dataset, osdp=OSDPConfig(memory_limit="3MiB"))
+trainer = Trainer(model=model, args=args, train_dataset=dataset, osdp=OSDPConfig(memory_limit="8MiB"))
 for unit in trainer.plan.units:
     print(unit.fqn or "(root)", unit.describe(trainer.plan.world_size))
 trainer.train()  # then the estimate stands beside the measurement, in the log and in runs/with_trainer/osdp_report.json
