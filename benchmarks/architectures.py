@@ -166,8 +166,9 @@ Any `transformers` model whose repeated blocks can be found should work: these d
 - **As its configuration has it by default**, on paper: described without weights, bf16, {tokens} tokens a sample, and planned for
   machines of 8 H100 (as many as it takes to hold the model at all), {samples} samples a device and step, under a limit half-way
   between the least memory that is possible and what plain data parallelism needs, so that the planner has to mix. `peak of limit` is the
-  estimate under that limit on so many devices, both with what a device reserves for itself; `plan` says how many units are replicated, kept from forward to backward (ZeRO-2) or freed (ZeRO-3) over how many
-  devices, how many blocks are recomputed, and micro-batch x accumulation steps.
+  estimate under that limit on so many devices, both with what a device reserves for itself; `plan` says how many units are replicated,
+  kept from forward to backward (ZeRO-2) or freed (ZeRO-3) over how many devices, how many blocks are recomputed, and
+  micro-batch x accumulation steps.
 - **Tiny**, with real weights and data: two AdamW steps with clipping on two processes, in float64, under a plan that gives
   neighbouring units different layouts, recomputes some blocks and has others wait on the host, against one process.
   `difference` is the largest absolute difference of any loss, gradient norm, parameter or buffer; the bound is {tolerance:.0e}.

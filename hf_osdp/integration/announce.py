@@ -140,5 +140,6 @@ def _estimate(run: PlannedRun) -> PlanEstimate:
 
 
 def _console() -> Console:
-    console = Console()
+    # In a notebook rich would send tables to the page by a way that does not work in the processes that a notebook forks.
+    console = Console(force_jupyter=False)
     return console if console.is_terminal else Console(width=_WIDTH)

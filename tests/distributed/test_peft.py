@@ -100,9 +100,8 @@ def test_frozen_parameters_change_the_plan():
     whole, few = (describe(model, sequence_length=SEQUENCE_LENGTH) for model in (plain, adapters))
     assert sum(unit.trainable_numel for unit in few.units) == sum(p.numel() for p in adapters.parameters() if p.requires_grad)
     limit = least_memory(few, hardware, job, strategy="ddp")
-    assert least_memory(whole, hardware, job, strategy="ddp") > limit
-    layouts = [[unit.layout for unit in search(description, hardware, job, limit).plan.units] for description in (few, whole)]
-    assert layouts[0] != layouts[1]
+    assert search(few, hardware, job, limit).memory.peak_bytes <= limit
+    assert least_memory(whole, hardware, job) > limit, "however it is sharded: gradients and states of all parameters do not fit"
 
 
 def test_inputs_are_those_of_the_model_inside():
