@@ -10,6 +10,7 @@ from pathlib import Path
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -45,6 +46,7 @@ PAGES = {
     "README.md": "index.md",
     "README.md#several-machines": "several_machines.md",
     "recipes/README.md": "recipes.md",
+    "recipes/bert_large/README.md": "recipes_bert_large.md",
     "benchmarks/two_machines/results.md": "two_machines_results.md",
 }
 """Files of the repository, and sections of them, that are pages of the site though they do not lie here."""
@@ -66,7 +68,10 @@ def include_files(app: Sphinx, docname: str, source: list[str]) -> None:
         text, options = path.read_text(encoding="utf-8"), dict(_OPTION.findall(include["options"]))
         for name, side in ("start-after", 1), ("end-before", 0):
             if name in options:
-                text = text.split(options[name], 1)[side]
+                parts = text.split(options[name], 1)
+                if len(parts) < 2:
+                    raise ExtensionError(f"{docname}.md includes {path.name} with {name} {options[name]!r}, which is not in it.")
+                text = parts[side]
         return _with_links(text, path.parent)
 
     source[0] = _INCLUDE.sub(content, source[0])
@@ -80,8 +85,10 @@ def _with_links(text: str, folder: Path) -> str:
         if target.is_relative_to(DOCS):
             return f"[{link['text']}]({os.path.relpath(target, DOCS)}{section})"
         name = os.path.relpath(target, ROOT)
-        if found := PAGES.get(name + section, PAGES.get(name)):
+        if found := PAGES.get(name + section):
             return f"[{link['text']}]({found})"
+        if found := PAGES.get(name):
+            return f"[{link['text']}]({found}{section})"
         return f"{link['text']} (`{name}`)"
 
     return _LINK.sub(page, text)

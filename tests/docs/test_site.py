@@ -33,7 +33,7 @@ def test_pages_hold_what_they_take_from_elsewhere(site):
         return re.sub(r"<[^>]+>", "", (site / f"{name}.html").read_text(encoding="utf-8"))
 
     assert "OSDPConfig(memory_limit=" in text("integration") and "fsdp_sharding_strategy:" in text("integration")
-    assert "GLOO_SOCKET_IFNAME" in text("several_machines") and "What comes out" in text("recipes")
+    assert "GLOO_SOCKET_IFNAME" in text("several_machines") and "run_clm.py" in text("recipes")
     assert "Args" not in text("api") and "Parameters" in text("api") and "roll_call" in text("api")
 
 
