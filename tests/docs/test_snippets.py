@@ -48,7 +48,6 @@ def saved_tensors(folder: Path) -> int:
     return len(load_file(folder / "model.safetensors"))
 
 
-@pytest.mark.slow
 def test_the_trainer(tmp_path):
     printed = on_two_ranks("with_trainer", tmp_path)
     assert re.search(r"transformer\.h\.0 (shard 2|replicate)", printed) and "Estimated beside measured" in printed
