@@ -84,13 +84,14 @@ def memory_chart(memory: MemoryEstimate, reserved_bytes: int, limit_bytes: int |
     """Stacked area of the kinds of bytes over the moments of a step, phases named above, the limit as a rule."""
     import altair as alt
 
-    rows = moment_rows(memory, reserved_bytes)
+    scale, unit = _size_unit(max(limit_bytes or 0, memory.peak_bytes + reserved_bytes))
+    rows = moment_rows(memory, reserved_bytes, scale)
     kinds = [kind for kind in _COLORS if any(row["kind"] == kind for row in rows)]
-    top = max(limit_bytes or 0, memory.peak_bytes + reserved_bytes) / GIB * 1.12
+    top = max(limit_bytes or 0, memory.peak_bytes + reserved_bytes) / scale * 1.12
     x = alt.X(
         "moment:Q", title="moments of a step, in order", axis=alt.Axis(labels=False, ticks=False, grid=False), scale=alt.Scale(nice=False)
     )
-    y = alt.Y("GiB:Q", title="GiB on one device", stack="zero", scale=alt.Scale(domain=[0, top], nice=False))
+    y = alt.Y("size:Q", title=f"{unit} on one device", stack="zero", scale=alt.Scale(domain=[0, top], nice=False))
     color = alt.Color("kind:N", title=None, scale=alt.Scale(domain=kinds, range=[_COLORS[k] for k in kinds]))
     area = alt.Chart(alt.Data(values=rows)).mark_area(interpolate="step-after").encode(
         x=x, y=y, color=color, order="order:Q", tooltip=["unit:N", "phase:N", "kind:N", "bytes:N", "total:N"]
@@ -101,15 +102,15 @@ def memory_chart(memory: MemoryEstimate, reserved_bytes: int, limit_bytes: int |
     names = alt.Chart(bands).mark_text(align="left", dx=4, color="#333").encode(x=start, y=alt.Y("top:Q"), text="name:N")
     layers = [area, rules, names]
     if limit_bytes:
-        at = alt.Data(values=[{"GiB": limit_bytes / GIB, "text": f"limit {format_bytes(limit_bytes)}"}])
-        layers.append(alt.Chart(at).mark_rule(color="#d62728", strokeWidth=2).encode(y="GiB:Q"))
-        layers.append(alt.Chart(at).mark_text(align="left", dy=-7, color="#d62728").encode(x=alt.value(4), y="GiB:Q", text="text:N"))
+        at = alt.Data(values=[{"size": limit_bytes / scale, "text": f"limit {format_bytes(limit_bytes)}"}])
+        layers.append(alt.Chart(at).mark_rule(color="#d62728", strokeWidth=2).encode(y="size:Q"))
+        layers.append(alt.Chart(at).mark_text(align="left", dy=-7, color="#d62728").encode(x=alt.value(4), y="size:Q", text="text:N"))
     title = f"Memory over the step: peak {format_bytes(memory.peak_bytes + reserved_bytes)} in {memory.peak.phase} of {memory.peak.unit}"
     return alt.layer(*layers).properties(width=_WIDTH, height=300, title=title)
 
 
-def moment_rows(memory: MemoryEstimate, reserved_bytes: int) -> list[dict]:
-    """One row for each moment and kind of bytes that occurs; the last moment is drawn one moment wide."""
+def moment_rows(memory: MemoryEstimate, reserved_bytes: int, scale: int) -> list[dict]:
+    """One row for each moment and kind of bytes that occurs, sizes in `scale` bytes; the last moment is drawn one moment wide."""
     kinds = [name for name in MemoryBreakdown.__slots__ if any(getattr(m.breakdown, name) for m in memory.moments)]
     order = list(_COLORS)
     rows = []
@@ -119,7 +120,7 @@ def moment_rows(memory: MemoryEstimate, reserved_bytes: int) -> list[dict]:
         rows += [
             {
                 "moment": index, "unit": moment.unit, "phase": moment.phase, "kind": kind, "order": order.index(kind),
-                "GiB": nbytes / GIB, "bytes": format_bytes(nbytes), "total": format_bytes(moment.total_bytes + reserved_bytes),
+                "size": nbytes / scale, "bytes": format_bytes(nbytes), "total": format_bytes(moment.total_bytes + reserved_bytes),
             }
             for kind, nbytes in parts.items()
         ]  # fmt: skip
@@ -135,6 +136,11 @@ def _phase_bands(memory: MemoryEstimate, top: float) -> list[dict]:
 
     bands = [{"name": name, "start": next(group)[0], "top": 0.97 * top} for name, group in groupby(enumerate(memory.moments), key=phase)]
     return [band if band["name"] != "end" else {**band, "name": ""} for band in bands]
+
+
+def _size_unit(nbytes: int) -> tuple[int, str]:
+    """Bytes of the unit that an axis up to so many is read in."""
+    return (GIB, "GiB") if nbytes >= GIB else (2**20, "MiB")
 
 
 def time_chart(streams: Sequence[StreamTime]) -> Any:
@@ -171,10 +177,11 @@ def frontier_chart(title: str, front: Sequence[SearchResult], strategies: Sequen
     import altair as alt
 
     names = [row.strategy.value for row in strategies if row.result is not None]
-    points = [_point(result, "front") for result in front]
-    marks = [_point(row.result, row.strategy.value) for row in strategies if row.result is not None]
-    domain = _padded([p["GiB"] for p in (*points, *marks)] + [limit_bytes / GIB]), _padded([p["rate"] for p in (*points, *marks)])
-    x = alt.X("GiB:Q", title="peak, GiB on one device", scale=alt.Scale(domain=domain[0], nice=False))
+    scale, unit = _size_unit(limit_bytes)
+    points = [_point(result, "front", scale) for result in front]
+    marks = [_point(row.result, row.strategy.value, scale) for row in strategies if row.result is not None]
+    domain = _padded([p["size"] for p in (*points, *marks)] + [limit_bytes / scale]), _padded([p["rate"] for p in (*points, *marks)])
+    x = alt.X("size:Q", title=f"peak, {unit} on one device", scale=alt.Scale(domain=domain[0], nice=False))
     y = alt.Y("rate:Q", title="samples/s", scale=alt.Scale(domain=domain[1], nice=False))
     tooltip = ["name:N", "batch:N", "peak:N", "step:N", "rate:Q"]
     line = (
@@ -187,19 +194,19 @@ def frontier_chart(title: str, front: Sequence[SearchResult], strategies: Sequen
         color=alt.Color("name:N", title="strategy", scale=alt.Scale(domain=names)),
         shape=alt.Shape("name:N", title="strategy", scale=alt.Scale(domain=names)),
     )  # fmt: skip
-    at = alt.Data(values=[{"GiB": limit_bytes / GIB, "text": f"limit {format_bytes(limit_bytes)}"}])
-    rule = alt.Chart(at).mark_rule(color="#d62728", strokeWidth=2).encode(x="GiB:Q")
-    text = alt.Chart(at).mark_text(align="left", dx=5, color="#d62728").encode(x="GiB:Q", y=alt.value(12), text="text:N")
+    at = alt.Data(values=[{"size": limit_bytes / scale, "text": f"limit {format_bytes(limit_bytes)}"}])
+    rule = alt.Chart(at).mark_rule(color="#d62728", strokeWidth=2).encode(x="size:Q")
+    text = alt.Chart(at).mark_text(align="left", dx=5, color="#d62728").encode(x="size:Q", y=alt.value(12), text="text:N")
     chart = alt.layer(line, rule, text, shown).properties(
         width=_WIDTH, height=380, title=alt.TitleParams(title, anchor="start", fontSize=15)
     )
     return _styled(chart)
 
 
-def _point(result: SearchResult, name: str) -> dict:
+def _point(result: SearchResult, name: str, scale: int) -> dict:
     plan = result.plan
     return {
-        "name": name, "GiB": plan.peak_bytes / GIB, "rate": plan.samples_per_s, "step": format_seconds(plan.step_s),
+        "name": name, "size": plan.peak_bytes / scale, "rate": plan.samples_per_s, "step": format_seconds(plan.step_s),
         "batch": f"{plan.micro_batch_size} x {plan.accumulation_steps}", "peak": format_bytes(plan.peak_bytes),
     }  # fmt: skip
 

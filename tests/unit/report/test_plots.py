@@ -57,10 +57,10 @@ def test_html_needs_no_network(tmp_path):
 
 
 def test_every_moment_adds_up_and_nothing_is_left_out():
-    rows = moment_rows(FOUND.memory, 2**20)
+    rows = moment_rows(FOUND.memory, 2**20, 2**10)
     for index, moment in enumerate(FOUND.memory.moments):
         mine = [row for row in rows if row["moment"] == index]
-        assert sum(row["GiB"] for row in mine) * 2**30 == pytest.approx(moment.total_bytes + 2**20)
+        assert sum(row["size"] for row in mine) * 2**10 == pytest.approx(moment.total_bytes + 2**20)
         assert {(row["unit"], row["phase"]) for row in mine} == {(moment.unit, moment.phase)}
 
 
