@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from adapters import with_adapters
 from recipe_arguments import ModelArguments
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -25,6 +26,8 @@ class Task:
     """Of transformers, such as `AutoModelForCausalLM`."""
     configs: Container[type]
     """Classes of configurations that there is such a model for."""
+    adapter_type: str | None = None
+    """What peft calls the task."""
 
 
 def load_config(model_args: ModelArguments, task: Task) -> PreTrainedConfig:
@@ -114,10 +117,12 @@ def choose_block_size(
 def load_model(
     model_args: ModelArguments, task: Task, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedModel:  # fmt: skip
-    """Weights in float32, from the hub, a folder, or the initialisation of the configuration."""
+    """Weights in float32, from the hub, a folder, or the initialisation of the configuration; with adapters, if wanted."""
     if model_args.model_name_or_path is None:
         return task.model_class.from_config(config, dtype=torch.float32)
-    model = task.model_class.from_pretrained(model_args.model_name_or_path, config=config, dtype=torch.float32)
+    model, loaded = task.model_class.from_pretrained(
+        model_args.model_name_or_path, config=config, dtype=torch.float32, output_loading_info=True
+    )
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer))
-    return model
+    return with_adapters(model, model_args, task.adapter_type, new=loaded["missing_keys"])

@@ -28,8 +28,18 @@ class ModelArguments:
         default=None, metadata={"help": "A tokenizer's folder or name; by default one is trained on the text."}
     )
     vocab_size: int = field(default=2048, metadata={"help": "Entries of a tokenizer that is trained on the text."})
+    lora_rank: int | None = field(default=None, metadata={"help": "Train LoRA adapters of this rank and freeze the rest (needs peft)."})
+    lora_alpha: int | None = field(default=None, metadata={"help": "Their weight, as a multiple of 1 / rank; by default twice the rank."})
+    lora_targets: str | None = field(
+        default=None, metadata={"help": "Projections that get one, such as c_attn,c_fc; by default every linear one but the head."}
+    )
 
     def __post_init__(self) -> None:
+        check_counts(self, "lora_rank", "lora_alpha")
+        if self.lora_rank is None and (self.lora_alpha or self.lora_targets):
+            raise ValueError("lora_alpha and lora_targets need lora_rank beside them.")
+        if self.lora_rank and not self.model_name_or_path:
+            raise ValueError(f"lora_rank={self.lora_rank} trains adapters of a model that was trained; give model_name_or_path.")
         if self.model_name_or_path and (self.config_name or self.config_overrides):
             raise ValueError("model_name_or_path brings its own configuration; leave out config_name and config_overrides.")
         if self.vocab_size < 257:

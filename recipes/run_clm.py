@@ -26,6 +26,7 @@ TASK = Task(
     examples="gpt2 or llama",
     model_class=AutoModelForCausalLM,
     configs=MODEL_FOR_CAUSAL_LM_MAPPING,
+    adapter_type="CAUSAL_LM",
 )
 
 

@@ -33,6 +33,7 @@ TASK = Task(
     examples="bert or roberta",
     model_class=AutoModelForSequenceClassification,
     configs=MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    adapter_type="SEQ_CLS",
 )
 LONGEST_DEFAULT = 128
 

@@ -154,6 +154,8 @@ BAD_INPUT = {
     "unknown flag": (dict(no_such_flag=1), "no_such_flag"),
     "value of another type": (dict(max_steps="many"), "many"),
     "no checkpoint": (dict(resume_from_checkpoint="nowhere"), "resume_from_checkpoint=nowhere holds no checkpoint"),
+    "adapters of nothing": (dict(lora_rank=2), "lora_rank=2 trains adapters of a model that was trained; give model_name_or_path"),
+    "targets without adapters": (dict(lora_targets="c_attn"), "lora_alpha and lora_targets need lora_rank"),
     "nothing to do": (dict(do_train=None, do_eval=None), "Nothing to do"),
     "fp16 on one CPU process": (dict(fp16=True), "use bf16"),
     "tracker that is not there": (dict(report_to="wandb"), "report_to=wandb is not installed here; install it, or use one of"),

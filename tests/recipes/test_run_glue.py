@@ -43,14 +43,16 @@ def scores(output: str, metric: str = "accuracy") -> dict[str, float]:
 
 
 def test_two_processes_learn_stop_early_and_save(classifier, pairs, pretrained):
-    """From what run_mlm.py saved, pairs learned by heart; training ends once the best accuracy is no longer beaten."""
-    job = classifier.job(
-        "out", train_file=pairs, validation_file=pairs, max_eval_samples=None, max_train_samples=None, max_steps=60, learning_rate=0.005,
-        model_name_or_path=pretrained.output, config_overrides=None, logging_steps=1, eval_strategy="steps", eval_steps=6,
-        save_strategy="steps", save_steps=6, save_total_limit=1, load_best_model_at_end=True, metric_for_best_model="accuracy",
-        early_stopping_patience=2,
+    """From what run_mlm.py saved, pairs learned by heart; training ends once the best accuracy is no longer beaten. Adapters too."""
+    common = dict(
+        train_file=pairs, validation_file=pairs, max_eval_samples=None, max_train_samples=None, model_name_or_path=pretrained.output,
+        config_overrides=None, logging_steps=1, eval_strategy="steps", eval_steps=6, save_strategy="steps", save_steps=6,
+        load_best_model_at_end=True, metric_for_best_model="accuracy",
     )  # fmt: skip
-    (printed,) = run_together(classifier.folder, [job])
+    job = classifier.job("out", max_steps=60, learning_rate=0.005, save_total_limit=1, early_stopping_patience=2, **common)
+    adapters = classifier.job("adapters", max_steps=18, learning_rate=0.02, lora_rank=4, **common)
+    printed, of_adapters = run_together(classifier.folder, [job, adapters])
+    assert_adapters_are_saved(classifier.folder / "adapters", pretrained.output, scores(of_adapters)["after"])
     assert scores(printed)["after"] == 1.0
     log = log_of(classifier.output)
     steps = [line for line in log if "loss" in line]
@@ -68,6 +70,22 @@ def test_two_processes_learn_stop_early_and_save(classifier, pairs, pretrained):
         ).logits
     assert logits.argmax(-1).tolist() == [0, 1, 0]
     assert json.loads((classifier.output / "osdp_report.json").read_text())["plan"]["world_size"] == 2
+
+
+def assert_adapters_are_saved(folder: Path, base: Path, accuracy: float) -> None:
+    """In peft's format, with the head that was trained beside them, and as good as they were."""
+    peft = pytest.importorskip("peft")
+    assert not list(folder.glob("model*.safetensors"))
+    start = AutoModelForSequenceClassification.from_pretrained(base, num_labels=2)
+    model, tokenizer = peft.PeftModel.from_pretrained(start, folder).eval(), AutoTokenizer.from_pretrained(folder)
+    names = {name for name, parameter in model.named_parameters() if "lora_B" in name and parameter.abs().max() > 0}
+    assert len(names) == 12, "two layers with six projections each were trained"
+    batch = tokenizer(
+        [pair[0] for pair in PAIRS], [pair[1] for pair in PAIRS], padding="max_length", truncation=True, max_length=16, return_tensors="pt"
+    )
+    with torch.no_grad():
+        right = model(**batch).logits.argmax(-1) == torch.tensor([pair[2] for pair in PAIRS])
+    assert right.float().mean().item() == pytest.approx(accuracy, abs=1e-4)
 
 
 def save_classifier(folder: Path) -> None:
