@@ -25,11 +25,8 @@ def test_accelerates_own_reader_takes_the_file(path, tmp_path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_launch_hands_the_options_to_every_process(path, monkeypatch):
+def test_launch_hands_the_options_to_every_process(path):
     args, *_ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(path), "train.py"]))
-    for name, value in prepare_multi_gpu_env(args).items():
-        if name.startswith(("FSDP_", "ACCELERATE_")):
-            monkeypatch.setenv(name, value)
-    request = launch_request()
+    request = launch_request(prepare_multi_gpu_env(args))
     assert request.osdp and request.use_cpu == ("cpu" in path.stem)
     assert isinstance(merged_config({}, request.options), OSDPConfig)
