@@ -11,11 +11,12 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 
-from hf_osdp.planner.description import ModelDescription
+from hf_osdp.planner.description import UnitDescription
 from hf_osdp.planner.plan import Plan
 from hf_osdp.profiling.batch import training_batch
 from hf_osdp.profiling.batch_norm import has_running_statistics
 from hf_osdp.profiling.describe import describe
+from hf_osdp.profiling.units import find_units
 from hf_osdp.runtime.apply import apply_plan
 from hf_osdp.runtime.clip import clip_grad_norm_
 from hf_osdp.runtime.mesh import Meshes
@@ -139,9 +140,12 @@ def loss_of(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
 
 
-def described(model: nn.Module) -> ModelDescription:
-    """The model as the planner sees it, but for recomputation, whose trace takes as long again."""
-    return describe(model, sequence_length=TOKENS, block_classes=BLOCK_CLASSES.get(type(model).__name__), recomputation=False)
+def units_of(model: nn.Module) -> tuple[UnitDescription, ...]:
+    """The model's units as a description has them; a trace, which takes seconds, tells only which of them run several times."""
+    classes = BLOCK_CLASSES.get(type(model).__name__)
+    if classes is None:
+        return find_units(model)
+    return describe(model, sequence_length=TOKENS, block_classes=classes, recomputation=False).units
 
 
 @_no_float32()
@@ -172,7 +176,7 @@ def train_by_plan(name: str, meshes: Meshes | None = None) -> tuple[Plan, Traine
     """The same on all ranks of the process group, with every layout in turn, and blocks that are recomputed or wait on the host (not
     those with batch norm)."""
     model = tiny_architecture(name)
-    units = described(model).units
+    units = units_of(model)
     plan = plan_of(units, dist.get_world_size(), "mixed" if has_running_statistics(model) else "everything")
     apply_plan(model, plan, units, meshes=meshes)
     verify_applied(model, plan, units)
