@@ -28,7 +28,7 @@ from ..runtime.roll_call import compare_versions, roll_call
 from ..runtime.scaler import OSDPGradScaler
 from ..runtime.state import full_state_dict
 from ..runtime.watch import LoopWatch
-from .announce import announce_plan, announce_result
+from .announce import announce_plan, announce_result, shown_while_planning
 from .checkpoints import AcceleratorCheckpoints
 from .config import OSDPConfig
 from .launch import launch_request, launched_world_size
@@ -142,11 +142,17 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             micro_batch_size=config.micro_batch_size,
             optimizer=optimizer,
         )
-        prepare_model(model, facts.precision)
-        self.adopt(plan_run(model, config, facts))
+        self._make_plan(model, facts)
         self.gradient_accumulation_steps = self._run.plan.accumulation_steps
         announce_plan(self._run, is_rank_zero=self.is_main_process)
         return self._run.plan
+
+    def _make_plan(self, model: nn.Module, facts: RunFacts) -> None:
+        """Plan, and take the plan up."""
+        prepare_model(model, facts.precision)
+        with shown_while_planning(is_rank_zero=self.is_main_process):
+            run = plan_run(model, self.plugin.osdp, facts)
+        self.adopt(run)
 
     def adopt(self, run: PlannedRun) -> None:
         """Run this plan. When gradients are reduced is then up to `no_sync`, not to Accelerate.
@@ -183,8 +189,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
                     )
                 global_batch = steps
         facts = self._facts(sequence_length=length, global_batch_size=global_batch, micro_batch_size=micro, optimizer=optimizer)
-        prepare_model(model, facts.precision)
-        self.adopt(plan_run(model, config, facts))
+        self._make_plan(model, facts)
         if loader is None:
             self.gradient_accumulation_steps = self._run.plan.accumulation_steps
         announce_plan(self._run, is_rank_zero=self.is_main_process)

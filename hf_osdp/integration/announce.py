@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -21,6 +22,18 @@ __all__ = ["REPORT_FILE", "announce_plan", "announce_result"]
 
 _WIDTH = 100
 """Columns where the output is no terminal."""
+
+
+@contextmanager
+def shown_while_planning(*, is_rank_zero: bool) -> Iterator[None]:
+    """Say on rank 0's terminal, if it has one, what is going on while a plan is made; it may take a while."""
+    console = Console(stderr=True, force_jupyter=False)
+    if not (is_rank_zero and console.is_terminal):
+        yield
+        return
+    text = "Describing the model, measuring the machine, searching for a plan"
+    with console.status(text, refresh_per_second=2):  # by a thread: seldom, beside what is measured
+        yield
 
 
 def announce_plan(run: PlannedRun, *, is_rank_zero: bool) -> None:

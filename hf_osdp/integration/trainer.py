@@ -18,7 +18,7 @@ from ..planner.plan import Plan
 from ..runtime.environment import hold_master_weights
 from ..runtime.state import free_gathered
 from .accelerator import OSDPAccelerator
-from .announce import announce_plan, announce_result
+from .announce import announce_plan, announce_result, shown_while_planning
 from .checkpoints import TrainerCheckpoints
 from .config import OSDPConfig, every_option
 from .launch import launched_world_size
@@ -122,7 +122,8 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
             cpu_offload=offloads(plugin),
         )
         hold_master_weights(self.model, facts.precision)
-        run = plan_run(self.model, config, facts)
+        with shown_while_planning(is_rank_zero=args.process_index == 0):
+            run = plan_run(self.model, config, facts)
         announce_plan(run, is_rank_zero=args.process_index == 0)
         return run
 
