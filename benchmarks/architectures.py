@@ -87,7 +87,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.markdown is not None:
         options.markdown.write_text(markdown(rows), encoding="utf-8")
     failures += [f"{row.name}: differs by {row.worst_error:.1e}" for row in rows if not row.worst_error <= TOLERANCE]
-    print("\n".join(failures), file=sys.stderr)
+    for failure in failures:
+        print(failure, file=sys.stderr)
     return bool(failures)
 
 
@@ -159,20 +160,21 @@ def _count(number: int) -> str:
 
 PAGE = """# Models that were tried
 
-Written by `python -m benchmarks.architectures --markdown docs/models.md` ({versions}).
+Written by `python -m benchmarks.architectures --markdown docs/models.md` (two CPU cores, {versions},
+November 2026).
 
 Any `transformers` model whose repeated blocks can be found should work: these did. Each class was taken twice.
 
 - **As its configuration has it by default**, on paper: described without weights, bf16, {tokens} tokens a sample, and planned for
   machines of 8 H100 (as many as it takes to hold the model at all), {samples} samples a device and step, under a limit half-way
-  between the least memory that is possible and what plain data parallelism needs, so that the planner has to mix. `peak of limit` is the
-  estimate under that limit on so many devices, both with what a device reserves for itself; `plan` says how many units are replicated,
-  kept from forward to backward (ZeRO-2) or freed (ZeRO-3) over how many devices, how many blocks are recomputed, and
-  micro-batch x accumulation steps.
+  between the least memory that is possible and what plain data parallelism needs, at most all 80 GiB, so that the planner has to
+  mix. `peak of limit` is the estimate under that limit on so many devices, both with what a device reserves for itself; `plan` says
+  how many units are replicated, kept from forward to backward (ZeRO-2) or freed (ZeRO-3) over how many devices, how many blocks are
+  recomputed, and micro-batch x accumulation steps.
 - **Tiny**, with real weights and data: two AdamW steps with clipping on two processes, in float64, under a plan that gives
   neighbouring units different layouts, recomputes some blocks and has others wait on the host, against one process.
   `difference` is the largest absolute difference of any loss, gradient norm, parameter or buffer; the bound is {tolerance:.0e}.
-  ([the test](../tests/distributed/test_architectures.py))
+  (`tests/distributed/test_architectures.py`)
 
 {table}
 

@@ -133,11 +133,12 @@ def run(name: str, seed: int, places: dict[str, object], processes: int) -> Path
     """Train, unless that was done; the folder with the results."""
     recipe = RECIPES[name]
     folder = Path(str(places["runs"])) / f"{name}, seed {seed}, {'planned' if processes == 2 else 'alone'}"
-    if (folder / "eval_results.json").is_file():
+    if folder.is_dir():
         return folder
     script = [str(ROOT / "recipes" / f"{recipe.script}.py"), str(ROOT / "recipes" / recipe.arguments)]
     flags = [part.format(**places, seed=seed) for part in recipe.extra]
-    flags += ["--seed", str(seed), "--output_dir", str(folder), "--disable_tqdm", "true"]
+    unfinished = folder.with_name(f"{folder.name}, unfinished")
+    flags += ["--seed", str(seed), "--output_dir", str(unfinished), "--disable_tqdm", "true"]
     if processes == 2:
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIG), *script, *flags]
     else:
@@ -149,7 +150,7 @@ def run(name: str, seed: int, places: dict[str, object], processes: int) -> Path
         done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     if done.returncode:
         raise SystemExit(f"{folder.name} ended with code {done.returncode}; see {folder}.log.")
-    return folder
+    return unfinished.rename(folder)
 
 
 def summary(rows: Sequence[Row]) -> list[str]:

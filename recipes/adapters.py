@@ -30,11 +30,17 @@ def with_adapters(model: nn.Module, model_args: ModelArguments, task_type: str |
     options = LoraConfig(
         r=rank,
         lora_alpha=model_args.lora_alpha or 2 * rank,
-        target_modules=[name.strip() for name in targets.split(",")] if targets else "all-linear",
+        target_modules=[name.strip() for name in targets.split(",") if name.strip()] if targets else "all-linear",
         task_type=task_type,
-        modules_to_save=sorted({name.rpartition(".")[0] for name in new}) or None,
+        modules_to_save=_outermost(new, {"classifier", "score"} if task_type == "SEQ_CLS" else set()) or None,  # peft has those itself
     )
     try:
         return get_peft_model(model, options)
     except ValueError as error:
         raise ValueError(f"lora_targets={targets} cannot be used: {str(error).splitlines()[0].rstrip('.')}.") from None
+
+
+def _outermost(parameters: Iterable[str], known: set[str]) -> list[str]:
+    """The modules of parameters, without those that lie in another of them, or in one that is known: peft copies each with all in it."""
+    modules = {name.rpartition(".")[0] for name in parameters if "." in name}
+    return sorted(name for name in modules if not any(name == other or name.startswith(f"{other}.") for other in known | modules - {name}))

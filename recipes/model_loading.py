@@ -123,6 +123,11 @@ def load_model(
     model, loaded = task.model_class.from_pretrained(
         model_args.model_name_or_path, config=config, dtype=torch.float32, output_loading_info=True
     )
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+    if len(tokenizer) > (entries := model.get_input_embeddings().num_embeddings):
+        if model_args.lora_rank is not None:
+            raise ValueError(
+                f"The tokenizer has {len(tokenizer)} entries, the model {entries}, and adapters train no embeddings;"
+                " use the model's own tokenizer, or leave lora_rank out."
+            )
         model.resize_token_embeddings(len(tokenizer))
     return with_adapters(model, model_args, task.adapter_type, new=loaded["missing_keys"])

@@ -32,6 +32,7 @@ class TrainerLog(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Training time starts here."""
         self._steps, self._since = 0, time.perf_counter()
+        self._idle_since = self._since
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """One more step; what follows may be an evaluation or a checkpoint."""

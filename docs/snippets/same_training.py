@@ -21,7 +21,7 @@ samples = torch.randint(0, 64, (5, 8, 16))  # five optimizer steps of eight samp
 def loss_of(some_model, tokens):
     """Next-token loss in float64: transformers' own is taken in float32."""
     logits = some_model(input_ids=tokens).logits[:, :-1]
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten().to(logits.device))
 
 
 sharded = OptimalShardedDataParallel(  # or memory_limit=..., as in your own run

@@ -223,6 +223,8 @@ class ModelDescription:
     """What forward returns beside the loss, such as logits; it counts where the training loop holds it."""
     trace: str = "none"
     """How activations were found: `fake tensors, device cpu, attention sdpa` or the formula that stood in."""
+    recomputed_by_others: bool = False
+    """The model recomputes its blocks by itself, or something else makes it."""
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1:

@@ -83,8 +83,8 @@ def search_spaces(
 
     Raises:
         HardwareError: states or activations are to lie on a host that is not known.
-        ValueError: activations are to be offloaded, and none can be; HSDP in a world that has no group size between 1 and all; two stages
-            without several nodes of several devices.
+        ValueError: activations are to be recomputed or offloaded, and none can be; HSDP in a world that has no group size
+            between 1 and all; two stages without several nodes of several devices.
     """
     kinds = _kinds(strategy, hardware)
     holds, activations, hosts = _holds(job, batch), _activations(job, hardware), _hosts(job, hardware)
@@ -99,6 +99,11 @@ def search_spaces(
         raise ValueError(
             "offload_activations=True, but no block of this model can have its activations wait on the host: they are recomputed by other"
             " means, or could not be traced; leave it open."
+        )
+    if job.recompute and not (recomputable or description.recomputed_by_others):
+        raise ValueError(
+            "recompute=True, but no block of this model can be recomputed: it has batch normalisation, whose running statistics would be"
+            " updated twice, or it could not be traced so; leave it open."
         )
     spaces = [
         tuple(_choices(unit, index in recomputable, index in offloadable, kind, *way) for index, unit in enumerate(description.units))

@@ -35,7 +35,8 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
         sequence_length: tokens of each sample, of source and target alike; images keep the configuration's size.
 
     Returns:
-        A function that makes a batch of any number of samples on the current device; images and sounds in the dtype of the weights.
+        A function that makes a batch of any number of samples on the current device; images and sounds in
+        float32, as data loaders give them (float64 for a model in float64).
 
     Raises:
         DescriptionError: the model's kind of input is not known; give `inputs`.
@@ -47,8 +48,10 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
     if main not in ("input_ids", "pixel_values", "input_features"):
         raise DescriptionError(f"The inputs of {kind} ({main}) are not known; pass inputs, a function from samples to keyword arguments.")
 
+    dtype = torch.float64 if getattr(model, "dtype", None) is torch.float64 else torch.float32
+
     def make(samples: int) -> dict[str, Any]:
-        batch: dict[str, Any] = {main: _main_input(config, main, samples, sequence_length, getattr(model, "dtype", None))}
+        batch: dict[str, Any] = {main: _main_input(config, main, samples, sequence_length, dtype)}
         tokens = (samples, sequence_length)
         if kind.endswith("MultipleChoice"):
             batch[main] = torch.zeros(samples, 2, sequence_length, dtype=torch.long)

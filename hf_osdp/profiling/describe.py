@@ -82,6 +82,7 @@ def describe(
         _refuse_running_statistics(model, units, found_classes)
     recomputation = recomputation and not activation_checkpointing and not is_checkpointed(model)
     choosable = _choosable(model, units, found_classes) if recomputation else frozenset()
+    again = _running_again(model, units, choosable)
     offloadable = choosable if device_type == "cuda" and not cut.operators else frozenset()
 
     def traced(recomputable: frozenset[int], offloadable: frozenset[int]) -> tuple[tuple[Segment, ...], Affine]:
@@ -92,7 +93,7 @@ def describe(
         )  # fmt: skip
 
     try:
-        segments, outputs = _traced_or_plain(traced, choosable, offloadable)
+        segments, outputs = _traced_or_plain(traced, again, offloadable)
         trace = _how_traced(model, device_type, activation_checkpointing)
     except CheckpointingError:
         raise
@@ -119,6 +120,7 @@ def describe(
         input_bytes=given,
         output_bytes=outputs,
         trace=trace,
+        recomputed_by_others=activation_checkpointing or is_checkpointed(model),
     )
 
 
@@ -141,12 +143,12 @@ _NOTHING: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
 
 
 def _choosable(model: nn.Module, units: Sequence[UnitDescription], block_classes: Sequence[str]) -> frozenset[int]:
-    """Blocks, or the parts that they are cut into: units of one module, with others inside, that run once and may run again."""
+    """Blocks, or the parts that they are cut into: units of one module, with others inside, that run once."""
     modules = modules_by_name(model)
     return frozenset(
         index
         for index, unit in enumerate(units)
-        if unit.span is GatherSpan.USE and unit.class_name in block_classes and _has_parts_that_run_again(modules[unit.module_names[0]])
+        if unit.span is GatherSpan.USE and unit.class_name in block_classes and modules[unit.module_names[0]]._modules
     )
 
 
@@ -165,8 +167,10 @@ def _refuse_running_statistics(model: nn.Module, units: Sequence[UnitDescription
         )
 
 
-def _has_parts_that_run_again(module: nn.Module) -> bool:
-    return bool(module._modules) and not has_running_statistics(module)
+def _running_again(model: nn.Module, units: Sequence[UnitDescription], choosable: frozenset[int]) -> frozenset[int]:
+    """Those whose forward may run again in backward."""
+    modules = modules_by_name(model)
+    return frozenset(index for index in choosable if not has_running_statistics(modules[units[index].module_names[0]]))
 
 
 def _never_freed_where_repeated(units: tuple[UnitDescription, ...], segments: tuple[Segment, ...]) -> tuple[UnitDescription, ...]:

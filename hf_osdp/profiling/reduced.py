@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..planner.description import GatherSpan, UnitDescription
+from .batch_norm import batch_norm_parameters
 from .standin import block_key
 from .units import modules_by_name
 
@@ -46,7 +47,8 @@ def materialise(model: nn.Module, device: torch.device, compute_dtype: torch.dty
     Args:
         model: parameters on the meta device; transformers models set their buffers anew, others must have real ones.
         device: where it goes.
-        compute_dtype: dtype of floating-point parameters, as FSDP2's mixed precision casts them; None keeps theirs.
+        compute_dtype: dtype of floating-point parameters, as FSDP2's mixed precision casts them, those of batch norms left out; None
+            keeps theirs.
 
     Returns:
         The model in training mode.
@@ -65,8 +67,9 @@ def materialise(model: nn.Module, device: torch.device, compute_dtype: torch.dty
         if hasattr(model, "init_weights"):
             model.init_weights()
     if compute_dtype is not None:
+        keeping = batch_norm_parameters(model)
         for parameter in model.parameters():
-            if parameter.is_floating_point():
+            if parameter.is_floating_point() and id(parameter) not in keeping:
                 parameter.data = parameter.data.to(compute_dtype)
     return model.train()
 

@@ -52,7 +52,8 @@ class Stopwatch:
         self._meets = meets
         self._model, self._device, self._compute_dtype = model, device, compute_dtype
         modules = modules_by_name(model)
-        self._modules = [(i, modules[name]) for i, unit in enumerate(units) if unit.fqn for name in unit.module_names]
+        running = [i for i, unit in enumerate(units) if unit.fqn and not unit.keeps_dtype]  # as they are traced
+        self._modules = [(i, modules[name]) for i in running for name in units[i].module_names]
         self._inside = self._in_backward = False
         self._marks: list[tuple[int, Any, bool]] = []  # stretch, moment, whether ranks met before it
         self._meeting_s = 0.0

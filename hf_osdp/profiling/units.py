@@ -97,7 +97,8 @@ def find_units(
     for name in _embedding_and_head(model, modules):
         if not any(_is_within(name, other) for other in taken):
             groups[(name,)] = GatherSpan.USE
-    keeping = batch_norm_groups(modules, parts) if low_precision else ()
+    tied = {name for tie in ties for name in tie.owners}
+    keeping = batch_norm_groups(modules, parts, tied) if low_precision else ()
     groups |= dict.fromkeys(keeping, GatherSpan.STEP)
     order = {name: index for index, name in enumerate(modules)}
     ordered = [("",), *sorted(groups, key=lambda names: order[names[0]])]

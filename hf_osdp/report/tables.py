@@ -94,7 +94,7 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, reserved_bytes: int = 0) ->
         lines.append(f"Gradients are reduced {_when_reduced(plan)}.")
     if plan.strategy == "osdp" and plan.proven_optimal:
         lines.append(
-            "Proven: no plan of the search space is faster under this limit, by the cost model (docs/design.md says what is in it)."
+            "Proven: no plan of the search space is faster under this limit, by the cost model (docs/planner.md has its equations)."
         )
     return tuple(lines)
 

@@ -45,7 +45,7 @@ def apply_plan(
         plan: the same on every rank (`broadcast_plan`).
         units: the model's units, as `find_units` gives them for this model.
         meshes: meshes of the process group; made for the default device where None.
-        mp_policy: FSDP2's mixed precision, for every unit.
+        mp_policy: FSDP2's mixed precision, for every unit but those of batch norms.
         pin_memory: whether units on the host lie in page-locked memory; None: where the device is not the CPU.
         broadcast: first make every rank's weights those of rank 0; False where they are equal for certain.
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..planner.description import DType
 from ..planner.job import Precision
+from ..profiling.batch_norm import has_running_statistics
 from .apply import default_device_type
 from .roll_call import compare_versions, roll_call
 
@@ -45,11 +46,18 @@ def training_device() -> torch.device:
 
 
 def hold_master_weights(model: nn.Module, precision: Precision) -> None:
-    """Trainable parameters in float32 where training computes in less: the optimizer updates those."""
-    if precision.compute in (DType.BFLOAT16, DType.FLOAT16):
-        for parameter in model.parameters():
-            if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
-                parameter.data = parameter.data.float()
+    """Trainable parameters in float32 where training computes in less: the optimizer updates those. Statistics of their batch norms too."""
+    if precision.compute not in (DType.BFLOAT16, DType.FLOAT16):
+        return
+    half = (torch.bfloat16, torch.float16)
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in half:
+            parameter.data = parameter.data.float()
+    for module in model.modules():
+        if has_running_statistics(module, itself=True) and any(p.requires_grad for p in module.parameters()):
+            for name, buffer in module.named_buffers():
+                if buffer.dtype in half:
+                    module._buffers[name] = buffer.float()
 
 
 def prepare_model(model: nn.Module, precision: Precision) -> None:

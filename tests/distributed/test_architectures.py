@@ -8,8 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_osdp.errors import CheckpointingError
 from hf_osdp.planner.description import DType
+from hf_osdp.planner.job import Precision, TrainingJob
+from hf_osdp.planner.presets import preset
+from hf_osdp.planner.search import search
+from hf_osdp.profiling.block_times import measure_block_times
 from hf_osdp.profiling.describe import describe
+from hf_osdp.profiling.units import find_units
+from hf_osdp.runtime.environment import prepare_model
 from tests.helpers.architectures import TINY, tiny_architecture, train_alone, train_by_plan
 from tests.helpers.distributed import run_ranks
 from tests.helpers.training import Trained
@@ -80,6 +87,33 @@ def test_batch_norms_are_units_of_their_own_under_low_precision_alone():
     assert not any(parameter.keeps_dtype for unit in low.units if not unit.keeps_dtype for parameter in unit.parameters)
 
 
-def test_blocks_with_batch_norm_are_not_recomputed():
+def test_blocks_with_batch_norm_are_not_recomputed_but_offloaded():
     model = tiny_architecture("ResNetForImageClassification").float()
-    assert all(segment.recomputed is None for segment in describe(model, sequence_length=1).segments)
+    description = describe(model, sequence_length=1, device_type="cuda")
+    assert not description.recomputable and description.offloadable
+    with pytest.raises(ValueError, match="no block of this model can be recomputed: it has batch normalisation"):
+        search(description, preset("h100", devices_per_node=2), TrainingJob(global_batch_size=8, recompute=True), 2**40)
+    with pytest.raises(CheckpointingError, match="has batch normalisation, whose running statistics"):
+        describe(model, sequence_length=1, activation_checkpointing=True)
+
+
+def test_blocks_with_batch_norm_are_timed_in_low_precision():
+    model = tiny_architecture("ResNetForImageClassification").float()
+    times = measure_block_times(
+        model, sequence_length=1, micro_batch_sizes=(2, 3), compute_dtype=DType.BFLOAT16, device=torch.device("cpu"), seconds=0.01
+    )  # fmt: skip
+    assert len(times) >= 2
+
+
+def test_a_model_in_bfloat16_gets_statistics_in_float32():
+    model = tiny_architecture("ResNetForImageClassification").to(torch.bfloat16)
+    prepare_model(model, Precision.named("bf16"))
+    assert {buffer.dtype for buffer in model.buffers() if buffer.is_floating_point()} == {torch.float32}
+
+
+def test_batch_norms_that_share_a_weight_stay_together():
+    blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)) for _ in range(2))
+    blocks[1][1].weight = blocks[0][1].weight
+    units = find_units(torch.nn.ModuleDict({"blocks": blocks}), ["Sequential"], low_precision=True)
+    names = [unit.module_names for unit in units]
+    assert ("blocks.0.1", "blocks.1.1") in names and ("blocks.0.1",) not in names and ("blocks.1.1",) not in names

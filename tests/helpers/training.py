@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -37,10 +38,15 @@ class Trained:
         """Largest absolute differences."""
         assert self.parameters.keys() == other.parameters.keys()
         return {
-            "loss": max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True)),
-            "norm": max(abs(a - b) for a, b in zip(self.norms, other.norms, strict=True)),
-            "parameter": max((self.parameters[name] - other.parameters[name]).abs().max().item() for name in self.parameters),
+            "loss": _greatest(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True)),
+            "norm": _greatest(abs(a - b) for a, b in zip(self.norms, other.norms, strict=True)),
+            "parameter": _greatest((self.parameters[name] - other.parameters[name]).abs().max().item() for name in self.parameters),
         }
+
+
+def _greatest(values: Iterable[float]) -> float:
+    """NaN where one is, unlike Python's max."""
+    return torch.tensor(list(values), dtype=torch.float64).max().item()
 
 
 def train_alone(model_name: str, *, accumulation_steps: int = 1) -> Trained:

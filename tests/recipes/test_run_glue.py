@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
 
 from tests.helpers.shared_data import SHARED_DATA, needs_shared_data
 from tests.recipes.conftest import log_of
@@ -86,6 +93,27 @@ def assert_adapters_are_saved(folder: Path, base: Path, accuracy: float) -> None
     with torch.no_grad():
         right = model(**batch).logits.argmax(-1) == torch.tensor([pair[2] for pair in PAIRS])
     assert right.float().mean().item() == pytest.approx(accuracy, abs=1e-4)
+
+
+def test_heads_of_several_layers_are_saved_whole(recipes, tmp_path):
+    """RoBERTa's has two, and peft would copy the second twice."""
+    peft = pytest.importorskip("peft")
+    from adapters import with_adapters
+    from recipe_arguments import ModelArguments
+
+    config = RobertaConfig(num_hidden_layers=1, num_attention_heads=2, hidden_size=8, intermediate_size=16, vocab_size=50, num_labels=2)
+    RobertaForMaskedLM(config).save_pretrained(tmp_path / "base")
+    load = AutoModelForSequenceClassification.from_pretrained
+    start, info = load(tmp_path / "base", output_loading_info=True)
+    wanted = ModelArguments(model_name_or_path="base", lora_rank=2)
+    model = with_adapters(start, wanted, "SEQ_CLS", new=info["missing_keys"])
+    batch = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "labels": torch.tensor([1])}
+    model(**batch).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+    model.save_pretrained(tmp_path / "adapters")
+    again = peft.PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapters").eval()
+    with torch.no_grad():
+        assert torch.equal(again(**batch).logits, model.eval()(**batch).logits)
 
 
 def save_classifier(folder: Path) -> None:
