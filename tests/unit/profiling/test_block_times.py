@@ -152,8 +152,8 @@ def test_ranks_agree_on_the_whole_profile():
     assert texts[0] == texts[1]
     profile = Profile.from_json(texts[0])
     handling = profile.hardware.handling
-    assert handling.gather.call_s > 0 and handling.reduce.call_s > 0
-    assert all(update.tensor_s > 0 for update in handling.updates.values())
+    for work in (handling.gather, handling.reduce, *handling.updates.values()):
+        assert work(4, 2**20) > 0, "of a few tensors; on a busy machine a call or a tensor alone may come out as nothing"
     assert len(profile.device_names) == 2 and profile.host_link.to_host_bytes_per_s > 1e6
     with_block_times(describe(CONFIGS["gpt2"], sequence_length=12), profile)
 
