@@ -17,7 +17,7 @@ PIECE_BYTES = 256 * 2**10
 machine and over a rate-limited link: 1.0 against 1.5 to 2.0 times the time)."""
 
 # torch 2.13 deprecates the names that 2.11 has.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -50,11 +50,11 @@ class BackendTransport:
     def all_gather(self, outputs, inputs, group, *, async_op=False):
         pairs = list(zip(outputs, inputs, strict=True))
         if len(pairs) == 1 or not self._coalesces:
-            works = [_all_gather(output, given, group=group, async_op=async_op) for output, given in pairs]
+            works = [all_gather_single(output, given, group=group, async_op=async_op) for output, given in pairs]
         else:
             with _coalescing_manager(group=group, async_ops=async_op) as coalesced:
                 for output, given in pairs:
-                    _all_gather(output, given, group=group)
+                    all_gather_single(output, given, group=group)
             works = coalesced.works
         return Works(works, held=inputs) if async_op else None
 

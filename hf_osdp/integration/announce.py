@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,10 +28,10 @@ _WIDTH = 100
 @contextmanager
 def shown_while_planning(*, is_rank_zero: bool) -> Iterator[None]:
     """Say on rank 0's terminal, if it has one, what is going on while a plan is made; it may take a while."""
-    console = Console(stderr=True, force_jupyter=False)
-    if not (is_rank_zero and console.is_terminal):
+    if not (is_rank_zero and sys.stderr.isatty()):
         yield
         return
+    console = Console(stderr=True, force_jupyter=False)
     text = "Describing the model, measuring the machine, searching for a plan"
     with console.status(text, refresh_per_second=2):  # by a thread: seldom, beside what is measured
         yield
@@ -153,6 +154,8 @@ def _estimate(run: PlannedRun) -> PlanEstimate:
 
 
 def _console() -> Console:
-    # In a notebook rich would send tables to the page by a way that does not work in the processes that a notebook forks.
-    console = Console(force_jupyter=False)
-    return console if console.is_terminal else Console(width=_WIDTH)
+    """Where a run's tables go. In a notebook rich would send them to the page by a way that does not work in the processes that a
+    notebook forks, and its kernels ask for colours though they are no terminals."""
+    if sys.stdout.isatty():
+        return Console(force_jupyter=False)
+    return Console(width=_WIDTH, force_jupyter=False, force_terminal=False)

@@ -26,7 +26,7 @@ CASES = {
 }  # fmt: skip
 
 EVERYDAY = {
-    *(f"gpt2-{layout}" for layout in LAYOUTS), *(f"{model}-{layout}" for model in MODELS for layout in ("mixed", "everything")),
+    *(f"gpt2-{layout}" for layout in LAYOUTS), *(f"{model}-everything" for model in MODELS),
     "gpt2-zero3-accumulate-hold", *(f"gpt2-everything-accumulate-{name}" for name in ("reduce", "hold", "by_unit")),
     "gpt2-mixed-async", "gpt2-mixed-checkpointing",
 }  # fmt: skip

@@ -77,8 +77,8 @@ def instance(seed: int):
     hardware = small_hardware(dice)
     job, kinds, tied = small_job(dice, hardware), dice.choice([1, 1, 2]), dice.random() < 0.3
     recomputable, called = dice.random() < 0.5, not tied and dice.random() < 0.3
-    if not recomputable:  # nor can they be offloaded
-        job = replace(job, offload_activations=None)
+    if not recomputable:  # nor can they be offloaded; to ask for it is refused
+        job = replace(job, offload_activations=None, recompute=job.recompute and None)
     for blocks in (4, 3, 2, 1):
         description = at_random(seed, kinds=min(kinds, blocks), blocks=blocks, tied=tied, called=called, recomputable=recomputable)
         spaces = (search_spaces(Strategy.OSDP, description, hardware, job, batch)[-1] for batch in batches(job, hardware.world_size))

@@ -29,6 +29,7 @@ DEVICES = ("--device", "titan-rtx", "--devices-per-node", "4")
 HARDWARE = preset("titan-rtx", devices_per_node=4)
 LIMIT = HARDWARE.device.reserved_bytes + 4 * 2**20
 OPTIONS = (*SIZES, *DEVICES, "--memory-limit", str(LIMIT))
+WHOLE = (*OPTIONS, "--no-operator-splitting")
 JOB = TrainingJob(global_batch_size=32)
 
 
@@ -132,7 +133,7 @@ def test_every_option_reaches_the_planner(model, config):
 
 def test_adapters_are_planned_for(model, config, description):
     pytest.importorskip("peft")
-    content = as_json("plan", model, *OPTIONS, "--lora-rank", 2, "--lora-targets", "c_attn", "--no-operator-splitting")
+    content = as_json("plan", model, *WHOLE, "--lora-rank", 2, "--lora-targets", "c_attn")
     adapters = config.n_layer * 2 * (config.n_embd + 3 * config.n_embd)
     assert content["model"]["parameters"] == description.numel + adapters
     assert content["estimated"]["peak_breakdown"]["optimizer"] <= 2 * 4 * adapters
@@ -171,7 +172,7 @@ def test_compare_holds_all_strategies_and_the_front(model, description, tmp_path
     rows = compare_strategies(description, HARDWARE, JOB, LIMIT)
     peaks = [row.result.plan.peak_bytes for row in rows if row.result]
     front = frontier(description, HARDWARE, JOB, HARDWARE.device.memory_bytes, points=3, at=[LIMIT, *peaks])
-    done = call("compare", model, *OPTIONS, "--points", 3, "--json", tmp_path / "x.json", "--plot", tmp_path / "x.png")
+    done = call("compare", model, *WHOLE, "--points", 3, "--json", tmp_path / "x.json", "--plot", tmp_path / "x.png")
     assert done.exit_code == 0, done.output
     assert json.loads((tmp_path / "x.json").read_text()) == json.loads(json.dumps(comparison_content(HARDWARE, LIMIT, rows, front)))
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
@@ -182,7 +183,7 @@ def test_compare_holds_all_strategies_and_the_front(model, description, tmp_path
 def test_what_if_answers_by_searching(model, description, monkeypatch):
     monkeypatch.setattr(what_if_command, "_LONGEST", 64)  # every size that is tried is another trace
     monkeypatch.setattr(what_if_command, "_WIDEST", 1.5)
-    answers = {row["question"]: row for row in as_json("what-if", model, *OPTIONS)["answers"]}
+    answers = {row["question"]: row for row in as_json("what-if", model, *WHOLE)["answers"]}
     now = search(description, HARDWARE, JOB, LIMIT).plan
     assert answers["now"]["result"]["samples_per_s"] == now.samples_per_s
     assert answers["twice the memory"]["result"]["step_s"] == search(description, HARDWARE, JOB, 2 * LIMIT).plan.step_s
@@ -196,7 +197,7 @@ def test_what_if_answers_by_searching(model, description, monkeypatch):
 
 
 def test_simulation_stands_beside_the_estimate(model, tmp_path):
-    done = call("plan", model, *OPTIONS, "--simulate", "--json", tmp_path / "x.json", "--plot", tmp_path / "x.svg")
+    done = call("plan", model, *WHOLE, "--simulate", "--json", tmp_path / "x.json", "--plot", tmp_path / "x.svg")
     assert done.exit_code == 0, done.stderr
     assert "simulated" in done.stdout and "%" in done.stdout
     assert_readable(done.stdout)
