@@ -92,6 +92,7 @@ def main() -> None:
     trainer = make_trainer(options.name, options.folder, options.steps, turns)
     trainer.train()
     Path(options.output).write_text("\n".join(map(str, turns.seconds)))
+    torch.distributed.destroy_process_group()  # a thread of it may else end the process by a signal
 
 
 def make_trainer(name: str, folder: str, steps: int, turns: Turns) -> transformers.Trainer:

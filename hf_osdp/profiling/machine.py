@@ -19,6 +19,9 @@ from .links import measure_collectives
 from .rates import copy_rate, matmul_rates, operator_seconds
 from .together import distributed, smallest, wait_for_all, world_size
 
+_SECONDS_OF_A_START = 0.7
+"""A run with a plan is to start at most five seconds later than one without; who wants better figures has `hf-osdp profile`."""
+
 
 def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Sequence[int] | None = None) -> Hardware:
     """Measure compute, memory and links. Where torch.distributed is initialized every rank must call this at the same time.
@@ -90,7 +93,7 @@ def hardware_of_run(wanted: Hardware | str | None, *, device_type: str, nodes: i
     if wanted is None:
         if nodes not in (None, topology.nodes):
             raise ValueError(f"nodes={nodes}, but the processes are spread over {topology.nodes}; leave nodes out.")
-        return measure_hardware(device_type=device_type)
+        return measure_hardware(device_type=device_type, seconds=_SECONDS_OF_A_START)
     nodes = nodes or topology.nodes
     if ranks % nodes:
         raise ValueError(f"nodes={nodes} does not divide the {ranks} processes; use a divisor.")
