@@ -14,6 +14,8 @@ from ..quantities import parse_bytes
 
 _OPEN_SWITCHES = ("reduce_every_micro_step", "recompute", "host_offload", "offload_activations", "split_vocabulary")
 """Switches that None leaves to the planner."""
+_SWITCHES = ("operator_splitting", "recalibrate", "compare", "async_save", "resume_after_restart", "save_on_sigterm")
+ON_OOM = ("raise", "replan")
 STRATEGIES = tuple(strategy.value for strategy in Strategy)
 
 
@@ -64,16 +66,28 @@ class OSDPConfig:
     seen, and plan again, until the plan stands (at most 3 rounds). The plan that runs is one that was tried and fits."""
     compare: bool = True
     """Estimate DDP, ZeRO-2, FSDP and HSDP beside the plan."""
+    async_save: bool = False
+    """Checkpoints in shards (`state_dict_type="SHARDED_STATE_DICT"`) are written while training goes on; each is complete before the
+    next begins, and before training ends."""
+    resume_after_restart: bool = True
+    """The Trainer, started again by `torchrun --max-restarts` or a SLURM requeue, goes on from the last complete checkpoint."""
+    save_on_sigterm: bool = True
+    """The Trainer, sent SIGTERM on any rank, finishes its step, saves a checkpoint and ends."""
+    on_oom: str = "raise"
+    """Out of device memory all the same: `raise` says where and which plan is safer; `replan` starts all ranks again by that plan, from
+    the last complete checkpoint."""
 
     def __post_init__(self) -> None:
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy={self.strategy!r} is not known; use one of {', '.join(STRATEGIES)}.")
+        if self.on_oom not in ON_OOM:
+            raise ValueError(f"on_oom={self.on_oom!r} is not known; use one of {', '.join(ON_OOM)}.")
         object.__setattr__(self, "block_classes", _class_names(self.block_classes))
         for name in ("sequence_length", "global_batch_size", "micro_batch_size", "nodes"):
             _check_count(name, getattr(self, name))
-        for name in (*_OPEN_SWITCHES, "operator_splitting", "recalibrate", "compare"):
+        for name in (*_OPEN_SWITCHES, *_SWITCHES):
             value = getattr(self, name)
             if not isinstance(value, bool) and (value is not None or name not in _OPEN_SWITCHES):
                 raise ValueError(f"{name}={value!r} is not a switch; use true or false.")

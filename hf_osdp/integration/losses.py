@@ -6,6 +6,8 @@ import inspect
 
 from torch import nn
 
+from ..profiling.batch import without_adapters
+
 _MEANS = frozenset({"CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss", "L1Loss", "NLLLoss", "cross_entropy", "mse_loss"})
 
 
@@ -18,7 +20,7 @@ def ignores_item_count(model: nn.Module) -> bool:
     Args:
         model: not sharded, perhaps with adapters of peft around it.
     """
-    model = getattr(model, "get_base_model", lambda: model)()
+    model = without_adapters(model)
     cls = type(model)
     if hasattr(model, "accepts_loss_kwargs") or not cls.__module__.startswith("transformers."):
         return False

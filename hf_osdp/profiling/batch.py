@@ -41,7 +41,7 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
     Raises:
         DescriptionError: the model's kind of input is not known; give `inputs`.
     """
-    model = _without_adapters(model)
+    model = without_adapters(model)
     config, kind = model.config, _class_name(model)
     arguments = frozenset(inspect.signature(model.forward).parameters)
     main = getattr(model, "main_input_name", "input_ids")
@@ -134,8 +134,8 @@ def _main_input(config: Any, name: str, samples: int, sequence_length: int, dtyp
     return torch.zeros(samples, getattr(config, "num_channels", 3), height, width, dtype=dtype)
 
 
-def _without_adapters(model: nn.Module) -> nn.Module:
-    """The model that peft has put adapters into, whose class says what its inputs are."""
+def without_adapters(model: nn.Module) -> nn.Module:
+    """The model that peft has put adapters into, whose class says what its inputs and its loss are; another one as it is."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..planner.description import UnitDescription
 from .together import synchronize, wait_for_all
-from .units import modules_by_name
+from .units import modules_by_name, stretching_modules
 from .wrapping import cast_floating, forward_replaced
 
 ROOT = 0
@@ -51,9 +51,7 @@ class Stopwatch:
     ) -> None:
         self._meets = meets
         self._model, self._device, self._compute_dtype = model, device, compute_dtype
-        modules = modules_by_name(model)
-        running = [i for i, unit in enumerate(units) if unit.fqn and not unit.keeps_dtype]  # as they are traced
-        self._modules = [(i, modules[name]) for i in running for name in units[i].module_names]
+        self._modules = stretching_modules(modules_by_name(model), units)
         self._inside = self._in_backward = False
         self._marks: list[tuple[int, Any, bool]] = []  # stretch, moment, whether ranks met before it
         self._meeting_s = 0.0

@@ -23,7 +23,7 @@ from .recorder import Recorder, Stretch
 from .segments import bytes_line, is_idle, segments_of, with_offloaded, with_recomputed
 from .standin import CallRecord, block_key, call_key
 from .twin import fake_like, fake_twin
-from .units import modules_by_name
+from .units import modules_by_name, stretching_modules
 from .wrapping import cast_floating, forward_replaced, recompute
 
 SAMPLES = (1, 2, 3)
@@ -121,10 +121,7 @@ class _Tracer:
         self.output_bytes: list[int] = []
         """Of each run: bytes of what forward returned, the loss left out."""
         self._compute_dtype, self._fused_kernels = compute_dtype, fused_kernels
-        modules = modules_by_name(twin)
-        # Batch norms that are units of their own cost what little they do where they are.
-        running = [i for i, unit in enumerate(units) if unit.fqn and not unit.keeps_dtype]
-        self._modules = [(i, modules[name]) for i in running for name in units[i].module_names]
+        self._modules = stretching_modules(modules_by_name(twin), units)
         unit_of = {module: i for i, module in self._modules}
         self._modules += [(unit_of[shared], own) for own, shared in _untied_slices(twin).items()]
         blocks = {i for i, unit in enumerate(units) if unit.span is GatherSpan.USE}

@@ -53,6 +53,12 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
     return modules
 
 
+def stretching_modules(modules: dict[str, nn.Module], units: Sequence[UnitDescription]) -> list[tuple[int, nn.Module]]:
+    """Modules whose calls are stretches of their own, with their units' indices. The root's are what lies between; batch norms that are
+    units cost what little they do where they are."""
+    return [(i, modules[name]) for i, unit in enumerate(units) if unit.fqn and not unit.keeps_dtype for name in unit.module_names]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tie:
     """Modules that own parameters together, and every name of each such parameter."""

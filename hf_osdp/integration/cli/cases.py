@@ -111,7 +111,6 @@ def describer(request: Request, hardware: Hardware) -> Callable[..., ModelDescri
             block_classes=names or None,
             compute_dtype=precision.compute,
             device_type=device_type_of(hardware),
-            auto_class=request.auto_class,
             activation_checkpointing=request.activation_checkpointing,
             cut=cut,
         )
@@ -120,20 +119,22 @@ def describer(request: Request, hardware: Hardware) -> Callable[..., ModelDescri
 
 
 def model_of(request: Request, config: Any) -> Any:
-    """What is trained: the configuration as it is, or a model on the meta device with adapters.
+    """What is trained, on the meta device: the configuration's model, with adapters if they are asked for.
 
     Raises:
         ValueError: peft is not installed, or targets are given without a rank.
         DescriptionError: the model cannot be built, or has no such projections.
     """
-    if request.lora_rank is None:
-        if request.lora_targets:
-            raise ValueError(f"--lora-targets {request.lora_targets} has no effect without --lora-rank; give both, or neither.")
-        return config
-    from ...profiling.adapters import with_lora
+    if request.lora_rank is None and request.lora_targets:
+        raise ValueError(f"--lora-targets {request.lora_targets} has no effect without --lora-rank; give both, or neither.")
     from ...profiling.build import build_on_meta
 
-    return with_lora(build_on_meta(config, request.auto_class), request.lora_rank, _names(request.lora_targets))
+    model = build_on_meta(config, request.auto_class)
+    if request.lora_rank is None:
+        return model
+    from ...profiling.adapters import with_lora
+
+    return with_lora(model, request.lora_rank, _names(request.lora_targets))
 
 
 def _names(text: str | None) -> list[str]:
@@ -183,17 +184,12 @@ def _cut(case: Case, request: Request, config: Any) -> Case:
     if request.activation_checkpointing or (request.profile is not None and profile_of(request).segments):
         return case
     from ...planner.cut_search import choose_description
-    from ...profiling.build import build_on_meta
     from ...profiling.cuts import possible_cuts
-
-    def model() -> Any:
-        asked = model_of(request, config)
-        return build_on_meta(config, request.auto_class) if asked is config else asked
 
     describe = describer(request, case.hardware)
     description = choose_description(
         case.description,
-        lambda: possible_cuts(model(), case.description, vocabulary=request.split_vocabulary),
+        lambda: possible_cuts(model_of(request, config), case.description, vocabulary=request.split_vocabulary),
         lambda cut: describe(config, request.sequence_length, cut),
         hardware=case.hardware,
         job=case.job,

@@ -70,7 +70,7 @@ def _rounds(request: Request, case: Case, config: Any) -> tuple[SimulatedRound, 
     return search_and_simulate(
         model_of(request, config),
         description=case.description, hardware=case.hardware, job=case.job, memory_limit_bytes=case.memory_limit_bytes,
-        strategy=case.strategy, device_type=device_type_of(case.hardware), auto_class=request.auto_class,
+        strategy=case.strategy, device_type=device_type_of(case.hardware),
         activation_checkpointing=request.activation_checkpointing,
     )  # fmt: skip
 
