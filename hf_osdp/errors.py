@@ -23,6 +23,10 @@ class LaunchError(OSDPError):
     """The launched ranks do not come together: some are missing, were started twice, or run other versions."""
 
 
+class CheckpointError(OSDPError):
+    """A checkpoint is damaged, incomplete, or of another model."""
+
+
 class ProfileError(OSDPError):
     """A profile cannot be read, or has no times for this model."""
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ..errors import (
+    CheckpointError,
     CheckpointingError,
     DescriptionError,
     HardwareError,
@@ -26,8 +27,8 @@ T = TypeVar("T")
 _SHARED_ERRORS: dict[str, type[Exception]] = {
     cls.__name__: cls
     for cls in (
-        CheckpointingError, DescriptionError, HardwareError, InfeasibleError, OSDPError, PlanError, PlanMismatchError, ProfileError,
-        ValueError,
+        CheckpointError, CheckpointingError, DescriptionError, HardwareError, InfeasibleError, OSDPError, PlanError, PlanMismatchError,
+        ProfileError, ValueError,
     )
 }  # fmt: skip
 
