@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 
@@ -37,8 +38,9 @@ class Cut:
         if not isinstance(self.splits, tuple) or not all(isinstance(split, OperatorSplit) for split in self.splits):
             raise ValueError(f"splits={self.splits!r} must be a tuple of OperatorSplit.")
         names = [split.fqn for split in self.splits]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"{twice[0]!r} is split {names.count(twice[0])} times; name each operator once.")
+        if len(set(names)) < len(names):
+            name, times = Counter(names).most_common(1)[0]
+            raise ValueError(f"{name!r} is split {times} times; name each operator once.")
 
     def describe(self) -> str:
         """Short text for tables: `blocks`, `operators, lm_head in 4 slices`, `operators, 8 operators in 2 to 4 slices`."""

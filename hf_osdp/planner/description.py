@@ -37,6 +37,7 @@ class DType(str, Enum):
         return _ITEMSIZE[self]
 
 
+_MOST_ELEMENTS = 2**50
 _ITEMSIZE = {
     DType.FLOAT64: 8, DType.INT64: 8, DType.FLOAT32: 4, DType.INT32: 4, DType.BFLOAT16: 2, DType.FLOAT16: 2,
     DType.INT16: 2, DType.INT8: 1, DType.UINT8: 1, DType.BOOL: 1,
@@ -101,6 +102,8 @@ class ParameterSpec:
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.shape):
             raise ValueError(f"Parameter {self.name} has a negative size: {self.shape}.")
+        if self.numel > _MOST_ELEMENTS:
+            raise ValueError(f"Parameter {self.name} has {self.numel:.3g} elements; the most are {_MOST_ELEMENTS}.")
 
     @property
     def numel(self) -> int:

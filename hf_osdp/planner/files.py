@@ -1,7 +1,8 @@
-"""Values as JSON files: written whole or not at all, read with every field checked."""
+"""Values as JSON files: written whole or not at all, made again with every field checked. (Reading: `hf_osdp/reading.py`.)"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -11,9 +12,6 @@ from typing import Any, TypeVar
 from ..errors import OSDPError
 
 T = TypeVar("T")
-
-MOST_BYTES = 64 * 2**20
-"""Larger files are none of ours."""
 
 
 def plain(value: Any) -> Any:
@@ -41,32 +39,12 @@ def write_whole(path: str | Path, text: str) -> None:
     partial.replace(path)
 
 
-def read_whole(path: str | Path, what: str, error: Callable[[str], Exception]) -> bytes:
-    """A file's bytes.
-
-    Args:
-        path: the file.
-        what: what it should hold, for errors: `plan`.
-        error: makes the exception from its one line.
-
-    Raises:
-        Exception: as `error` makes it; the file cannot be read, or has more than `MOST_BYTES`.
-    """
-    path = Path(path)
-    try:
-        if path.stat().st_size > MOST_BYTES:
-            raise error(f"{path} has more than {MOST_BYTES} bytes; it is not a {what}.")
-        return path.read_bytes()
-    except OSError as problem:
-        raise error(f"Cannot read the {what} {path}: {problem.strerror}.") from None
-
-
-def validated(cls: type[T], text: str | bytes, error: Callable[[str], Exception]) -> T:
-    """A dataclass from JSON, strictly: no unknown fields at the top, no conversions.
+def validated(cls: type[T], content: Any, error: Callable[[str], Exception]) -> T:
+    """A dataclass from what JSON held, strictly: no unknown fields, no conversions.
 
     Args:
         cls: the dataclass.
-        text: its JSON.
+        content: as `hf_osdp.reading.parse_json` gives it.
         error: makes the exception from where and what is wrong: `units.0.shard_size: Input should be a valid integer`.
 
     Raises:
@@ -76,7 +54,7 @@ def validated(cls: type[T], text: str | bytes, error: Callable[[str], Exception]
 
     adapter: Any = TypeAdapter(with_config(ConfigDict(extra="forbid"))(cls))
     try:
-        return adapter.validate_json(text, strict=True)
+        return adapter.validate_json(json.dumps(content), strict=True)  # JSON has lists and texts where fields are tuples and enums
     except ValidationError as problem:
         first = problem.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "top level"

@@ -13,6 +13,9 @@ from .job import OptimizerStep
 
 GB = 10**9
 GIB = 2**30
+MOST_RANKS = 2**20
+"""Layouts are tried for every divisor of the number of ranks."""
+_MOST_MEMORY_BYTES = 2**50
 
 
 class Backend(str, Enum):
@@ -52,8 +55,8 @@ class Link:
     """There was no such link to measure: the figures stand in for one that this size of machine does not use."""
 
     def __post_init__(self) -> None:
-        if self.latency_s < 0 or self.bytes_per_s <= 0:
-            raise ValueError(f"A link needs latency_s >= 0 and bytes_per_s > 0, not {self.latency_s} and {self.bytes_per_s}.")
+        if not (_finite(self.latency_s, self.bytes_per_s) and self.bytes_per_s > 0):
+            raise ValueError(f"A link needs finite latency_s >= 0 and bytes_per_s > 0, not {self.latency_s} and {self.bytes_per_s}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +77,13 @@ class DeviceSpec:
     """Of these, each of NCCL's communicators; `Hardware.scaled` counts them anew."""
 
     def __post_init__(self) -> None:
-        if self.memory_bytes <= 0 or self.memory_bytes_per_s <= 0 or any(rate <= 0 for rate in self.flops_per_s.values()):
-            raise ValueError(f"Device {self.name!r}: memory, memory bandwidth and FLOP/s must be positive.")
+        rates = (self.memory_bytes_per_s, *self.flops_per_s.values())
+        if self.memory_bytes <= 0 or not all(0 < rate < float("inf") for rate in rates):
+            raise ValueError(f"Device {self.name!r}: memory, memory bandwidth and FLOP/s must be positive and finite.")
+        if self.memory_bytes > _MOST_MEMORY_BYTES:
+            raise ValueError(f"Device {self.name!r}: {self.memory_bytes} bytes of memory; the most are {_MOST_MEMORY_BYTES}.")
+        if not _finite(self.operator_s, self.reserved_bytes, self.communicator_bytes):
+            raise ValueError(f"Device {self.name!r}: operator_s, reserved_bytes and communicator_bytes must be finite and at least 0.")
         object.__setattr__(self, "flops_per_s", MappingProxyType(dict(self.flops_per_s)))
 
     def rate(self, dtype: DType) -> float:
@@ -200,6 +208,8 @@ class Hardware:
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.devices_per_node < 1:
             raise ValueError(f"nodes={self.nodes} and devices_per_node={self.devices_per_node} must be at least 1.")
+        if self.world_size > MOST_RANKS:
+            raise ValueError(f"nodes={self.nodes} of {self.devices_per_node} devices are {self.world_size}; the most are {MOST_RANKS}.")
 
     @property
     def world_size(self) -> int:

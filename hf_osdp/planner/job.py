@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
 from .description import DType, ParameterSpec
+
+_MOST_SAMPLES = 2**40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +110,8 @@ class TrainingJob:
         for name in ("reduce_every_micro_step", "recompute", "host_offload", "offload_activations"):
             if (value := getattr(self, name)) is not None and not isinstance(value, bool):
                 raise ValueError(f"{name}={value!r} is not a switch; use True, False, or None to leave it to the planner.")
-        if self.global_batch_size < 1:
-            raise ValueError(f"global_batch_size={self.global_batch_size} must be at least 1.")
+        if not 1 <= self.global_batch_size <= _MOST_SAMPLES:
+            raise ValueError(f"global_batch_size={self.global_batch_size} must be at least 1 and at most {_MOST_SAMPLES}.")
         if self.micro_batch_size is not None and self.micro_batch_size < 1:
             raise ValueError(f"micro_batch_size={self.micro_batch_size} must be at least 1.")
 
@@ -125,10 +128,16 @@ class TrainingJob:
                 f"global_batch_size={self.global_batch_size} does not divide by {world_size} processes; use {' or '.join(nearest)}."
             )
         if self.micro_batch_size is None:
-            return tuple(size for size in range(per_rank, 0, -1) if per_rank % size == 0)
+            return divisors(per_rank)[::-1]
         if per_rank % self.micro_batch_size:
             raise ValueError(
                 f"micro_batch_size={self.micro_batch_size} does not divide the {per_rank} samples of each rank"
                 f" (global_batch_size={self.global_batch_size} over {world_size} processes); use a divisor of {per_rank}, or None."
             )
         return (self.micro_batch_size,)
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors in ascending order, in the square root of `number` steps."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return (*small, *(number // d for d in reversed(small) if d * d != number))

@@ -6,104 +6,21 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from ..errors import PlanError
+from ..reading import parse_json, problem_of_text, read_bytes
 from .costs import Batch, Choice
 from .cut import WHOLE_BLOCKS, Cut
-from .description import Activations, ModelDescription
-from .files import read_whole, validated, write_whole
+from .decision import UnitDecision
+from .description import ModelDescription
+from .files import validated, write_whole
+from .hardware import MOST_RANKS
 
 PLAN_VERSION = 3
-
-
-class ShardMode(str, Enum):
-    """How a unit's parameters lie on the devices (the paper's DP, ZDP and group sharding)."""
-
-    REPLICATE = "replicate"
-    GROUP_SHARD = "group_shard"
-    SHARD = "shard"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitDecision:
-    """Layout of one unit: sharded over `shard_size` ranks, replicated over the rest of the world."""
-
-    fqn: str
-    shard_size: int
-    """Ranks that share one copy: 1 replicates, the world size shards over all, between is HSDP."""
-    reshard_after_forward: bool
-    """Free the gathered parameters after forward and gather them again in backward (ZeRO-3), or keep them (ZeRO-2)."""
-    stage_size: int = 1
-    """Ranks of a node where all-gathers and reduce-scatters run in two stages, between nodes and inside; 1 runs them in one."""
-    reduce_every_micro_step: bool = True
-    """Reduce-scatter gradients in each micro-step, holding shards, or hold whole gradients and reduce their sum in the last.
-
-    The all-reduce between replicas comes in the last micro-step either way.
-    """
-    activations: Activations = Activations.SAVE
-    on_host: bool = False
-    """Parameters, gradients and optimizer states live in the host's memory, and the host takes the optimizer step."""
-
-    def __post_init__(self) -> None:
-        if self.shard_size < 1:
-            raise ValueError(f"Unit {self.fqn or '(root)'!r}: shard_size={self.shard_size} must be at least 1.")
-        if self.stage_size != 1 and not (1 < self.stage_size < self.shard_size and self.shard_size % self.stage_size == 0):
-            raise ValueError(
-                f"Unit {self.fqn or '(root)'!r}: stage_size={self.stage_size} must be 1, or divide shard_size={self.shard_size}"
-                " and be less."
-            )
-
-    @classmethod
-    def of(cls, fqn: str, choice: Choice) -> UnitDecision:
-        """What was chosen for the unit of this name."""
-        return cls(
-            fqn=fqn,
-            shard_size=choice.shard_size,
-            reshard_after_forward=not choice.keep,
-            stage_size=choice.stage_size,
-            reduce_every_micro_step=not choice.hold_gradients,
-            activations=choice.activations,
-            on_host=choice.on_host,
-        )
-
-    @property
-    def module_names(self) -> tuple[str, ...]:
-        """Modules of the unit: its name holds theirs, joined by `+`."""
-        return tuple(self.fqn.split("+"))
-
-    @property
-    def two_stage(self) -> bool:
-        """Whether all-gathers and reduce-scatters run in two stages."""
-        return self.stage_size > 1
-
-    def mode(self, world_size: int) -> ShardMode:
-        """The layout's name in a world of `world_size` ranks."""
-        if self.shard_size == 1:
-            return ShardMode.REPLICATE
-        return ShardMode.SHARD if self.shard_size == world_size else ShardMode.GROUP_SHARD
-
-    def describe(self, world_size: int) -> str:
-        """Short text for tables: `replicate`, `shard 8`, `shard 2 x replicate 4, keep`, `shard 16 in 2 stages (2 x 8)`."""
-        match self.mode(world_size):
-            case ShardMode.REPLICATE:
-                text = "replicate"
-            case ShardMode.SHARD:
-                text = f"shard {world_size}"
-            case ShardMode.GROUP_SHARD:
-                text = f"shard {self.shard_size} x replicate {world_size // self.shard_size}"
-        if self.two_stage:
-            text = f"{text} in 2 stages ({self.shard_size // self.stage_size} x {self.stage_size})"
-        more = {
-            "keep": not self.reshard_after_forward,
-            "hold gradients": not self.reduce_every_micro_step,
-            "recompute": self.activations.recomputes,
-            "offload activations": self.activations.offloads,
-            "on host": self.on_host,
-        }
-        return ", ".join([text, *(word for word, said in more.items() if said)])
+_MOST = {"world_size": MOST_RANKS, "micro_batch_size": 2**20, "accumulation_steps": 2**20, "sequence_length": 2**30}
+_MOST_UNITS = 2**14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,13 +63,18 @@ class Plan:
     def __post_init__(self) -> None:
         if self.version != PLAN_VERSION:
             raise PlanError(_other_version(self.version))
-        for name in ("world_size", "micro_batch_size", "accumulation_steps", "sequence_length"):
-            if getattr(self, name) < 1:
-                raise PlanError(f"The plan has {name}={getattr(self, name)}; it must be at least 1.")
+        for name, most in _MOST.items():
+            if not 1 <= (count := getattr(self, name)) <= most:
+                raise PlanError(f"The plan has {name}={count}; it must be at least 1 and at most {most}.")
         for name in ("memory_limit_bytes", "peak_bytes", "step_s"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise PlanError(f"The plan has {name}={value}; it must be finite and not negative.")
+        for name in ("strategy", "model_fingerprint", "model_name", "hardware"):
+            if problem := problem_of_text(getattr(self, name)):
+                raise PlanError(f"The plan has a {name} that {problem}; give it another.")
+        if len(self.units) > _MOST_UNITS:
+            raise PlanError(f"The plan has {len(self.units)} units; it must have at most {_MOST_UNITS}.")
         seen: set[str] = set()
         for unit in self.units:
             if self.world_size % unit.shard_size:
@@ -284,18 +206,18 @@ class Plan:
         Raises:
             PlanError: the text is not JSON, lacks or misnames a field, has a wrong type or range, or was changed.
         """
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:  # not JSON, not text, or nested without end
-            raise PlanError(f"{source} is not JSON ({error}). Write it again with Plan.save.") from None
+        return cls.from_content(plan_content(text, source), source)
+
+    @classmethod
+    def from_content(cls, data: Any, source: str) -> Plan:
+        """The plan that a JSON value holds; otherwise as `from_json`."""
         if not isinstance(data, dict):
             raise PlanError(f"{source} holds a {type(data).__name__}, not a plan. Write it again with Plan.save.")
-        if isinstance(data.get("plan"), dict):
-            data = data["plan"]
+        data = dict(data["plan"] if isinstance(data.get("plan"), dict) else data)
         if isinstance(version := data.get("version"), int) and version != PLAN_VERSION:
             raise PlanError(_other_version(version))
         stated = data.pop("fingerprint", None)
-        plan = validated(cls, json.dumps(data), lambda problem: PlanError(f"{source} is not a valid plan: {problem}."))
+        plan = validated(cls, data, lambda problem: PlanError(f"{source} is not a valid plan: {problem}."))
         if stated is not None and stated != plan.fingerprint:
             raise PlanError(f"{source} was changed or damaged: it states fingerprint {stated!r:.40}, its content has {plan.fingerprint}.")
         return plan
@@ -307,7 +229,16 @@ class Plan:
         Raises:
             PlanError: the file is missing, too large, or not a valid plan.
         """
-        return cls.from_json(read_whole(path, "plan", PlanError), source=str(path))
+        return cls.from_json(read_bytes(path, "plan", PlanError), source=str(path))
+
+
+def plan_content(text: str | bytes, source: str) -> Any:
+    """What the text of a plan file holds, not validated.
+
+    Raises:
+        PlanError: it is not JSON, or holds what no plan does.
+    """
+    return parse_json(text, lambda problem: PlanError(f"{source} {problem}. Write it again with Plan.save."))
 
 
 def _other_version(version: int) -> str:

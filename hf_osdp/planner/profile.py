@@ -10,8 +10,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ..errors import ProfileError
+from ..reading import parse_json, read_bytes
 from .description import Affine, DType, ModelDescription, Segment
-from .files import plain, read_whole, validated, write_whole
+from .files import plain, validated, write_whole
 from .hardware import Hardware
 from .lines import fit_line
 
@@ -131,7 +132,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         if self.version != PROFILE_VERSION:
-            raise ProfileError(f"The profile has version {self.version}; this hf_osdp reads version {PROFILE_VERSION}. Profile again.")
+            raise ProfileError(_other_version(self.version))
         object.__setattr__(self, "versions", MappingProxyType(dict(self.versions)))
 
     @property
@@ -165,7 +166,14 @@ class Profile:
         Raises:
             ProfileError: it is not JSON, a value is missing, unknown or out of range, or its version is another.
         """
-        return validated(cls, text, lambda problem: ProfileError(f"{source} is not a valid profile: {problem}."))
+
+        def invalid(problem: str) -> ProfileError:
+            return ProfileError(f"{source} is not a valid profile: {problem}.")
+
+        data = parse_json(text, lambda problem: ProfileError(f"{source} {problem}. Profile again, or name another file."))
+        if isinstance(data, dict) and isinstance(version := data.get("version"), int) and version != PROFILE_VERSION:
+            raise invalid(_other_version(version).rstrip("."))  # before fields that only that version has
+        return validated(cls, data, invalid)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -174,7 +182,11 @@ class Profile:
         Raises:
             ProfileError: the file is missing, too large, or not a valid profile.
         """
-        return cls.from_json(read_whole(path, "profile", ProfileError), source=str(path))
+        return cls.from_json(read_bytes(path, "profile", ProfileError), source=str(path))
+
+
+def _other_version(version: int) -> str:
+    return f"The profile has version {version}; this hf_osdp reads version {PROFILE_VERSION}. Profile again."
 
 
 def with_block_times(description: ModelDescription, profile: Profile) -> ModelDescription:

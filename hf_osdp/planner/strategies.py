@@ -12,7 +12,7 @@ from ..errors import HardwareError
 from .costs import Batch, Choice, choices_for
 from .description import Activations, GatherSpan, ModelDescription, UnitDescription
 from .hardware import Hardware
-from .job import TrainingJob
+from .job import TrainingJob, divisors
 
 
 class Strategy(str, Enum):
@@ -43,11 +43,6 @@ class Strategy(str, Enum):
             return cls(name)
         except ValueError:
             raise ValueError(f"strategy={name!r} is not known; use one of {', '.join(s.value for s in cls)}.") from None
-
-
-def divisors(number: int) -> tuple[int, ...]:
-    """All divisors in ascending order."""
-    return tuple(d for d in range(1, number + 1) if number % d == 0)
 
 
 Space = tuple[tuple[Choice, ...], ...]

@@ -11,7 +11,8 @@ from ..planner.description import ModelDescription
 from ..planner.files import plain, validated, write_whole
 from ..planner.hardware import Hardware
 from ..planner.job import TrainingJob
-from ..planner.plan import Plan
+from ..planner.plan import Plan, plan_content
+from ..reading import read_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +44,13 @@ def read_plan_file(path: str | Path) -> tuple[Plan, PlanInputs | None]:
     Raises:
         PlanError: the file cannot be read, its plan is not valid, or its inputs are of another version or another model.
     """
-    plan = Plan.load(path)
-    data = json.loads(Path(path).read_bytes())
+    data = plan_content(read_bytes(path, "plan", PlanError), str(path))
+    plan = Plan.from_content(data, source=str(path))
     if "inputs" not in data:
         return plan, None
     inputs = validated(
         PlanInputs,
-        json.dumps(data["inputs"]),
+        data["inputs"],
         lambda problem: PlanError(f"The inputs in {path} cannot be read: {problem}. Plan again with this version."),
     )
     plan.check(inputs.description, plan.world_size)

@@ -9,8 +9,9 @@ import pytest
 
 from hf_osdp.errors import PlanError
 from hf_osdp.planner.costs import Batch, Choice
+from hf_osdp.planner.decision import ShardMode, UnitDecision
 from hf_osdp.planner.description import Activations
-from hf_osdp.planner.plan import PLAN_VERSION, Plan, ShardMode, UnitDecision
+from hf_osdp.planner.plan import PLAN_VERSION, Plan
 from tests.helpers.descriptions import transformer
 
 DESCRIPTION = transformer(layers=3)

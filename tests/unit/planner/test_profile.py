@@ -9,13 +9,13 @@ import pytest
 
 from hf_osdp.errors import ProfileError
 from hf_osdp.planner.description import Affine, DType, ModelDescription, PhaseCost
-from hf_osdp.planner.files import MOST_BYTES
 from hf_osdp.planner.hardware import Collective, CollectiveTiming, Handling, WorkTime
 from hf_osdp.planner.job import OptimizerStep
 from hf_osdp.planner.lines import fit_line
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import HostLink, Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
 from hf_osdp.planner.timing import compute_seconds, phase_seconds
+from hf_osdp.reading import MOST_BYTES
 from tests.helpers.descriptions import transformer
 
 DESCRIPTION = transformer(layers=3)
@@ -83,7 +83,7 @@ def test_json_round_trip_is_exact(tmp_path):
 
 
 def test_damaged_profiles_are_refused_in_one_line():
-    assert "Invalid JSON" in refused("{")
+    assert "is not JSON" in refused("{")
     assert "should be an object" in refused("[]")
     assert "hardware: Field required" in refused("{}")
     assert "version 1; this hf_osdp reads version 2" in refused(changed(version=1))
