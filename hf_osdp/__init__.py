@@ -18,6 +18,7 @@ _PUBLIC = {
     "OSDPError": "errors",
     "PlanError": "errors",
     "PlanMismatchError": "errors",
+    "PreflightError": "errors",
     "ProfileError": "errors",
     "Hardware": "planner.hardware",
     "ModelDescription": "planner.description",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
         OSDPError,
         PlanError,
         PlanMismatchError,
+        PreflightError,
         ProfileError,
     )
     from .integration.accelerator import OSDPAccelerator

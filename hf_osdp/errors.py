@@ -31,6 +31,10 @@ class ProfileError(OSDPError):
     """A profile cannot be read, or has no times for this model."""
 
 
+class PreflightError(OSDPError):
+    """A run would fail, or train something else than was meant; nothing was sharded or written."""
+
+
 class InfeasibleError(OSDPError):
     """No plan meets the memory limit.
 

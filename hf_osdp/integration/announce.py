@@ -38,7 +38,7 @@ def shown_while_planning(*, is_rank_zero: bool) -> Iterator[None]:
 
 
 def announce_plan(run: PlannedRun, *, is_rank_zero: bool) -> None:
-    """Print the plan, with the other strategies and the plans that were tried beside it, where there are any."""
+    """Print the plan, with other strategies and plans that were tried beside it, and what the checks before the start found, if any."""
     if not is_rank_zero:
         return
     console, estimate = _console(), _estimate(run)
@@ -52,6 +52,8 @@ def announce_plan(run: PlannedRun, *, is_rank_zero: bool) -> None:
         console.print(comparison_table(run.comparison, run.memory_limit_bytes))
     where = "" if run.hardware is None else f" for {run.hardware.summary}"
     console.print(f"Planned{where} in {format_seconds(run.planning_s)}; activations: {run.description.trace}.", highlight=False)
+    for finding in run.findings:
+        console.print(finding.line, highlight=False, markup=False, soft_wrap=True)
 
 
 def announce_result(run: PlannedRun, measured: Observation, *, output_dir: str | Path | None, is_rank_zero: bool) -> None:
@@ -157,5 +159,5 @@ def _console() -> Console:
     """Where a run's tables go. In a notebook rich would send them to the page by a way that does not work in the processes that a
     notebook forks, and its kernels ask for colours though they are no terminals."""
     if sys.stdout.isatty():
-        return Console(force_jupyter=False)
-    return Console(width=_WIDTH, force_jupyter=False, force_terminal=False)
+        return Console(force_jupyter=False, markup=False, emoji=False)  # names of a model are as they are
+    return Console(width=_WIDTH, force_jupyter=False, force_terminal=False, markup=False, emoji=False)

@@ -21,6 +21,10 @@ from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.plan import Plan
 from ..planner.profile import Profile, with_block_times
 from ..planner.search import SearchResult, StrategyResult, compare_strategies
+from ..preflight.devices import limit_within
+from ..preflight.findings import Finding
+from ..preflight.folder import RunFolder
+from ..preflight.model import check_model
 from ..profiling.batch import training_batch
 from ..profiling.describe import describe
 from ..profiling.machine import hardware_of_run
@@ -30,6 +34,7 @@ from ..runtime.given import check_given, refuse_a_host_of_the_cpu, warn_of_other
 from ..runtime.mesh import Meshes
 from ..runtime.probe import Trial, probe
 from ..runtime.recalibrate import Problem, Round, recalibrate
+from .before_start import checked
 from .config import OSDPConfig
 
 _log = logging.getLogger(__name__)
@@ -57,6 +62,8 @@ class PlannedRun:
     """Plans that were tried; description, job and hardware have the corrections in them on rank 0."""
     meshes: Meshes | None = None
     """Made for the trials, for training to use again."""
+    findings: tuple[Finding, ...] = ()
+    """What is to be said of the run before it starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +94,12 @@ class RunFacts:
     """The loop gives labels to forward and takes the loss from it, and nothing else, in training."""
     cpu_offload: bool = False
     """Every unit's parameters, gradients and optimizer states are to live in the host's memory; else as many as the plan needs."""
+    trains: bool = True
+    """The model is there to be trained, and not to be evaluated alone."""
+    frozen_in_optimizer: int = 0
+    """Frozen parameters that the optimizer was given."""
+    folder: RunFolder | None = None
+    """Where the run writes; None where nobody has said."""
 
     def job(self, config: OSDPConfig) -> TrainingJob:
         """The job to search for, with what the user has fixed.
@@ -133,11 +146,13 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
     Raises:
         InfeasibleError: no plan meets the memory limit.
         PlanError: a given plan cannot be read, or is not for this model and run.
+        PreflightError: the run would fail, or train something else than was meant.
         ValueError: sizes do not fit together, or a name is not known.
     """
     started = time.perf_counter()
     job = facts.job(config)
     _check_checkpointing(config, facts)
+    check_model(model, trains=facts.trains)
     if config.recalibrate:
         _check_recalibration(facts)
 
@@ -153,7 +168,8 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
         )
 
     if config.plan is not None:
-        return _given(config, facts, job, described, started)
+        run = _given(config, facts, job, described, started)
+        return replace(run, findings=checked(run, model, config, facts))
     description = described(WHOLE_BLOCKS)
     profile = _profile(config)
     if profile is not None:
@@ -175,7 +191,7 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
     if config.recalibrate:
         plan, rounds, problem, meshes = _tried(model, plan, problem, facts)
     first = not dist.is_initialized() or dist.get_rank() == 0
-    return PlannedRun(
+    run = PlannedRun(
         plan=plan,
         description=problem.description,
         job=problem.job,
@@ -187,6 +203,7 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
         rounds=rounds,
         meshes=meshes,
     )
+    return replace(run, findings=checked(run, model, config, facts))
 
 
 def _tried(model: nn.Module, plan: Plan, problem: Problem, facts: RunFacts) -> tuple[Plan, tuple[Round, ...], Problem, Meshes | None]:
@@ -262,13 +279,10 @@ def _memory_limit(config: OSDPConfig, hardware: Hardware) -> int:
     Raises:
         ValueError: more was asked for than there is.
     """
-    limit, there = config.memory_limit_bytes, hardware.device.memory_bytes
-    if limit is not None and limit > there:
-        raise ValueError(
-            f"memory_limit={format_bytes(limit)} is more than the {format_bytes(there)} of {hardware.device.name};"
-            f" use at most {there} bytes, or leave it out for all of them."
-        )
-    return there if limit is None else limit
+    limit = config.memory_limit_bytes
+    if limit is None:
+        return hardware.device.memory_bytes
+    return limit_within(hardware.device, limit, said=f"memory_limit={format_bytes(limit)}")
 
 
 def _comparison(problem: Problem, plain: ModelDescription) -> tuple[StrategyResult, ...]:

@@ -15,8 +15,9 @@ from ..planner.hardware import Hardware
 from ..planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from ..planner.plan import Plan
 from ..planner.profile import Profile, with_block_times
+from ..preflight.devices import limit_within
 from ..profiling.cuts import cut_units
-from ..quantities import format_bytes, parse_bytes
+from ..quantities import parse_bytes
 from .agree import broadcast_plan, on_rank_zero
 from .environment import training_device
 from .given import check_given, refuse_a_host_of_the_cpu, warn_of_other_nodes
@@ -207,12 +208,7 @@ class Wanted:
         if self.memory_limit is None:
             return device.memory_bytes
         limit = parse_bytes(self.memory_limit)
-        if limit > device.memory_bytes:
-            has = f"{device.memory_bytes} bytes ({format_bytes(device.memory_bytes)})"
-            raise ValueError(
-                f"memory_limit={self.memory_limit!r} is more than {device.name} has: {has}; use at most that, or leave it out."
-            )
-        return limit
+        return limit_within(device, limit, said=f"memory_limit={self.memory_limit!r}")
 
 
 def plain_adamw(device_type: str) -> OptimizerSpec:

@@ -16,7 +16,8 @@ from ...planner.hardware import Backend, Hardware
 from ...planner.job import OptimizerSpec, Precision, TrainingJob
 from ...planner.presets import preset, preset_names
 from ...planner.what_if import Case
-from ...quantities import format_bytes, parse_bytes
+from ...preflight.devices import limit_within
+from ...quantities import parse_bytes
 from .options import Request
 
 _OPTIMIZERS = {"adamw": OptimizerSpec(), "momentum": OptimizerSpec(name="momentum", states=1), "sgd": OptimizerSpec(name="sgd", states=0)}
@@ -84,12 +85,7 @@ def memory_limit_of(request: Request, hardware: Hardware) -> int:
     """
     there = hardware.device.memory_bytes
     limit = there if request.memory_limit is None else parse_bytes(request.memory_limit, name="--memory-limit")
-    if limit > there:
-        raise ValueError(
-            f"--memory-limit {request.memory_limit} is more than the {format_bytes(there)} of {hardware.device.name};"
-            f" use at most {there} bytes, or leave it out for all of them."
-        )
-    return limit
+    return limit_within(hardware.device, limit, said=f"--memory-limit {request.memory_limit}")
 
 
 def device_type_of(hardware: Hardware) -> str:
@@ -217,7 +213,7 @@ def load_config(model: str) -> Any:
         config._name_or_path = path.resolve().parent.name if path.name == "config.json" else path.stem  # tables have no room for a path
         return config
     try:
-        return AutoConfig.from_pretrained(model, local_files_only=True)
+        return AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError):
         _check_hub(model)
     return _read(AutoConfig, model, model)
@@ -225,7 +221,7 @@ def load_config(model: str) -> Any:
 
 def _read(auto_config: Any, source: str, model: str) -> Any:
     try:
-        return auto_config.from_pretrained(source)
+        return auto_config.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # a malformed file may make transformers raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ValueError(f"MODEL {model!r} has no configuration that transformers can read: {reason}.") from None

@@ -1,0 +1,1 @@
+"""What can go wrong in a training is said before it starts, with the remedy."""
