@@ -39,7 +39,7 @@ def load_config(model_args: ModelArguments, task: Task) -> PreTrainedConfig:
     name = model_args.model_name_or_path or model_args.config_name
     if name is not None:
         try:
-            config = AutoConfig.from_pretrained(name)
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ValueError(f"Cannot load the configuration {name}: {error}") from None
     elif model_args.model_type in CONFIG_MAPPING:
@@ -60,7 +60,7 @@ def load_tokenizer(
     if name is None:
         return train()
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"Cannot load the tokenizer {name}: {error}") from None
 
@@ -121,7 +121,7 @@ def load_model(
     if model_args.model_name_or_path is None:
         return task.model_class.from_config(config, dtype=torch.float32)
     model, loaded = task.model_class.from_pretrained(
-        model_args.model_name_or_path, config=config, dtype=torch.float32, output_loading_info=True
+        model_args.model_name_or_path, config=config, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
     )
     if len(tokenizer) > (entries := model.get_input_embeddings().num_embeddings):
         if model_args.lora_rank is not None:

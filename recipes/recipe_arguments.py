@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import yaml
+from arguments_file import SUFFIXES, read_defaults
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_osdp.integration.launch import launch_request
@@ -263,28 +262,9 @@ def parse_arguments(types: Sequence[type], argv: Sequence[str]) -> tuple[Any, ..
     if TrainingArguments in types and (not torch.accelerator.is_available() or (request is not None and request.use_cpu)):
         parser.set_defaults(use_cpu=True)
     argv = list(argv)
-    if argv and Path(argv[0]).suffix in (".yaml", ".yml", ".json"):
-        parser.set_defaults(**_read_defaults(Path(argv.pop(0)), types))
+    if argv and Path(argv[0]).suffix in SUFFIXES:
+        parser.set_defaults(**read_defaults(Path(argv.pop(0)), parser, types))
     try:
         return parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
     except ValueError as error:  # TrainingArguments refuses some values itself
         raise ValueError(str(error)) from error
-
-
-def _read_defaults(path: Path, types: Sequence[type]) -> dict[str, Any]:
-    """The file as a mapping of known names."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except OSError as error:
-        raise ValueError(f"Cannot read {path}: {error.strerror}.") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from None
-    if not isinstance(content, Mapping):
-        raise ValueError(f"{path} holds a {type(content).__name__}; it must map argument names to values.")
-    known = {f.name for cls in types for f in dataclasses.fields(cls) if f.init}
-    if unknown := [str(name) for name in content if name not in known]:
-        names = sorted(name for cls in types if cls is not TrainingArguments for name in (f.name for f in dataclasses.fields(cls)))
-        others = " and those of TrainingArguments" if TrainingArguments in types else ""
-        raise ValueError(f"{path} has unknown keys {', '.join(unknown)}; known are {', '.join(names)}{others}.")
-    return dict(content)

@@ -15,7 +15,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ..runtime.launched import whole_number
+
 _REMEDY = "write `fsdp_sharding_strategy: {osdp: true, memory_limit: 8GiB}` under fsdp_config, with `fsdp_version: 2`"
+
+_MOST_LETTERS = 16384
+"""Of the exported text: options are a few names and numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,23 +72,23 @@ def launch_request(environment: Mapping[str, str] | None = None) -> LaunchReques
 def _mapping(raw: str) -> dict[str, object]:
     """The exported text, which is the Python form of the YAML mapping."""
     try:
-        options = ast.literal_eval(raw)
-    except (ValueError, SyntaxError):
+        options = ast.literal_eval(raw) if len(raw) <= _MOST_LETTERS else None  # it makes values and calls nothing
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # the last two where brackets nest without end
         options = None
-    if not isinstance(options, dict) or "osdp" not in options:
-        shown = raw if len(raw) <= 80 else raw[:77] + "..."
+    if not isinstance(options, dict) or "osdp" not in options or not all(isinstance(name, str) for name in options):
+        shown = raw if len(raw) <= 80 else f"{raw[:77]}... ({len(raw)} letters, the most are {_MOST_LETTERS})"
         raise ValueError(f"OSDP was asked for, but its options cannot be read from fsdp_sharding_strategy: {shown}; {_REMEDY}.")
     return options
 
 
 def launched_rank(environment: Mapping[str, str] | None = None) -> int:
     """This process's rank as the launcher set it, before any process group exists; 0 without a launcher."""
-    return int((os.environ if environment is None else environment).get("RANK", "0"))
+    return whole_number(os.environ if environment is None else environment, "RANK", 0)
 
 
 def launched_world_size(environment: Mapping[str, str] | None = None) -> int:
     """How many processes the launcher started; 1 without a launcher."""
-    return int((os.environ if environment is None else environment).get("WORLD_SIZE", "1"))
+    return whole_number(os.environ if environment is None else environment, "WORLD_SIZE", 1)
 
 
 def state_dict_type(environment: Mapping[str, str] | None = None) -> str:

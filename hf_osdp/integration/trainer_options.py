@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
 
+from ..reading import read_json
 from .config import OSDPConfig, merged_config, stated_options
 from .fsdp_options import refuse_decided, with_block_classes
 from .launch import launch_request
@@ -17,6 +16,9 @@ _PLUGIN_OPTIONS = ("cpu_offload", "cpu_ram_efficient_loading", "state_dict_type"
 """What of `TrainingArguments.fsdp_config` OSDP passes on; the rest is for the plan to decide."""
 _ADDED = ("min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
 """What transformers writes into `fsdp_config` by itself, switched off."""
+
+_MOST_BYTES = 2**20
+"""Of a file of options."""
 
 
 def asked_config(osdp: OSDPConfig | Mapping[str, object] | bool | None, args: TrainingArguments | None) -> OSDPConfig | None:
@@ -102,8 +104,7 @@ def _fsdp_config(args: TrainingArguments | None) -> dict[str, Any]:
     """`TrainingArguments.fsdp_config` as a dict; with `fsdp` unset, transformers leaves the path of a file unread."""
     config = None if args is None else args.fsdp_config
     if isinstance(config, str):
-        try:
-            config = json.loads(Path(config).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"fsdp_config={config!r} cannot be read ({error}); give a JSON file or a dict.") from None
+        config = read_json(config, "fsdp_config", limit_bytes=_MOST_BYTES)
+        if not isinstance(config, dict):
+            raise ValueError(f"fsdp_config={args.fsdp_config!r} holds a {type(config).__name__}; it must map option names to values.")
     return {str(name).removeprefix("fsdp_"): value for name, value in (config or {}).items()}

@@ -5,6 +5,7 @@ Needs the extra `plot` (altair, vl-convert-python).
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from itertools import groupby
@@ -24,6 +25,13 @@ _COLORS = {
     "buffers": "#88d27a", "activations": "#b279a2", "model buffers": "#9d755d", "correction": "#d8b5a5",
 }  # fmt: skip
 """One colour a kind of bytes, the same in every chart; what is held throughout lies at the bottom."""
+
+
+class _InScript(json.JSONEncoder):
+    """JSON inside a page's script, which a name with `</script>` in it would end."""
+
+    def encode(self, o: Any) -> str:
+        return super().encode(o).replace("<", "\\u003c")
 
 
 def check_plot_path(path: str | Path) -> Path:
@@ -53,7 +61,7 @@ def save_chart(chart: Any, path: str | Path) -> Path:
     """
     path = check_plot_path(path)
     if path.suffix == ".html":
-        chart.save(str(path), inline=True)
+        chart.save(str(path), inline=True, json_kwds={"cls": _InScript})
     elif path.suffix == ".png":
         chart.save(str(path), scale_factor=_PNG_SCALE)
     else:

@@ -14,6 +14,7 @@ from ..planner.description import DType
 from ..planner.job import Precision
 from ..profiling.batch_norm import has_running_statistics
 from .apply import default_device_type
+from .launched import whole_number
 from .roll_call import compare_versions, roll_call
 
 _log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ def form_process_group(*, needed: bool) -> None:
         return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(whole_number(os.environ, "LOCAL_RANK", 0))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         with roll_call():
             dist.init_process_group(backend)

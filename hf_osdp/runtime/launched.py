@@ -11,6 +11,8 @@ from .rank_reports import TIMEOUT_VARIABLE
 DEFAULT_TIMEOUT_S = 300.0
 """What torch's own stores wait, as `TCPStore` has it by default."""
 
+_MOST_DIGITS = 9
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
@@ -38,13 +40,13 @@ class Launch:
         environment = os.environ if environment is None else environment
         if not all(environment.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
             return None
-        rank, size, port = (_whole(environment, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        rank, size, port = (whole_number(environment, name, 0) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         if size == 1:
             return None
         return cls(
             rank=rank,
             world_size=size,
-            ranks_per_machine=_whole(environment, "LOCAL_WORLD_SIZE") if environment.get("LOCAL_WORLD_SIZE") else None,
+            ranks_per_machine=whole_number(environment, "LOCAL_WORLD_SIZE", 1) if environment.get("LOCAL_WORLD_SIZE") else None,
             address=environment["MASTER_ADDR"],
             port=port,
             hosts_store=rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
@@ -73,9 +75,38 @@ def launch_timeout_s(timeout_s: float | None = None) -> float:
     return limit
 
 
-def _whole(environment: Mapping[str, str], name: str) -> int:
-    """A variable of the launcher as a number."""
-    try:
-        return int(environment[name])
-    except ValueError:
-        raise ValueError(f"{name}={environment[name]!r} is not a whole number; it is for the launcher to set.") from None
+def whole_number(environment: Mapping[str, str], name: str, default: int) -> int:
+    """A variable of the launcher as a number.
+
+    Args:
+        environment: variables by name.
+        name: `RANK`, `WORLD_SIZE` and the like.
+        default: where it is not set.
+
+    Raises:
+        ValueError: it is not a whole number of at least 0.
+    """
+    text = environment.get(name, str(default))
+    number = int(text) if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS else -1
+    if number < 0:
+        raise ValueError(f"{name}={text[:40]!r} is not a whole number of at least 0; it is for the launcher to set.")
+    return number
+
+
+def local_rank(environment: Mapping[str, str] | None = None) -> int | None:
+    """This process's number on its machine; None where the launcher does not say."""
+    environment = os.environ if environment is None else environment
+    return whole_number(environment, "LOCAL_RANK", 0) if environment.get("LOCAL_RANK") else None
+
+
+def one_machine(world_size: int, address: str | None, environment: Mapping[str, str] | None = None) -> bool:
+    """Whether the launcher has all ranks on this machine: it says so, or they meet at the loopback.
+
+    Args:
+        world_size: number of ranks.
+        address: where they meet; None where the launcher does not say.
+        environment: variables to read; None reads this process's.
+    """
+    environment = os.environ if environment is None else environment
+    here = whole_number(environment, "LOCAL_WORLD_SIZE", 1) if environment.get("LOCAL_WORLD_SIZE") else None
+    return here == world_size if here else address in ("127.0.0.1", "localhost", "::1")

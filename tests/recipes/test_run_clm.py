@@ -232,7 +232,12 @@ def test_the_launcher_decides_unless_a_flag_does(monkeypatch, launched, flag, wa
 
 @pytest.mark.parametrize(
     ("content", "part"),
-    [("no_such_key: 1\n", "no_such_key"), ("- a list\n", "holds a list"), ("a: [\n", "not valid YAML")],
+    [
+        ("no_such_key: 1\n", "no_such_key"),
+        ("- a list\n", "holds a list"),
+        ("a: [\n", "is not YAML (line 2"),
+        ("max_steps: true\n", "takes a whole number"),
+    ],
 )
 def test_bad_file_of_arguments(recipe, in_process, content, part):
     (recipe.folder / "bad.yaml").write_text(content)

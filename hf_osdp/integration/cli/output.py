@@ -18,6 +18,9 @@ INFEASIBLE, WRONG = 1, 2
 _WIDTH = 100
 """Columns where the output is no terminal."""
 
+_AS_WRITTEN = {"markup": False, "emoji": False}
+"""Names come from models and files; rich would take `[bold]` or `:+1:` in them for its own."""
+
 
 class Output:
     """Tables on stdout unless JSON goes there; what is under way on stderr.
@@ -35,9 +38,9 @@ class Output:
         self._json_file = json_file
         if json_file not in (None, "-"):
             check_folder(Path(json_file), "--json")
-        console = Console(quiet=json_file == "-")
-        self.console = console if console.is_terminal else Console(quiet=json_file == "-", width=_WIDTH)
-        self.progress = Console(stderr=True)
+        console = Console(quiet=json_file == "-", **_AS_WRITTEN)
+        self.console = console if console.is_terminal else Console(quiet=json_file == "-", width=_WIDTH, **_AS_WRITTEN)
+        self.progress = Console(stderr=True, **_AS_WRITTEN)
 
     def print(self, *parts: object) -> None:
         """Tables and lines, each on its own."""

@@ -91,13 +91,14 @@ def _process_group(device_type: str) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
+    from ...runtime.launched import whole_number
     from ...runtime.roll_call import roll_call
 
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield
         return
     if device_type == "cuda" and torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(whole_number(os.environ, "LOCAL_RANK", 0))
     with roll_call():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" and torch.cuda.is_available() else "gloo")
     try:
