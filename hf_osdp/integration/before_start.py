@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
+from accelerate.utils import ProjectConfiguration
 from torch import nn
+from transformers import TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 
 from ..planner.evaluate import estimate_plan
 from ..preflight.findings import Finding
+from ..preflight.folder import RunFolder
 from ..preflight.ranks import agreed, bf16_on, device_memory
 from ..preflight.run import Known, findings_of
 from .config import OSDPConfig
@@ -51,3 +57,40 @@ def checked(run: PlannedRun, model: nn.Module, config: OSDPConfig, facts: RunFac
         folder=facts.folder,
     )
     return agreed(findings_of(known))
+
+
+def trainer_folder(args: TrainingArguments, model: Any) -> RunFolder:
+    """Where the Trainer writes, and what.
+
+    Args:
+        args: its arguments.
+        model: what it trains; of peft's, adapters alone are saved.
+    """
+    return RunFolder(
+        path=args.output_dir,
+        saves=args.save_strategy != SaveStrategy.NO,
+        limit=args.save_total_limit,
+        states=not args.save_only_model,
+        adapters=getattr(model, "peft_config", None) is not None,
+    )
+
+
+def project_folder(project: ProjectConfiguration) -> RunFolder | None:
+    """Where an Accelerate loop writes; None where it has not said. How many checkpoints there will be is known where Accelerate names
+    them.
+
+    Args:
+        project: the accelerator's configuration.
+    """
+    if project.project_dir is None:
+        return None
+    if not project.automatic_checkpoint_naming:
+        return RunFolder(path=project.project_dir, saves=False)
+    return RunFolder(path=Path(project.project_dir) / "checkpoints", limit=project.total_limit)
+
+
+def frozen_given(optimizer: Any) -> int:
+    """How many frozen parameters an optimizer was given; 0 where there is none yet."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return 0
+    return sum(not parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"])

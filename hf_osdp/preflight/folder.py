@@ -58,8 +58,8 @@ def not_writable(folder: RunFolder) -> Finding | None:
         try:
             with tempfile.TemporaryFile(dir=where) as handle:
                 handle.write(b"\0")
-        except OSError as error:
-            reason = f"cannot be written ({error.strerror})"
+        except OSError as problem:
+            reason = f"cannot be written ({problem.strerror})"
     if reason is None:
         return None
     shown = folder.path if where == Path(folder.path).absolute() else f"{folder.path}: {where}"
