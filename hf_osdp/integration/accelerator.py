@@ -29,6 +29,7 @@ from ..runtime.scaler import OSDPGradScaler
 from ..runtime.state import full_state_dict
 from ..runtime.watch import LoopWatch
 from .announce import announce_plan, announce_result, shown_while_planning
+from .before_start import frozen_given, project_folder
 from .checkpoints import AcceleratorCheckpoints
 from .config import OSDPConfig
 from .launch import launch_request, launched_world_size
@@ -208,6 +209,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         if global_batch_size is None:
             raise ValueError("The batch size is not known; give prepare a DataLoader, or give OSDPConfig(global_batch_size=...).")
         config, device_type = self.plugin.osdp, self.device.type
+        trains, in_vain = optimizer is not None, frozen_given(optimizer)
         if optimizer is None:
             optimizer = spec_of_trainer_name("adamw_torch", device_type=device_type)
         elif isinstance(optimizer, torch.optim.Optimizer):
@@ -226,6 +228,9 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             activation_checkpointing=bool(self.plugin.activation_checkpointing),
             checkpoint_wrapper=bool(self.plugin.activation_checkpointing),
             cpu_offload=offloads(self.plugin),
+            trains=trains,
+            frozen_in_optimizer=in_vain,
+            folder=project_folder(self.project_configuration),
         )
 
     # ------------------------------------------------------------------------------------------------------- preparing

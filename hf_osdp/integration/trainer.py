@@ -19,6 +19,7 @@ from ..runtime.environment import hold_master_weights
 from ..runtime.state import free_gathered
 from .accelerator import OSDPAccelerator
 from .announce import announce_plan, announce_result, shown_while_planning
+from .before_start import frozen_given, trainer_folder
 from .checkpoints import TrainerCheckpoints
 from .config import OSDPConfig, every_option
 from .launch import launched_world_size
@@ -120,6 +121,9 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
             checkpoint_wrapper=bool(plugin.activation_checkpointing),
             reads_loss_alone=self._takes_model_loss,
             cpu_offload=offloads(plugin),
+            trains=self._datasets[0] is not None,
+            frozen_in_optimizer=frozen_given(self._optimizer_choice[0]),
+            folder=trainer_folder(args, self.model) if self._datasets[0] is not None else None,
         )
         hold_master_weights(self.model, facts.precision)
         with shown_while_planning(is_rank_zero=args.process_index == 0):
