@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
+from ..checkpoint.writer import CheckpointWriter
 from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
 from ..runtime.accumulation import micro_step
@@ -85,6 +86,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         self._run: PlannedRun | None = None
         self._watch: LoopWatch | None = None
         self._measured: Observation | None = None
+        self._writer: CheckpointWriter | None = None
         formed = dist.is_initialized()
         with nullcontext() if _meets_elsewhere(kwargs.get("kwargs_handlers")) else roll_call():
             super().__init__(fsdp_plugin=plugin, cpu=cpu, **kwargs)
@@ -297,9 +299,12 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         announce_result(self._run, measured, output_dir=self.project_dir, is_rank_zero=self.is_main_process)
 
     def end_training(self) -> None:
-        """As stock; a loop of fewer steps than are watched tells its estimate beside its measurement here."""
+        """As stock; the last checkpoint is complete then, and a loop of fewer steps than are watched tells its estimate beside its
+        measurement here."""
         if self._watch is not None:
             self._watch.finish()
+        if self._writer is not None:
+            self._writer.wait()
         super().end_training()
 
     def _shard(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> nn.Module:

@@ -1,58 +1,102 @@
-"""Checkpoints of models with operators in slices: Accelerate's and the Trainer's, under Hugging Face names."""
+"""Accelerate's checkpoints: complete or invisible, under Hugging Face names, of any plan and any number of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import os
+import re
+import shutil
+from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from ..splitting.checkpoint import hugging_face_names
-from ..splitting.names import is_split
-from ..splitting.positions import keep_positions
-from .host_states import loads_to_two_devices
+from ..checkpoint.folders import check_checkpoint, last_checkpoint
+from ..checkpoint.layouts import Layout, find_model
+from ..checkpoint.random_states import has_random_states, load_random_states
+from ..checkpoint.states import load_model, load_optimizer
+from ..checkpoint.writer import CheckpointWriter
+from ..errors import CheckpointError
+from ..runtime.agree import on_rank_zero
+from .stock_states import by_position, own_states, replaced
 
 
 class AcceleratorCheckpoints:
-    """Before `Accelerator` among the bases: what it saves and loads keeps Hugging Face names and shapes."""
+    """Before `Accelerator` among the bases."""
 
-    def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Accelerator.save_state`; in how many slices operators are does not show in it."""
-        with _unseen_slices(self._models, self._optimizers):
-            return super().save_state(*args, **kwargs)
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
+        """As `Accelerator.save_state`; the folder appears when it is complete. Files in it that are no checkpoint's stay.
 
-    def load_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Accelerator.load_state`, from any number of slices to any other."""
-        with _unseen_slices(self._models, self._optimizers):
-            return super().load_state(*args, **kwargs)
+        With `async_save`, and a sharded layout, it appears while training goes on; `end_training` waits for the last.
 
+        Raises:
+            CheckpointError: it cannot be written; on every rank.
+        """
+        folder = on_rank_zero(lambda: self._new_folder(output_dir))
+        by_position(self._models, self._optimizers)
+        with self._checkpoint_writer().new(folder, plan=self._plan_fingerprint()) as staging:
+            with replaced(self.project_configuration, automatic_checkpoint_naming=False), own_states(staging.file_system):
+                super().save_state(str(staging.path), safe_serialization, **kwargs)
+        return str(folder)
 
-class TrainerCheckpoints:
-    """The same for `transformers.Trainer`, which does not go through `save_state`."""
+    def load_state(self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """As `Accelerator.load_state`, from any plan, any number of ranks, a plain Accelerate FSDP2 run, or one process.
 
-    def _save_optimizer_and_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        with _unseen_slices([self.model], [self.optimizer]):
-            return super()._save_optimizer_and_scheduler(*args, **kwargs)
+        A rank that was not there when it was saved gets random states of its own. Checkpoints lie between optimizer steps: counting
+        micro-steps begins anew.
 
-    def _load_optimizer_and_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        with _unseen_slices([self.model], [self.optimizer]):
-            return super()._load_optimizer_and_scheduler(*args, **kwargs)
+        Raises:
+            CheckpointError: it is damaged, or of another model; on every rank.
+            ValueError: there is no checkpoint.
+        """
+        folder = Path(os.path.expanduser(input_dir)) if input_dir is not None else self._last_folder()
+        check_checkpoint(folder)
+        by_position(self._models, self._optimizers)
+        hidden = {}
+        if not self.is_fsdp2 and on_rank_zero(lambda: find_model(folder)).layout is not Layout.SINGLE:
+            self._load_alone(folder)  # the stock functions read what one process wrote, and nothing else
+            hidden = {"_models": [], "_optimizers": []}
+        try:
+            with own_states(), replaced(self, **hidden):
+                super().load_state(str(folder), load_kwargs, **kwargs)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"Checkpoint {folder} lacks {Path(error.filename).name}, which this run needs; take another.") from None
+        if not has_random_states(folder, self.process_index):
+            load_random_states(folder, self.process_index)
+        self.step = 0
 
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        with hugging_face_names(), loads_to_two_devices():
-            return super()._load_from_checkpoint(*args, **kwargs)
+    def _load_alone(self, folder: Path) -> None:
+        """What several ranks wrote, into one process that nothing is sharded in."""
+        for index, model in enumerate(self._models):
+            load_model(folder, model, index=index)
+        for index, optimizer in enumerate(self._optimizers):
+            load_optimizer(folder, self._models[min(index, len(self._models) - 1)], optimizer, index=index)
 
-    def _load_best_model(self, *args: Any, **kwargs: Any) -> Any:
-        with hugging_face_names(), loads_to_two_devices():
-            return super()._load_best_model(*args, **kwargs)
+    def _checkpoint_writer(self) -> CheckpointWriter:
+        if self._writer is None:
+            self._writer = CheckpointWriter(in_background=self.plugin.osdp.async_save)
+        return self._writer
 
+    def _plan_fingerprint(self) -> str | None:
+        return None if self._run is None else self._run.plan.fingerprint
 
-@contextmanager
-def _unseen_slices(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> Iterator[None]:
-    """By name where the model is sharded; by position where it is not."""
-    for model in models:
-        for optimizer in optimizers if is_split(model) else ():
-            keep_positions(optimizer, model)
-    with hugging_face_names(), loads_to_two_devices():
-        yield
+    def _new_folder(self, output_dir: str | None) -> Path:
+        """The next checkpoint's name; with Accelerate's own naming the oldest beyond its limit go."""
+        if not self.project_configuration.automatic_checkpoint_naming:
+            if output_dir is None:
+                raise ValueError("save_state needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True).")
+            return Path(os.path.expanduser(output_dir))
+        parent, limit = self._naming_folder(), self.project_configuration.total_limit
+        found = sorted(
+            (int(match[1]), path) for path in parent.glob("checkpoint_*") if (match := re.fullmatch(r"checkpoint_(\d+)", path.name))
+        )
+        for _, path in found[: max(len(found) + 1 - limit, 0)] if limit is not None else ():
+            shutil.rmtree(path)
+        return parent / f"checkpoint_{max(found[-1][0] + 1 if found else 0, self.save_iteration)}"
+
+    def _last_folder(self) -> Path:
+        if not self.project_configuration.automatic_checkpoint_naming:
+            raise ValueError("load_state needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True).")
+        if (folder := last_checkpoint(self._naming_folder())) is None:
+            raise ValueError(f"There is no complete checkpoint in {self._naming_folder()}; give load_state the folder of one.")
+        return folder
+
+    def _naming_folder(self) -> Path:
+        return Path(self.project_dir) / "checkpoints"

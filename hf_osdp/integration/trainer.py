@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,14 +15,15 @@ import transformers
 import transformers.trainer
 from transformers import TrainingArguments
 
+from ..checkpoint.writer import CheckpointWriter, Staging
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
 from ..runtime.environment import hold_master_weights
 from ..runtime.state import free_gathered
+from ..runtime.stop_signal import EXIT_CODE, StopSignal
 from .accelerator import OSDPAccelerator
 from .announce import announce_plan, announce_result, shown_while_planning
 from .before_start import frozen_given, trainer_folder
-from .checkpoints import TrainerCheckpoints
 from .config import OSDPConfig, every_option
 from .launch import launched_world_size
 from .losses import ignores_item_count
@@ -29,6 +32,8 @@ from .optimizers import spec_of_optimizer, spec_of_trainer_name
 from .planning import PlannedRun, RunFacts, plan_run
 from .plugin import OSDPPlugin, offloads
 from .samples import longest_sample
+from .stopping import StopCallback
+from .trainer_checkpoints import TrainerCheckpoints
 from .trainer_options import asked_config, plugin_options, refuse_unplanned
 
 
@@ -56,6 +61,7 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
         given = call.arguments
         self._run: PlannedRun | None = None
         self._steps: StepCallback | None = None
+        self._staging: Staging | None = None
         self._osdp = asked_config(osdp, given.get("args"))
         if self._osdp is not None:
             refuse_unplanned(given)
@@ -73,6 +79,10 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
             self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs and not ignores_item_count(self.model)
             self._steps = StepCallback(self.args.device)
             self.add_callback(self._steps)
+            self._writer = CheckpointWriter(in_background=self._osdp.async_save)
+            self._stop = StopSignal()
+            if self._osdp.save_on_sigterm:
+                self.add_callback(StopCallback(self._stop))
 
     @property
     def plan(self) -> Plan | None:
@@ -183,22 +193,30 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
         if self.args.push_to_hub:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load the scaler first: setting a sharded optimizer's state takes a step, for which the scaler must be ready."""
-        scaler = self.accelerator.scaler
-        if self._osdp is not None and checkpoint is not None and scaler is not None:
-            self._load_scaler(checkpoint)
-            scaler._lazy_init_scale_growth_tracker(self.accelerator.device)
-        super()._load_optimizer_and_scheduler(checkpoint)
-
     # ------------------------------------------------------------------------------------------------------- measuring
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As stock; then the estimate is printed beside what was measured, and `osdp_report.json` is written."""
-        output = super().train(*args, **kwargs)
-        if self._steps is not None and self._steps.measured:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As stock; then the estimate is printed beside what was measured, and `osdp_report.json` is written.
+
+        A restart by `torchrun --max-restarts` or a SLURM requeue goes on from the last complete checkpoint. After SIGTERM on any rank
+        a checkpoint is saved, and the process ends with exit code 143.
+
+        Raises:
+            CheckpointError: the checkpoint that was asked for is damaged, or of another model.
+        """
+        if self._osdp is None:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
+        finally:
+            self._stop.abandon()  # where an error ended training
+        self._writer.wait()
+        self._keep_limit(Path(self.args.output_dir))
+        if self._steps.measured:
             measured = self._steps.summary()
             announce_result(self._run, measured, output_dir=self.args.output_dir, is_rank_zero=self.is_world_process_zero())
+        if self._stop.stopped:
+            sys.exit(EXIT_CODE)
         return output
 
 

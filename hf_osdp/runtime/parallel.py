@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..checkpoint.loop import Stateful, load_loop, save_loop
+from ..checkpoint.writer import CheckpointWriter
 from ..planner.description import DType
 from ..planner.hardware import Hardware
 from ..planner.job import OptimizerSpec, Precision
@@ -268,6 +270,47 @@ class OptimalShardedDataParallel(nn.Module):
         state = self.full_state_dict()
         on_rank_zero(lambda: self.module.save_pretrained(path, state_dict=state, **kwargs))
 
+    def save_checkpoint(
+        self, path: str | Path, optimizer: torch.optim.Optimizer, *, scheduler: Stateful | None = None, scaler: Stateful | None = None,
+        progress: Mapping[str, Any] | None = None, sharded: bool = True,
+    ) -> None:  # fmt: skip
+        """Write all that the loop goes on from; the folder appears when it is complete. Collective.
+
+        Args:
+            path: the checkpoint's folder; `checkpoint-N` is found again by `last_checkpoint`.
+            optimizer: of this model's parameters.
+            scheduler: a learning rate scheduler, if there is one.
+            scaler: the loss scaler, if there is one.
+            progress: numbers, text and tensors of the loop's own, such as the step; rank 0's count.
+            sharded: each rank writes its shards, and nothing is ever whole; else rank 0 writes whole tensors.
+
+        Raises:
+            CheckpointError: it cannot be written; on every rank.
+        """
+        save_loop(
+            CheckpointWriter(), path, self.module, optimizer,
+            others=_stateful(scheduler, scaler), progress=progress or {}, sharded=sharded, plan=self.plan.fingerprint,
+        )  # fmt: skip
+
+    def load_checkpoint(
+        self, path: str | Path, optimizer: torch.optim.Optimizer, *, scheduler: Stateful | None = None, scaler: Stateful | None = None
+    ) -> dict[str, Any]:  # fmt: skip
+        """Go on from a checkpoint, whatever plan and however many ranks wrote it. Collective.
+
+        Args:
+            path: the checkpoint's folder.
+            optimizer: of this model's parameters, with the parameter groups that it was saved with.
+            scheduler: as it was saved.
+            scaler: as it was saved.
+
+        Returns:
+            The progress that was saved.
+
+        Raises:
+            CheckpointError: it is damaged, incomplete, or of another model; on every rank.
+        """
+        return load_loop(path, self.module, optimizer, others=_stateful(scheduler, scaler))
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -275,6 +318,11 @@ class OptimalShardedDataParallel(nn.Module):
             if name == "module":
                 raise
             return getattr(self.module, name)
+
+
+def _stateful(scheduler: Stateful | None, scaler: Stateful | None) -> dict[str, Stateful]:
+    """What has a state, by the name of Accelerate's file."""
+    return {name: owner for name, owner in (("scheduler.bin", scheduler), ("scaler.pt", scaler)) if owner is not None}
 
 
 def _beside(estimated: float | None, measured: float | None, text: Callable[[Any], str]) -> str:

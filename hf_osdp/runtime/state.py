@@ -8,13 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
 
 from ..profiling.units import canonical_name
-from ..splitting.checkpoint import get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
-from ..splitting.names import is_split, merge_state_dict, split_optimizer_state, split_state_dict
-from .host_offload import host_parameters
+from ..splitting.names import is_split, merge_optimizer_state, merge_state_dict, split_optimizer_state, split_state_dict
+from ..splitting.positions import own_positions
 from .whole_states import load_whole_optimizer_state, load_whole_weights, whole_tensor
 
 
@@ -50,7 +49,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
-    """Load whole weights into a sharded or a plain model. Collective.
+    """Load whole weights into a sharded or a plain model. Collective; one tensor at a time is whole on the device.
 
     Args:
         model: the model; its layout does not matter.
@@ -63,16 +62,11 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], *,
     if not isinstance(model, FSDPModule):
         model.load_state_dict(dict(state), strict=strict)
         return
-    own = _in_slices(model, state) if is_split(model) else state
-    if host_parameters(model):
-        load_whole_weights(model, own, strict=strict)
-        return
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.get_world_size() > 1, strict=strict)
-    set_model_state_dict(model, dict(own) if dist.get_rank() == 0 else {}, options=options)
+    load_whole_weights(model, _in_slices(model, state) if is_split(model) else state, strict=strict)
 
 
 def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's whole state by its parameters' Hugging Face names. Collective.
+    """An optimizer's whole state by its parameters' Hugging Face names. Collective; one tensor at a time is whole on the device.
 
     Args:
         model: a sharded or a plain model, between steps.
@@ -81,10 +75,19 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
     Returns:
         On rank 0 `{"state": {name: {...}}, "param_groups": [...]}` with CPU copies, on other ranks an empty dict.
     """
-    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if not state or (dist.is_initialized() and dist.get_rank() != 0):
+    keep = not dist.is_initialized() or dist.get_rank() == 0
+    optimizer = unwrapped(optimizer)
+    with own_positions(optimizer):
+        state = get_optimizer_state_dict(model, optimizer)
+    states: dict[str, dict[str, Any]] = {}
+    for name, own in state["state"].items():
+        whole = {key: whole_tensor(value) if torch.is_tensor(value) else value for key, value in own.items()}  # on every rank
+        if keep:
+            states[name] = {key: value.to("cpu", copy=True) if torch.is_tensor(value) else value for key, value in whole.items()}
+    if not keep:
         return {}
-    return _copied(state)  # on the CPU torch gives what is not sharded as it is, and the next step would change it
+    full = {"state": states, "param_groups": [dict(group) for group in state["param_groups"]]}
+    return merge_optimizer_state(full, model) if is_split(model) and states else full
 
 
 def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -94,21 +97,17 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Opti
         model: a sharded or a plain model.
         optimizer: of this model's parameters, with the same parameter groups.
         state: only rank 0's content counts.
+
+    Raises:
+        RuntimeError: it is of another model, or of other groups.
     """
-    if host_parameters(model):
-        own = split_optimizer_state(state, model) if state and is_split(model) else state
-        load_whole_optimizer_state(model, optimizer, own)
-        return
-    broadcast = isinstance(model, FSDPModule) and dist.get_world_size() > 1
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-    # A copy: torch takes over what is not sharded, and the next step would change the caller's.
-    set_optimizer_state_dict(model, optimizer, _copied(state) if not broadcast or dist.get_rank() == 0 else {}, options=options)
+    own = split_optimizer_state(state, model) if state and is_split(model) else state
+    load_whole_optimizer_state(model, unwrapped(optimizer), own)
 
 
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state with tensors of its own."""
-    states = {name: {key: v.clone() if torch.is_tensor(v) else v for key, v in own.items()} for name, own in state["state"].items()}
-    return {"state": states, "param_groups": [dict(group) for group in state["param_groups"]]}
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer in Accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _in_slices(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

@@ -1,7 +1,7 @@
-"""Whole weights and optimizer states into a model of which some units live on the host.
+"""Whole weights and optimizer states into a sharded model, of which some units may live on the host.
 
-Torch's own functions refuse full state dicts where tensors lie on two devices. Here each tensor is broadcast by itself, and each
-rank copies its part to wherever that lies.
+Torch's own functions refuse full state dicts where tensors lie on two devices, and broadcast the memory of what is not contiguous.
+Here each tensor is broadcast by itself, and each rank copies its part to wherever that lies.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..collectives.transport import all_gather_single
 from ..profiling.units import canonical_name
+from ..splitting.positions import own_positions
 from .mesh import collective_device, world_size
 
 
@@ -84,23 +85,26 @@ def load_whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimize
         state: `{"state": {name: {...}}, "param_groups": [...]}` by the model's own names; only rank 0's content counts.
 
     Raises:
-        RuntimeError: rank 0's state lacks a parameter; on every rank.
+        RuntimeError: rank 0's state has a parameter that this optimizer does not; on every rank.
     """
-    mine = get_optimizer_state_dict(model, optimizer)
+    with own_positions(optimizer):
+        mine = get_optimizer_state_dict(model, optimizer)
 
     def told() -> dict[str, Any]:
-        if missing := sorted(set(mine["state"]) - set(state["state"])):
-            raise RuntimeError(f"The optimizer's state lacks {missing[0]!r} ({len(missing)} missing).")
+        if unknown := sorted(set(state["state"]) - set(mine["state"])):
+            raise RuntimeError(f"The optimizer's state has {unknown[0]!r} ({len(unknown)} such), which this optimizer does not update.")
         plain = {n: {k: v for k, v in own.items() if not _has_shape(v)} for n, own in state["state"].items()}
         return {"plain": plain, "param_groups": state["param_groups"]}
 
     rest = _from_rank_zero(told)
-    for name, own in mine["state"].items():
-        own.update(rest["plain"][name])
+    # A parameter that had no gradient when it was saved has no state.
+    found = {name: {**own, **rest["plain"][name]} for name, own in mine["state"].items() if name in rest["plain"]}
+    for name, own in found.items():
         for key, value in own.items():
             if _has_shape(value):
                 _broadcast_into(value, state["state"][name][key] if state else None)
-    set_optimizer_state_dict(model, optimizer, {"state": mine["state"], "param_groups": rest["param_groups"]})
+    with own_positions(optimizer):
+        set_optimizer_state_dict(model, optimizer, {"state": found, "param_groups": rest["param_groups"]})
 
 
 def _has_shape(value: Any) -> bool:

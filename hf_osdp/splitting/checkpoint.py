@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -62,23 +61,6 @@ def set_optimizer_state_dict(
         optim_state_dict = split_optimizer_state(optim_state_dict, model)
     with own_positions(optimizers):
         _set_optimizer(model, optimizers, optim_state_dict, options=options)
-
-
-@contextmanager
-def hugging_face_names() -> Iterator[None]:
-    """Within, whoever saves and loads by torch's functions (Accelerate, the Trainer) does so under Hugging Face names.
-
-    Accelerate imports these functions where it calls them, and has no argument for others.
-    """
-    ours = (get_model_state_dict, set_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict)
-    before = {function.__name__: getattr(stock, function.__name__) for function in ours}
-    try:
-        for function in ours:
-            setattr(stock, function.__name__, function)
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(stock, name, function)
 
 
 def _join(options: StateDictOptions | None) -> Any:

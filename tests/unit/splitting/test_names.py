@@ -14,7 +14,7 @@ from hf_osdp.errors import OSDPError
 from hf_osdp.planner.cut import OperatorSplit
 from hf_osdp.runtime.optimizer import parameter_names, rebind_parameters
 from hf_osdp.runtime.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict, load_full_state_dict
-from hf_osdp.splitting.checkpoint import get_optimizer_state_dict, hugging_face_names
+from hf_osdp.splitting.checkpoint import get_optimizer_state_dict
 from hf_osdp.splitting.names import SlicedName, merge_state_dict, split_state_dict
 from hf_osdp.splitting.sharded import SlicedTensor
 from hf_osdp.splitting.split import split_operators
@@ -117,16 +117,6 @@ def test_flat_optimizer_states_are_refused():
     model = model_in(2)
     with pytest.raises(ValueError, match="flatten_optimizer_state_dict=True"):
         get_optimizer_state_dict(model, optimizer_of(model), options=StateDictOptions(flatten_optimizer_state_dict=True))
-
-
-def test_torchs_functions_come_back():
-    from torch.distributed.checkpoint import state_dict as stock
-
-    before = stock.get_model_state_dict
-    with pytest.raises(KeyError), hugging_face_names():
-        assert stock.get_model_state_dict is not before
-        raise KeyError
-    assert stock.get_model_state_dict is before
 
 
 # ----------------------------------------------------------------------------------------------------- slices as one tensor

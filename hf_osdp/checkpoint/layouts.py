@@ -1,0 +1,85 @@
+"""Which files of a folder hold weights and optimizer states: those of Accelerate, of the Trainer, of one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from ..errors import CheckpointError
+
+
+class Layout(Enum):
+    """How states lie in a checkpoint."""
+
+    SHARDED = "sharded"
+    """A folder of torch.distributed.checkpoint."""
+    WHOLE = "whole"
+    """One file of whole tensors by name, written from a sharded model."""
+    SINGLE = "single"
+    """As one process writes it: safetensors; optimizer states by position."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where states lie."""
+
+    layout: Layout
+    path: Path
+
+
+def _numbered(stem: str, index: int, suffix: str) -> str:
+    """`optimizer.bin`, `optimizer_1.bin`."""
+    return f"{stem}{f'_{index}' if index else ''}{suffix}"
+
+
+def model_place(folder: Path, layout: Layout, index: int = 0) -> Place:
+    """Where a model's weights are written."""
+    match layout:
+        case Layout.SHARDED:
+            return Place(layout=layout, path=folder / f"pytorch_model_fsdp_{index}")
+        case Layout.WHOLE:
+            return Place(layout=layout, path=folder / _numbered("pytorch_model_fsdp", index, ".bin"))
+        case Layout.SINGLE:
+            return Place(layout=layout, path=folder / _numbered("model", index, ".safetensors"))
+
+
+def optimizer_place(folder: Path, layout: Layout, index: int = 0) -> Place:
+    """Where an optimizer's state is written."""
+    path = folder / (f"optimizer_{index}" if layout is Layout.SHARDED else _numbered("optimizer", index, ".bin"))
+    return Place(layout=layout, path=path)
+
+
+def find_model(folder: Path, index: int = 0) -> Place:
+    """Where a checkpoint's weights are.
+
+    Raises:
+        CheckpointError: nowhere.
+    """
+    for layout in (Layout.SHARDED, Layout.WHOLE):
+        if (place := model_place(folder, layout, index)).path.exists():
+            return place
+    names = [_numbered("model", index, ".safetensors"), _numbered("pytorch_model", index, ".bin")]
+    if index == 0:
+        names += ["model.safetensors.index.json", "adapter_model.safetensors"]
+    for name in names:
+        if (folder / name).is_file():
+            return Place(layout=Layout.SINGLE, path=folder / name)
+    raise CheckpointError(
+        f"{folder} has no weights ({', '.join(('pytorch_model_fsdp_0/', 'pytorch_model_fsdp.bin', *names))}); give another."
+    )
+
+
+def find_optimizer(folder: Path, index: int = 0) -> Place:
+    """Where a checkpoint's optimizer state is. A single file tells by its content whether it goes by name (`WHOLE`) or by position.
+
+    Raises:
+        CheckpointError: nowhere.
+    """
+    if (place := optimizer_place(folder, Layout.SHARDED, index)).path.is_dir():
+        return place
+    names = [_numbered("optimizer", index, ".bin"), *(["optimizer.pt"] if index == 0 else [])]
+    for name in names:
+        if (folder / name).is_file():
+            return Place(layout=Layout.WHOLE, path=folder / name)
+    raise CheckpointError(f"{folder} has no optimizer state ({', '.join(('optimizer_0/', *names))}); give another.")

@@ -1,0 +1,209 @@
+"""Writes checkpoints one after the other, while training waits or while it goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from ..errors import CheckpointError
+from ..runtime.agree import on_rank_zero
+from ..runtime.mesh import world_size
+from .folders import complete, flush, prepare_staging, staging_folder
+from .manifest import FileRecord
+
+_log = logging.getLogger(__name__)
+
+_SHARD = re.compile(r"__(\d+)_\d+\.distcp")
+"""What torch.distributed.checkpoint calls a rank's files."""
+_PART = ".part-{rank}.json"
+_PARTS_S = 1800.0
+"""How long rank 0 waits for the files that other ranks write in the background: 100 GB at 100 MB/s take 1000 s."""
+_PAUSE_S = 0.05
+Part = dict[str, FileRecord] | Exception
+"""Files that a rank wrote, by path inside the folder; or why it could not."""
+
+
+class HeldFileSystem(FileSystem):
+    """Keeps shards in memory, to be written later; everything else goes to the disk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[Path, BytesIO] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """As its base's; a shard's stream is its memory."""
+        if mode != "wb" or not _SHARD.fullmatch(Path(path).name):
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        self.held[Path(path)] = BytesIO()
+        yield self.held[Path(path)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staging:
+    """A checkpoint that is being written."""
+
+    folder: Path
+    """Its final name."""
+    path: Path
+    """Where to write."""
+    file_system: FileSystem = field(default_factory=FileSystem)
+    """For shards."""
+
+
+class CheckpointWriter:
+    """Writes a run's checkpoints.
+
+    Args:
+        in_background: shards are copied to the host's memory, and go to the disk while training goes on.
+    """
+
+    def __init__(self, *, in_background: bool = False):
+        self.in_background = in_background
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    @contextmanager
+    def new(self, folder: str | Path, *, plan: str | None = None) -> Iterator[Staging]:
+        """A new checkpoint: write what it gives, and at the end it appears under its name. Collective.
+
+        The one before must be complete first. In the background only shards are written: other files are to be there at the end.
+
+        Args:
+            folder: the checkpoint's name.
+            plan: fingerprint of the plan that runs.
+
+        Raises:
+            CheckpointError: this one, or the one before, cannot be written; on every rank.
+        """
+        self.wait()
+        folder = Path(folder)
+        on_rank_zero(lambda: prepare_staging(folder))
+        system = HeldFileSystem() if self.in_background else FileSystem()
+        staging = Staging(folder=folder, path=staging_folder(folder), file_system=system)
+        yield staging
+        if isinstance(system, HeldFileSystem):
+            _barrier()  # rank 0 sums what others wrote to the disk
+            self._thread = threading.Thread(target=self._finish, args=(staging, plan, _rank(), world_size()), name="checkpoint")
+            self._thread.start()
+        else:
+            parts = _gathered(_own_part(staging, _rank()))
+            on_rank_zero(lambda: complete(folder, parts, ranks=world_size(), plan=plan))
+
+    def wait(self) -> None:
+        """Until the last checkpoint is complete. Collective.
+
+        Raises:
+            CheckpointError: it could not be written; on every rank.
+        """
+        if not self.in_background:
+            return
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        _gathered(error)
+
+    def _finish(self, staging: Staging, plan: str | None, rank: int, ranks: int) -> None:
+        """In the thread: write what is held; on rank 0 also wait for the others' parts, and complete. No collectives here."""
+        try:
+            held = staging.file_system.held
+            for path in list(held):
+                path.write_bytes(held.pop(path).getbuffer())
+            part = _own_part(staging, rank)
+        except Exception as error:
+            part = error
+        try:
+            if rank == 0:
+                parts = [part, *(_awaited(staging, other) for other in range(1, ranks))]
+                complete(staging.folder, _sound(parts), ranks=ranks, plan=plan)
+            else:
+                _hand_in(staging, rank, part)
+        except Exception as error:
+            self._error = error
+
+
+def _own_part(staging: Staging, rank: int) -> Part:
+    """The shards that this rank wrote, on the disk and summed; or why not."""
+    try:
+        mine = [path for path in staging.path.rglob("*.distcp") if (match := _SHARD.fullmatch(path.name)) and int(match[1]) == rank]
+        for path in mine:
+            flush(path)
+        return {str(path.relative_to(staging.path).as_posix()): FileRecord.of(path) for path in mine}
+    except OSError as error:
+        return error
+
+
+def _hand_in(staging: Staging, rank: int, part: Part) -> None:
+    """Tell rank 0's thread, by a file that is there as a whole or not."""
+    said = {"error": _text(part)} if isinstance(part, Exception) else {"files": {name: asdict(record) for name, record in part.items()}}
+    path = staging.path / _PART.format(rank=rank)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(said))
+    unfinished.replace(path)
+
+
+def _awaited(staging: Staging, rank: int) -> Part | str:
+    """Another rank's part or error, once its file is there; the file is taken away."""
+    path = staging.path / _PART.format(rank=rank)
+    deadline = time.monotonic() + _PARTS_S
+    while not path.is_file():
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"Checkpoint {staging.folder} is not complete: after {_PARTS_S:g} s rank 0 sees nothing that rank {rank} wrote;"
+                " give a folder that all machines share, or leave async_save out."
+            )
+        time.sleep(_PAUSE_S)
+    said = json.loads(path.read_text())
+    path.unlink()
+    return said.get("error") or {name: FileRecord(**record) for name, record in said["files"].items()}
+
+
+def _gathered(mine: Part | None) -> list[dict[str, FileRecord]]:
+    """What every rank says. Collective.
+
+    Raises:
+        CheckpointError: a rank has an error; on every rank.
+    """
+    own = _text(mine) if isinstance(mine, Exception) else mine
+    said: list[Any] = [own] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(said, own)
+    return _sound(said)
+
+
+def _sound(said: list[Any]) -> list[dict[str, FileRecord]]:
+    """Parts of all ranks, of which none has an error."""
+    for rank, part in enumerate(said):
+        if isinstance(part, (str, Exception)):
+            text = part if isinstance(part, str) else _text(part)
+            raise CheckpointError(f"The checkpoint could not be written on rank {rank} ({text}); the one before it is the last.")
+    return said
+
+
+def _text(error: Exception) -> str:
+    """In one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _barrier() -> None:
+    if world_size() > 1:
+        dist.barrier()

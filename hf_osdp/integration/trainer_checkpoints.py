@@ -1,0 +1,139 @@
+"""The Trainer's checkpoints: complete or invisible, under Hugging Face names, of any plan and any number of ranks."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import transformers.trainer
+from torch import nn
+
+from ..checkpoint.folders import check_checkpoint, last_checkpoint
+from ..checkpoint.layouts import Layout, find_model
+from ..checkpoint.random_states import load_random_states
+from ..checkpoint.safe import load_file
+from ..checkpoint.states import load_model, load_optimizer, save_model
+from ..runtime.restarts import restart_count
+from .stock_states import by_position, is_adapted, own_states
+
+TRAINER_STATE = transformers.trainer.TRAINER_STATE_NAME
+"""What the Trainer writes last into a checkpoint."""
+
+
+class TrainerCheckpoints:
+    """Before `transformers.Trainer` among its bases."""
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As stock, into a hidden folder that then appears under its name."""
+        if self._osdp is None:
+            super()._save_checkpoint(model, trial)
+            return
+        run_dir = Path(super()._get_output_dir(trial))
+        folder = run_dir / f"{transformers.trainer.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        self._keep_limit(run_dir)
+        with self._writer.new(folder, plan=self._run.plan.fingerprint) as staging:
+            self._staging = staging
+            try:
+                super()._save_checkpoint(model, trial)
+                self._name_best(staging.path, folder)
+                if self.args.save_only_model and self._writes_shards():  # stock writes no weights then
+                    save_model(staging.path, self.model, sharded=True, trainable_only=is_adapted(self.model), files=staging.file_system)
+            finally:
+                self._staging = None
+        self._keep_limit(run_dir)
+        if self.args.push_to_hub:
+            self._writer.wait()
+            super()._push_from_checkpoint(str(folder))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """While a checkpoint is written, the folder in which it is staged."""
+        return super()._get_output_dir(trial) if self._staging is None else str(self._staging.path.parent)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Not before it has its name."""
+        if self._staging is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _name_best(self, staged: Path, folder: Path) -> None:
+        """The state that was saved names checkpoints by their final names."""
+        if self.state.best_global_step:
+            best = folder.with_name(f"{transformers.trainer.PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
+            if best == folder or best.exists():
+                self.state.best_model_checkpoint = str(best)
+                if self.args.should_save:
+                    self.state.save_to_json(str(staged / TRAINER_STATE))
+
+    def _keep_limit(self, run_dir: Path) -> None:
+        """Take the oldest checkpoints away, once a newer one is complete."""
+        if self.args.should_save:
+            transformers.trainer.rotate_checkpoints(
+                output_dir=str(run_dir), save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint, use_mtime=True,
+            )  # fmt: skip
+
+    def _writes_shards(self) -> bool:
+        return self.is_fsdp_enabled and "FULL" not in str(self.accelerator.plugin.state_dict_type)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        by_position([self.model], [self.optimizer])
+        files = None if self._staging is None else self._staging.file_system
+        with nullcontext() if self._osdp is None else own_states(files):
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As stock, the optimizer's state from any layout."""
+        by_position([self.model], [self.optimizer])
+        if self._osdp is None or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        folder = Path(checkpoint)
+        load_optimizer(folder, self.model, self.optimizer)
+        self.lr_scheduler.load_state_dict(load_file(folder / transformers.trainer.SCHEDULER_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """As stock, weights from any layout."""
+        model = self.model if model is None else model
+        if self._osdp is None or (not self.is_fsdp_enabled and is_adapted(model) and _of_one_process(resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        load_model(Path(resume_from_checkpoint), model, trainable_only=is_adapted(model))
+
+    def _load_best_model(self) -> None:
+        if self._osdp is None:
+            super()._load_best_model()
+            return
+        self._writer.wait()
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """As stock; ranks that were not there get states of their own."""
+        if self._osdp is None or checkpoint is None:
+            super()._load_rng_state(checkpoint)
+        else:
+            load_random_states(Path(checkpoint), self.args.process_index)
+
+    def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
+        """The checkpoint that training begins with, sound and complete; the same on every rank.
+
+        Args:
+            asked: `train`'s argument.
+
+        Raises:
+            CheckpointError: the one that was asked for is damaged.
+            ValueError: the last was asked for, and there is none.
+        """
+        restarted = asked is None and self._osdp.resume_after_restart and restart_count() > 0
+        if asked is True or restarted:
+            found = last_checkpoint(self.args.output_dir, marker=TRAINER_STATE)
+            if found is None and asked:
+                raise ValueError(f"There is no complete checkpoint in {self.args.output_dir}; leave resume_from_checkpoint out to begin.")
+            return None if found is None else str(found)
+        if not asked:
+            return None
+        check_checkpoint(str(asked))
+        return str(asked)
+
+
+def _of_one_process(folder: str | Path) -> bool:
+    return find_model(Path(folder)).layout is Layout.SINGLE
