@@ -182,15 +182,14 @@ def _check_values(value: Any) -> None:
         for text in (item for item in level if isinstance(item, str)):
             if problem := problem_of_text(text):
                 raise _Refused(f"has the text {_short(text)}, which {problem}")
-        if depth > MOST_DEPTH:
+        inside = [item for item in level if isinstance(item, (dict, list))]
+        if inside and depth >= MOST_DEPTH:
             raise _Refused(_too_deep("JSON"))
-        level, depth = [child for item in level for child in _children(item)], depth + 1
+        level, depth = [child for item in inside for child in _children(item)], depth + 1
 
 
-def _children(item: Any) -> Iterable[Any]:
-    if isinstance(item, dict):
-        return (*item, *item.values())
-    return item if isinstance(item, list) else ()
+def _children(item: dict | list) -> Iterable[Any]:
+    return (*item, *item.values()) if isinstance(item, dict) else item
 
 
 def _too_deep(kind: str) -> str:

@@ -1,0 +1,104 @@
+"""What comes from elsewhere is read whole within a size, or refused in one line that says where and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+
+from hf_osdp.reading import MOST_DEPTH, MOST_LETTERS, parse_json, parse_yaml, read_bytes, read_json
+
+
+class Refused(Exception):
+    """What the reader was told to raise."""
+
+
+def refused(read, *args, **options) -> str:
+    """The one line, which comes at once."""
+    start = time.monotonic()
+    with pytest.raises(Refused) as caught:
+        read(*args, error=Refused, **options)
+    assert time.monotonic() - start < 5 and "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "is not JSON (line 1, column 1: Expecting value)"),
+        ('{"a":\n tru}', "is not JSON (line 2, column 2: Expecting value)"),
+        (b'{"a": "\xff"}', "is not JSON (byte 7 is not UTF-8: invalid start byte)"),
+        ("[" * 10**6, f"is JSON that is nested more than {MOST_DEPTH} deep"),
+        ("[" * (MOST_DEPTH + 1) + "]" * (MOST_DEPTH + 1), f"is JSON that is nested more than {MOST_DEPTH} deep"),
+        ('{"a": {"b": 1, "b": 2}}', "has the key 'b' twice in one object"),
+        ("[NaN]", "has NaN, which is no number"),
+        ("[-Infinity]", "has -Infinity, which is no number"),
+        ("[1e31]", "has the number '1e31', which is beyond 1e+30"),
+        ("1e999", "has the number '1e999', which is beyond 1e+30"),
+        (str(2**63), "has the number '9223372036854775808', which is beyond 2**63"),
+        ("9" * 10**6, "which is beyond 2**63"),
+        ('["\\u001b[2J"]', "has the text '\\x1b[2J', which has control characters"),
+        ('{"\\ud800": 1}', "which has control characters"),
+        ('"' + "x" * (MOST_LETTERS + 1) + '"', f"is of {MOST_LETTERS + 1} letters, more than {MOST_LETTERS}"),
+    ],
+)  # fmt: skip
+def test_json_that_is_refused(text, problem):
+    assert problem in refused(parse_json, text)
+
+
+def test_json_is_taken_up_to_the_limits():
+    value = [2**63 - 1, -(2**63 - 1), 1e30, -1e30, "x" * MOST_LETTERS, "ä +:€", True, None]
+    for _ in range(MOST_DEPTH - 1):
+        value = [value]
+    assert parse_json(json.dumps(value)) == value
+    assert parse_json(b"\xef\xbb\xbf" + json.dumps(value).encode()) == value  # some editors begin a file so
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a: [\n", "is not YAML (line 2, column 1: expected the node content"),
+        (b"a: \xff", "is not YAML (byte 3 is not UTF-8"),
+        ("a: 1\nb: {c: 1, c: 2}", "has the key 'c' twice in one object"),
+        ("a: &x [1, 1]\nb: [*x, *x]", "has the alias *x; write the value out"),
+        ("[" * 10**5, f"is YAML that is nested more than {MOST_DEPTH} deep"),
+        ("a: !!python/object/apply:os.system [ls]", "is not YAML (line 1, column 4: could not determine a constructor"),
+        ("a: 2024-99-99", "has a value that cannot be read (month must be in 1..12)"),
+        ("a: " + "9" * 10**5, "has a value that cannot be read"),
+        ("a: 1\n---\nb: 2", "is not YAML (line 2, column 1: but found another document)"),
+        ("a: \x00", "is not YAML (unacceptable character"),
+    ],
+)
+def test_yaml_that_is_refused(text, problem):
+    assert problem in refused(parse_yaml, text)
+
+
+def test_yaml_of_plain_values_is_taken():
+    assert parse_yaml("a: 1\nb: [x, 1.5, true]\nc: {d: null}\n") == {"a": 1, "b": ["x", 1.5, True], "c": {"d": None}}
+
+
+def test_files_that_are_refused(tmp_path):
+    def of(path, **options) -> str:
+        return refused(read_bytes, path, "plan", **options)
+
+    assert of(tmp_path / "none") == f"Cannot read the plan {tmp_path / 'none'}: No such file or directory."
+    assert of(tmp_path) == f"Cannot read the plan {tmp_path}: Is a directory."
+    assert "embedded null" in of("a\0b")
+    os.mkfifo(tmp_path / "pipe")  # opening it would wait for a writer for ever
+    assert "it is a pipe or a device; give a file" in of(tmp_path / "pipe")
+    assert "it is a pipe or a device" in of("/dev/zero")
+    (tmp_path / "large").write_bytes(b"x" * 11)
+    assert of(tmp_path / "large", limit_bytes=10) == (
+        f"{tmp_path / 'large'} has 11 bytes, more than the 10 that a plan may have; it is not a plan."
+    )
+    assert read_bytes(tmp_path / "large", "plan", limit_bytes=11) == b"x" * 11
+
+
+def test_a_file_of_json_is_named(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text('{"a": NaN}')
+    assert refused(read_json, path, "profile") == f"{path} has NaN, which is no number; it is not a profile that can be read."
+    path.write_text('{"a": [1]}')
+    assert read_json(path, "profile") == {"a": [1]}

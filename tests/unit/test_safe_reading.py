@@ -1,0 +1,145 @@
+"""No code runs from a file that is read: by what the source calls, and by what plans hold."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.search import search
+from hf_osdp.report.plan_file import PlanInputs, plan_file_content, read_plan_file, write_json
+from tests.helpers.descriptions import transformer
+from tests.helpers.hardware import bare_preset
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted(path for folder in ("hf_osdp", "recipes", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+REFERENCES = {
+    f"{module}.{name}"
+    for module, names in {
+        "pickle": ("load", "loads", "Unpickler"), "_pickle": ("load", "loads", "Unpickler"), "dill": ("load", "loads"),
+        "joblib": ("load",), "marshal": ("load", "loads"), "shelve": ("open",), "pandas": ("read_pickle",),
+        "yaml": ("load", "load_all", "full_load", "unsafe_load", "Loader", "FullLoader", "UnsafeLoader"),
+        "os": ("system", "popen"), "subprocess": ("getoutput", "getstatusoutput"),
+        "runpy": ("run_path",), "torch.hub": ("load",), "torch.jit": ("load",), "builtins": ("eval", "exec", "compile", "__import__"),
+    }.items()
+    for name in names
+}  # fmt: skip
+"""What runs, or makes whatever objects, a file says."""
+KEYWORDS = {"weights_only": False, "allow_pickle": True, "shell": True, "trust_remote_code": True}
+"""Arguments that make a harmless call such a one."""
+ALLOWED = {
+    ("hf_osdp/runtime/agree.py", "pickle.loads"): "what rank 0 of this very run sends, by the process group; no file",
+    ("hf_osdp/checkpoint/safe.py", "pickle.Unpickler"): "base of one that knows torch's own dataclasses and refuses all else",
+}
+
+
+def findings(source: str) -> set[str]:
+    """The dangerous things that a module refers to, by their full names."""
+    tree = ast.parse(source)
+    names = {name: f"builtins.{name}" for name in ("eval", "exec", "compile", "__import__")}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= dict((a.asname, a.name) if a.asname else (a.name.split(".")[0],) * 2 for a in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    found = {full for full in names.values() if full in REFERENCES and not full.startswith("builtins")}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Attribute, ast.Name)) and (full := full_name(node, names)) in REFERENCES:
+            found.add(full)
+        if isinstance(node, ast.Call):
+            given = {keyword.arg: getattr(keyword.value, "value", None) for keyword in node.keywords}
+            found |= {f"{name}={bad}" for name, bad in KEYWORDS.items() if given.get(name) is bad}
+            if full_name(node.func, names) in ("torch.load", "torch.serialization.load") and given.get("weights_only") is not True:
+                found.add("torch.load without weights_only=True")
+    return found
+
+
+def full_name(node: ast.expr, names: dict[str, str]) -> str | None:
+    """`torch.load` of an attribute or a name, as it was imported."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute) and (owner := full_name(node.value, names)):
+        return f"{owner}.{node.attr}"
+    return None
+
+
+def test_nothing_that_runs_a_file_is_used():
+    found = {(str(path.relative_to(ROOT)), what) for path in SOURCES for what in findings(path.read_text(encoding="utf-8"))}
+    assert len(SOURCES) > 150
+    assert found - set(ALLOWED) == set(), "read it by hf_osdp.reading, or say in ALLOWED why it is safe"
+    assert set(ALLOWED) - found == set(), "no longer there: take it out of ALLOWED"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle\npickle.load(f)", "import pickle as p\np.loads(b)", "from pickle import loads as x", "from pickle import Unpickler",
+        "import torch\ntorch.load(f)", "import torch as t\nt.load(f, weights_only=False)", "from torch import load\nload(f)",
+        "import torch\ntorch.load(f, weights_only=flag)", "import yaml\nyaml.load(f, Loader=yaml.SafeLoader)",
+        "import yaml\nyaml.unsafe_load(f)",
+        "eval(text)", "exec(text)", "list(map(eval, texts))", "__import__(name)", "import subprocess\nsubprocess.run(x, shell=True)",
+        "import os\nos.system(x)", "import numpy\nnumpy.load(f, allow_pickle=True)", "X.from_pretrained(x, trust_remote_code=True)",
+    ],
+)  # fmt: skip
+def test_each_of_them_would_be_seen(source):
+    assert findings(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch.load(f, weights_only=True)", "import yaml\nyaml.safe_load(f)", "model.eval()", "import re\nre.compile(x)",
+        "import pickle\npickle.dumps(x)", "import subprocess\nsubprocess.run(['ls'])", "import ast\nast.literal_eval(x)",
+    ],
+)  # fmt: skip
+def test_what_is_harmless_is_not(source):
+    assert not findings(source)
+
+
+MARK = "osdp-opened-by-a-name"
+opened: list[str] = []
+_watching = False
+
+
+def _watch(event: str, args: tuple) -> None:
+    if _watching and event in ("open", "os.mkdir", "os.rename", "os.remove", "subprocess.Popen", "exec", "compile"):
+        opened.append(f"{event} {args}"[:500])
+
+
+sys.addaudithook(_watch)  # there is no way to take it off again
+
+
+def test_nothing_in_a_plan_is_opened_run_or_taken_for_markup(tmp_path, capsys):
+    """All names of a plan file are paths, markup and programs; explaining it opens none, and prints them as they are."""
+    from typer.testing import CliRunner
+
+    from hf_osdp.integration.cli.app import app
+
+    evil = f"/tmp/{MARK}/[/red]</script><script>alert(1)</script>"
+    model = transformer(layers=2)
+    units = tuple(replace(unit, fqn=f"{unit.fqn}{evil}" if unit.fqn else "", class_name=evil) for unit in model.units)
+    model = replace(model, units=units, model_name=evil, model_class=evil, trace=evil)
+    hardware = bare_preset("titan-rtx", devices_per_node=2)
+    hardware = replace(hardware, device=replace(hardware.device, name=evil, source=evil))
+    job = TrainingJob(global_batch_size=4)
+    plan = replace(search(model, hardware, job, 2**30).plan, model_name=evil, hardware=evil)
+    content = plan_file_content(plan, PlanInputs(description=model, job=job, hardware=hardware))
+    write_json(content, tmp_path / "plan.json")
+    assert read_plan_file(tmp_path / "plan.json")[0] == plan
+
+    global _watching
+    opened.clear()
+    _watching = True
+    try:
+        done = CliRunner().invoke(app, ["explain", str(tmp_path / "plan.json"), "--plot", str(tmp_path / "plan.html")])
+    finally:
+        _watching = False
+    assert done.exit_code == 0, done.output
+    assert opened and not [event for event in opened if MARK in event]
+    assert "[/red]" in done.output
+    assert "<script>alert(1)" not in (tmp_path / "plan.html").read_text()
+    assert MARK in (tmp_path / "plan.html").read_text()
