@@ -56,6 +56,12 @@ def test_wrap_classes_count_as_block_classes():
     [
         ("OSDP", "cannot be read"),
         ("{'osdp': True, ", "cannot be read"),
+        ("{'osdp': True, 1: 2}", "cannot be read"),
+        ("{{}: 1, 'osdp': True}", "cannot be read"),
+        ("{'osdp': " + "[" * 15000, "cannot be read"),
+        ("{'osdp': True, 'memory_limit': " + "-" * 15000 + "1}", "cannot be read"),
+        ("{'osdp': True, 'memory_limit': " + "1" * 10**6 + "}", "1000032 letters, the most are 16384"),
+        ("{'osdp': __import__('os').system('ls')}", "cannot be read"),
         ("{'memory_limit': '8GiB'}", "cannot be read"),
         ("{'osdp': 'yes'}", "osdp: true or osdp: false"),
         ("{'osdp': True, 'use_cpu': 'yes'}", "use_cpu: true"),
@@ -65,6 +71,14 @@ def test_asked_for_but_unreadable_fails_in_one_line(strategy, part):
     with pytest.raises(ValueError, match=part) as caught:
         launch_request(environment(strategy))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.0", "one", "٣", "9" * 5000])
+def test_a_rank_that_is_none_is_refused(text):
+    for read, name in ((launched_rank, "RANK"), (launched_world_size, "WORLD_SIZE")):
+        with pytest.raises(ValueError, match=f"{name}=.* is not a whole number of at least 0") as caught:
+            read({name: text})
+        assert len(str(caught.value)) < 150
 
 
 def test_fsdp_version_1_is_refused():

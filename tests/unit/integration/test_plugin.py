@@ -188,6 +188,20 @@ def test_unreadable_fsdp_config_fails(tmp_path, bad):
         asked_config(None, arguments(tmp_path, fsdp_config=bad))
 
 
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [('{"osdp": true, "osdp": false}', "the key 'osdp' twice"), ("[1]", "holds a list"), ("{", "is not JSON"), (None, "No such")],
+)
+def test_a_file_of_fsdp_config_that_cannot_be_read_fails(tmp_path, text, part):
+    args = arguments(tmp_path)
+    args.fsdp_config = str(tmp_path / "fsdp.json")  # as transformers leaves it where fsdp is not set
+    if text is not None:
+        (tmp_path / "fsdp.json").write_text(text)
+    with pytest.raises(ValueError, match=part) as caught:
+        asked_config(None, args)
+    assert "fsdp.json" in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_another_type_fails():
     with pytest.raises(ValueError, match="osdp='yes'"):
         asked_config("yes", None)
