@@ -194,13 +194,14 @@ def _adapter_name(name: str, wanted: Iterable[str]) -> str:
 
 
 def _ties(model: nn.Module) -> list[set[str]]:
-    """Names in a state dict, those of one tensor together."""
+    """Hugging Face names in a model's state, those of one tensor together."""
     names: dict[int, set[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         names.setdefault(id(value), set()).add(canonical_name(name))
-    merged = {part: whole.name for whole in split_names(model).values() for part in whole.parts}
-    ties = [{merged.get(name, name) for name in tie} for tie in names.values()]
-    return [tie for number, tie in enumerate(ties) if tie not in ties[:number]]
+    sliced = split_names(model).values()
+    wholes = {part: {whole.name for whole in sliced if part == whole.parts[0]} for whole in sliced for part in whole.parts}
+    ties = [set().union(*(wholes.get(name, {name}) for name in tie)) for tie in names.values()]
+    return [tie for tie in ties if tie]
 
 
 def _trainable(model: nn.Module) -> set[str]:

@@ -120,7 +120,7 @@ def _unsharded(path: Path, key: str) -> Any:
             name: torch.empty(of.size, dtype=of.properties.dtype) if isinstance(of, TensorStorageMetadata) else None
             for name, of in index.state_dict_metadata.items()
         }
-        dcp.load(flat, storage_reader=reader, planner=SafePlanner(flatten_state_dict=False), no_dist=True)
+        dcp.load(flat, storage_reader=reader, planner=SafePlanner(flatten_state_dict=False, flatten_sharded_tensors=False), no_dist=True)
         return unflatten_state_dict(flat, index.planner_data)[key]
     except (CheckpointException, RuntimeError, KeyError, ValueError, OSError, EOFError) as error:
         raise CheckpointError(f"{path} cannot be read ({cause_of(error)}); take another checkpoint.") from None

@@ -7,12 +7,12 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -31,8 +31,9 @@ _PART = ".part-{rank}.json"
 _PARTS_S = 1800.0
 """How long rank 0 waits for the files that other ranks write in the background: 100 GB at 100 MB/s take 1000 s."""
 _PAUSE_S = 0.05
-Part = dict[str, FileRecord] | Exception
-"""Files that a rank wrote, by path inside the folder; or why it could not."""
+T = TypeVar("T")
+Part = dict[str, FileRecord]
+"""Files that a rank wrote, by path inside the folder."""
 
 
 class HeldFileSystem(FileSystem):
@@ -49,8 +50,15 @@ class HeldFileSystem(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        self.held[Path(path)] = BytesIO()
+        self.held[Path(path)] = _Memory()
         yield self.held[Path(path)]
+
+
+class _Memory(BytesIO):
+    """Stays when torch closes it."""
+
+    def close(self) -> None:
+        """Not yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +83,7 @@ class CheckpointWriter:
     def __init__(self, *, in_background: bool = False):
         self.in_background = in_background
         self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._error: str | None = None
 
     @contextmanager
     def new(self, folder: str | Path, *, plan: str | None = None) -> Iterator[Staging]:
@@ -101,7 +109,7 @@ class CheckpointWriter:
             self._thread = threading.Thread(target=self._finish, args=(staging, plan, _rank(), world_size()), name="checkpoint")
             self._thread.start()
         else:
-            parts = _gathered(_own_part(staging, _rank()))
+            parts = _gathered(_or_line(lambda: _own_part(staging, _rank()), _rank()))
             on_rank_zero(lambda: complete(folder, parts, ranks=world_size(), plan=plan))
 
     def wait(self) -> None:
@@ -120,37 +128,46 @@ class CheckpointWriter:
 
     def _finish(self, staging: Staging, plan: str | None, rank: int, ranks: int) -> None:
         """In the thread: write what is held; on rank 0 also wait for the others' parts, and complete. No collectives here."""
-        try:
+
+        def write() -> Part:
             held = staging.file_system.held
             for path in list(held):
                 path.write_bytes(held.pop(path).getbuffer())
-            part = _own_part(staging, rank)
-        except Exception as error:
-            part = error
-        try:
+            return _own_part(staging, rank)
+
+        def end() -> None:
             if rank == 0:
                 parts = [part, *(_awaited(staging, other) for other in range(1, ranks))]
                 complete(staging.folder, _sound(parts), ranks=ranks, plan=plan)
             else:
                 _hand_in(staging, rank, part)
-        except Exception as error:
-            self._error = error
+
+        part = _or_line(write, rank)
+        self._error = _or_line(end, rank)
 
 
 def _own_part(staging: Staging, rank: int) -> Part:
-    """The shards that this rank wrote, on the disk and summed; or why not."""
+    """The shards that this rank wrote, on the disk and summed."""
+    mine = [path for path in staging.path.rglob("*.distcp") if (match := _SHARD.fullmatch(path.name)) and int(match[1]) == rank]
+    for path in mine:
+        flush(path)
+    return {str(path.relative_to(staging.path).as_posix()): FileRecord.of(path) for path in mine}
+
+
+def _or_line(act: Callable[[], T], rank: int) -> T | str:
+    """What `act` gives, or the line that tells of its error."""
     try:
-        mine = [path for path in staging.path.rglob("*.distcp") if (match := _SHARD.fullmatch(path.name)) and int(match[1]) == rank]
-        for path in mine:
-            flush(path)
-        return {str(path.relative_to(staging.path).as_posix()): FileRecord.of(path) for path in mine}
-    except OSError as error:
-        return error
+        return act()
+    except CheckpointError as error:
+        return str(error)
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"The checkpoint could not be written on rank {rank} ({text}); the one before it is the last."
 
 
-def _hand_in(staging: Staging, rank: int, part: Part) -> None:
+def _hand_in(staging: Staging, rank: int, part: Part | str) -> None:
     """Tell rank 0's thread, by a file that is there as a whole or not."""
-    said = {"error": _text(part)} if isinstance(part, Exception) else {"files": {name: asdict(record) for name, record in part.items()}}
+    said = {"error": part} if isinstance(part, str) else {"files": {name: asdict(record) for name, record in part.items()}}
     path = staging.path / _PART.format(rank=rank)
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(said))
@@ -173,31 +190,23 @@ def _awaited(staging: Staging, rank: int) -> Part | str:
     return said.get("error") or {name: FileRecord(**record) for name, record in said["files"].items()}
 
 
-def _gathered(mine: Part | None) -> list[dict[str, FileRecord]]:
+def _gathered(mine: Part | str | None) -> list[Part]:
     """What every rank says. Collective.
 
     Raises:
         CheckpointError: a rank has an error; on every rank.
     """
-    own = _text(mine) if isinstance(mine, Exception) else mine
-    said: list[Any] = [own] * world_size()
+    said: list[Any] = [mine] * world_size()
     if world_size() > 1:
-        dist.all_gather_object(said, own)
+        dist.all_gather_object(said, mine)
     return _sound(said)
 
 
-def _sound(said: list[Any]) -> list[dict[str, FileRecord]]:
+def _sound(said: list[Any]) -> list[Part]:
     """Parts of all ranks, of which none has an error."""
-    for rank, part in enumerate(said):
-        if isinstance(part, (str, Exception)):
-            text = part if isinstance(part, str) else _text(part)
-            raise CheckpointError(f"The checkpoint could not be written on rank {rank} ({text}); the one before it is the last.")
+    if error := next((part for part in said if isinstance(part, str)), None):
+        raise CheckpointError(error)
     return said
-
-
-def _text(error: Exception) -> str:
-    """In one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _rank() -> int:

@@ -1,0 +1,131 @@
+"""A training in float64 that is interrupted, and goes on under other plans on other numbers of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_osdp.checkpoint.loop import load_loop, save_loop
+from hf_osdp.checkpoint.writer import CheckpointWriter
+from hf_osdp.planner.cut import OperatorSplit
+from hf_osdp.profiling.units import find_units
+from hf_osdp.runtime.accumulation import micro_step
+from hf_osdp.runtime.apply import apply_plan
+from hf_osdp.runtime.by_place import step_by_place
+from hf_osdp.runtime.clip import clip_grad_norm_
+from hf_osdp.runtime.host_offload import host_parameters
+from hf_osdp.runtime.mesh import Meshes
+from hf_osdp.runtime.state import full_state_dict
+from hf_osdp.splitting.positions import keep_positions
+from hf_osdp.splitting.split import split_operators
+
+from .layouts import plan_of
+from .models import tiny_batch, tiny_loss, tiny_model
+
+MAX_NORM, LAYERS = 0.5, 2
+SPLIT = ("lm_head", "transformer.h.0.mlp.c_fc", "transformer.h.1.attn.c_attn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leg:
+    """Steps between two interruptions."""
+
+    steps: int
+    layout: str | None
+    """Of `plan_of`; None is one process that nothing is sharded in."""
+    slices: int = 1
+    sharded: bool = True
+    """How its checkpoint is written."""
+    in_background: bool = False
+
+
+def built(leg: Leg, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, object | None]:
+    """A model with other weights than the checkpoint's, its optimizer of two groups, and the plan."""
+    model = tiny_model("gpt2", seed=seed, layers=LAYERS)
+    if leg.slices > 1:
+        split_operators(model, [OperatorSplit(fqn=fqn, slices=leg.slices) for fqn in SPLIT])
+    plan = None
+    if leg.layout is not None:
+        units = find_units(model)
+        plan = plan_of(units, dist.get_world_size(), leg.layout)
+        apply_plan(model, plan, units, meshes=Meshes("cpu"))
+    optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)
+    step_by_place(optimizer, host_parameters(model))
+    if leg.slices > 1:
+        keep_positions(optimizer, model)
+    return model, optimizer, plan
+
+
+def groups_of(model: nn.Module) -> list[dict[str, object]]:
+    """Matrices decay."""
+    matrices, others = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+
+
+def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+
+
+def run_leg(leg: Leg, load: str | None, save: str, seed: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Go on from `load`, train, write `save`. Losses, and whole weights on rank 0."""
+    model, optimizer, plan = built(leg, seed)
+    scheduler = scheduler_of(optimizer)
+    others = {"scheduler.bin": scheduler}
+    start = 0 if load is None else load_loop(load, model, optimizer, others=others)["step"]
+    losses = [trained_step(model, optimizer, scheduler, step, plan) for step in range(start, start + leg.steps)]
+    writer = CheckpointWriter(in_background=leg.in_background)
+    save_loop(
+        writer, save, model, optimizer, others=others, progress={"step": start + leg.steps}, sharded=leg.sharded,
+        plan=None if plan is None else plan.fingerprint,
+    )  # fmt: skip
+    if leg.in_background:  # what is trained on meanwhile must not show in what is written
+        trained_step(model, optimizer, scheduler, 99, plan)
+        writer.wait()
+        load_loop(save, model, optimizer, others=others)
+    return losses, full_state_dict(model)
+
+
+def trained_step(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler, step: int, plan) -> float:
+    """One optimizer step; the loss is that of all samples."""
+    alone = plan is None
+    part, parts = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+    optimizer.zero_grad()
+    if alone:
+        loss = tiny_loss(model, tiny_batch(step))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    else:
+        with micro_step(model, is_last=True, plan=plan):
+            loss = tiny_loss(model, tiny_batch(step, part=part, parts=parts))
+            loss.backward()
+        clip_grad_norm_(model.parameters(), MAX_NORM)
+    optimizer.step()
+    scheduler.step()
+    total = loss.detach().clone()
+    if not alone:
+        dist.all_reduce(total)
+    return total.item() / parts
+
+
+def uninterrupted(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same in one process."""
+    model = tiny_model("gpt2", layers=LAYERS)
+    optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)
+    scheduler = scheduler_of(optimizer)
+    return [trained_step(model, optimizer, scheduler, step, None) for step in range(steps)], full_state_dict(model)
+
+
+def worst(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+    """The largest difference of any weight."""
+    assert got.keys() == want.keys()
+    return max((got[name] - value).abs().max().item() for name, value in want.items())
+
+
+def folders(parent: Path, legs: Sequence[Leg]) -> list[str | None]:
+    """What each leg begins with, and what the last one writes."""
+    return [None, *(str(parent / f"checkpoint-{number}") for number in range(1, len(legs) + 1))]
