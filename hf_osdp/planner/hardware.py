@@ -13,7 +13,7 @@ from .job import OptimizerStep
 
 GB = 10**9
 GIB = 2**30
-MOST_RANKS = 2**20
+MOST_RANKS = 2**17
 """Layouts are tried for every divisor of the number of ranks."""
 _MOST_MEMORY_BYTES = 2**50
 

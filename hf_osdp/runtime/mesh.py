@@ -7,11 +7,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..collectives.fsdp import Stages
+from ..planner.job import divisors
 from ..planner.plan import Plan
 
 REPLICATE_AXIS = "replicate"
 SHARD_AXIS = "shard"
-_NODES_AXIS = "nodes"
+NODES_AXIS = "nodes"
 Layout = tuple[int, int]
 """Shard size and stage size."""
 
@@ -49,13 +50,9 @@ class Meshes:
         Raises:
             ValueError: `shard_size` does not divide the world size.
         """
-        if shard_size < 1 or self.world_size % shard_size:
-            raise ValueError(f"shard_size={shard_size} does not divide the world size {self.world_size}; use {self._divisors()}.")
+        axes = mesh_axes(self.world_size, shard_size)
         if shard_size not in self._by_shard_size:
-            whole = shard_size == self.world_size
-            shape = (self.world_size,) if whole else (self.world_size // shard_size, shard_size)
-            names = (SHARD_AXIS,) if whole else (REPLICATE_AXIS, SHARD_AXIS)
-            self._by_shard_size[shard_size] = self.form(shape, names)
+            self._by_shard_size[shard_size] = self.form(tuple(axes.values()), tuple(axes))
         return self._by_shard_size[shard_size]
 
     def stages(self, shard_size: int, stage_size: int) -> Stages:
@@ -68,19 +65,14 @@ class Meshes:
         Raises:
             ValueError: `stage_size` is not between 1 and `shard_size`, or a size does not divide the next.
         """
-        if not 1 < stage_size < shard_size or shard_size % stage_size or self.world_size % shard_size:
-            raise ValueError(
-                f"stage_size={stage_size} must divide shard_size={shard_size}, and that the world size {self.world_size};"
-                " each must be less than the next, but for the last two."
-            )
+        axes = stage_axes(self.world_size, shard_size, stage_size)
         nodes = self.mesh(stage_size)
         if shard_size == self.world_size:  # replicas of node groups are the ranks of the same place
             return Stages(between=nodes.get_group(REPLICATE_AXIS), within=nodes.get_group(SHARD_AXIS))
         key = (shard_size, stage_size)
         if key not in self._staged:
-            shape = (self.world_size // shard_size, shard_size // stage_size, stage_size)
-            self._staged[key] = self.form(shape, (REPLICATE_AXIS, _NODES_AXIS, SHARD_AXIS))
-        return Stages(between=self._staged[key].get_group(_NODES_AXIS), within=nodes.get_group(SHARD_AXIS))
+            self._staged[key] = self.form(tuple(axes.values()), tuple(axes))
+        return Stages(between=self._staged[key].get_group(NODES_AXIS), within=nodes.get_group(SHARD_AXIS))
 
     def form(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         """Make one mesh. Collective."""
@@ -125,8 +117,25 @@ class Meshes:
         sizes = {plan.world_size, *(unit.shard_size for unit in plan.units), *(stage_size for _, stage_size in staged)}
         return sorted(sizes), staged
 
-    def _divisors(self) -> str:
-        return ", ".join(str(size) for size in range(1, self.world_size + 1) if self.world_size % size == 0)
+
+def mesh_axes(world_size: int, shard_size: int) -> dict[str, int]:
+    """The mesh of a shard size: its axes and their ranks, the last varies fastest with the rank. See `Meshes.mesh`."""
+    if shard_size < 1 or world_size % shard_size:
+        sizes = ", ".join(map(str, divisors(world_size)))
+        raise ValueError(f"shard_size={shard_size} does not divide the world size {world_size}; use {sizes}.")
+    if shard_size == world_size:
+        return {SHARD_AXIS: world_size}
+    return {REPLICATE_AXIS: world_size // shard_size, SHARD_AXIS: shard_size}
+
+
+def stage_axes(world_size: int, shard_size: int, stage_size: int) -> dict[str, int]:
+    """The mesh of collectives in two stages, as `mesh_axes`. See `Meshes.stages`."""
+    if not 1 < stage_size < shard_size or shard_size % stage_size or world_size % shard_size:
+        raise ValueError(
+            f"stage_size={stage_size} must divide shard_size={shard_size}, and that the world size {world_size};"
+            " each must be less than the next, but for the last two."
+        )
+    return {REPLICATE_AXIS: world_size // shard_size, NODES_AXIS: shard_size // stage_size, SHARD_AXIS: stage_size}
 
 
 def destroy_mesh(mesh: DeviceMesh) -> None:
