@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,9 @@ def _write_shards(path: Path, state: dict[str, Any], files: FileSystem | None) -
     writer = dcp.FileSystemWriter(path, sync_files=False)  # they are flushed with the rest of the checkpoint
     if files is not None:
         writer.fs = files
-    _together(lambda: dcp.save(state, storage_writer=writer), f"{path} cannot be written")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # where there is one process
+        _together(lambda: dcp.save(state, storage_writer=writer), f"{path} cannot be written")
 
 
 # ----------------------------------------------------------------------------------------------------------------- loading

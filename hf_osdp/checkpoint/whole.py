@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,10 @@ def _unsharded(path: Path, key: str) -> Any:
             name: torch.empty(of.size, dtype=of.properties.dtype) if isinstance(of, TensorStorageMetadata) else None
             for name, of in index.state_dict_metadata.items()
         }
-        dcp.load(flat, storage_reader=reader, planner=SafePlanner(flatten_state_dict=False, flatten_sharded_tensors=False), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process it is
+            planner = SafePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            dcp.load(flat, storage_reader=reader, planner=planner, no_dist=True)
         return unflatten_state_dict(flat, index.planner_data)[key]
     except (CheckpointException, RuntimeError, KeyError, ValueError, OSError, EOFError) as error:
         raise CheckpointError(f"{path} cannot be read ({cause_of(error)}); take another checkpoint.") from None

@@ -45,7 +45,6 @@ def run_chain(parent: Path, chain: list[tuple[int, Leg]]) -> tuple[list[float], 
     return losses, weights
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_trajectory_goes_on_as_in_one_process(tmp_path, name):
     losses, weights = run_chain(tmp_path, CHAINS[name])
