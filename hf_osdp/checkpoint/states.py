@@ -58,7 +58,7 @@ def save_model(
     wanted = _trainable(model) if trainable_only else None
     if sharded:
         state = {name: value for name, value in get_model_state_dict(model).items() if wanted is None or name in wanted}
-        _write_shards(model_place(folder, Layout.SHARDED, index).path, {_MODEL: state}, files)
+        write_shards(model_place(folder, Layout.SHARDED, index).path, {_MODEL: state}, files)
         return
     state = full_state_dict(model)
     state = {name: value for name, value in state.items() if wanted is None or name in wanted}
@@ -72,13 +72,18 @@ def save_optimizer(
     optimizer = unwrapped(optimizer)
     if sharded:
         state = get_optimizer_state_dict(model, optimizer)
-        _write_shards(optimizer_place(folder, Layout.SHARDED, index).path, {_OPTIMIZER: state}, files)
+        write_shards(optimizer_place(folder, Layout.SHARDED, index).path, {_OPTIMIZER: state}, files)
         return
     whole = full_optimizer_state_dict(model, optimizer)
     on_rank_zero(lambda: torch.save(whole, optimizer_place(folder, Layout.WHOLE, index).path))
 
 
-def _write_shards(path: Path, state: dict[str, Any], files: FileSystem | None) -> None:
+def write_shards(path: Path, state: dict[str, Any], files: FileSystem | None) -> None:
+    """Write a state by torch.distributed.checkpoint, each rank what it holds. Collective.
+
+    Raises:
+        CheckpointError: it cannot be written; on every rank.
+    """
     writer = dcp.FileSystemWriter(path, sync_files=False)  # they are flushed with the rest of the checkpoint
     if files is not None:
         writer.fs = files

@@ -1,10 +1,12 @@
-"""The command line: `hf-osdp plan | explain | compare | what-if | profile`."""
+"""The command line: `hf-osdp plan | explain | compare | what-if | profile | doctor | convert`."""
 
 from __future__ import annotations
 
 import typer
 
 from .compare_command import compare
+from .convert_command import convert
+from .doctor_command import doctor
 from .explain_command import explain
 from .options import takes_request
 from .plan_command import plan
@@ -22,6 +24,8 @@ app.command("explain")(explain)
 app.command("compare")(takes_request(compare, leave_out=("strategy",)))
 app.command("what-if")(takes_request(what_if))
 app.command("profile")(profile)
+app.command("convert")(convert)
+app.command("doctor")(takes_request(doctor, leave_out=("optimizer",)))
 
 
 def main() -> None:

@@ -1,0 +1,165 @@
+"""A checkpoint in another layout, in one process and without the training script. Training itself reads every layout as it is."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import CheckpointError
+from .folders import check_checkpoint
+from .layouts import Layout, Place, find_model, find_optimizer, model_place, optimizer_place
+from .manifest import MANIFEST_NAME
+from .states import write_shards
+from .whole import is_positional, named_state, positional_state, read_optimizer, read_weights
+from .writer import CheckpointWriter
+
+
+class Target(Enum):
+    """What a checkpoint becomes."""
+
+    SHARDED = "sharded"
+    """Accelerate's FSDP2 with `SHARDED_STATE_DICT`."""
+    WHOLE = "whole"
+    """Accelerate's FSDP2 with `FULL_STATE_DICT`."""
+    SINGLE = "single"
+    """Accelerate or the Trainer in one process."""
+    WEIGHTS = "weights"
+    """Safetensors alone, as `from_pretrained` reads them."""
+
+
+def convert(source: Path, target: Path, *, to: Target, model: nn.Module | None = None) -> None:
+    """Write a checkpoint again. All of its weights, and then of its optimizer states, are in memory meanwhile.
+
+    What else is in it (schedulers, random states, configuration) is copied.
+
+    Args:
+        source: complete; it stays as it is.
+        target: a folder that does not exist yet.
+        to: the layout.
+        model: the checkpoint's model; it may be on the meta device. Needed where one process wrote the optimizer's state, which goes
+            by position: the model says which names these are.
+
+    Raises:
+        CheckpointError: the source is damaged, or the model is not its.
+        ValueError: the target exists.
+    """
+    if target.exists():
+        raise ValueError(f"{target} exists already; give a folder that does not.")
+    check_checkpoint(source)
+    weights, optimizer = find_model(source), None if to is Target.WEIGHTS else _optimizer_of(source)
+    own = {MANIFEST_NAME, weights.path.name, *((optimizer.path.name,) if optimizer else ())}
+    with CheckpointWriter().new(target) as staging:
+        _write_weights(staging.path, read_weights(weights), to)
+        if optimizer is not None:
+            _write_optimizer(staging.path, _named(read_optimizer(optimizer), model), to, beside_trainer=(source / _TRAINER).is_file())
+        _copy_rest(source, staging.path, own, to)
+
+
+_TRAINER = "trainer_state.json"
+_STATES = ("optimizer", "scheduler", "scaler", "random_states_", "rng_state", "custom_checkpoint_", "pytorch_model_fsdp", "model", _TRAINER)
+"""Names that a state's file begins with; what is left is configuration and tokenizer."""
+
+
+def _optimizer_of(source: Path) -> Place | None:
+    """Its optimizer's state; a checkpoint of weights has none."""
+    try:
+        return find_optimizer(source)
+    except CheckpointError:
+        return None
+
+
+def _write_weights(folder: Path, weights: dict[str, torch.Tensor], to: Target) -> None:
+    match to:
+        case Target.SHARDED:
+            write_shards(model_place(folder, Layout.SHARDED).path, {"model": weights}, None)
+        case Target.WHOLE:
+            torch.save(weights, model_place(folder, Layout.WHOLE).path)
+        case Target.SINGLE | Target.WEIGHTS:
+            from huggingface_hub import save_torch_state_dict  # knows tied weights, and cuts what is too large for one file
+
+            save_torch_state_dict(weights, folder, max_shard_size="50GB")
+
+
+def _write_optimizer(folder: Path, state: dict[str, Any], to: Target, *, beside_trainer: bool) -> None:
+    match to:
+        case Target.SHARDED:
+            write_shards(optimizer_place(folder, Layout.SHARDED).path, {"optimizer": state}, None)
+        case Target.WHOLE:
+            torch.save(state, optimizer_place(folder, Layout.WHOLE).path)
+        case Target.SINGLE:
+            path = folder / "optimizer.pt" if beside_trainer else optimizer_place(folder, Layout.SINGLE).path
+            torch.save(positional_state(state), path)
+
+
+def _copy_rest(source: Path, target: Path, own: set[str], to: Target) -> None:
+    """Files beside the states."""
+    for path in sorted(source.iterdir()):
+        name = path.name
+        if name in own or (target / name).exists() or name.startswith(".") or not path.is_file() or _is_weights(name):
+            continue
+        if to is Target.WEIGHTS and name.startswith(_STATES):
+            continue
+        shutil.copyfile(path, target / name)
+    if to is Target.SINGLE and (target / "rng_state_0.pth").is_file():
+        (target / "rng_state_0.pth").replace(target / "rng_state.pth")  # as the Trainer calls it in one process
+
+
+def _is_weights(name: str) -> bool:
+    return name.startswith(("model", "pytorch_model")) and name.endswith((".safetensors", ".bin", ".index.json"))
+
+
+# -------------------------------------------------------------------------------------------------------------------- names
+
+
+def _named(state: dict[str, Any], model: nn.Module | None) -> dict[str, Any]:
+    """An optimizer's state by names.
+
+    Raises:
+        CheckpointError: it goes by position, and the model is not known or has other parameters.
+    """
+    if not is_positional(state):
+        return state
+    if model is None:
+        raise CheckpointError(
+            "The optimizer's state goes by the parameters' positions; give the model (--model), or load the checkpoint in the training"
+            " script, which reads every layout."
+        )
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for groups in _possible_groups(model):
+        if _fits(state, groups, shapes):
+            return named_state(state, groups)
+    sizes = [len(group["params"]) for group in state["param_groups"]]
+    raise CheckpointError(
+        f"The optimizer's parameter groups of {sizes} are neither all of the model's {len(shapes)} parameters nor those of the Trainer;"
+        " load the checkpoint in the training script, which reads every layout."
+    )
+
+
+def _possible_groups(model: nn.Module) -> list[list[list[str]]]:
+    """Names in the order of one group, of the Trainer's two, of matrices and the rest."""
+    from transformers import Trainer
+
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    decay = set(Trainer.get_decay_parameter_names(None, model))
+    matrices = {name for name, parameter in named.items() if parameter.ndim > 1}
+    halves = [[[n for n in named if n in chosen], [n for n in named if n not in chosen]] for chosen in (decay, matrices)]
+    return [[list(named)], *halves]
+
+
+def _fits(state: Mapping[str, Any], groups: Sequence[Sequence[str]], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether every state tensor has its parameter's shape."""
+    if [len(group["params"]) for group in state["param_groups"]] != [len(names) for names in groups]:
+        return False
+    states = named_state(state, groups)["state"]
+    return all(
+        tuple(value.shape) == shapes[name]
+        for name, own in states.items()
+        for value in own.values()
+        if torch.is_tensor(value) and value.ndim
+    )

@@ -1,0 +1,183 @@
+"""A checkpoint is complete or invisible; what is damaged is named; what a user keeps in its folder stays."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from hf_osdp.checkpoint.folders import check_checkpoint, last_checkpoint, prepare_staging
+from hf_osdp.checkpoint.loop import load_loop
+from hf_osdp.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
+from hf_osdp.checkpoint.random_states import load_random_states, save_random_states
+from hf_osdp.checkpoint.writer import CheckpointWriter
+from hf_osdp.errors import CheckpointError
+
+from .checkpoints import saved, trained
+
+
+def small(folder, name="checkpoint-1", content="x", **options):
+    with CheckpointWriter(**options).new(folder / name, plan="p") as staging:
+        (staging.path / "inside").mkdir()
+        (staging.path / "inside" / "file").write_text(content)
+        assert not (folder / name / "inside" / "file").exists() or (folder / name / "inside" / "file").read_text() != content
+    return folder / name
+
+
+def test_a_folder_appears_when_it_is_complete_with_a_sum_of_each_file(tmp_path):
+    folder = small(tmp_path)
+    manifest = Manifest.load(folder)
+    assert manifest.files == {"inside/file": FileRecord.of(folder / "inside" / "file")} and manifest.plan == "p"
+    assert manifest.versions.keys() >= {"torch", "hf_osdp"} and manifest.world_size == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+def test_an_error_amid_writing_leaves_the_one_before(tmp_path):
+    small(tmp_path)
+    with pytest.raises(KeyError), CheckpointWriter().new(tmp_path / "checkpoint-2") as staging:
+        (staging.path / "half").write_text("x")
+        raise KeyError
+    assert last_checkpoint(tmp_path).name == "checkpoint-1"
+    small(tmp_path, "checkpoint-3")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-3"]
+
+
+def test_a_new_one_takes_the_place_of_an_old_one_and_leaves_what_is_not_its(tmp_path):
+    folder = small(tmp_path, "state")
+    (folder / "log.txt").write_text("a user's")
+    (folder / "plots").mkdir()
+    small(tmp_path, "state", content="new")
+    assert (folder / "inside" / "file").read_text() == "new" and (folder / "log.txt").read_text() == "a user's"
+    assert (folder / "plots").is_dir()
+    check_checkpoint(folder)
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "notes").write_text("a user's, in a folder that is no checkpoint")
+    small(tmp_path, "foreign")
+    assert (foreign / "notes").is_file()
+
+
+def test_a_replacement_that_was_interrupted_is_finished(tmp_path):
+    folder = small(tmp_path)
+    folder.rename(tmp_path / ".checkpoint-1.replaced")  # as if the process ended between the two renames
+    assert last_checkpoint(tmp_path) == folder
+    small(tmp_path, "checkpoint-2").rename(tmp_path / ".checkpoint-1.replaced")  # as if it ended after them
+    (tmp_path / ".checkpoint-1.replaced" / "log.txt").write_text("a user's")
+    assert last_checkpoint(tmp_path) == folder and (folder / "log.txt").is_file()
+
+
+@pytest.mark.parametrize(
+    ("damage", "line"),
+    [
+        (lambda path: path.write_text("xy"), "inside/file has 2 of 1 bytes"),
+        (lambda path: path.write_text("y"), "inside/file has another checksum than when it was written"),
+        (lambda path: path.unlink(), "inside/file is missing"),
+    ],
+)
+def test_damage_is_named_and_passed_over(tmp_path, caplog, damage, line):
+    small(tmp_path)
+    damage(small(tmp_path, "checkpoint-20") / "inside" / "file")
+    assert last_checkpoint(tmp_path).name == "checkpoint-1"
+    assert f"checkpoint-20 is damaged and passed over: {line}." in caplog.text
+    with pytest.raises(CheckpointError, match=f"checkpoint-20 is damaged: {line}; take one before it"):
+        check_checkpoint(tmp_path / "checkpoint-20")
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda said: said.update(format=9), "has format 9, this version of hf_osdp reads 1"),
+        (lambda said: said.pop("files"), "cannot be read"),
+        (
+            lambda said: said["files"].update({"../../outside": {"size": 1, "crc32": 0}}),
+            "names a file '../../outside' outside",
+        ),
+        (lambda said: said["files"].update({"/etc/passwd": {"size": 1, "crc32": 0}}), "outside of its folder"),
+        (lambda said: said["files"].update({"inside/file": {"size": "many", "crc32": 0}}), "cannot be read"),
+    ],
+)
+def test_a_manifest_that_is_none_is_damage(tmp_path, change, line):
+    folder = small(tmp_path)
+    said = json.loads((folder / MANIFEST_NAME).read_text())
+    change(said)
+    (folder / MANIFEST_NAME).write_text(json.dumps(said))
+    with pytest.raises(CheckpointError, match=line):
+        check_checkpoint(folder)
+    assert last_checkpoint(tmp_path) is None
+
+
+def test_the_last_has_the_highest_number_and_its_marker(tmp_path, caplog):
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint_2", "other-99"):
+        small(tmp_path, name)
+    (tmp_path / "checkpoint-77").write_text("no folder")
+    assert last_checkpoint(tmp_path).name == "checkpoint-10"
+    (tmp_path / "checkpoint-9" / "trainer_state.json").write_text("{}")
+    assert last_checkpoint(tmp_path, marker="trainer_state.json").name == "checkpoint-9"
+    assert "checkpoint-10 is damaged and passed over: trainer_state.json is missing" in caplog.text
+    assert last_checkpoint(tmp_path / "nowhere") is None
+
+
+def test_where_nothing_can_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot be written .*; give a folder that is writable"):
+        prepare_staging(tmp_path / "file" / "checkpoint-1")
+    with pytest.raises(CheckpointError, match=r"There is no checkpoint .*; give the path of one"):
+        check_checkpoint(tmp_path / "nowhere")
+
+
+def test_shards_are_written_while_training_goes_on(tmp_path):
+    model, optimizer = trained()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    writer = CheckpointWriter(in_background=True)
+    from hf_osdp.checkpoint.loop import save_loop
+
+    save_loop(writer, tmp_path / "checkpoint-1", model, optimizer, others={}, progress={"step": 2}, sharded=True, plan=None)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    writer.wait()
+    assert load_loop(tmp_path / "checkpoint-1", model, optimizer, others={}) == {"step": 2}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_what_failed_in_the_background_is_raised_later(tmp_path, monkeypatch):
+    writer = CheckpointWriter(in_background=True)
+    small(tmp_path)
+    monkeypatch.setattr("hf_osdp.checkpoint.writer.complete", lambda *args, **kwargs: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with writer.new(tmp_path / "checkpoint-2"):
+        pass
+    with pytest.raises(CheckpointError, match=r"could not be written on rank 0 \(OSError: .* No space left\); the one before"):
+        writer.wait()
+    writer.wait()  # told once
+    assert last_checkpoint(tmp_path).name == "checkpoint-1"
+
+
+def test_random_states_go_on_and_ranks_that_were_not_there_get_their_own(tmp_path):
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    save_random_states(tmp_path, 0)
+    draw = lambda: (torch.rand(2).tolist(), random.random(), np.random.rand())  # noqa: E731
+    want = draw()
+    load_random_states(tmp_path, 0)
+    assert draw() == want
+    others = []
+    for rank in (1, 2, 1):
+        load_random_states(tmp_path, rank)
+        others.append(draw())
+    assert others[0] == others[2] and len({str(each) for each in (want, *others)}) == 3
+    load_random_states(tmp_path / "nowhere", 0)
+
+
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path):
+    from tests.helpers.models import tiny_model
+
+    for sharded in (True, False):
+        folder = saved(tmp_path / f"checkpoint-{int(sharded)}", sharded=sharded)
+        for other in (tiny_model("llama", layers=1), tiny_model("gpt2", layers=2)):
+            with pytest.raises(CheckpointError, match="is not of this model"):
+                load_loop(folder, other, torch.optim.AdamW(other.parameters()), others={})
+        model, optimizer = trained()
+        with pytest.raises(CheckpointError, match=r"lacks scaler.pt, which this run needs"):
+            load_loop(folder, model, optimizer, others={"scaler.pt": torch.amp.GradScaler("cpu")})

@@ -1,0 +1,129 @@
+"""Nothing that stands in a checkpoint is run, and no name in it leaves its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from hf_osdp.checkpoint.layouts import find_model, find_optimizer
+from hf_osdp.checkpoint.loop import load_loop
+from hf_osdp.checkpoint.manifest import check_inside
+from hf_osdp.checkpoint.safe import SafeReader, load_file
+from hf_osdp.checkpoint.whole import read_optimizer, read_weights
+from hf_osdp.errors import CheckpointError
+
+from .checkpoints import saved, trained
+
+
+class Runs:
+    """Pickled as a call."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+def test_files_of_tensors_run_nothing(tmp_path):
+    torch.save({"state": {}, "x": Runs(tmp_path / "ran")}, tmp_path / "optimizer.bin")
+    with pytest.raises(CheckpointError, match="cannot be read as tensors and plain values"):
+        load_file(tmp_path / "optimizer.bin")
+    (tmp_path / "optimizer.bin").write_bytes(b"\x80\x02garbage")
+    with pytest.raises(CheckpointError, match="cannot be read as tensors and plain values"):
+        load_file(tmp_path / "optimizer.bin", numpy=True)
+    assert not (tmp_path / "ran").exists()
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.mark.parametrize("content", ["call", "dotted", "other", "garbage", "nothing"])
+def test_an_index_runs_nothing(tmp_path, content):
+    folder = saved(tmp_path / "checkpoint-1")
+    index = folder / "pytorch_model_fsdp_0" / ".metadata"
+    match content:
+        case "call":
+            index.write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
+        case "dotted":  # protocol 4 looks names with dots up part by part
+            index.write_bytes(b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93.")
+        case "other":
+            index.write_bytes(pickle.dumps(["a list"]))
+        case "garbage":
+            index.write_bytes(index.read_bytes()[:-20])
+        case "nothing":
+            index.unlink()
+    for reader in (SafeReader(index.parent).read_metadata, lambda: read_weights(find_model(folder))):
+        with pytest.raises(CheckpointError, match=r"index|cannot be read|is missing"):
+            reader()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_values_in_shards_run_nothing(tmp_path):
+    folder = tmp_path / "optimizer_0"
+    dcp.save({"optimizer": {"state": {}, "param_groups": [{"params": [], "lr": Runs(tmp_path / "ran")}]}}, checkpoint_id=folder)
+    with pytest.raises(CheckpointError, match=r"cannot be read .*(weights_only|Weights only)"):
+        read_optimizer(find_optimizer(tmp_path))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_names_stay_in_the_folder(tmp_path):
+    assert check_inside("a/b.distcp") == "a/b.distcp"
+    for name in ("../x", "/etc/passwd", "a/../../x", "C:/x", "a\\..\\x", "", None, 3, "x\0y"):
+        with pytest.raises(CheckpointError, match="outside of its folder"):
+            check_inside(name)
+    folder = saved(tmp_path / "checkpoint-1")
+    reader = SafeReader(folder / "pytorch_model_fsdp_0")
+    index = reader.read_metadata()
+    for info in index.storage_data.values():
+        info.relative_path = "../../elsewhere.distcp"
+    (folder / "pytorch_model_fsdp_0" / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointError, match="outside of its folder"):
+        reader.read_metadata()
+    several = tmp_path / "several"
+    several.mkdir()
+    (several / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../secret.safetensors"}}))
+    with pytest.raises(CheckpointError, match="outside of its folder"):
+        read_weights(find_model(several))
+    (several / "model.safetensors.index.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_weights(find_model(several))
+
+
+def test_an_index_of_any_sharded_checkpoint_is_read(tmp_path):
+    model, optimizer = trained()
+    folder = saved(tmp_path / "checkpoint-1", model=model, optimizer=optimizer)
+    read = read_weights(find_model(folder))
+    assert all(torch.equal(read[name], value) for name, value in model.state_dict().items())
+    dcp.save({"model": {"w": torch.zeros(2, dtype=torch.bfloat16)}}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0")
+    assert read_weights(find_model(tmp_path))["w"].dtype is torch.bfloat16
+
+
+def test_an_absurd_index_is_an_error(tmp_path):
+    folder = saved(tmp_path / "checkpoint-1")
+    path = folder / "pytorch_model_fsdp_0" / ".metadata"
+    index = SafeReader(path.parent).read_metadata()
+    first = next(iter(index.state_dict_metadata.values()))
+    first.size = torch.Size([1 << 50, 1 << 10])
+    path.write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_weights(find_model(folder))
+
+
+def test_a_folder_without_states_says_what_it_lacks(tmp_path):
+    with pytest.raises(CheckpointError, match=r"has no weights \(pytorch_model_fsdp_0/, pytorch_model_fsdp.bin, model.safetensors"):
+        find_model(tmp_path)
+    with pytest.raises(CheckpointError, match=r"has no optimizer state \(optimizer_0/, optimizer.bin, optimizer.pt\)"):
+        find_optimizer(tmp_path)
+    torch.save([1, 2], tmp_path / "optimizer.bin")
+    with pytest.raises(CheckpointError, match="holds no optimizer's state"):
+        read_optimizer(find_optimizer(tmp_path))
+    model, optimizer = trained(steps=0)
+    with pytest.raises(CheckpointError, match="has no weights"):
+        load_loop(tmp_path, model, optimizer, others={})
