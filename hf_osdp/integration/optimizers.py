@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..planner.job import OptimizerSpec, OptimizerStep
+from ..runtime.optimizer import reason_against, unwrapped
 
 _STATES = {"adamw": 2, "adam": 2, "adamax": 2, "nadam": 2, "radam": 2, "sgd": 0, "adagrad": 1, "rmsprop": 1, "adadelta": 2}
 """State tensors for each parameter, as `torch.optim` keeps them by default."""
@@ -22,10 +23,9 @@ def spec_of_optimizer(optimizer: torch.optim.Optimizer, *, device_type: str) -> 
     Raises:
         ValueError: the optimizer is not one that is known to work on sharded parameters.
     """
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
+    optimizer = unwrapped(optimizer)
     name = type(optimizer).__name__.lower()
-    if name not in _STATES:
+    if name not in _STATES or type(optimizer) is not getattr(torch.optim, type(optimizer).__name__, None):
         raise ValueError(
             f"The memory of the optimizer {type(optimizer).__name__} is not known; use one of torch.optim's {', '.join(sorted(_STATES))}."
         )
@@ -46,7 +46,9 @@ def spec_of_trainer_name(name: str, *, device_type: str) -> OptimizerSpec:
         ValueError: the optimizer is not known to work on sharded parameters, or its memory is not known.
     """
     if name not in _TRAINER_NAMES:
-        raise ValueError(f"optim={name!r} is not known to work on sharded parameters; use one of {', '.join(_TRAINER_NAMES)}.")
+        reason = reason_against(name)
+        why = f"{reason}, which shards of a parameter do not allow" if reason else "is not known to work on sharded parameters"
+        raise ValueError(f"optim={name!r} {why}; use one of {', '.join(_TRAINER_NAMES)}.")
     optimizer, fused = _TRAINER_NAMES[name], True if name.endswith("_fused") else None
     return OptimizerSpec(name=optimizer, states=_STATES[optimizer], step=_step(fused, None, device_type))
 

@@ -37,7 +37,7 @@ def shard_model(
         PlanError: the plan is not for this model.
     """
     for optimizer in optimizers:
-        check_optimizer(getattr(optimizer, "optimizer", optimizer))
+        check_optimizer(optimizer)
     names = parameter_names(model)
     for optimizer in optimizers:
         release_parameters(optimizer, names)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import OSDPError
 from ..profiling.units import canonical_name
@@ -13,6 +16,7 @@ from ..splitting.names import split_names
 from ..splitting.positions import keep_positions
 from .by_place import step_by_place
 from .host_offload import host_parameters
+from .optimizer_probe import difference_on_shards
 
 _REASONS = {
     "adafactor": "factors a parameter's second moment over its rows and columns",
@@ -24,26 +28,82 @@ _REASONS = {
     "galore": "projects each whole matrix",
     "lbfgs": "needs dot products over all parameters",
     "sparseadam": "needs sparse gradients",
+    "rprop": "assigns elements by a mask",
+    "lomo": "updates while backward runs, before gradients are reduced",
+    "apollo": "scales by the norms of a parameter's channels",
+    "8bit": "holds its states in blocks that are quantized together",
+    "4bit": "holds its states in blocks that are quantized together",
 }
-"""Why an optimizer is wrong, or fails, on shards, by a part of its class name in lower case."""
+"""Why an optimizer is wrong, or fails, on shards, by a part of its name in lower case."""
+
+
+_ELEMENT_WISE = tuple(
+    getattr(torch.optim, name) for name in ("AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD")
+)
+"""Optimizers of torch that train on shards as they train on the whole; a subclass may do something else."""
+_MOST_APART = 1e-4
+"""Of an update: rounding of float32 leaves less, a norm of a shard in the place of the whole's some percent."""
+_ADVICE = "use an element-wise optimizer such as AdamW, Adam, SGD or RMSprop"
+
+
+def reason_against(name: str) -> str | None:
+    """Why an optimizer of this name is wrong, or fails, on shards; None where the name says nothing.
+
+    Args:
+        name: of a class, or as `TrainingArguments(optim=...)` has it.
+    """
+    return next((reason for part, reason in _REASONS.items() if part in name.lower()), None)
+
+
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer itself, where Accelerate has wrapped it."""
+    while type(optimizer).__name__ == "AcceleratedOptimizer":
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose update of an element depends on other elements: on shards it would train differently.
+    """Refuse an optimizer whose update of an element depends on other elements: on shards it may train differently.
 
-    The class and all its bases are looked at by name, so that the versions of different packages are found.
+    The class and all its bases are looked at by name, so that the versions of different packages are found. What is neither known to
+    be wrong nor one of torch's own is tried on a matrix and on its shards.
 
     Raises:
-        OSDPError: the optimizer is known to be wrong under sharding.
+        OSDPError: the optimizer is known to be wrong under sharding, or was seen to be, or cannot be tried.
     """
+    optimizer = unwrapped(optimizer)
+    name = type(optimizer).__name__
     for cls in type(optimizer).__mro__:
-        name = cls.__name__.lower()
-        for part, reason in _REASONS.items():
-            if part in name:
-                raise OSDPError(
-                    f"{type(optimizer).__name__} {reason}, which shards of a parameter do not allow;"
-                    " use an element-wise optimizer such as AdamW, Adam, SGD or RMSprop."
-                )
+        if reason := reason_against(cls.__name__):
+            raise OSDPError(f"{name} {reason}, which shards of a parameter do not allow; {_ADVICE}.")
+    if type(optimizer) in _ELEMENT_WISE or not any(group["params"] for group in optimizer.param_groups):
+        return
+    try:
+        apart = difference_on_shards(optimizer)
+    except Exception as error:  # it may be made for anything
+        text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        raise OSDPError(f"{name} cannot be tried on shards ({type(error).__name__}: {text}); {_ADVICE}.") from error
+    if not apart <= _MOST_APART:
+        raise OSDPError(
+            f"{name} is not element-wise: two steps on a matrix and on its shards differ by {100 * apart:.2g} % of the update; {_ADVICE}."
+        )
+
+
+def check_new_optimizers(model: nn.Module) -> None:
+    """`check_optimizer` for every optimizer of this model before its first step: in a plain loop nobody tells us of them.
+
+    Args:
+        model: sharded, showing shards; the hook goes with it.
+    """
+    ids = {id(parameter) for parameter in model.parameters()}
+    checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer not in checked and any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
+            check_optimizer(optimizer)
+            checked.add(optimizer)
+
+    weakref.finalize(model, register_optimizer_step_pre_hook(stepping).remove)
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:

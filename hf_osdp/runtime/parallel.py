@@ -19,21 +19,24 @@ from ..planner.description import DType
 from ..planner.hardware import Hardware
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
+from ..preflight.model import check_model
 from ..profiling.cuts import cut_units
 from ..quantities import format_bytes, format_seconds
 from .accumulation import micro_step
-from .agree import on_rank_zero
+from .agree import on_rank_zero, require_same_run
 from .apply import apply_plan
+from .before_start import say_what_is_found
 from .by_place import step_new_optimizers_by_place
 from .clip import clip_grad_norm_
 from .environment import form_process_group, mp_policy, prepare_model, training_device
 from .host_offload import move_to_device, uses_host
 from .measure import Observation
 from .mesh import Meshes
+from .optimizer import check_new_optimizers
 from .scaler import OSDPGradScaler
 from .state import free_gathered, full_state_dict, load_full_state_dict
 from .verify import verify_applied
-from .wanted import Wanted
+from .wanted import Found, Wanted
 from .watch import LoopWatch
 
 if TYPE_CHECKING:
@@ -135,6 +138,7 @@ class OptimalShardedDataParallel(nn.Module):
             PlanError: the given plan cannot be read, is for another model, number of processes or batch, or does not fit.
             HardwareError: the hardware's name is not known.
             ProfileError: the profile cannot be read, or holds times of another model.
+            PreflightError: the run would fail, or train something else than was meant.
             ValueError: an argument is missing, out of range, or of no use beside a plan.
         """
         super().__init__()
@@ -160,11 +164,14 @@ class OptimalShardedDataParallel(nn.Module):
         )
         wanted.check(planning=plan is None)
         form_process_group(needed=self._precision.compute is not None)
+        require_same_run(model, wanted, plan=plan, device_type=training_device().type)
+        check_model(model)
         prepare_model(model, self._precision)
         self.report: SearchResult | None = None
         self.rounds: tuple[Round, ...] = ()
         self.measured: Observation | None = None
         meshes: Meshes | None = None
+        found: Found | None = None
         if plan is None:
             found = wanted.search(model)
             self.plan, self.rounds, meshes = found.plan, found.rounds, found.meshes
@@ -172,9 +179,12 @@ class OptimalShardedDataParallel(nn.Module):
         else:
             self.plan = wanted.load(plan)
         units = cut_units(model, self.plan.cut, wanted.block_classes, low_precision=self._precision.compute is not None)
+        say_what_is_found(model, self.plan, units, wanted, found)
         apply_plan(model, self.plan, units, meshes=meshes, mp_policy=mp_policy(self._precision))
         verify_applied(model, self.plan, units)
         self.module = move_to_device(model, training_device())
+        if self.plan.world_size > 1:
+            check_new_optimizers(self.module)
         if uses_host(self.plan):
             step_new_optimizers_by_place(self.module)
         skips = self._precision.compute is DType.FLOAT16

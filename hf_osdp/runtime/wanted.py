@@ -36,6 +36,7 @@ class Found:
     """A plan, the same on every rank, with what it was found for."""
 
     plan: Plan
+    hardware: Hardware
     problem: Problem | None
     """Rank 0's, with corrections in it where plans were tried."""
     rounds: tuple[Round, ...]
@@ -146,7 +147,7 @@ class Wanted:
         meshes: Meshes | None = None
         if self.recalibrate:
             plan, rounds, problem, meshes = self._tried(model, plan, problem, job)
-        return Found(plan=plan, problem=problem, rounds=rounds, meshes=meshes)
+        return Found(plan=plan, hardware=hardware, problem=problem, rounds=rounds, meshes=meshes)
 
     def _tried(
         self, model: nn.Module, plan: Plan, problem: Problem | None, job: TrainingJob

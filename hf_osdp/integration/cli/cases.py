@@ -20,7 +20,8 @@ from ...preflight.devices import limit_within
 from ...quantities import parse_bytes
 from .options import Request
 
-_OPTIMIZERS = {"adamw": OptimizerSpec(), "momentum": OptimizerSpec(name="momentum", states=1), "sgd": OptimizerSpec(name="sgd", states=0)}
+OPTIMIZERS = {"adamw": OptimizerSpec(), "momentum": OptimizerSpec(name="momentum", states=1), "sgd": OptimizerSpec(name="sgd", states=0)}
+"""What `--optimizer` names."""
 
 
 def hardware_of(request: Request) -> Hardware:
@@ -58,7 +59,7 @@ def job_of(request: Request, hardware: Hardware) -> TrainingJob:
     job = TrainingJob(
         global_batch_size=request.global_batch_size,
         precision=Precision.named(request.precision),
-        optimizer=_OPTIMIZERS[request.optimizer],
+        optimizer=OPTIMIZERS[request.optimizer],
         micro_batch_size=request.micro_batch_size,
         recompute=request.recompute,
         host_offload=request.host_offload,
@@ -96,7 +97,7 @@ def device_type_of(hardware: Hardware) -> str:
 def describer(request: Request, hardware: Hardware) -> Callable[..., ModelDescription]:
     """A function that describes a configuration at a sequence length as the request wants it, times by roofline."""
     precision = Precision.named(request.precision)
-    names = _names(request.block_classes)
+    names = names_in(request.block_classes)
 
     def describe_at(config: Any, sequence_length: int, cut: Cut = WHOLE_BLOCKS) -> ModelDescription:
         from ...profiling.describe import describe
@@ -115,7 +116,8 @@ def describer(request: Request, hardware: Hardware) -> Callable[..., ModelDescri
 
 
 def model_of(request: Request, config: Any) -> Any:
-    """What is trained, on the meta device: the configuration's model, with adapters if they are asked for.
+    """What is trained, on the meta device: the configuration's model, with adapters if they are asked for, and with masters in float32
+    where it is trained in less.
 
     Raises:
         ValueError: peft is not installed, or targets are given without a rank.
@@ -124,16 +126,18 @@ def model_of(request: Request, config: Any) -> Any:
     if request.lora_rank is None and request.lora_targets:
         raise ValueError(f"--lora-targets {request.lora_targets} has no effect without --lora-rank; give both, or neither.")
     from ...profiling.build import build_on_meta
+    from ...runtime.environment import hold_master_weights
 
     model = build_on_meta(config, request.auto_class)
-    if request.lora_rank is None:
-        return model
-    from ...profiling.adapters import with_lora
+    if request.lora_rank is not None:
+        from ...profiling.adapters import with_lora
 
-    return with_lora(model, request.lora_rank, _names(request.lora_targets))
+        model = with_lora(model, request.lora_rank, names_in(request.lora_targets))
+    hold_master_weights(model, Precision.named(request.precision))
+    return model
 
 
-def _names(text: str | None) -> list[str]:
+def names_in(text: str | None) -> list[str]:
     """What stands between commas."""
     return [name.strip() for name in (text or "").split(",") if name.strip()]
 
@@ -167,7 +171,7 @@ def case_of(request: Request) -> tuple[Case, Any]:
     )
     if request.split_vocabulary and not request.operator_splitting:
         raise ValueError("--split-vocabulary has no effect beside --no-operator-splitting; leave one of the two out.")
-    return (_cut(case, request, config) if request.operator_splitting else case), config
+    return (cut_case(case, request, config) if request.operator_splitting else case), config
 
 
 def plain_of(request: Request, hardware: Hardware, config: Any) -> ModelDescription:
@@ -175,7 +179,7 @@ def plain_of(request: Request, hardware: Hardware, config: Any) -> ModelDescript
     return timed(request, describer(request, hardware)(config, request.sequence_length))
 
 
-def _cut(case: Case, request: Request, config: Any) -> Case:
+def cut_case(case: Case, request: Request, config: Any) -> Case:
     """The case of the model cut as it trains fastest. Blocks that are to be checkpointed, and those of a profile, stay whole."""
     if request.activation_checkpointing or (request.profile is not None and profile_of(request).segments):
         return case
