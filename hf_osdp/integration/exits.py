@@ -10,13 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import OSDPError
+from ..runtime import lifeline
 from ..runtime.roll_call import roll_call
 from .launch import launched_rank
 
 USER_ERROR = 2
 """Exit code for input that cannot be used, as argparse has it."""
 _RANK_ZERO_FIRST_S = 5.0
-"""How long other ranks leave it to rank 0 to speak; its exit makes the launcher end them."""
+"""How long other ranks leave it to rank 0 to speak, before there is a lifeline; its exit makes the launcher end them."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +34,31 @@ def run_script(main: Callable[[], None]) -> None:
     try:
         with roll_call():
             main()
+    except SystemExit as stop:
+        if stop.code and (line := lifeline.current()):
+            line.fail(stop, lambda: None, exit_code=stop.code if isinstance(stop.code, int) else 1)
+        raise
     except (ValueError, OSDPError) as error:
         if not isinstance(error, OSDPError) and not _is_ours(error, main):
             raise
         logger.debug("Input cannot be used", exc_info=True)
-        if launched_rank() != 0:
-            time.sleep(_RANK_ZERO_FIRST_S)
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        _say_once(error)
         sys.exit(USER_ERROR)
+
+
+def _say_once(error: Exception) -> None:
+    """Rank 0 says it, if it has the same error; else the lifeline does. Without one each rank does, where rank 0 has not ended it."""
+
+    def say() -> None:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+
+    line, rank = lifeline.current(), launched_rank()
+    if line is None:
+        time.sleep(_RANK_ZERO_FIRST_S if rank else 0)
+        say()
+        return
+    line.fail(error, say if rank == 0 else lambda: None, exit_code=USER_ERROR)
+    line.wait_for_rank_zero()
 
 
 def _is_ours(error: BaseException, main: Callable[[], None]) -> bool:

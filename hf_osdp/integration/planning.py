@@ -29,7 +29,7 @@ from ..profiling.batch import training_batch
 from ..profiling.describe import describe
 from ..profiling.machine import hardware_of_run
 from ..quantities import format_bytes
-from ..runtime.agree import broadcast_plan, on_rank_zero
+from ..runtime.agree import broadcast_plan, on_rank_zero, require_same_run
 from ..runtime.given import check_given, refuse_a_host_of_the_cpu, warn_of_other_nodes
 from ..runtime.mesh import Meshes
 from ..runtime.probe import Trial, probe
@@ -145,11 +145,14 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
 
     Raises:
         InfeasibleError: no plan meets the memory limit.
+        LaunchError: ranks run different versions.
         PlanError: a given plan cannot be read, or is not for this model and run.
+        PlanMismatchError: ranks have different models, plans or options.
         PreflightError: the run would fail, or train something else than was meant.
         ValueError: sizes do not fit together, or a name is not known.
     """
     started = time.perf_counter()
+    require_same_run(model, config, facts)
     job = facts.job(config)
     _check_checkpointing(config, facts)
     check_model(model, trains=facts.trains)

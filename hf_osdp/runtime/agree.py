@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import nn
 
 from ..errors import (
     CheckpointError,
@@ -19,8 +23,12 @@ from ..errors import (
     PlanMismatchError,
     ProfileError,
 )
+from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
 from .mesh import world_size
+from .rank_reports import mismatch_line
+from .roll_call import compare_versions
+from .stores import are_several, call_space, confer
 
 T = TypeVar("T")
 
@@ -120,3 +128,66 @@ def _rebuild(*, type_name: str, text: str, attributes: dict[str, Any]) -> Except
     error.args = (text,)
     vars(error).update(attributes)
     return error
+
+
+def require_same(said: Mapping[str, str]) -> None:
+    """Stop all ranks where they are about to run different things. Collective, before any collective: ranks ask the store.
+
+    Args:
+        said: what this rank is about to run, by name.
+
+    Raises:
+        PlanMismatchError: ranks differ; the same line on every rank, which says in what, and which ranks.
+    """
+    if are_several() and (line := confer(call_space(), dict(said), mismatch_line)):
+        raise PlanMismatchError(line)
+
+
+def require_same_run(model: nn.Module, *asked: object, **more: object) -> None:
+    """Before planning: the ranks' versions, models and options. From here on a rank that ends ends all. Collective, without a collective.
+
+    Args:
+        model: not yet sharded.
+        *asked: dataclasses of options. Of objects among them, and of `memory_limit`, which may be measured, it counts only whether
+            they are there; of `sequence_length`, which may be read from the data, nothing.
+        **more: further options.
+
+    Raises:
+        LaunchError: versions differ.
+        PlanMismatchError: models or options do.
+    """
+    if not are_several():
+        return
+    compare_versions()
+    options = {field.name: getattr(one, field.name) for one in asked for field in fields(one)} | more
+    texts = {name: _option_text(name, value) for name, value in options.items() if name != "sequence_length"}
+    require_same({"the model": _model_text(model), **texts})
+
+
+def _model_text(model: nn.Module) -> str:
+    """Class, size, and a hash over names, shapes and dtypes."""
+    tensors = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    return f"{type(model).__name__} ({len(tensors)} tensors, {elements} elements, {hashlib.sha256(repr(tensors).encode()).hexdigest()[:8]})"
+
+
+def _option_text(name: str, value: object) -> str:
+    """As it is shown where ranks differ."""
+    if value is None:
+        return "left out"
+    if name == "plan":
+        return _plan_text(value)
+    plain = isinstance(value, (bool, int, float, str, tuple, Precision, OptimizerSpec)) and name != "memory_limit"
+    return repr(value) if plain and name not in ("hardware", "profile") else "given"
+
+
+def _plan_text(plan: object) -> str:
+    """A plan's fingerprint; a file that cannot be read here may be rank 0's alone, whose counts."""
+    if isinstance(plan, Plan):
+        return plan.fingerprint
+    if not Path(str(plan)).is_file():
+        return ""
+    try:
+        return Plan.load(Path(str(plan))).fingerprint
+    except PlanError:
+        return "a file that is no plan"

@@ -20,6 +20,7 @@ from ..profiling.units import canonical_name, modules_by_name
 from ..profiling.wrapping import recompute
 from ..splitting.names import is_split
 from ..splitting.split import split_operators
+from .agree import require_same
 from .broadcast import broadcast_parameters
 from .host_offload import offload_policy, uses_host
 from .mesh import SHARD_AXIS, Meshes, world_size
@@ -54,9 +55,13 @@ def apply_plan(
 
     Raises:
         PlanError: the plan is for another model or world size, or a unit names a module that the model lacks.
+        PlanMismatchError: ranks have different plans, models or devices; on every rank, before any collective.
         OSDPError: the model is sharded already.
         ValueError: `mp_policy` is given, but there is no process group. For units on the host one process forms its own.
     """
+    device_type = default_device_type() if meshes is None else meshes.device_type
+    units_text = f"{_as_description(model, units).fingerprint} in {len(units)} units"
+    require_same({"the plan": plan.fingerprint, "the model": units_text, "the device": device_type})
     if plan.cut.splits and not is_split(model):
         split_operators(model, plan.cut.splits)
     plan.check(_as_description(model, units), world_size())
@@ -72,7 +77,7 @@ def apply_plan(
         from .environment import form_process_group
 
         form_process_group(needed=True)
-    meshes = meshes or Meshes(default_device_type())
+    meshes = meshes or Meshes(device_type)
     meshes.prepare(plan)
     if broadcast:
         broadcast_parameters(model)

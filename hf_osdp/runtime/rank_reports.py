@@ -145,6 +145,70 @@ def gloo_line(report: RankReport, *, interface: str | None, reason: str) -> str:
     )
 
 
+def failed_line(rank: int, host: str, *, text: str) -> str:
+    """A rank ended by an exception."""
+    return f"Rank {rank} on {host} failed, and all ranks end: {text}"
+
+
+def died_line(rank: int, host: str) -> str:
+    """A rank ended and said nothing."""
+    return (
+        f"Rank {rank} on {host} ended without a word, and all ranks end: it was killed (by hand, by the cluster, for memory of the host),"
+        " crashed or left by os._exit; its output and its machine's log say which."
+    )
+
+
+def off_line(rank: int, host: str, *, reason: str) -> str:
+    """A rank's machine cannot be reached any more."""
+    return (
+        f"Rank {rank} on {host} does not answer any more ({_first_sentence(reason)}), and all ranks end:"
+        " its machine went off, or the network between."
+    )
+
+
+def no_lifeline_line(rank: int, host: str, *, place: str, reason: str) -> str:
+    """A rank cannot connect to rank 0's lifeline."""
+    return (
+        f"Rank {rank} on {host} has no lifeline to rank 0 at {place} ({_first_sentence(reason)}): should a rank die, this one waits until"
+        " its collective times out. Let machines reach each other on all ports."
+    )
+
+
+def absent_line(ranks: Iterable[int], *, waited_s: float) -> str:
+    """Ranks did not come to rank 0's lifeline."""
+    return (
+        f"No lifeline to {_ranks(ranks)} after {waited_s:g} s: should one of them die, others wait until their collective times out."
+        " Its own output says why."
+    )
+
+
+def late_line(ranks: Iterable[int], *, waited_s: float) -> str:
+    """Ranks that were there do not come to where the others are."""
+    return (
+        f"The other ranks waited {waited_s:g} s for {_ranks(ranks)}, which did not come this far or hang:"
+        " look at what they do with `py-spy dump --pid`, and let all ranks run the same program."
+    )
+
+
+def mismatch_line(said: Sequence[Mapping[str, str]]) -> str | None:
+    """Which ranks are about to run something else than rank 0; None where all are to run the same.
+
+    Args:
+        said: of each rank, what it is about to run, by name, in rank order; an empty text agrees with all.
+    """
+    parts = []
+    for name in dict.fromkeys(name for one in said for name in one):
+        kinds: dict[str, list[int]] = {}
+        for rank, one in enumerate(said):
+            if value := one.get(name, "not known"):
+                kinds.setdefault(value, []).append(rank)
+        if len(kinds) > 1:
+            parts.append(f"{name} is " + ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in kinds.items()))
+    if not parts:
+        return None
+    return f"Ranks are about to run different things: {'; '.join(parts)}. Run the same program with the same arguments on every rank."
+
+
 def _first_sentence(reason: str) -> str:
     """Torch's message without its C++ stack and source files, short enough for one line."""
     text = " ".join(re.sub(r"\[[^\]]*\.cc:\d+\]", "", reason.split("Exception raised from")[0]).split()).rstrip(". ")

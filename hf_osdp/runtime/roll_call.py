@@ -29,6 +29,7 @@ from importlib import metadata
 import torch.distributed as dist
 
 from ..errors import LaunchError
+from . import lifeline
 from .launched import Launch, launch_timeout_s
 from .rank_reports import (
     RankReport,
@@ -42,12 +43,13 @@ from .rank_reports import (
     twice_line,
     unreachable_line,
 )
+from .stores import are_several, call_space, confer, wait_for
 
 COMPARED = ("hf_osdp", "torch", "accelerate", "transformers")
 """Packages that all ranks must have in one version."""
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.2
-"""Between two looks into the store: short while ranks come together, then rare enough for a thousand ranks."""
+"""Between two attempts to reach it."""
 _SLICE_S = 1.0
 """How often who waits also looks for objections, or for another chair."""
 _READ_S = 5.0
@@ -83,7 +85,8 @@ def roll_call(*, timeout_s: float | None = None) -> Iterator[None]:
         return
     mine = _own_report(launch.rank)
     store = _open_store(launch, mine, limit_s)
-    meet(store, launch, mine, limit_s)
+    space = meet(store, launch, mine, limit_s)
+    lifeline.join(space, rank=launch.rank, world_size=launch.world_size, address=launch.address)
     try:
         yield
     except RuntimeError as failed:
@@ -94,7 +97,7 @@ def roll_call(*, timeout_s: float | None = None) -> Iterator[None]:
         del store  # not before: the group's own store has joined the server by now
 
 
-def meet(store: dist.Store, launch: Launch, mine: RankReport, limit_s: float) -> None:
+def meet(store: dist.Store, launch: Launch, mine: RankReport, limit_s: float) -> dist.Store:
     """The roll call in a given store. Collective.
 
     Args:
@@ -103,30 +106,35 @@ def meet(store: dist.Store, launch: Launch, mine: RankReport, limit_s: float) ->
         mine: what it says of itself.
         limit_s: seconds to wait for others.
 
+    Returns:
+        The part of the store that belongs to this call.
+
     Raises:
         LaunchError: see `roll_call`.
     """
     hall = dist.PrefixStore("hf_osdp/roll_call", store)
     try:
-        error = (_preside if launch.rank == 0 else _attend)(hall, launch, mine, limit_s)
+        error, space = (_preside if launch.rank == 0 else _attend)(hall, launch, mine, limit_s)
     except RuntimeError as lost:  # torch's errors of stores
         raise LaunchError(lost_line(mine, place=launch.place, reason=str(lost))) from lost
-    if error is not None:
+    if error is not None or space is None:
         raise LaunchError(error)
+    return space
 
 
 def compare_versions() -> None:
-    """Hold the ranks' versions against each other where a process group exists already. Collective.
+    """Where a process group exists already: hold the ranks' versions against each other, and a lifeline between them. Collective.
 
     Raises:
         LaunchError: they differ; the same line on every rank.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+    if not are_several():
         return
-    reports: list[RankReport] = [None] * dist.get_world_size()  # type: ignore[list-item]
-    dist.all_gather_object(reports, _own_report(dist.get_rank()))
-    if line := difference_line(reports):
+    rank, space = dist.get_rank(), call_space()
+    mine = json.dumps(asdict(_own_report(rank)))
+    if line := confer(space, mine, lambda said: difference_line([RankReport.read(text) for text in said])):
         raise LaunchError(line)
+    lifeline.join(space, rank=rank, world_size=dist.get_world_size(), address=os.environ.get("MASTER_ADDR"))
 
 
 def own_versions() -> dict[str, str]:
@@ -137,8 +145,8 @@ def own_versions() -> dict[str, str]:
 # ---------------------------------------------------------------------------------------------------------- the two roles
 
 
-def _preside(hall: dist.Store, launch: Launch, mine: RankReport, limit_s: float) -> str | None:
-    """Rank 0: collect the reports, decide, and see the decision read. Returns the error, if there is one."""
+def _preside(hall: dist.Store, launch: Launch, mine: RankReport, limit_s: float) -> tuple[str | None, dist.Store]:
+    """Rank 0: collect the reports, decide, and see the decision read. Returns the error, if there is one, and where this was."""
     chair = {"space": uuid.uuid4().hex, "host": mine.host, "world_size": launch.world_size}
     space = dist.PrefixStore(chair["space"], hall)
     hall.set(_CHAIR, json.dumps(chair))
@@ -157,8 +165,8 @@ def _preside(hall: dist.Store, launch: Launch, mine: RankReport, limit_s: float)
             waited_s=limit_s,
         )
     space.set(_OUTCOME, json.dumps(error))
-    _wait(space, [f"read/{rank}" for rank in present], _READ_S)
-    return error
+    wait_for(space, [f"read/{rank}" for rank in present], _READ_S)
+    return error, space
 
 
 def _collect(hall: dist.Store, space: dist.Store, chair: dict[str, object], others: Sequence[int], limit_s: float) -> str | None:
@@ -166,7 +174,7 @@ def _collect(hall: dist.Store, space: dist.Store, chair: dict[str, object], othe
     deadline = time.monotonic() + limit_s
     complete = False
     while not complete and time.monotonic() < deadline:
-        complete = _wait(space, [_report(rank) for rank in others], min(_SLICE_S, deadline - time.monotonic()))
+        complete = wait_for(space, [_report(rank) for rank in others], min(_SLICE_S, deadline - time.monotonic()))
         if space.check([_OBJECTION]):
             return space.get(_OBJECTION).decode()
         now = json.loads(hall.get(_CHAIR))
@@ -177,12 +185,12 @@ def _collect(hall: dist.Store, space: dist.Store, chair: dict[str, object], othe
     return None
 
 
-def _attend(hall: dist.Store, launch: Launch, mine: RankReport, limit_s: float) -> str | None:
-    """Other ranks: report to whoever presides, and hear the outcome. Returns the error, if there is one."""
+def _attend(hall: dist.Store, launch: Launch, mine: RankReport, limit_s: float) -> tuple[str | None, dist.Store | None]:
+    """Other ranks: report to whoever presides, and hear the outcome. Returns the error, if there is one, and where this was."""
     reported_to: str | None = None
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
-        if not _wait(hall, [_CHAIR], min(_SLICE_S, deadline - time.monotonic())):
+        if not wait_for(hall, [_CHAIR], min(_SLICE_S, deadline - time.monotonic())):
             continue
         chair = json.loads(hall.get(_CHAIR))
         space = dist.PrefixStore(chair["space"], hall)
@@ -193,12 +201,12 @@ def _attend(hall: dist.Store, launch: Launch, mine: RankReport, limit_s: float) 
             reported_to, deadline = chair["space"], time.monotonic() + limit_s + _READ_S
             if objection := _hand_in(space, launch, mine, chair):
                 space.set(_OBJECTION, objection)
-                return objection
-        if _wait(space, [_OUTCOME], _SLICE_S):
+                return objection, space
+        if wait_for(space, [_OUTCOME], _SLICE_S):
             error = json.loads(space.get(_OUTCOME))
             space.set(f"read/{mine.rank}", "")
-            return error
-    return silent_line(mine, place=launch.place, waited_s=limit_s)
+            return error, space
+    return silent_line(mine, place=launch.place, waited_s=limit_s), None
 
 
 def _hand_in(space: dist.Store, launch: Launch, mine: RankReport, chair: dict) -> str | None:
@@ -249,17 +257,6 @@ def _reach(launch: Launch, limit_s: float) -> str | None:
                 return error.strerror or str(error)
         time.sleep(pause)
         pause = min(2 * pause, _LAST_PAUSE_S)
-
-
-def _wait(store: dist.Store, keys: Sequence[str], seconds: float) -> bool:
-    """Whether all keys are there within the time. (The store's own `wait` prints a warning each time that it is over.)"""
-    deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE_S
-    while keys and not store.check(list(keys)):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, _LAST_PAUSE_S)
-    return True
 
 
 def _own_report(rank: int) -> RankReport:

@@ -1,0 +1,68 @@
+"""What ranks write down for each other in torch's store, before or beside any collective."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import LaunchError
+from .rank_reports import late_line
+
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.2
+"""Between two looks into the store: short while ranks come together, then rare enough for a thousand ranks."""
+_CONFER_S = 1800.0
+"""How long ranks wait for each other, as long as torch's own collectives do by default."""
+
+
+def wait_for(store: dist.Store, keys: Sequence[str], seconds: float) -> bool:
+    """Whether all keys are there within the time. (The store's own `wait` prints a warning each time that it is over.)"""
+    deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE_S
+    while keys and not store.check(list(keys)):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LAST_PAUSE_S)
+    return True
+
+
+def are_several() -> bool:
+    """Whether there is a process group of several real ranks."""
+    return dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
+
+
+def call_space() -> dist.Store:
+    """An empty part of the process group's store, the same on every rank that calls this as often. It needs no collective."""
+    calls = dist.PrefixStore("hf_osdp/calls", dist.distributed_c10d._get_default_store())
+    number = calls.add(f"of_rank/{dist.get_rank()}", 1)
+    return dist.PrefixStore(str(number), calls)
+
+
+def confer(space: dist.Store, mine: object, judge: Callable[[list[Any]], str | None]) -> str | None:
+    """Rank 0 hears all ranks and decides. Collective, but by the store: it works also where ranks use different devices.
+
+    Args:
+        space: from `call_space`.
+        mine: what this rank says; JSON.
+        judge: from what all ranks say, in rank order, to what is wrong; called on rank 0.
+
+    Returns:
+        What is wrong, the same on every rank; None if nothing is.
+
+    Raises:
+        LaunchError: ranks did not come.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    said = [f"said/{other}" for other in range(size)]
+    space.set(said[rank], json.dumps(mine))
+    if rank == 0:
+        if not wait_for(space, said, _CONFER_S):
+            missing = [other for other in range(size) if not space.check([said[other]])]
+            raise LaunchError(late_line(missing, waited_s=_CONFER_S))
+        space.set("outcome", json.dumps(judge([json.loads(text) for text in space.multi_get(said)])))
+    elif not wait_for(space, ["outcome"], _CONFER_S):
+        raise LaunchError(late_line([0], waited_s=_CONFER_S))
+    return json.loads(space.get("outcome"))
