@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,23 @@ def run_ranks(
         RankFailure: with the traceback of the rank that failed first.
         ValueError: `fn` cannot be imported by name.
     """
+    with ranks_of(fn, world_size, *args, timeout_s=timeout_s, init=init, env=env, nodes=nodes) as processes:
+        task = processes[0].task
+        _wait(processes, task, timeout_s)
+        return [pickle.loads(_result(task, rank).read_bytes()) for rank in range(world_size)]
+
+
+@contextmanager
+def ranks_of(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120.0,
+    init: bool = True,
+    env: Mapping[str, str] | None = None,
+    nodes: int = 1,
+) -> Iterator[list[Rank]]:
+    """The processes of `run_ranks` while they run; at the end none is left."""
     if fn.__module__ == "__main__" or "<locals>" in fn.__qualname__:
         raise ValueError(f"run_ranks needs a function at the top of an importable module, not {fn.__module__}.{fn.__qualname__}.")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
@@ -84,11 +102,10 @@ def run_ranks(
         try:
             for rank in range(world_size):
                 processes.append(_start(rank, world_size, store.port, task, _place(rank, world_size // nodes) | dict(env or {})))
-            _wait(processes, task, timeout_s)
+            yield processes
         finally:
             for process in processes:
                 _end(process)
-        return [pickle.loads(_result(task, rank).read_bytes()) for rank in range(world_size)]
 
 
 def _place(rank: int, per_node: int) -> dict[str, str]:
@@ -105,14 +122,15 @@ def _start(rank: int, world_size: int, port: int, task: Path, env: Mapping[str, 
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         **env,
     }  # fmt: skip
-    return Rank(_ask({"task": str(task), "rank": rank, "env": variables}))
+    return Rank(_ask({"task": str(task), "rank": rank, "env": variables}), task)
 
 
 class Rank:
     """A rank's process, as `subprocess.Popen` shows one of its own."""
 
-    def __init__(self, pid: int):
+    def __init__(self, pid: int, task: Path):
         self.pid = pid
+        self.task = task
         self.returncode: int | None = None
 
     def poll(self) -> int | None:

@@ -1,0 +1,202 @@
+"""Kill a training at random moments, start it again, and see that nothing is lost. The long version:
+
+    python -m tests.faults.kills --kills 100 --seed 0
+
+Each start is killed in a phase and after a time that a seeded generator picks, by SIGKILL of one rank or of all. What must hold: the
+other ranks end by themselves within the limit; the next start goes on from the last checkpoint that was complete; the final
+weights are those of a run that nobody killed, to the bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file
+
+from tests.faults.training import FINAL, PHASES, Training, train
+from tests.helpers.distributed import Rank, ranks_of
+
+WORLD = 2
+ENDS_WITHIN_S = 20.0
+"""How long the ranks that were not killed may take to end by themselves: 5 s are stated, on cores that have nothing else to do."""
+START_S = 120.0
+"""How long one start may take."""
+LONGEST_S = {"planning": 0.6, "resume": 0.3, "step": 0.15, "save": 0.15}
+"""How long after a phase's mark the kill may come: about what a phase takes."""
+TRAININGS = (
+    Training(loop="trainer", sharded=True),
+    Training(loop="plain", sharded=True),
+    Training(loop="trainer", sharded=False),
+    Training(loop="trainer", sharded=True, in_background=True),
+    Training(loop="plain", sharded=False),
+)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What was seen over all trainings."""
+
+    kills: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By phase, and by who was killed."""
+    ending_s: list[float] = field(default_factory=list)
+    """From the kill to the end of the others, where one rank was killed."""
+    trainings: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """Kills in all."""
+        return self.kills.total()
+
+
+def run(kills: int, seed: int, folder: Path) -> Outcome:
+    """Trainings one after the other, until there were so many kills.
+
+    Args:
+        kills: how many.
+        seed: of the generator that picks phases, moments and victims.
+        folder: where they write.
+    """
+    chance, outcome = random.Random(seed), Outcome()
+    wanted: dict[Training, dict[str, torch.Tensor]] = {}
+    while outcome.count < kills:
+        training = TRAININGS[outcome.trainings % len(TRAININGS)]
+        if training not in wanted:
+            wanted[training] = _uninterrupted(training, folder)
+        place = folder / f"training-{outcome.trainings}"
+        place.mkdir()
+        _one_training(training, place, chance, outcome, kills)
+        outcome.trainings += 1
+        final = load_file(place / FINAL)
+        if different := [name for name, value in wanted[training].items() if not torch.equal(final[name], value)]:
+            outcome.problems.append(f"{place.name} ({training}): {len(different)} weights differ, such as {different[0]}")
+    return outcome
+
+
+def _uninterrupted(training: Training, folder: Path) -> dict[str, torch.Tensor]:
+    place = Path(tempfile.mkdtemp(dir=folder))
+    with ranks_of(train, WORLD, training, str(place), timeout_s=START_S, init=training.loop == "plain") as ranks:
+        _wait(ranks, START_S)
+    return load_file(place / FINAL)
+
+
+def _one_training(training: Training, place: Path, chance: random.Random, outcome: Outcome, kills: int) -> None:
+    """Starts until it is done."""
+    starts = 0
+    while not (place / FINAL).exists():
+        environment = {"TORCHELASTIC_RESTART_COUNT": str(starts)}
+        (place / "marks").unlink(missing_ok=True)
+        before = _newest(place)
+        with ranks_of(train, WORLD, training, str(place), timeout_s=START_S, init=training.loop == "plain", env=environment) as ranks:
+            if outcome.count < kills:
+                _kill_sometime(ranks, place, chance, outcome, resumes=starts > 0)
+            elif not _wait(ranks, START_S):
+                outcome.problems.append(f"{place.name}: a start that nobody killed did not end well")
+                return
+        _check_resumed(place, before, outcome)
+        starts += 1
+
+
+def _kill_sometime(ranks: list[Rank], place: Path, chance: random.Random, outcome: Outcome, *, resumes: bool) -> None:
+    """Wait for a phase, and for a moment in it; kill one rank or all; see that the others end."""
+    phase = chance.choice([phase for phase in PHASES if resumes or phase != "resume"])
+    number, moment = chance.randint(1, 4) if phase in ("step", "save") else 1, chance.uniform(0, LONGEST_S[phase])
+    victims = chance.choice([[0], [1], [0, 1]])
+    if not _reached(ranks, place, phase, number):
+        return  # it ended before
+    time.sleep(moment)
+    for victim in victims:
+        os.kill(ranks[victim].pid, signal.SIGKILL)
+    killed = time.monotonic()
+    ended = _wait(ranks, ENDS_WITHIN_S, well=False)
+    outcome.kills[phase, "all" if len(victims) == WORLD else f"rank {victims[0]}"] += 1
+    if not ended:
+        outcome.problems.append(
+            f"{place.name}: rank {1 - victims[0]} went on for {ENDS_WITHIN_S:g} s after rank {victims[0]} was killed in {phase}"
+        )
+    elif len(victims) < WORLD:
+        outcome.ending_s.append(time.monotonic() - killed)
+
+
+def _reached(ranks: list[Rank], place: Path, phase: str, number: int) -> bool:
+    """Whether the phase's mark came so many times before the ranks ended."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if sum(mark.split()[0] == phase for mark in _marks(place)) >= number:
+            return True
+        if all(rank.poll() is not None for rank in ranks):
+            return False
+        time.sleep(0.005)
+    return False
+
+
+def _check_resumed(place: Path, before: int, outcome: Outcome) -> None:
+    """A start goes on from the newest checkpoint that was complete when it began."""
+    resumed = [int(mark.rpartition("-")[2]) for mark in _marks(place) if mark.startswith("resume")]
+    if resumed and resumed[0] != before:
+        outcome.problems.append(f"{place.name}: went on from step {resumed[0]}, though checkpoint-{before} was complete")
+    stepped = any(mark == "step" for mark in _marks(place))
+    if before and stepped and not resumed:
+        outcome.problems.append(f"{place.name}: began anew, though checkpoint-{before} was complete")
+
+
+def _newest(place: Path) -> int:
+    """The newest checkpoint that is visible: it has to be complete."""
+    return max((int(path.name.rpartition("-")[2]) for path in place.glob("checkpoint-*")), default=0)
+
+
+def _marks(place: Path) -> list[str]:
+    try:
+        return (place / "marks").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+
+
+def _wait(ranks: list[Rank], seconds: float, *, well: bool = True) -> bool:
+    """Whether all ended within the time, and well."""
+    deadline = time.monotonic() + seconds
+    while any(rank.poll() is None for rank in ranks):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return not well or all(rank.returncode == 0 for rank in ranks)
+
+
+def _tables(outcome: Outcome) -> Iterator[Table]:
+    table = Table("phase", *(who for who in ("rank 0", "rank 1", "all")), title=f"{outcome.count} kills in {outcome.trainings} trainings")
+    for phase in PHASES:
+        table.add_row(phase, *(str(outcome.kills[phase, who]) for who in ("rank 0", "rank 1", "all")))
+    yield table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="hf_osdp_kills_") as folder:
+        outcome = run(arguments.kills, arguments.seed, Path(folder))
+    console = Console(width=100)
+    console.print(*_tables(outcome))
+    ends = sorted(outcome.ending_s)
+    if ends:
+        console.print(f"From a rank's death to the end of the other: median {statistics.median(ends):.2f} s, longest {ends[-1]:.2f} s.")
+    console.print(*(outcome.problems or ["Nothing was lost: every final weight as without a kill, to the bit; no hang."]), sep="\n")
+    raise SystemExit(bool(outcome.problems))
+
+
+if __name__ == "__main__":
+    main()

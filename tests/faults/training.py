@@ -1,0 +1,137 @@
+"""A training of two ranks that is killed and started again: what runs on a rank, and the marks by which its killer knows where it is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import save_file
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
+
+import hf_osdp.checkpoint.loop
+import hf_osdp.checkpoint.writer
+import hf_osdp.integration.trainer
+import hf_osdp.integration.trainer_checkpoints
+import hf_osdp.runtime.parallel
+from hf_osdp import OptimalShardedDataParallel, OSDPConfig, Trainer, preset
+from hf_osdp.checkpoint.folders import last_checkpoint
+
+STEPS, SAVE_EVERY, LENGTH, SAMPLES = 10, 2, 12, 8
+PHASES = ("planning", "resume", "step", "save")
+FINAL = "final.safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How it is trained, and how its checkpoints are written."""
+
+    loop: str
+    """`trainer` or `plain`."""
+    sharded: bool
+    in_background: bool = False
+
+
+def train(training: Training, folder: str) -> None:
+    """Train to the end, from the last checkpoint if there is one, and write the final weights."""
+    torch.use_deterministic_algorithms(True)
+    mark = functools.partial(_mark, Path(folder) / "marks")
+    _mark_phases(mark)
+    match training.loop:
+        case "trainer":
+            weights = _by_trainer(training, folder, mark)
+        case "plain":
+            weights = _by_plain_loop(training, folder, mark)
+    if dist.get_rank() == 0:
+        save_file({name: value.contiguous().clone() for name, value in weights.items()}, Path(folder) / FINAL)
+    mark("done")
+
+
+def _mark(file: Path, text: str) -> None:
+    """A line, from rank 0."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        with file.open("a") as marks:
+            marks.write(f"{text}\n")
+
+
+def _mark_phases(mark: Callable[[str], None]) -> None:
+    """Have the package's own functions tell where they are."""
+    _before(hf_osdp.integration.trainer, "plan_run", lambda *a: mark("planning"))
+    _before(hf_osdp.runtime.parallel.Wanted, "search", lambda *a: mark("planning"))
+    for module in (hf_osdp.integration.trainer_checkpoints, hf_osdp.checkpoint.loop):
+        _before(module, "load_model", lambda folder, *a: mark(f"resume {Path(folder).name}"))
+    _before(hf_osdp.checkpoint.writer.CheckpointWriter, "new", lambda *a: mark("save"))
+    complete = hf_osdp.checkpoint.writer.complete
+
+    def completed(folder: Path, *args: Any, **kwargs: Any) -> None:
+        complete(folder, *args, **kwargs)
+        mark(f"saved {folder.name}")
+
+    hf_osdp.checkpoint.writer.complete = completed
+
+
+def _before(owner: Any, name: str, act: Callable[..., None]) -> None:
+    inner = getattr(owner, name)
+
+    @functools.wraps(inner)
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        act(*args)
+        return inner(*args, **kwargs)
+
+    setattr(owner, name, outer)
+
+
+def model() -> GPT2LMHeadModel:
+    """With dropout: random states must go on, too."""
+    set_seed(0)
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=61, n_positions=16, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config).double()
+
+
+def _by_trainer(training: Training, folder: str, mark: Callable[[str], None]) -> dict[str, torch.Tensor]:
+    rows = torch.randint(0, 61, (SAMPLES * STEPS, LENGTH), generator=torch.Generator().manual_seed(3))
+    arguments = TrainingArguments(
+        folder, per_device_train_batch_size=SAMPLES // 2, max_steps=STEPS, save_strategy="steps", save_steps=SAVE_EVERY, save_total_limit=2,
+        use_cpu=True, report_to="none", disable_tqdm=True, learning_rate=1e-2, seed=1, logging_strategy="no",
+        fsdp_config={"state_dict_type": "SHARDED_STATE_DICT" if training.sharded else "FULL_STATE_DICT"},
+    )  # fmt: skip
+    osdp = OSDPConfig(hardware=preset("cpu", devices_per_node=2), async_save=training.in_background, compare=False)
+    trainer = Trainer(model=model(), args=arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows], osdp=osdp)
+    trainer.add_callback(_MarkSteps(mark))
+    trainer.train()
+    return trainer.accelerator.get_state_dict(trainer.model)
+
+
+class _MarkSteps(transformers.TrainerCallback):
+    def __init__(self, mark: Callable[[str], None]):
+        self._mark = mark
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        self._mark("step")
+
+
+def _by_plain_loop(training: Training, folder: str, mark: Callable[[str], None]) -> dict[str, torch.Tensor]:
+    hardware = preset("cpu", devices_per_node=2)
+    sharded = OptimalShardedDataParallel(model(), sequence_length=LENGTH, global_batch_size=SAMPLES, hardware=hardware)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+    last, start = last_checkpoint(folder), 0
+    if last is not None:
+        start = sharded.load_checkpoint(last, optimizer)["step"]
+    micro = sharded.plan.micro_batch_size
+    for step in range(start, STEPS):
+        mark("step")
+        ids = torch.randint(0, 61, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(step))
+        batches = ids.chunk(dist.get_world_size())[dist.get_rank()].split(micro)
+        for number, batch in enumerate(batches, start=1):
+            with sharded.micro_step(is_last=number == len(batches)):
+                (sharded(input_ids=batch, labels=batch).loss / len(batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % SAVE_EVERY == 0:
+            sharded.save_checkpoint(f"{folder}/checkpoint-{step + 1}", optimizer, progress={"step": step + 1}, sharded=training.sharded)
+    return sharded.full_state_dict()
