@@ -44,6 +44,10 @@ class Envelope:
     """The peak at one sample where it lies on none of the lines: expanding a dimension of size 1 copies nothing, so that
     torch takes other paths there."""
 
+    def __post_init__(self) -> None:
+        if not self.lines:
+            raise ValueError("A peak has no moment; give at least one line.")
+
     @classmethod
     def line(cls, *, constant: float = 0.0, per_sample: float = 0.0) -> Envelope:
         """A single moment."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
@@ -12,6 +13,8 @@ from typing import Any, TypeVar
 from ..errors import OSDPError
 
 T = TypeVar("T")
+_SHOWN = 60
+"""Letters of a field's name that an error quotes."""
 
 
 def plain(value: Any) -> Any:
@@ -50,14 +53,21 @@ def validated(cls: type[T], content: Any, error: Callable[[str], Exception]) -> 
     Raises:
         Exception: as `error` makes it.
     """
-    from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+    from pydantic import ValidationError
 
-    adapter: Any = TypeAdapter(with_config(ConfigDict(extra="forbid"))(cls))
     try:
-        return adapter.validate_json(json.dumps(content), strict=True)  # JSON has lists and texts where fields are tuples and enums
+        return _adapter(cls).validate_json(json.dumps(content), strict=True)  # JSON has lists and texts where fields are tuples and enums
     except ValidationError as problem:
         first = problem.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "top level"
+        where = ".".join(str(part)[:_SHOWN] for part in first["loc"]) or "top level"
         raise error(f"{where}: {first['msg'].removeprefix('Value error, ').rstrip('.')}") from None
     except OSDPError as problem:  # from the dataclass itself
         raise error(str(problem).rstrip(".")) from None
+
+
+@functools.cache
+def _adapter(cls: type) -> Any:
+    """It takes a while to make."""
+    from pydantic import ConfigDict, TypeAdapter, with_config
+
+    return TypeAdapter(with_config(ConfigDict(extra="forbid"))(cls))

@@ -18,6 +18,8 @@ SHORT_ROW = 8
 """Rows of up to so many equal units are searched unit by unit."""
 ROW_END = 1
 """Units at each end of a longer row that are."""
+_MOST_BYTES = 2**48
+"""An option that takes more fits nowhere; sums of these over all units stay within the solver's whole numbers."""
 
 
 def build_line(description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch, space: Space) -> Line:
@@ -123,6 +125,7 @@ class _OptionMaker:
         span = self.description.units[unit].span
         running = [] if span is GatherSpan.STEP else [self._costs(index) for index in self.calls.get(unit, ())]
         made = [self._option(unit, choice, running) for choice in self._space[unit]]
+        made = [option for option in made if option.highest <= _MOST_BYTES] or made[:1]
         return tuple(sorted(undominated(made, Option.dominates), key=lambda option: option.order))
 
     def _costs(self, index: int) -> _Call:

@@ -172,30 +172,33 @@ def compare_strategies(
 
 
 def _candidates(description: ModelDescription, hardware: Hardware, job: TrainingJob, strategy: Strategy) -> list[_Candidate]:
-    """Every batch in every space, but for those of which each plan has more on the host than fits there.
+    """Every batch in every space, but for those of which each plan has more on the host than fits there, or than there is anywhere.
 
     Raises:
-        HardwareError: that is so of all.
+        HardwareError: on the host that is so of all.
+        OSDPError: it is so of all on a device.
     """
     lines = [
         (batch, build_line(description, hardware, job, batch, space))
         for batch in batches(job, hardware.world_size)
         for space in search_spaces(strategy, description, hardware, job, batch)
     ]
-    candidates = []
-    for batch, line in lines:
-        if line.least_host_bytes <= line.host_limit_bytes:
-            quickest = sum(len(g.units) * min(o.seconds for o in g.options) for g in line.groups)
-            floor = peak_floor(description, line, job, batch)
-            candidates.append(_Candidate(batch=batch, line=line, bound_s=quickest, floor_bytes=floor))
-    if not candidates:
+    fitting = [(batch, line) for batch, line in lines if line.least_host_bytes <= line.host_limit_bytes]
+    if not fitting:
         least = min(line.least_host_bytes for _, line in lines)
         raise HardwareError(
             f"What is to lie on the host takes {format_bytes(least)} of its memory for each rank, but there is"
             f" {format_bytes(hardware.host.memory_bytes)} ({hardware.device.name}); leave host_offload and offload_activations open, or"
             " use more devices."
         )
-    return candidates
+    candidates = []
+    for batch, line in fitting:
+        quickest = sum(len(g.units) * min(o.seconds for o in g.options) for g in line.groups)
+        floor = peak_floor(description, line, job, batch)
+        candidates.append(_Candidate(batch=batch, line=line, bound_s=quickest, floor_bytes=floor))
+    if not (possible := [candidate for candidate in candidates if candidate.floor_bytes <= _UNLIMITED]):
+        raise OSDPError(f"At every batch a device would need more than {format_bytes(_UNLIMITED)}; no model does. Describe it again.")
+    return possible
 
 
 def _free_choice(description, hardware, job, candidate: _Candidate, limit: int) -> Solution | None:

@@ -50,6 +50,12 @@ class Option:
         return (0, peak) if change < 0 else (1, change - peak)
 
     @property
+    def highest(self) -> int:
+        """The largest of its terms, whatever its sign."""
+        own = (self.left_by_forward, self.left_by_backward, self.copy_out_peak, self.forward_peak, self.gather_peak, self.compute_peak)
+        return max(*map(abs, own), self.bytes.held, *(option.highest for option in self.later))
+
+    @property
     def host(self) -> int:
         """What is on the host: states, and activations."""
         return self.bytes.host + self.activations_on_host

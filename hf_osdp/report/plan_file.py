@@ -54,4 +54,6 @@ def read_plan_file(path: str | Path) -> tuple[Plan, PlanInputs | None]:
         lambda problem: PlanError(f"The inputs in {path} cannot be read: {problem}. Plan again with this version."),
     )
     plan.check(inputs.description, plan.world_size)
+    if inputs.hardware is not None and inputs.hardware.world_size != plan.world_size:
+        raise PlanError(f"{path} is of {inputs.hardware.world_size} devices, but its plan of {plan.world_size}. Plan again.")
     return plan, inputs

@@ -1,0 +1,256 @@
+"""Any profile survives its JSON form; whatever is done to a file of a plan, a profile or both with inputs is read or is their error."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import random
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from hf_osdp.errors import OSDPError, PlanError, ProfileError
+from hf_osdp.planner.description import DType
+from hf_osdp.planner.hardware import (
+    Backend,
+    Collective,
+    CollectiveTiming,
+    DeviceSpec,
+    Handling,
+    Hardware,
+    HostSpec,
+    Link,
+    WorkTime,
+)  # fmt: skip
+from hf_osdp.planner.job import OptimizerStep, TrainingJob
+from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.profile import HostLink, Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
+from hf_osdp.planner.search import search
+from hf_osdp.report.explain import explain
+from hf_osdp.report.explain_tables import peak_table, unit_bytes_table
+from hf_osdp.report.plan_file import PlanInputs, plan_file_content, read_plan_file
+from hf_osdp.report.tables import plan_caption
+from tests.helpers.descriptions import transformer
+from tests.helpers.properties import holds
+
+texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12)
+rates = st.floats(1e-6, 1e18)
+seconds = st.floats(0, 1e6)
+counts = st.integers(1, 2**20)
+work_times = st.builds(WorkTime, call_s=seconds, tensor_s=seconds, seconds_per_byte=seconds)
+links = st.builds(Link, latency_s=seconds, bytes_per_s=rates, source=texts, assumed=st.booleans())
+devices = st.builds(
+    DeviceSpec, name=texts, memory_bytes=st.integers(1, 2**50), flops_per_s=st.dictionaries(st.sampled_from(DType), rates, max_size=3),
+    memory_bytes_per_s=rates, source=texts, operator_s=seconds, reserved_bytes=counts, communicator_bytes=counts,
+)  # fmt: skip
+hosts = st.builds(
+    HostSpec, memory_bytes=st.integers(1, 2**50), to_device_bytes_per_s=rates, to_host_bytes_per_s=rates, update_bytes_per_s=rates,
+    source=texts,
+)  # fmt: skip
+timings = st.builds(
+    CollectiveTiming, collective=st.sampled_from(Collective), group_size=st.integers(2, 64), latency_s=seconds, seconds_per_byte=seconds,
+    crosses_nodes=st.booleans(),
+)  # fmt: skip
+handlings = st.builds(
+    Handling, gather=work_times, reduce=work_times, updates=st.fixed_dictionaries({step: work_times for step in OptimizerStep})
+)
+hardwares = st.builds(
+    Hardware, device=devices, nodes=st.integers(1, 256), devices_per_node=st.integers(1, 256), intra_node=links, inter_node=links,
+    backend=st.sampled_from(Backend), timings=st.lists(timings, max_size=2).map(tuple), host=st.none() | hosts,
+    handling=st.none() | handlings,
+)  # fmt: skip
+segments = st.builds(
+    SegmentTimes, class_name=texts, sequence_length=counts, compute_dtype=st.sampled_from(DType),
+    parameter_shapes=st.lists(st.lists(counts, max_size=3).map(tuple), max_size=3).map(tuple),
+    work=st.builds(SegmentWork, forward_flops=rates, forward_bytes=rates, backward_flops=rates, backward_bytes=rates),
+    points=st.lists(st.builds(TimePoint, samples=counts, forward_s=seconds, backward_s=seconds), min_size=1, max_size=3).map(tuple),
+)  # fmt: skip
+profiles = st.builds(
+    Profile, hardware=hardwares, segments=st.lists(segments, max_size=2).map(tuple),
+    host_link=st.none() | st.builds(HostLink, to_device_bytes_per_s=rates, to_host_bytes_per_s=rates),
+    device_names=st.lists(texts, max_size=2).map(tuple), model=texts, versions=st.dictionaries(texts, texts, max_size=2), date=texts,
+)  # fmt: skip
+
+
+@holds(profiles, few=40, many=2000)
+def test_any_profile_survives_its_json_form(profile):
+    again = Profile.from_json(profile.to_json())
+    assert again == profile and again.to_json() == profile.to_json()
+
+
+MODEL = transformer(layers=2)
+JOB = TrainingJob(global_batch_size=8)
+FULL = Hardware(
+    device=DeviceSpec(name="toy", memory_bytes=2**34, flops_per_s={DType.FLOAT32: 1e12}, memory_bytes_per_s=1e11, source="made up"),
+    devices_per_node=4,
+    intra_node=Link(latency_s=1e-6, bytes_per_s=1e9, source="made up"),
+    inter_node=Link(latency_s=1e-5, bytes_per_s=1e8, source="made up"),
+    backend=Backend.NCCL,
+    timings=(CollectiveTiming(collective=Collective.ALL_GATHER, group_size=4, latency_s=1e-5, seconds_per_byte=1e-10),),
+    host=HostSpec(memory_bytes=2**36, to_device_bytes_per_s=1e10, to_host_bytes_per_s=1e10, update_bytes_per_s=1e10, source="made up"),
+    handling=Handling(gather=WorkTime(), reduce=WorkTime(), updates={step: WorkTime() for step in OptimizerStep}),
+)
+PLAN = search(MODEL, FULL, JOB, 2**30).plan
+PROFILE = Profile(
+    hardware=FULL,
+    segments=tuple(
+        SegmentTimes(
+            class_name=MODEL.units[s.unit].class_name, parameter_shapes=tuple(p.shape for p in MODEL.units[s.unit].parameters),
+            sequence_length=MODEL.sequence_length, compute_dtype=MODEL.compute_dtype, work=SegmentWork.of(s),
+            points=(TimePoint(samples=1, forward_s=1e-3, backward_s=2e-3),),
+        )
+        for s in MODEL.segments
+    ),
+    host_link=HostLink(to_device_bytes_per_s=1e10, to_host_bytes_per_s=1e10),
+    device_names=("toy",) * 4,
+    versions={"torch": "2.13.0"},
+)  # fmt: skip
+
+
+def read_inputs(text: str | bytes) -> None:
+    """A file of a plan with what it was made from; what can be read can be explained, or is refused as any model may be."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        plan, inputs = read_plan_file(path)
+    if inputs is None:
+        return
+    try:
+        found = explain(plan, inputs.description, inputs.job, inputs.hardware, plan.memory_limit_bytes)
+    except (OSDPError, ValueError) as refused:
+        assert str(refused)
+    else:
+        peak_table(found), unit_bytes_table(found), plan_caption(plan, found.estimate)
+
+
+def read_plan(text: str | bytes) -> None:
+    plan = Plan.from_json(text)
+    plan.diff(PLAN)
+    try:
+        plan.check(MODEL, 4)
+    except PlanError:
+        return
+    plan.to_json()
+
+
+def read_profile(text: str | bytes) -> None:
+    """What can be read can be planned with, or is refused as any hardware may be."""
+    profile = Profile.from_json(text)
+    try:
+        search(with_block_times(MODEL, profile), profile.hardware, JOB, 2**40)
+    except (OSDPError, ValueError) as refused:
+        assert str(refused)
+
+
+FILES: dict[str, tuple[Callable[..., None], type[Exception], Any]] = {
+    "plan": (read_plan, PlanError, json.loads(PLAN.to_json())),
+    "profile": (read_profile, ProfileError, json.loads(PROFILE.to_json())),
+    "plan with inputs": (read_inputs, PlanError, plan_file_content(PLAN, PlanInputs(description=MODEL, job=JOB, hardware=FULL))),
+}
+files = st.sampled_from(list(FILES))
+
+
+def is_read_or_refused(kind: str, text: str | bytes) -> bool:
+    """Whether it is read. Anything but the file's own error, in one line, goes through."""
+    read, error, _ = FILES[kind]
+    try:
+        read(text)
+    except error as refused:
+        assert str(refused) and "\n" not in str(refused) and len(str(refused)) < 12_000
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_what_is_whole_is_read(kind):
+    assert is_read_or_refused(kind, json.dumps(FILES[kind][2]))
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container of a JSON value with every key or index of it."""
+    for key in list(value) if isinstance(value, dict) else range(len(value)):
+        yield value, key
+        if isinstance(value[key], (dict, list)):
+            yield from places(value[key])
+
+
+EXTREMES = [
+    None, True, -1, 0, 1, 10**6, 10**18, 2**63 - 1, -(2**63), 10**30, 1e-300, 1e30, 1e308, float("nan"), float("inf"), "", "x" * 5000,
+    "\x1b[2J", "../../etc/passwd", [], [[]], {}, [1] * 1000, {"plan": {}},
+]  # fmt: skip
+
+
+def damaged(kind: str, dice: random.Random) -> str:
+    """The content with one to three fields changed, dropped, doubled, swapped or renamed, and no fingerprint that would tell."""
+    content = copy.deepcopy(FILES[kind][2])
+    for plan in (content, content.get("plan", {})):
+        plan.pop("fingerprint", None)
+    for _ in range(dice.choice([1, 1, 1, 2, 3])):
+        if not (there := list(places(content))):
+            break
+        (holder, key), (other, place) = dice.choice(there), dice.choice(there)
+        match dice.choice(["change", "change", "change", "drop", "double", "swap", "rename"]):
+            case "drop":
+                del holder[key]
+            case "double" if isinstance(holder, list):
+                holder.insert(key, copy.deepcopy(holder[key]))
+            case "swap":
+                holder[key], other[place] = copy.deepcopy(other[place]), copy.deepcopy(holder[key])
+            case "rename" if isinstance(holder, dict):
+                holder[dice.choice(["other", key.upper(), "version", ""])] = holder.pop(key)
+            case _:
+                holder[key] = copy.deepcopy(dice.choice(EXTREMES))
+    return json.dumps(content)
+
+
+@holds(files, st.randoms(use_true_random=False), few=150, many=20_000)
+def test_fields_that_are_changed_in_any_way_are_read_or_refused(kind, dice):
+    is_read_or_refused(kind, damaged(kind, dice))
+
+
+@holds(files, st.floats(0, 1), st.floats(0, 1), st.binary(max_size=8), few=60, many=5000)
+def test_bytes_that_are_lost_or_put_in_are_read_or_refused(kind, begin, end, put):
+    text = json.dumps(FILES[kind][2]).encode()
+    low, high = sorted((int(begin * len(text)), int(end * len(text))))
+    is_read_or_refused(kind, text[:low] + put + text[low + (high - low) % 40 :])
+    assert low == len(text) or not is_read_or_refused(kind, text[:low])
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts | st.sampled_from(["plan", "version", "units"]), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@holds(files, json_values.map(json.dumps) | st.binary(max_size=60) | st.text(max_size=60), few=60, many=5000)
+def test_noise_is_refused(kind, noise):
+    assert not is_read_or_refused(kind, noise)
+
+
+@pytest.mark.parametrize(("kind", "read"), [("plan", Plan.from_json), ("profile", Profile.from_json)])
+def test_no_field_makes_a_reader_take_long_or_much(kind, read):
+    """Each number and text in turn, as large as they come: a count is no length of anything before it was checked."""
+    content = copy.deepcopy(FILES[kind][2])
+    content.pop("fingerprint", None)
+    tracemalloc.start()
+    start = time.monotonic()
+    try:
+        for holder, key in list(places(content)):
+            if isinstance(was := holder[key], (int, float, str)):
+                for value in (10**18, 2**40, 1e30, "x" * 4096):
+                    holder[key] = value
+                    with contextlib.suppress(OSDPError):
+                        read(json.dumps(content))
+                holder[key] = was
+        assert tracemalloc.get_traced_memory()[1] < 16 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert time.monotonic() - start < 30

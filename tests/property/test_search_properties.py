@@ -1,0 +1,203 @@
+"""What a search finds, on random small models: it fits, nothing uniform is faster, more memory is never slower, the least is tight."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import strategies as st
+
+from hf_osdp.errors import InfeasibleError
+from hf_osdp.planner.description import GatherSpan, ModelDescription, Segment
+from hf_osdp.planner.evaluate import estimate_plan
+from hf_osdp.planner.hardware import Backend, Hardware, Link
+from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from hf_osdp.planner.memory import estimate_memory
+from hf_osdp.planner.search import least_memory, search
+from hf_osdp.planner.strategies import Strategy, batches, search_spaces
+from hf_osdp.planner.timing import estimate_time
+from tests.helpers.descriptions import at_random
+from tests.helpers.hardware import bare_preset
+from tests.helpers.properties import holds
+
+AMPLE = 2**40
+EQUAL = 2e-7
+"""Seconds are whole numbers in the program; see tests/oracle."""
+worlds = st.sampled_from([(1, 1), (1, 2), (1, 4), (2, 2), (3, 2)])
+backends = st.sampled_from(Backend)
+jobs = st.builds(
+    TrainingJob,
+    global_batch_size=st.sampled_from([12, 24]),
+    precision=st.sampled_from([Precision.named("no"), Precision.named("bf16")]),
+    optimizer=st.builds(OptimizerSpec, states=st.sampled_from([0, 2]), step=st.sampled_from(OptimizerStep)),
+    reduce_every_micro_step=st.sampled_from([None, True, False]),
+)
+models = st.builds(
+    at_random, st.integers(0, 10**6), kinds=st.integers(1, 3), blocks=st.integers(3, 6), tied=st.booleans(), recomputable=st.booleans()
+)
+parts = st.floats(0, 1)
+
+
+def hardware_of(world: tuple[int, int], backend: Backend) -> Hardware:
+    """Links so slow that layouts of a small model differ in time."""
+    slow = {"latency_s": 1e-6, "source": "made up"}
+    return replace(
+        bare_preset("v100-16", nodes=world[0], devices_per_node=world[1]), backend=backend,
+        intra_node=Link(bytes_per_s=1e8, **slow), inter_node=Link(bytes_per_s=1e7, **slow),
+    )  # fmt: skip
+
+
+def limit_between(model: ModelDescription, hardware: Hardware, job: TrainingJob, part: float) -> int:
+    """Some of the way from the least that any plan needs to what the fastest plan of all needs."""
+    least, ample = least_memory(model, hardware, job), search(model, hardware, job, AMPLE).plan.peak_bytes
+    return least + math.floor(part * max(0, ample - least))
+
+
+@holds(models, worlds, backends, jobs, parts, few=10, many=400)
+def test_a_plan_fits_its_limit_by_the_evaluator(model, world, backend, job, part):
+    hardware = hardware_of(world, backend)
+    limit = limit_between(model, hardware, job, part)
+    found = search(model, hardware, job, limit)
+    again = estimate_plan(found.plan, model, job, hardware)
+    assert again.memory.peak_bytes == found.plan.peak_bytes <= limit
+    assert again.time.step_s == pytest.approx(found.plan.step_s, rel=1e-12)
+    assert found.plan.global_batch_size == job.global_batch_size and found.plan.proven_optimal
+
+
+@holds(models, worlds, backends, jobs, parts, few=10, many=300)
+def test_no_uniform_layout_that_fits_is_faster(model, world, backend, job, part):
+    """Each choice for all units that may take it (the others take each of theirs), at each batch."""
+    hardware = hardware_of(world, backend)
+    limit = limit_between(model, hardware, job, part)
+    found = search(model, hardware, job, limit)
+    for batch in batches(job, hardware.world_size):
+        *_, space = search_spaces(Strategy.OSDP, model, hardware, job, batch)
+        for choice in set(itertools.chain(*space)):
+            choices = [choice if choice in own else min(own, key=lambda c: (c.shard_size != choice.shard_size, c.keep)) for own in space]
+            if estimate_memory(model, choices, hardware.world_size, job, batch).peak_bytes <= limit:
+                assert estimate_time(model, choices, hardware, job, batch).step_s >= found.time.step_s * (1 - EQUAL)
+
+
+@holds(models, worlds, backends, jobs, parts, few=6, many=200)
+def test_no_single_strategy_is_faster(model, world, backend, job, part):
+    hardware = hardware_of(world, backend)
+    limit = limit_between(model, hardware, job, part)
+    best_s = search(model, hardware, job, limit).time.step_s
+    for strategy in (Strategy.FSDP, Strategy.DDP, Strategy.ZERO2, *([Strategy.HSDP] if hardware.world_size in (4, 6) else [])):
+        try:
+            assert search(model, hardware, job, limit, strategy=strategy).time.step_s >= best_s * (1 - EQUAL)
+        except InfeasibleError as error:
+            assert error.least_peak_bytes > limit
+
+
+@holds(models, worlds, backends, jobs, parts, parts, few=8, many=300)
+def test_more_memory_is_never_slower(model, world, backend, job, one, other):
+    hardware = hardware_of(world, backend)
+    low, high = (limit_between(model, hardware, job, part) for part in sorted((one, other)))
+    tight, wide = (search(model, hardware, job, limit) for limit in (low, high))
+    assert wide.time.step_s <= tight.time.step_s * (1 + EQUAL)
+
+
+@holds(models, worlds, backends, jobs, few=5, many=200)
+def test_the_least_limit_is_met_and_one_byte_less_is_not(model, world, backend, job):
+    hardware = hardware_of(world, backend)
+    least = least_memory(model, hardware, job)
+    assert search(model, hardware, job, least).plan.peak_bytes == least
+    with pytest.raises(InfeasibleError) as caught:
+        search(model, hardware, job, least - 1)
+    assert caught.value.least_peak_bytes == least and caught.value.memory_limit_bytes == least - 1
+
+
+def renamed(model: ModelDescription, seed: int) -> ModelDescription:
+    """Other names, whose alphabetical order is another."""
+    units = [unit if not unit.fqn else replace(unit, fqn=f"m{random.Random(seed + i).random()}") for i, unit in enumerate(model.units)]
+    return replace(model, units=tuple(units))
+
+
+def listed_otherwise(model: ModelDescription, seed: int) -> ModelDescription:
+    """The same model, its units listed in another order; the order of execution stays."""
+    order = [0, *random.Random(seed).sample(range(1, len(model.units)), len(model.units) - 1)]
+    now = {was: index for index, was in enumerate(order)}
+
+    def moved(segment):
+        return replace(segment, unit=now[segment.unit], recomputed=segment.recomputed and moved(segment.recomputed))
+
+    return replace(model, units=tuple(model.units[i] for i in order), segments=tuple(map(moved, model.segments)))
+
+
+@holds(models, worlds, backends, jobs, parts, st.integers(0, 999), few=6, many=200)
+def test_names_of_units_and_their_order_in_the_list_decide_nothing(model, world, backend, job, part, seed):
+    hardware = hardware_of(world, backend)
+    limit = limit_between(model, hardware, job, part)
+    found, least = search(model, hardware, job, limit), least_memory(model, hardware, job)
+    for other in (renamed(model, seed), listed_otherwise(model, seed)):
+        assert search(other, hardware, job, limit).time.step_s == pytest.approx(found.time.step_s, rel=EQUAL)
+        assert least_memory(other, hardware, job) == least
+
+
+def run_in_another_order(model: ModelDescription, seed: int) -> ModelDescription:
+    """The same stretches of blocks, one after the other in another order."""
+    places = [i for i, s in enumerate(model.segments) if model.units[s.unit].span is GatherSpan.USE]
+    segments = list(model.segments)
+    for place, taken in zip(places, random.Random(seed).sample(places, len(places)), strict=True):
+        segments[place] = model.segments[taken]
+    return replace(model, segments=tuple(segments))
+
+
+@holds(models, worlds, jobs, st.integers(0, 999), few=12, many=300)
+def test_where_nothing_overlaps_and_all_fits_the_order_of_blocks_decides_nothing(model, world, job, seed):
+    hardware = hardware_of(world, Backend.GLOO)
+    times = [search(m, hardware, job, AMPLE).time.step_s for m in (model, run_in_another_order(model, seed))]
+    assert times[0] == pytest.approx(times[1], rel=EQUAL)
+
+
+def heavier(model: ModelDescription, factor: int) -> ModelDescription:
+    """All bytes times a factor."""
+
+    def scaled(segment: Segment) -> Segment:
+        names = ("saved_bytes", "own_saved_bytes", "sent_bytes", "gradient_bytes")
+        lines = {name: getattr(segment, name).scaled(factor, constants=True) for name in names}
+        phases = {
+            name: replace(phase, peak_bytes=phase.peak_bytes.scaled(factor, constants=True))
+            for name, phase in (("forward", segment.forward), ("backward", segment.backward))
+        }
+        return replace(segment, **lines, **phases)
+
+    units = tuple(
+        replace(unit, parameters=tuple(replace(p, shape=(*p.shape[:-1], p.shape[-1] * factor)) for p in unit.parameters))
+        for unit in model.units
+    )
+    return replace(model, units=units, segments=tuple(segment.each(scaled) for segment in model.segments))
+
+
+@holds(models, worlds, jobs, st.sampled_from([2, 16]), few=8, many=300)
+def test_a_model_of_twice_the_bytes_needs_twice_the_memory(model, world, job, factor):
+    hardware = hardware_of(world, Backend.NCCL)
+    assert least_memory(heavier(model, factor), hardware, job) == factor * least_memory(model, hardware, job)
+
+
+def faster(hardware: Hardware, factor: int) -> Hardware:
+    """All rates times a factor, all latencies by it."""
+    device = replace(
+        hardware.device,
+        flops_per_s={dtype: rate * factor for dtype, rate in hardware.device.flops_per_s.items()},
+        memory_bytes_per_s=hardware.device.memory_bytes_per_s * factor,
+        operator_s=hardware.device.operator_s / factor,
+    )
+    links = {
+        name: replace(link, latency_s=link.latency_s / factor, bytes_per_s=link.bytes_per_s * factor)
+        for name, link in (("intra_node", hardware.intra_node), ("inter_node", hardware.inter_node))
+    }
+    return replace(hardware, device=device, **links)
+
+
+@holds(models, worlds, backends, jobs, parts, st.sampled_from([2, 1024]), few=10, many=200)
+def test_a_machine_that_is_faster_in_everything_takes_the_time_by_the_factor(model, world, backend, job, part, factor):
+    hardware = hardware_of(world, backend)
+    limit = limit_between(model, hardware, job, part)
+    slow_s, fast_s = (search(model, machine, job, limit).time.step_s for machine in (hardware, faster(hardware, factor)))
+    assert fast_s * factor == pytest.approx(slow_s, rel=EQUAL)
+    assert least_memory(model, faster(hardware, factor), job) == least_memory(model, hardware, job)
