@@ -63,7 +63,8 @@ def test_links(change):
     "change",
     [
         dict(memory_bytes=0), dict(memory_bytes=2**51), dict(memory_bytes_per_s=NAN), dict(memory_bytes_per_s=INF), dict(operator_s=NAN),
-        dict(flops_per_s={DType.FLOAT32: NAN}), dict(flops_per_s={DType.FLOAT32: INF}), dict(reserved_bytes=-1), dict(communicator_bytes=-1),
+        dict(flops_per_s={DType.FLOAT32: NAN}), dict(flops_per_s={DType.FLOAT32: INF}), dict(reserved_bytes=-1),
+        dict(communicator_bytes=-1),
     ],
 )  # fmt: skip
 def test_devices(change):
@@ -78,9 +79,9 @@ def test_devices(change):
 def test_worlds_parameters_jobs_and_peaks():
     with pytest.raises(ValueError, match=f"nodes={MOST_RANKS} of 2 devices are {2 * MOST_RANKS}; the most are {MOST_RANKS}"):
         bare_preset("v100-16", nodes=MOST_RANKS, devices_per_node=2)
-    with pytest.raises(ValueError, match="Parameter w has .* elements; the most are"):
+    with pytest.raises(ValueError, match=r"Parameter w has .* elements; the most are"):
         ParameterSpec(name="w", shape=(2**40, 2**40), dtype=DType.FLOAT32)
-    with pytest.raises(ValueError, match="global_batch_size=.* must be at least 1 and at most"):
+    with pytest.raises(ValueError, match=r"global_batch_size=.* must be at least 1 and at most"):
         TrainingJob(global_batch_size=2**41)
     with pytest.raises(ValueError, match="A peak has no moment"):
         Envelope(lines=())
