@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.two_machines import emulate
 from hf_osdp.errors import PlanError, PlanMismatchError
 from hf_osdp.integration.config import OSDPConfig
 from hf_osdp.integration.exits import run_script
@@ -225,9 +228,23 @@ def train(fails):
     time.sleep(60 if fails else 0.5 * accelerator.process_index)
     print("trained", flush=True)
 
-notebook_launcher(train, (False,), num_processes=2, use_port="0")
-notebook_launcher(train, (True,), num_processes=2, use_port="0")
+notebook_launcher(train, (False,), num_processes=2, use_port="PORT")
+notebook_launcher(train, (True,), num_processes=2, use_port="PORT")
 """
+
+WITHOUT_NETWORK = """
+import os, subprocess, sys, time
+import torch, torch.distributed as dist
+from hf_osdp.runtime.environment import form_process_group
+
+form_process_group(needed=True)
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 1:
+    subprocess.run(["ip", "link", "set", "veth0", "down"], check=True)
+print("at", time.time(), flush=True)
+time.sleep(120)
+"""
+"""Nothing is sent any more, and no connection is closed: as where a machine goes off."""
 
 
 def run(command: list[str], tmp_path: Path, script: str) -> tuple[subprocess.CompletedProcess[str], float]:
@@ -248,7 +265,25 @@ def test_torchrun_starts_again_after_a_death(tmp_path):
 
 @pytest.mark.slow
 def test_ranks_of_a_notebook_leave_and_fail(tmp_path):
-    done, took_s = run([sys.executable], tmp_path, IN_A_NOTEBOOK)
-    assert done.stdout == "trained\n" * 2 and took_s < 50
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    done, took_s = run([sys.executable], tmp_path, IN_A_NOTEBOOK.replace("PORT", port))
+    assert done.stdout.count("trained") == 2 and took_s < 50
     assert "KeyError: 'the reason'" in done.stderr
     assert "ended without a word" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_machine_that_goes_off_ends_all_within_30_seconds(tmp_path):
+    try:
+        emulate.ways_in(emulate.UNLIMITED)
+    except emulate.NotPermitted as error:
+        pytest.skip(f"machines cannot be emulated here: {error}")
+    (tmp_path / "script.py").write_text(WITHOUT_NETWORK)
+    command = [sys.executable, emulate.__file__, "--ranks=1", "--rate=unlimited", "--timeout=90", "--", str(tmp_path / "script.py")]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100)
+    began = max(float(text) for text in re.findall(r"at ([\d.]+)", done.stdout))
+    assert done.returncode == 1 and time.time() - began < 35.0, "30 s, and 5 for the launchers to end"
+    assert "hf_osdp: Rank 1 on node1 does not answer any more (" in done.stderr
+    assert "hf_osdp: Rank 0 on node0 does not answer any more (" in done.stderr
