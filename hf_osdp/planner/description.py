@@ -130,6 +130,10 @@ class UnitDescription:
     shared: tuple[tuple[str, ...], ...] = ()
     """Every name of each tied parameter, for example `(("transformer.wte.weight", "lm_head.weight"),)`."""
 
+    def __post_init__(self) -> None:
+        if not self.module_names or not all(self.shared):
+            raise ValueError(f"Unit {self.label!r} needs a module, and a name for each parameter that is shared.")
+
     @property
     def label(self) -> str:
         """The name as a person reads it."""

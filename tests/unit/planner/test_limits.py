@@ -87,6 +87,12 @@ def test_worlds_parameters_jobs_and_peaks():
         Envelope(lines=())
 
 
+@pytest.mark.parametrize("change", [dict(module_names=()), dict(shared=((),))])
+def test_units(change):
+    with pytest.raises(ValueError, match="needs a module, and a name for each parameter that is shared"):
+        replace(transformer(layers=1).units[1], **change)
+
+
 def test_large_numbers_take_no_time():
     start = time.monotonic()
     assert len(divisors(2**40)) == 41 and divisors(2**40 - 87)[-1] == 2**40 - 87
