@@ -52,7 +52,8 @@ def read_bytes(path: str | Path, what: str, error: MakeError = ValueError, *, li
         endless = not (stat.S_ISREG(there.st_mode) or stat.S_ISDIR(there.st_mode))
         content = b"" if endless else _start_of(path, limit_bytes + 1)
     except (OSError, ValueError) as problem:  # ValueError: the path has a zero byte
-        raise error(f"Cannot read the {what} {path}: {getattr(problem, 'strerror', None) or problem}.") from None
+        reason = getattr(problem, "strerror", None) or problem
+        raise error(f"Cannot read the {what} {path}: {reason}; give a file that can be read.") from None
     if endless:
         raise error(f"Cannot read the {what} {path}: it is a pipe or a device; give a file.")
     if len(content) > limit_bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path, PosixPath, PurePosixPath, WindowsPath
@@ -41,8 +42,14 @@ def load_file(path: Path, *, numpy: bool = False) -> Any:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; take another checkpoint.") from None
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
-        reason = str(error).split("\n")[0]
-        raise CheckpointError(f"{path} cannot be read as tensors and plain values ({reason}); take another checkpoint.") from None
+        problem = f"{path} cannot be read as tensors and plain values ({_reason(error)}); take another checkpoint."
+        raise CheckpointError(problem) from None
+
+
+def _reason(error: Exception) -> str:
+    """Torch's first line advises to read the file without care; what it found stands further down."""
+    found = re.search(r"Unsupported \w+: [^\n]*?(?= was not| Please|\n|$)", str(error))
+    return found.group(0) if found else str(error).split("\n")[0]
 
 
 def _numpy_types() -> list[Any]:

@@ -145,7 +145,7 @@ def every_option(config: OSDPConfig) -> dict[str, object]:
 def stated_options(asked: OSDPConfig | Mapping[str, object] | None) -> dict[str, object]:
     """What the caller set: every key of a mapping, the fields of a configuration that are not at their default."""
     if asked is not None and not isinstance(asked, (OSDPConfig, Mapping)):
-        raise ValueError(f"osdp={asked!r} is a {type(asked).__name__}; use an OSDPConfig or a mapping of its fields.")
+        raise ValueError(f"osdp={asked!r} is of type {type(asked).__name__}; use an OSDPConfig or a mapping of its fields.")
     if isinstance(asked, OSDPConfig):
         return {field.name: value for field in fields(asked) if (value := getattr(asked, field.name)) != field.default}
     return dict(asked or {})
@@ -189,4 +189,4 @@ def _check_count(name: str, value: object) -> None:
 
 def _check_type(name: str, value: object, types: tuple[type, ...], wanted: str) -> None:
     if value is not None and not isinstance(value, types):
-        raise ValueError(f"{name}={value!r} is a {type(value).__name__}; use {wanted}.")
+        raise ValueError(f"{name}={value!r} is of type {type(value).__name__}; use {wanted}.")

@@ -38,7 +38,7 @@ def asked_config(osdp: OSDPConfig | Mapping[str, object] | bool | None, args: Tr
     if osdp is False:
         return None
     if osdp not in (None, True) and not isinstance(osdp, (OSDPConfig, Mapping)):
-        raise ValueError(f"osdp={osdp!r} is a {type(osdp).__name__}; use True, False, an OSDPConfig or a mapping of its fields.")
+        raise ValueError(f"osdp={osdp!r} is of type {type(osdp).__name__}; use True, False, an OSDPConfig or a mapping of its fields.")
     beside = _fsdp_config(args)
     here, request = beside.get("osdp"), launch_request()
     if here is not None and not isinstance(here, (bool, Mapping)):

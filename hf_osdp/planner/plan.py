@@ -219,7 +219,10 @@ class Plan:
         stated = data.pop("fingerprint", None)
         plan = validated(cls, data, lambda problem: PlanError(f"{source} is not a valid plan: {problem}."))
         if stated is not None and stated != plan.fingerprint:
-            raise PlanError(f"{source} was changed or damaged: it states fingerprint {stated!r:.40}, its content has {plan.fingerprint}.")
+            raise PlanError(
+                f"{source} was changed or damaged: it states fingerprint {stated!r:.40}, its content has {plan.fingerprint}. Plan again, or"
+                " leave the fingerprint out where the change was meant."
+            )
         return plan
 
     @classmethod

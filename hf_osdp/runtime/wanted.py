@@ -86,7 +86,8 @@ class Wanted:
             if self.profile is not None and self.hardware is not None:
                 raise ValueError("profile already says what the hardware is; leave hardware out.")
         elif unused := [name for name in _PLANNING_ONLY if getattr(self, name) is not None]:
-            raise ValueError(f"A given plan leaves no use for {' and '.join(unused)}; leave them out, or leave plan out to plan here.")
+            left = "it" if len(unused) == 1 else "them"
+            raise ValueError(f"A given plan leaves no use for {' and '.join(unused)}; leave {left} out, or leave plan out to plan here.")
 
     def load(self, plan: Plan | str | Path) -> Plan:
         """The plan that was given, checked, the same on every rank. Collective.

@@ -83,8 +83,8 @@ def test_files_that_are_refused(tmp_path):
     def of(path, **options) -> str:
         return refused(read_bytes, path, "plan", **options)
 
-    assert of(tmp_path / "none") == f"Cannot read the plan {tmp_path / 'none'}: No such file or directory."
-    assert of(tmp_path) == f"Cannot read the plan {tmp_path}: Is a directory."
+    assert of(tmp_path / "none") == f"Cannot read the plan {tmp_path / 'none'}: No such file or directory; give a file that can be read."
+    assert of(tmp_path) == f"Cannot read the plan {tmp_path}: Is a directory; give a file that can be read."
     assert "embedded null" in of("a\0b")
     os.mkfifo(tmp_path / "pipe")  # opening it would wait for a writer for ever
     assert "it is a pipe or a device; give a file" in of(tmp_path / "pipe")

@@ -52,8 +52,8 @@ def _usage_line(error: Any, given: Sequence[str]) -> str:
     for option in getattr(getattr(error, "param", None), "opts", ()):
         for name, value in itertools.pairwise(given):
             if name == option and value not in text:
-                text = f"{option} {value}: {text}"
-    return f"{text}; hf-osdp --help says what there is."
+                text = f"{option} {value}: {text.removeprefix(f'Invalid value for {option!r}: ')}"
+    return f"{text}{'' if text.endswith('?') else ';'} hf-osdp --help says what there is."
 
 
 app = typer.Typer(cls=OneLineErrors, name="hf-osdp", help=_HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

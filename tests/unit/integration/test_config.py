@@ -15,8 +15,11 @@ def test_defaults_leave_everything_to_the_planner():
     config = OSDPConfig()
     assert (config.strategy, config.compare, config.operator_splitting) == ("osdp", True, True)
     assert config.memory_limit_bytes is None
-    values = dataclasses.asdict(config)
-    assert all(value is None for name, value in values.items() if name not in ("strategy", "compare", "operator_splitting", "recalibrate"))
+    assert (config.recalibrate, config.async_save, config.resume_after_restart, config.save_on_sigterm, config.on_oom) == (
+        False, False, True, True, "raise",
+    )  # fmt: skip
+    stated = {"strategy", "compare", "operator_splitting", "recalibrate", "async_save", "resume_after_restart", "save_on_sigterm", "on_oom"}
+    assert all(value is None for name, value in dataclasses.asdict(config).items() if name not in stated)
 
 
 @pytest.mark.parametrize(("text", "count"), [("8GiB", 8 * 2**30), ("500MB", 500 * 10**6), (1234, 1234), ("1.5 GiB", 3 * 2**29)])
@@ -115,7 +118,7 @@ def test_options_of_two_places_that_exclude_each_other_are_refused():
         ({"profile": "p.json", "plan": "plan.json"}, "profile would have no effect"),
         ({"profile": "p.json", "hardware": "h100"}, "hardware would have no effect"),
         ({"profile": "p.json", "nodes": 2}, "nodes=2 would have no effect"),
-        ({"profile": 3}, "profile=3 is a int"),
+        ({"profile": 3}, "profile=3 is of type int"),
     ],
 )
 def test_profile_and_recalibrate_that_cannot_be_are_refused(options, part):

@@ -267,7 +267,7 @@ def load_refused(path) -> str:
 
 def test_missing_file_is_named(tmp_path):
     path = tmp_path / "plan.json"
-    assert load_refused(path) == f"Cannot read the plan {path}: No such file or directory."
+    assert load_refused(path) == f"Cannot read the plan {path}: No such file or directory; give a file that can be read."
 
 
 def test_folder_is_not_a_plan(tmp_path):
