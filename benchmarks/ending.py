@@ -89,7 +89,9 @@ def trial(launcher: str, end: str, place: str) -> float:
     """Seconds from one rank's end to that of the last."""
     with tempfile.TemporaryDirectory() as folder:
         if launcher == "none":
-            endings(train, RANKS, end, place, folder)
+            from benchmarks.ending import train as by_name  # not __main__'s: ranks import it
+
+            endings(by_name, RANKS, end, place, folder)
             last = time.time()
         else:
             last = under_torchrun(end, place, Path(folder))

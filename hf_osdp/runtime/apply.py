@@ -48,7 +48,8 @@ def apply_plan(
         meshes: meshes of the process group; made for the default device where None.
         mp_policy: FSDP2's mixed precision, for every unit but those of batch norms.
         pin_memory: whether units on the host lie in page-locked memory; None: where the device is not the CPU.
-        broadcast: first make every rank's weights those of rank 0; False where they are equal for certain.
+        broadcast: first see that ranks have the same plan and model, and make every rank's weights those of rank 0; False where
+            all that is equal for certain.
 
     Returns:
         The same model.
@@ -60,8 +61,9 @@ def apply_plan(
         ValueError: `mp_policy` is given, but there is no process group. For units on the host one process forms its own.
     """
     device_type = default_device_type() if meshes is None else meshes.device_type
-    units_text = f"{_as_description(model, units).fingerprint} in {len(units)} units"
-    require_same({"the plan": plan.fingerprint, "the model": units_text, "the device": device_type})
+    if broadcast:
+        units_text = f"{_as_description(model, units).fingerprint} in {len(units)} units"
+        require_same({"the plan": plan.fingerprint, "the model": units_text, "the device": device_type})
     if plan.cut.splits and not is_split(model):
         split_operators(model, plan.cut.splits)
     plan.check(_as_description(model, units), world_size())
