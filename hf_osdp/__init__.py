@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "CheckpointError": "errors",
     "DescriptionError": "errors",
     "HardwareError": "errors",
     "InfeasibleError": "errors",
@@ -27,12 +28,15 @@ _PUBLIC = {
     "TrainingJob": "planner.job",
     "preset": "planner.presets",
     "search": "planner.search",
+    "last_checkpoint": "checkpoint.folders",
     "describe": "profiling.describe",
     "measure_hardware": "profiling.machine",
     "measure_profile": "profiling.profile",
     "OptimalShardedDataParallel": "runtime.parallel",
     "roll_call": "runtime.roll_call",
     "OSDPGradScaler": "runtime.scaler",
+    "restart_count": "runtime.restarts",
+    "StopSignal": "runtime.stop_signal",
     "OSDPAccelerator": "integration.accelerator",
     "OSDPConfig": "integration.config",
     "OSDPPlugin": "integration.plugin",
@@ -53,7 +57,9 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from .checkpoint.folders import last_checkpoint
     from .errors import (
+        CheckpointError,
         DescriptionError,
         HardwareError,
         InfeasibleError,
@@ -79,5 +85,7 @@ if TYPE_CHECKING:
     from .profiling.machine import measure_hardware
     from .profiling.profile import measure_profile
     from .runtime.parallel import OptimalShardedDataParallel
+    from .runtime.restarts import restart_count
     from .runtime.roll_call import roll_call
     from .runtime.scaler import OSDPGradScaler
+    from .runtime.stop_signal import StopSignal

@@ -28,8 +28,9 @@ from trained_tokenizers import train_causal_tokenizer
 from training import find_checkpoint, quiet_other_ranks
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler, set_seed
 
-from hf_osdp import OSDPAccelerator
+from hf_osdp import OSDPAccelerator, StopSignal
 from hf_osdp.integration.exits import run_script
+from hf_osdp.runtime.stop_signal import EXIT_CODE
 
 PROGRESS_FILE = "custom_checkpoint_0.pkl"
 """What Accelerate calls the first registered object in a checkpoint."""
@@ -151,14 +152,21 @@ class Loop:
             tokens_per_step=self.tokens_per_step, silent=self.args.disable_tqdm,
         )  # fmt: skip
         micro_steps = self.accelerator.gradient_accumulation_steps
-        while self.progress.step < self.total_steps:
-            epoch, done = divmod(self.progress.step, self.steps_per_epoch)
-            self.train_loader.set_epoch(epoch)
-            self._train_on(self.accelerator.skip_first_batches(self.train_loader, done * micro_steps) if done else self.train_loader, log)
+        with StopSignal() as stop:
+            while self.progress.step < self.total_steps and not stop.stopped:
+                epoch, done = divmod(self.progress.step, self.steps_per_epoch)
+                self.train_loader.set_epoch(epoch)
+                left = self.accelerator.skip_first_batches(self.train_loader, done * micro_steps) if done else self.train_loader
+                self._train_on(left, log, stop)
         log.close()
+        if stop.stopped:
+            self.save_checkpoint()
+            self.accelerator.print(f"SIGTERM: checkpoint-{self.progress.step} saved")
+            self.accelerator.end_training()
+            sys.exit(EXIT_CODE)
 
-    def _train_on(self, batches: DataLoader, log: StepLog) -> None:
-        """One epoch, or what is left of it."""
+    def _train_on(self, batches: DataLoader, log: StepLog, stop: StopSignal) -> None:
+        """One epoch, or what is left of it; SIGTERM on any rank ends it on all."""
         for batch in undisturbed(batches):
             with self.accelerator.accumulate(self.model):
                 loss = self.model(**batch).loss
@@ -170,7 +178,7 @@ class Loop:
             log.micro_step(loss)
             if self.accelerator.sync_gradients:
                 self._after_step(norm, log)
-                if self.progress.step == self.total_steps:
+                if stop.agreed() or self.progress.step == self.total_steps:
                     return
 
     def _after_step(self, norm: torch.Tensor, log: StepLog) -> None:
@@ -185,7 +193,7 @@ class Loop:
             if args.eval_steps and step % args.eval_steps == 0:
                 self._log_evaluation(step)
             if args.save_steps and step % args.save_steps == 0:
-                self.save_checkpoint(Path(args.output_dir) / f"checkpoint-{step}")
+                self.save_checkpoint()
 
     def _log_evaluation(self, step: int) -> None:
         """Evaluate amid training."""
@@ -205,8 +213,9 @@ class Loop:
         self.model.train()
         return perplexity(torch.cat(losses).mean().item())
 
-    def save_checkpoint(self, folder: Path) -> None:
+    def save_checkpoint(self) -> None:
         """All that a run needs to go on, with the tokenizer."""
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.progress.step}"
         self.accelerator.save_state(str(folder))
         if self.accelerator.is_main_process:
             self.tokenizer.save_pretrained(folder)

@@ -25,10 +25,11 @@ from run_clm import TASK, next_tokens
 from text_data import load_text, to_blocks
 from torch.utils.data import DataLoader, DistributedSampler
 from trained_tokenizers import train_causal_tokenizer
-from training import quiet_other_ranks
+from training import find_checkpoint, quiet_other_ranks
 from transformers import get_scheduler, set_seed
 
 from hf_osdp import OptimalShardedDataParallel
+from hf_osdp.checkpoint.loop import PROGRESS_NAME
 from hf_osdp.integration.exits import run_script
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -49,10 +50,12 @@ class PlainArguments:
     steps: int = field(default=300, metadata={"help": "Optimizer steps."})
     learning_rate: float = field(default=2e-3, metadata={"help": "The greatest; it rises for a twentieth of the steps, then falls."})
     logging_steps: int = field(default=20, metadata={"help": "Print a line every so many steps."})
+    save_steps: int | None = field(default=None, metadata={"help": "Write a checkpoint every so many steps."})
+    resume_from_checkpoint: str | None = field(default=None, metadata={"help": "A checkpoint's folder, or true for the last one."})
     seed: int = field(default=1, metadata={"help": "Of the weights and the order of samples."})
 
     def __post_init__(self) -> None:
-        check_counts(self, "global_batch_size", "micro_batch_size", "steps", "logging_steps")
+        check_counts(self, "global_batch_size", "micro_batch_size", "steps", "logging_steps", "save_steps")
 
 
 def main() -> None:
@@ -97,8 +100,11 @@ def train(model: OptimalShardedDataParallel, blocks: Dataset, args: PlainArgumen
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     schedule = get_scheduler("cosine", optimizer, num_warmup_steps=args.steps // 20, num_training_steps=args.steps)
     scaler = model.grad_scaler()  # does something in fp16 only
+    states = {"optimizer": optimizer, "scheduler": schedule, "scaler": scaler}
+    checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir, marker=PROGRESS_NAME)
+    done = 0 if checkpoint is None else model.load_checkpoint(checkpoint, **states)["step"]
     losses, since = [], time.perf_counter()
-    for step, batches in enumerate(islice(steps_of(blocks, model, args.seed), args.steps), start=1):
+    for step, batches in enumerate(islice(steps_of(blocks, model, args.seed), done, args.steps), start=done + 1):
         for number, batch in enumerate(batches, start=1):
             with model.micro_step(is_last=number == len(batches)):
                 loss = model(**batch).loss
@@ -115,6 +121,8 @@ def train(model: OptimalShardedDataParallel, blocks: Dataset, args: PlainArgumen
             tokens = args.global_batch_size * len(blocks[0]["input_ids"]) * args.logging_steps
             say(f"step {step}: loss {mean:.3f}, gradient norm {float(norm):.3f}, {tokens / seconds:.0f} tokens/s")
             losses, since = [], time.perf_counter()
+        if args.save_steps and step % args.save_steps == 0:
+            model.save_checkpoint(f"{args.output_dir}/checkpoint-{step}", **states, progress={"step": step})
 
 
 def steps_of(blocks: Dataset, model: OptimalShardedDataParallel, seed: int) -> Iterator[list[Batch]]:

@@ -13,9 +13,8 @@ from datasets import disable_progress_bars
 from trainer_log import TrainerLog
 from transformers import TrainingArguments, set_seed
 from transformers.integrations import get_available_reporting_integrations
-from transformers.trainer_utils import get_last_checkpoint
 
-from hf_osdp import Trainer
+from hf_osdp import Trainer, last_checkpoint, restart_count
 
 
 def begin(args: TrainingArguments) -> str | None:
@@ -105,7 +104,7 @@ def quiet_other_ranks(rank: int) -> None:
 
 
 def find_checkpoint(wanted: str | None, output_dir: str, *, marker: str = "trainer_state.json") -> str | None:
-    """The checkpoint to go on from: a folder, or with `true` the last one in the output folder, if there is one.
+    """The checkpoint to go on from: a folder, or with `true`, or after a restart, the last complete one in the output folder.
 
     Args:
         wanted: what `resume_from_checkpoint` says.
@@ -115,10 +114,12 @@ def find_checkpoint(wanted: str | None, output_dir: str, *, marker: str = "train
     Raises:
         ValueError: the folder holds no checkpoint.
     """
-    if wanted is None or str(wanted).lower() == "false":
+    asked = str(wanted).lower()
+    if asked in ("true", "last") or (wanted is None and restart_count()):
+        found = last_checkpoint(output_dir, marker=marker)
+        return None if found is None else str(found)
+    if wanted is None or asked == "false":
         return None
-    if str(wanted).lower() in ("true", "last"):
-        return get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
     if not (Path(wanted) / marker).is_file():
         raise ValueError(f"resume_from_checkpoint={wanted} holds no checkpoint; give a checkpoint-N folder, or true for the last one.")
     return wanted

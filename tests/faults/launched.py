@@ -1,0 +1,39 @@
+"""A training under torchrun that kills one of its own ranks in its first start: `python -m tests.faults.launched trainer FOLDER [STEP]`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import torch
+
+from hf_osdp import restart_count, roll_call
+from tests.faults import training
+
+
+def main(loop: str, folder: str, step: str | None = None) -> None:
+    """Train; rank 1 is killed when it begins the given step, unless this is a restart."""
+    torch.set_num_threads(1)
+    if step is not None and os.environ["RANK"] == "1" and not restart_count():
+        _killed_in_step(int(step))
+    if loop == "plain":
+        with roll_call():
+            torch.distributed.init_process_group("gloo")
+    training.train(training.Training(loop=loop, sharded=True), folder)
+
+
+def _killed_in_step(step: int) -> None:
+    steps = iter(range(1, step))
+    zero_grad = torch.optim.AdamW.zero_grad
+
+    def counted(self: torch.optim.Optimizer, *args: object, **kwargs: object) -> None:
+        if next(steps, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        zero_grad(self, *args, **kwargs)
+
+    torch.optim.AdamW.zero_grad = counted
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
