@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -92,6 +93,13 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def appear_elsewhere(folder: Path) -> None:
+    """On a machine that does not share rank 0's disk: let what ranks there wrote, their random states, have its name, too."""
+    if staging_folder(folder).exists():
+        with suppress(OSError):  # another rank of this machine does it
+            _appear(staging_folder(folder), folder)
 
 
 def _appear(staging: Path, folder: Path) -> None:
@@ -186,8 +194,12 @@ def found_damage(folder: Path) -> str | None:
         return files
     if world_size() == 1:
         return damage(folder, files)
+    sees: list[bool] = [False] * world_size()
+    dist.all_gather_object(sees, (folder / MANIFEST_NAME).is_file())  # where machines share no disk, rank 0's has it
+    readers = [rank for rank, seen in enumerate(sees) if seen]
+    mine = files[readers.index(dist.get_rank()) :: len(readers)] if dist.get_rank() in readers else []
     problems: list[str | None] = [None] * world_size()
-    dist.all_gather_object(problems, damage(folder, files[dist.get_rank() :: world_size()]))
+    dist.all_gather_object(problems, damage(folder, mine))
     return next(filter(None, problems), None)
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from ..errors import CheckpointError
 from ..runtime.agree import on_rank_zero
 from ..runtime.mesh import world_size
-from .folders import complete, flush, prepare_staging, staging_folder
+from .folders import appear_elsewhere, complete, flush, prepare_staging
 from .manifest import FileRecord
 
 _log = logging.getLogger(__name__)
@@ -100,9 +100,10 @@ class CheckpointWriter:
         """
         self.wait()
         folder = Path(folder)
-        on_rank_zero(lambda: prepare_staging(folder))
+        staged = on_rank_zero(lambda: prepare_staging(folder))
+        staged.mkdir(parents=True, exist_ok=True)  # on a machine that does not share rank 0's disk
         system = HeldFileSystem() if self.in_background else FileSystem()
-        staging = Staging(folder=folder, path=staging_folder(folder), file_system=system)
+        staging = Staging(folder=folder, path=staged, file_system=system)
         yield staging
         if isinstance(system, HeldFileSystem):
             _barrier()  # rank 0 sums what others wrote to the disk
@@ -111,6 +112,7 @@ class CheckpointWriter:
         else:
             parts = _gathered(_or_line(lambda: _own_part(staging, _rank()), _rank()))
             on_rank_zero(lambda: complete(folder, parts, ranks=world_size(), plan=plan))
+            appear_elsewhere(folder)
 
     def wait(self) -> None:
         """Until the last checkpoint is complete. Collective.

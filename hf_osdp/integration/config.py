@@ -67,8 +67,8 @@ class OSDPConfig:
     compare: bool = True
     """Estimate DDP, ZeRO-2, FSDP and HSDP beside the plan."""
     async_save: bool = False
-    """Checkpoints in shards (`state_dict_type="SHARDED_STATE_DICT"`) are written while training goes on; each is complete before the
-    next begins, and before training ends."""
+    """Checkpoints of several processes are written in shards (`state_dict_type="SHARDED_STATE_DICT"`) while training goes on; each is
+    complete before the next begins, and before training ends."""
     resume_after_restart: bool = True
     """The Trainer, started again by `torchrun --max-restarts` or a SLURM requeue, goes on from the last complete checkpoint."""
     save_on_sigterm: bool = True

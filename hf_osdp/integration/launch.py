@@ -91,6 +91,6 @@ def launched_world_size(environment: Mapping[str, str] | None = None) -> int:
     return whole_number(os.environ if environment is None else environment, "WORLD_SIZE", 1)
 
 
-def state_dict_type(environment: Mapping[str, str] | None = None) -> str:
-    """The checkpoint layout that the launcher asks for; full state dicts where it says nothing."""
-    return (os.environ if environment is None else environment).get("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT")
+def state_dict_type(environment: Mapping[str, str] | None = None, *, default: str = "FULL_STATE_DICT") -> str:
+    """The checkpoint layout that the launcher asks for; `default` where it says nothing."""
+    return (os.environ if environment is None else environment).get("FSDP_STATE_DICT_TYPE", default)

@@ -47,8 +47,13 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
         self.backward_prefetch = "NO_PREFETCH"  # or the base class would read the launcher's default
         self.auto_wrap_policy = self.auto_wrap_policy or "transformer_based_wrap"
         if self.state_dict_type is None:
-            self.state_dict_type = state_dict_type()
+            self.state_dict_type = state_dict_type(default="SHARDED_STATE_DICT" if self.osdp.async_save else "FULL_STATE_DICT")
         super().__post_init__()
+        if self.osdp.async_save and "FULL" in str(self.state_dict_type):
+            raise ValueError(
+                "async_save=True writes shards while training goes on, but state_dict_type is FULL_STATE_DICT; use SHARDED_STATE_DICT, or"
+                " leave async_save out."
+            )
 
     def set_mixed_precision(self, mixed_precision, buffer_autocast: bool = False, override: bool = False) -> None:
         """Compute in `mixed_precision` and reduce gradients in float32; activations keep the dtype that the model gives them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from ..checkpoint.safe import load_file
 from ..checkpoint.states import load_model, load_optimizer, save_model, save_optimizer
 from ..errors import CheckpointError
+from ..runtime.agree import on_rank_zero
 from ..splitting.names import is_split
 from ..splitting.positions import keep_positions
 
@@ -74,7 +74,8 @@ def _custom_file(path: str | Path, index: int) -> Path:
 
 def _save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
     """A registered object's state, which must be readable without running anything: better known now than when it is needed."""
-    if int(os.environ.get("LOCAL_RANK" if save_on_each_node else "RANK", "0")) == 0:
+
+    def save() -> None:
         torch.save(obj.state_dict(), _custom_file(path, index))
         try:
             load_file(_custom_file(path, index), numpy=True)
@@ -83,6 +84,8 @@ def _save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: b
                 f"The state of {type(obj).__name__}, registered for checkpointing, holds more than tensors and plain values, and could not"
                 " be read again; have its state_dict return numbers, text, lists, dicts and tensors."
             ) from None
+
+    on_rank_zero(save)
 
 
 def _load_custom_state(obj: Any, path: str, index: int = 0) -> None:

@@ -250,3 +250,9 @@ def test_recomputation_that_others_decide_cannot_be_forbidden(tmp_path):
     args = arguments(tmp_path, per_device_train_batch_size=8, gradient_checkpointing=True)
     with pytest.raises(ValueError, match="recompute=False has no effect beside activation checkpointing"):
         Trainer(model=tiny_model("gpt2", layers=1), args=args, train_dataset=data, osdp={"recompute": False})
+
+
+def test_saving_in_the_background_is_for_shards():
+    assert "SHARDED" in str(OSDPPlugin(osdp={"async_save": True}).state_dict_type)
+    with pytest.raises(ValueError, match="async_save=True writes shards while training goes on, but state_dict_type is FULL_STATE_DICT"):
+        OSDPPlugin(osdp={"async_save": True}, state_dict_type="FULL_STATE_DICT")
