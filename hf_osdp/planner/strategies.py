@@ -138,8 +138,8 @@ def _layouts(strategy: Strategy, hardware: Hardware) -> list[_Kind]:
         case Strategy.HSDP:
             if not (sizes := divisors(world_size)[1:-1]):
                 raise ValueError(
-                    f"strategy=hsdp needs a group size between 1 and {world_size}, the number of devices, that divides it, and there is none;"
-                    " use fsdp or ddp."
+                    f"strategy=hsdp needs a group size between 1 and {world_size}, the number of devices, that divides it, and there is"
+                    " none; use fsdp or ddp."
                 )
             return [_Kind(shard_sizes=(size,), keep=False) for size in sizes]
     raise AssertionError(strategy)
