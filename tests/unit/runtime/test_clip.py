@@ -12,23 +12,21 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from hf_osdp.runtime import clip
 from hf_osdp.runtime.clip import clip_grad_norm_, total_norm
 
-WORLD = 4
-LAYOUTS = {"shard 4": (4,), "shard 2 x replicate 2": (2, 2), "replicate": (4, 1)}
-"""Meshes by their shape; the last axis shards. With 3 rows the last of 4 ranks has none."""
+WORLDS = [2, 4]
 NORM_TYPES = [1.0, 2.0, 3.0, math.inf]
 
 
-def whole_gradients(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+def whole_gradients() -> dict[str, torch.Tensor]:
     dice = torch.Generator().manual_seed(0)
-    shapes = {"shard 4": (3, 5), "shard 2 x replicate 2": (5, 2), "replicate": (2, 3), "plain": (7,)}
-    return {name: torch.randn(shape, generator=dice, dtype=torch.float64).to(dtype) for name, shape in shapes.items()}
+    shapes = {"shard": (3, 5), "shard 2": (5, 2), "replicate": (2, 3), "plain": (7,)}
+    return {name: torch.randn(shape, generator=dice, dtype=torch.float64) for name, shape in shapes.items()}
 
 
-def of_rank(rank: int, whole: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """What a rank holds of each gradient, as FSDP2 cuts it."""
+def of_rank(rank: int, size: int, whole: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """What one of `size` ranks holds of each gradient, as FSDP2 cuts it: with 3 rows the last of 4 ranks has none."""
     held = [whole["plain"].clone()]
-    for name, shape in LAYOUTS.items():
-        mesh = DeviceMesh("cpu", torch.arange(WORLD).reshape(shape), _init_backend=False, _rank=0)
+    for name, shape in {"shard": (size,), "shard 2": (size // 2, 2), "replicate": (size, 1)}.items():
+        mesh = DeviceMesh("cpu", torch.arange(size).reshape(shape), _init_backend=False, _rank=0)
         chunks = whole[name].chunk(shape[-1])
         place = rank % shape[-1]
         local = chunks[place].clone() if place < len(chunks) else whole[name][:0].clone()
@@ -36,8 +34,13 @@ def of_rank(rank: int, whole: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return held
 
 
+@pytest.fixture(params=WORLDS, ids="{} ranks".format)
+def size(request) -> int:
+    return request.param
+
+
 @pytest.fixture
-def world(monkeypatch):
+def world(monkeypatch, size):
     """A world whose ranks run one after the other: `world(fn)` gives what `fn(rank)` returns on each, with sums over all."""
 
     def run(fn):
@@ -52,14 +55,14 @@ def world(monkeypatch):
             assert set(ops) == {op}, "every rank asks for the same"
             value.copy_(torch.stack(given).amax(0) if op is torch.distributed.ReduceOp.MAX else torch.stack(given).sum(0))
 
-        monkeypatch.setattr(clip, "world_size", lambda: WORLD)
+        monkeypatch.setattr(clip, "world_size", lambda: size)
         monkeypatch.setattr(clip.dist, "all_reduce", tell)
-        for rank in range(WORLD):
+        for rank in range(size):
             told.append([])
             fn(rank)
         monkeypatch.setattr(clip.dist, "all_reduce", reduce)
         results = []
-        for rank in range(WORLD):
+        for rank in range(size):
             number = [0]
             results.append(fn(rank))
         assert all(len(calls) == 1 for calls in told), "one all-reduce"
@@ -69,10 +72,10 @@ def world(monkeypatch):
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_each_element_counts_once(world, norm_type):
+def test_each_element_counts_once(world, size, norm_type):
     whole = whole_gradients()
     wanted = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in whole.values()]), norm_type)
-    for norm in world(lambda rank: total_norm(of_rank(rank, whole), norm_type)):
+    for norm in world(lambda rank: total_norm(of_rank(rank, size, whole), norm_type)):
         assert norm.shape == () and norm.dtype == torch.float64
         assert norm.item() == pytest.approx(wanted.item(), rel=1e-14)
 
@@ -87,16 +90,16 @@ def clipped(held: list[torch.Tensor], max_norm: float, norm_type: float = 2.0) -
 
 @pytest.mark.parametrize("max_norm", [0.1, 5.0, 100.0])
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_gradients_are_scaled_as_torch_scales_whole_ones(world, max_norm, norm_type):
+def test_gradients_are_scaled_as_torch_scales_whole_ones(world, size, max_norm, norm_type):
     whole = whole_gradients()
     alone = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in whole.values()]
     for parameter, grad in zip(alone, whole.values(), strict=True):
         parameter.grad = grad.clone()
     wanted = torch.nn.utils.clip_grad_norm_(alone, max_norm, norm_type).item()
     after = {name: parameter.grad for name, parameter in zip(whole, alone, strict=True)}
-    for rank, (norm, locals_) in enumerate(world(lambda rank: clipped(of_rank(rank, whole), max_norm, norm_type))):
+    for rank, (norm, locals_) in enumerate(world(lambda rank: clipped(of_rank(rank, size, whole), max_norm, norm_type))):
         assert norm == pytest.approx(wanted, rel=1e-14)
-        for mine, theirs in zip(locals_, map(clip.local, of_rank(rank, after)), strict=True):
+        for mine, theirs in zip(locals_, map(clip.local, of_rank(rank, size, after)), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-14, atol=0)
 
 
@@ -112,8 +115,18 @@ def test_a_single_parameter_is_taken_as_it_is():
     assert clip_grad_norm_(parameter, 10.0).item() == 5.0 and parameter.grad.tolist() == [3.0, 4.0]
 
 
+def test_what_is_sent_lies_where_collectives_run(monkeypatch):
+    """Gradients may be on the host, where NCCL cannot reach."""
+    sent = []
+    monkeypatch.setattr(clip, "world_size", lambda: 2)
+    monkeypatch.setattr(clip, "collective_device", lambda: torch.device("meta"))
+    monkeypatch.setattr(clip.dist, "all_reduce", lambda value, op: sent.append(value.device.type))
+    assert total_norm([torch.ones(3)]).device.type == "meta" and sent == ["meta"]
+
+
 def test_alone_nothing_is_sent(monkeypatch):
     monkeypatch.setattr(clip.dist, "all_reduce", None)
+    monkeypatch.setattr(clip, "collective_device", None)
     assert total_norm([torch.tensor([3.0]), torch.tensor([[-4.0]])]).item() == 5.0
 
 
