@@ -34,10 +34,6 @@ def run_script(main: Callable[[], None]) -> None:
     try:
         with roll_call():
             main()
-    except SystemExit as stop:
-        if stop.code and (line := lifeline.current()):
-            line.fail(stop, lambda: None, exit_code=stop.code if isinstance(stop.code, int) else 1)
-        raise
     except (ValueError, OSDPError) as error:
         if not isinstance(error, OSDPError) and not _is_ours(error, main):
             raise

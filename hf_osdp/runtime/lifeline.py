@@ -140,12 +140,12 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 
 def _process_ends() -> None:
-    """At exit; in a rank of a notebook also by an error, on its way to multiprocessing."""
+    """At exit; in a rank of a notebook also by an error, on its way to multiprocessing. `sys.exit` by itself is a normal end."""
     line, error = _Process.line, sys.exc_info()[1]
     if line is None or line.verdict is not None:
         return
     if isinstance(error, SystemExit):
-        error = None if error.code in (None, 0) else error.__context__ or error
+        error = error.__context__
     if error is None:
         leave()
     else:
