@@ -57,7 +57,7 @@ def planned(folder, **options) -> Trainer:
 
 def test_the_best_checkpoint_stays_and_is_loaded(tmp_path):
     trainer = planned(
-        tmp_path, save_total_limit=1, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, greater_is_better=True
+        tmp_path, save_total_limit=2, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, greater_is_better=True
     )
     weights = {}
     trainer.add_callback(_Weights(trainer, weights))
