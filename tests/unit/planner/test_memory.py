@@ -200,6 +200,7 @@ def segments_of(*units: int) -> tuple[Segment, ...]:
         pytest.param((1, 0, 2, 3, 0, 1, 0), (None, None, None, 2, 3, 3, None), id="head shared: nothing is gathered during the loss"),
         pytest.param((0, 2, 3, 0), (None, None, 2, 3), id="root's head: the last block is gathered during the loss"),
         pytest.param((0, 2, 0, 3), (None, None, 2, 2), id="root between blocks"),
+        pytest.param((1, 2, 1, 3, 1), (None, None, 2, None, 3), id="nor is it while shared weights run more often than they have modules"),
         pytest.param((1, 2, 3, 0), (None, None, 2, 3), id="a shared module that never runs has no place in the order"),
     ],
 )

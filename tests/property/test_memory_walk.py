@@ -1,0 +1,167 @@
+"""Every moment of a step as a sum over units and segments, each on its own, beside the walk that carries a level along."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+from hypothesis import strategies as st
+
+from hf_osdp.planner.costs import Batch, Choice, choices_for, merged_gradients, reduce_tail, unit_bytes
+from hf_osdp.planner.description import Activations, Affine, GatherSpan, ModelDescription
+from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from hf_osdp.planner.memory import MemoryEstimate, SegmentBytes, activation_host_bytes, estimate_memory, gathered_ahead
+from tests.helpers.descriptions import at_random
+from tests.helpers.properties import holds
+
+
+class Sums:
+    """What is there at a moment, found anew each time. `done` are units whose gradients were reduced."""
+
+    def __init__(self, description: ModelDescription, choices: list[Choice], world_size: int, job: TrainingJob, batch: Batch):
+        self.description, self.job, self.samples = description, job, batch.micro_batch_size
+        self.units = [unit_bytes(u, c, world_size, job, batch) for u, c in zip(description.units, choices, strict=True)]
+        if world_size == 1 and any(choice.on_host for choice in choices):
+            tails = [reduce_tail(unit, 1, job, on_host=True) for unit in description.units]
+            self.units = [replace(unit, reduce_tail=tail) for unit, tail in zip(self.units, tails, strict=True)]
+        spans = [unit.span for unit in description.units]
+        self.where = [segment.unit for segment in description.segments]
+        self.bytes = [
+            SegmentBytes.of(s, spans[s.unit], self.samples, choices[s.unit].activations) for s in description.segments
+        ]  # fmt: skip
+        self.whole = [i for i, span in enumerate(spans) if span is GatherSpan.STEP]
+        self.passing = [i for i, span in enumerate(spans) if span is not GatherSpan.STEP and i in self.where]
+        self.first = {unit: self.where.index(unit) for unit in self.passing}
+        self.ahead = [0 if unit is None else self.units[unit].prefetched for unit in gathered_ahead(description)]
+
+    def moment(self, phase: str, unit: int | None, *, gathered: int, activations: int, gradients: int, buffers: int) -> tuple:
+        label = "(all)" if unit is None else self.description.units[unit].label
+        held = {name: sum(getattr(unit, name) for unit in self.units) for name in ("parameters", "optimizer")}
+        outputs = self.description.output_bytes.bytes(self.samples) if self.job.holds_outputs else 0
+        there = dict(
+            held, gathered=gathered, activations=activations, gradients=gradients + sum(u.gradients_held for u in self.units),
+            buffers=buffers, correction=self.job.correction_bytes,
+            model_buffers=self.description.buffer_bytes + self.description.input_bytes.bytes(self.samples) + outputs,
+        )  # fmt: skip
+        return phase, label, there
+
+    def saved(self, until: int) -> int:
+        return sum(terms.saved for terms in self.bytes[:until])
+
+    def gathered(self, kept: list[int], whole: list[int]) -> int:
+        return sum(self.units[i].kept for i in kept) + sum(self.units[i].gathered for i in whole)
+
+    def forward(self) -> Iterator[tuple]:
+        for i, unit in enumerate(self.where):
+            terms = self.units[unit]
+            there = self.gathered([u for u in self.passing if self.first[u] < i], self.whole)
+            before = [u for u in self.where[:i] if u not in self.whole]
+            buffer = self.units[before[-1]].gather_buffer if before else max((self.units[u].gather_buffer for u in self.whole), default=0)
+            own = buffer
+            if unit not in self.whole:
+                gather = there + buffer + terms.gather_buffer + terms.gathered
+                yield self.moment("forward: gather", unit, gathered=gather, activations=self.saved(i), gradients=0, buffers=0)
+                own = terms.gather_buffer + terms.gathered
+            running = self.saved(i) + self.bytes[i].forward_peak
+            yield self.moment("forward", unit, gathered=there + own, activations=running, gradients=0, buffers=0)
+
+    def gradients(self, i: int) -> int:
+        """Those that are there when segment i begins its backward."""
+        later = set(self.where[i + 1 :])
+        whole = sum(self.units[u].unsharded_gradients for u in self.whole if u in later)
+        reduced = sum(self.units[u].gradients_after for u in self.passing if self.first[u] > i)
+        return whole + reduced + sum(self.units[u].waiting_gradients for u in self.passing if self.first[u] <= i and u in later)
+
+    def merging(self, i: int) -> int:
+        """The sum of a parameter's gradients, in the segment that backward reaches last."""
+        unit = self.where[i]
+        return merged_gradients(self.description.units[unit], self.job) if self.where.index(unit) == i else 0
+
+    def backward(self) -> Iterator[tuple]:
+        for i in reversed(range(len(self.where))):
+            unit, terms = self.where[i], self.units[self.where[i]]
+            done = [u for u in self.passing if self.first[u] > i]
+            tail = self.units[min(done, key=self.first.__getitem__)].reduce_tail if done else 0
+            buffers = sum(self.units[u].reduced_after for u in done)
+            there = self.gathered([u for u in self.passing if self.first[u] <= i], self.whole)
+            level = dict(activations=self.saved(i + 1), gradients=self.gradients(i))
+            own = 0
+            if unit not in self.whole:
+                own, cast = (0, 0) if terms.kept else (terms.gathered, terms.cast_buffer)
+                yield self.moment("backward: gather", unit, gathered=there + own + terms.prefetched, buffers=buffers + tail + cast, **level)
+            level["activations"] += self.bytes[i].backward_peak + self.merging(i)
+            yield self.moment("backward", unit, gathered=there + own + self.ahead[i], buffers=buffers + tail, **level)
+            if unit not in self.whole and self.first[unit] == i:
+                left = dict(gathered=there - terms.kept + self.ahead[i])
+                waiting = terms.waiting_gradients if unit in self.where[i + 1 :] else 0
+                saved, gradients = self.saved(i) + self.bytes[i].gradient, self.gradients(i) - waiting
+                yield self.moment(
+                    "backward: reduce", unit, activations=saved + terms.unsharded_gradients, gradients=gradients,
+                    buffers=buffers + terms.reduce_input, **left,
+                )  # fmt: skip
+                after = buffers + terms.reduced_after + terms.reduce_input + terms.reduce_work
+                yield self.moment(
+                    "backward: reduce", unit, activations=saved, gradients=gradients + terms.gradients_after, buffers=after, **left
+                )  # fmt: skip
+
+    def finish(self) -> Iterator[tuple]:
+        settled = sum(self.units[u].gradients_after + self.units[u].gradients_settled for u in self.passing)
+        for place, unit in enumerate(self.whole):
+            reduced, waiting = self.whole[:place], self.whole[place:]
+            terms = self.units[unit]
+
+            def gradients(reduced: list[int], waiting: list[int]) -> int:
+                shards = sum(self.units[u].gradients_after + self.units[u].gradients_settled for u in reduced)
+                return settled + shards + sum(self.units[u].unsharded_gradients for u in waiting)
+
+            level = dict(activations=0, gathered=self.gathered([], waiting[1:]))
+            buffers = sum(self.units[u].reduced_after for u in (*self.passing, *reduced)) + terms.reduce_input
+            yield self.moment("reduce", unit, gradients=gradients(reduced, waiting), buffers=buffers, **level)
+            more = terms.reduced_after + terms.reduce_work
+            yield self.moment("reduce", unit, gradients=gradients([*reduced, unit], waiting[1:]), buffers=buffers + more, **level)
+        scratch = [unit.step_scratch for unit in self.units]
+        highest = max(scratch) if self.job.optimizer.step is OptimizerStep.FOR_LOOP else sum(scratch)
+        shards = sum(self.units[u].gradients_after + self.units[u].gradients_settled for u in self.whole)
+        yield self.moment("optimizer step", None, gathered=0, activations=0, gradients=settled + shards, buffers=highest)
+
+
+jobs = st.builds(
+    TrainingJob,
+    global_batch_size=st.just(48),
+    precision=st.sampled_from([Precision.named("no"), Precision.named("bf16")]),
+    optimizer=st.builds(OptimizerSpec, states=st.sampled_from([0, 2]), step=st.sampled_from(OptimizerStep)),
+    holds_outputs=st.booleans(),
+    correction_bytes=st.sampled_from([0, 77, -5]),
+)
+batches = st.builds(Batch, micro_batch_size=st.integers(1, 3), accumulation_steps=st.integers(1, 2))
+
+
+def random_choices(dice: random.Random, description: ModelDescription, world_size: int, batch: Batch) -> list[Choice]:
+    """Any layout of each unit, with every other decision that it may take."""
+    found = []
+    for index, unit in enumerate(description.units):
+        sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        layout = dice.choice(choices_for(unit.span, sizes, keep=None, stage_sizes=(1,)))
+        hold = batch.accumulation_steps > 1 and unit.span is not GatherSpan.CALLS and dice.random() < 0.5
+        kept = dice.choice(list(Activations)) if index in description.recomputable else Activations.SAVE
+        found.append(replace(layout, hold_gradients=hold, activations=kept, on_host=dice.random() < 0.2))
+    return found
+
+
+@holds(st.integers(0, 10**6), st.sampled_from([1, 2, 4]), jobs, batches, st.sampled_from(["", "tied", "called"]), few=120, many=10_000)
+def test_each_moment_is_the_sum_of_what_is_there(seed, world_size, job, batch, kind):
+    description = at_random(seed, kinds=2, blocks=4, recomputable=True, tied=kind == "tied", called=kind == "called")
+    description = replace(description, buffer_bytes=13, input_bytes=Affine(per_sample=17), output_bytes=Affine(per_sample=19))
+    choices = random_choices(random.Random(seed), description, world_size, batch)
+    sums = Sums(description, choices, world_size, job, batch)
+    found = estimate_memory(description, choices, world_size, job, batch)
+    wanted = [*sums.forward(), *sums.backward(), *sums.finish()]
+    assert [(m.phase, m.unit, asdict(m.breakdown)) for m in found.moments] == wanted
+    assert found.peak_bytes == max(sum(there.values()) for _, _, there in wanted) == found.peak.total_bytes
+    waits = [activation_host_bytes(s, batch.micro_batch_size, choices[s.unit].activations) for s in description.segments]
+    assert found.host_bytes == sum(u.host for u in sums.units) + max(u.host_moment for u in sums.units) + sum(waits)
+
+
+def test_an_estimate_by_itself_has_nothing_on_the_host():
+    assert MemoryEstimate(moments=()).host_bytes == 0
