@@ -18,13 +18,16 @@ MOST_S = 180.0
 
 def serve(path: str) -> None:
     """Answer one question after the other, until killed."""
-    import hypothesis  # noqa: F401
+    import hypothesis
     import ortools.sat.python.cp_model  # noqa: F401
     import pydantic  # noqa: F401
     import pytest
     import torch.distributed.fsdp
     import torch.distributed.tensor  # noqa: F401
 
+    found = [phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.shrink]
+    hypothesis.settings.register_profile("mutants", phases=found, report_multiple_bugs=False)  # one example that fails is enough
+    hypothesis.settings.load_profile("mutants")
     if os.path.exists(path):
         os.unlink(path)
     with socket.socket(socket.AF_UNIX) as listener:

@@ -6,12 +6,21 @@ import random
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
+import pytest
 from hypothesis import strategies as st
 
 from hf_osdp.planner.costs import Batch, Choice, choices_for, merged_gradients, reduce_tail, unit_bytes
 from hf_osdp.planner.description import Activations, Affine, GatherSpan, ModelDescription
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
-from hf_osdp.planner.memory import MemoryEstimate, SegmentBytes, activation_host_bytes, estimate_memory, gathered_ahead
+from hf_osdp.planner.memory import (
+    MemoryBreakdown,
+    MemoryEstimate,
+    SegmentBytes,
+    activation_host_bytes,
+    estimate_memory,
+    gathered_ahead,
+    resident_bytes,
+)
 from tests.helpers.descriptions import at_random
 from tests.helpers.properties import holds
 
@@ -163,5 +172,15 @@ def test_each_moment_is_the_sum_of_what_is_there(seed, world_size, job, batch, k
     assert found.host_bytes == sum(u.host for u in sums.units) + max(u.host_moment for u in sums.units) + sum(waits)
 
 
-def test_an_estimate_by_itself_has_nothing_on_the_host():
+def test_nothing_is_there_by_itself():
     assert MemoryEstimate(moments=()).host_bytes == 0
+    assert MemoryBreakdown().total == 0
+
+
+@pytest.mark.parametrize("holds_outputs", [False, True])
+def test_what_no_choice_changes_is_buffers_batch_outputs_and_the_correction(holds_outputs):
+    description = replace(
+        at_random(0, kinds=1, blocks=1), buffer_bytes=13, input_bytes=Affine(per_sample=17), output_bytes=Affine(per_sample=19)
+    )
+    job = TrainingJob(global_batch_size=3, holds_outputs=holds_outputs, correction_bytes=77)
+    assert resident_bytes(description, job, 3) == 13 + 3 * 17 + (3 * 19 if holds_outputs else 0) + 77
