@@ -89,7 +89,7 @@ def write_shards(path: Path, state: dict[str, Any], files: FileSystem | None) ->
         writer.fs = files
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # where there is one process
-        _together(lambda: dcp.save(state, storage_writer=writer), f"{path} cannot be written")
+        _together(lambda: dcp.save(state, storage_writer=writer), path, writes=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------- loading
@@ -173,7 +173,7 @@ def _saved_names(path: Path, prefix: str, *, parents: bool = False) -> set[str]:
 
 def _read_shards(path: Path, state: dict[str, Any]) -> None:
     reader, planner = SafeReader(path), SafePlanner()
-    _together(lambda: dcp.load(state, storage_reader=reader, planner=planner), f"{path} cannot be read")
+    _together(lambda: dcp.load(state, storage_reader=reader, planner=planner), path, writes=False)
 
 
 # ------------------------------------------------------------------------------------------------------------------- names
@@ -238,12 +238,14 @@ def _read_on_rank_zero(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _together(act: Callable[[], Any], what: str) -> None:
+def _together(act: Callable[[], Any], path: Path, *, writes: bool) -> None:
     """Torch tells every rank of any rank's failure, by an exception that is no `Exception`."""
     try:
         act()
     except CheckpointException as failed:
-        raise CheckpointError(f"{what} ({cause_of(failed)}).") from None
+        if writes:
+            raise CheckpointError(f"{path} cannot be written ({cause_of(failed)}); the checkpoint before it is the last.") from None
+        raise CheckpointError(f"{path} cannot be read ({cause_of(failed)}); take another checkpoint.") from None
 
 
 def _as_checkpoint_error(load: Callable[[], Any], path: Path) -> None:

@@ -12,7 +12,7 @@ from .pages import PLACE, page, source_strings, source_trees, text_of
 FOREIGN = "## Messages of torch, Accelerate and transformers"
 ENTRY = re.compile(r"^`(?P<message>[^`\n]+)`\n: ", re.MULTILINE)
 BLANK = re.compile(r"‹[^›]*›")
-COVERED = ("InfeasibleError", "PlanError", "PlanMismatchError", "HardwareError", "ProfileError")
+COVERED = ("InfeasibleError", "CheckpointError", "PlanError", "PlanMismatchError", "HardwareError", "ProfileError")
 
 
 def messages() -> list[str]:
