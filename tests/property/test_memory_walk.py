@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from hf_osdp.planner.costs import Batch, Choice, choices_for, merged_gradients, reduce_tail, unit_bytes
-from hf_osdp.planner.description import Activations, Affine, GatherSpan, ModelDescription
+from hf_osdp.planner.description import Activations, Affine, GatherSpan, ModelDescription, Segment
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.memory import (
     MemoryBreakdown,
@@ -192,6 +192,18 @@ def test_each_moment_is_the_sum_of_what_is_there(seed, world_size, job, batch, k
 def test_nothing_is_there_by_itself():
     assert MemoryEstimate(moments=()).host_bytes == 0
     assert MemoryBreakdown().total == 0
+
+
+def test_a_stretch_of_what_stays_may_free_more_than_it_saves_a_unit_may_not():
+    segment = Segment(unit=0, saved_bytes=Affine(constant=-50, per_sample=10))
+    for span, left in ((GatherSpan.STEP, -30), (GatherSpan.USE, 0), (GatherSpan.CALLS, 0)):
+        assert SegmentBytes.of(segment, span, 2).saved == left
+
+
+def test_of_no_unit_nothing_is_there():
+    nothing = replace(at_random(0, kinds=1, blocks=1), units=(), segments=())
+    found = estimate_memory(nothing, [], 2, TrainingJob(global_batch_size=2), Batch(micro_batch_size=1, accumulation_steps=1))
+    assert (found.host_bytes, found.peak_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("holds_outputs", [False, True])
