@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from ..checkpoint.writer import CheckpointWriter
 from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
+from ..runtime import oom
 from ..runtime.accumulation import micro_step
 from ..runtime.clip import clip_grad_norm_
 from ..runtime.environment import form_process_group, prepare_model
@@ -247,6 +248,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
                 self._check_loaders(args)
             if not self.is_fsdp2 and not any(known is model for known in self._models):
                 change_alone(model, self._run, [a for a in args if isinstance(a, torch.optim.Optimizer)])
+                self._watch_memory(model)
         trains = any(isinstance(a, torch.optim.Optimizer) for a in args)
         if model is None or not self.is_fsdp2 or trains:
             result = super().prepare(*args, device_placement=device_placement)
@@ -313,7 +315,19 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             self.plugin.transformer_cls_names_to_wrap = list(self._run.description.block_classes)
             self.plugin.set_auto_wrap_policy(model)
             model = fsdp2_apply_ac(self, model)
-        return shard_model(model, self._run, self.plugin, optimizers, device=self.device)
+        model = shard_model(model, self._run, self.plugin, optimizers, device=self.device)
+        self._watch_memory(model)
+        return model
+
+    def _watch_memory(self, model: nn.Module) -> None:
+        """Errors of memory say from here on where they are, and what is safer."""
+        run, config = self._run, self.plugin.osdp
+        oom.watch(model, run.plan, run.description.units, problem=run.problem, on_oom=config.on_oom, device=self.device)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As `Accelerator.backward`; an error of memory in it is explained."""
+        with oom.explained():
+            super().backward(loss, **kwargs)
 
     # --------------------------------------------------------------------------------------------- gradients and state
 

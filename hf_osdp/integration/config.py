@@ -11,11 +11,11 @@ from ..planner.plan import Plan
 from ..planner.profile import Profile
 from ..planner.strategies import Strategy
 from ..quantities import parse_bytes
+from ..runtime.again import check_on_oom
 
 _OPEN_SWITCHES = ("reduce_every_micro_step", "recompute", "host_offload", "offload_activations", "split_vocabulary")
 """Switches that None leaves to the planner."""
 _SWITCHES = ("operator_splitting", "recalibrate", "compare", "async_save", "resume_after_restart", "save_on_sigterm")
-ON_OOM = ("raise", "replan")
 STRATEGIES = tuple(strategy.value for strategy in Strategy)
 
 
@@ -82,8 +82,7 @@ class OSDPConfig:
             parse_bytes(self.memory_limit)
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy={self.strategy!r} is not known; use one of {', '.join(STRATEGIES)}.")
-        if self.on_oom not in ON_OOM:
-            raise ValueError(f"on_oom={self.on_oom!r} is not known; use one of {', '.join(ON_OOM)}.")
+        check_on_oom(self.on_oom, planning=self.plan is None)
         object.__setattr__(self, "block_classes", _class_names(self.block_classes))
         for name in ("sequence_length", "global_batch_size", "micro_batch_size", "nodes"):
             _check_count(name, getattr(self, name))

@@ -29,6 +29,7 @@ from ..profiling.batch import training_batch
 from ..profiling.describe import describe
 from ..profiling.machine import hardware_of_run
 from ..quantities import format_bytes
+from ..runtime.again import limit_after_oom
 from ..runtime.agree import broadcast_plan, on_rank_zero, require_same_run
 from ..runtime.given import check_given, refuse_a_host_of_the_cpu, warn_of_other_nodes
 from ..runtime.mesh import Meshes
@@ -64,6 +65,19 @@ class PlannedRun:
     """Made for the trials, for training to use again."""
     findings: tuple[Finding, ...] = ()
     """What is to be said of the run before it starts."""
+
+    @property
+    def problem(self) -> Problem | None:
+        """What the plan was searched for; None where it was given."""
+        if self.hardware is None or self.memory_limit_bytes is None:
+            return None
+        return Problem(
+            description=self.description,
+            hardware=self.hardware,
+            job=self.job,
+            memory_limit_bytes=self.memory_limit_bytes,
+            strategy=self.plan.strategy,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,8 +298,8 @@ def _memory_limit(config: OSDPConfig, hardware: Hardware) -> int:
     """
     limit = config.memory_limit_bytes
     if limit is None:
-        return hardware.device.memory_bytes
-    return limit_within(hardware.device, limit, said=f"memory_limit={format_bytes(limit)}")
+        return limit_after_oom(hardware.device.memory_bytes)
+    return limit_after_oom(limit_within(hardware.device, limit, said=f"memory_limit={format_bytes(limit)}"))
 
 
 def _comparison(problem: Problem, plain: ModelDescription) -> tuple[StrategyResult, ...]:

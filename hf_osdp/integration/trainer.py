@@ -19,6 +19,7 @@ from ..checkpoint.writer import CheckpointWriter, Staging
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
 from ..runtime.environment import hold_master_weights
+from ..runtime.oom import explained
 from ..runtime.state import free_gathered
 from ..runtime.stop_signal import EXIT_CODE, StopSignal
 from .accelerator import OSDPAccelerator
@@ -203,11 +204,13 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
 
         Raises:
             CheckpointError: the checkpoint that was asked for is damaged, or of another model.
+            torch.OutOfMemoryError: with the unit, the figures and the next plan; not where `on_oom="replan"` starts all ranks again.
         """
         if self._osdp is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         try:
-            output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
+            with explained():
+                output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
         finally:
             self._stop.abandon()  # where an error ended training
         self._writer.wait()

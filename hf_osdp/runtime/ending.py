@@ -16,10 +16,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import IO
 
 import torch.distributed as dist
 
+from . import again
 from .lifeline_roles import End, Failure, Hub, Member, Spoke
 
 END_S = 5.0
@@ -71,6 +73,7 @@ class Lifeline:
             exit_code: what the process is to end with, by itself or by us.
         """
         self._wait_for_the_cause(error)
+        self.wait_for_the_new_start()
         self._speaks_itself, self._exit_code = True, exit_code
         try:
             say()
@@ -81,6 +84,26 @@ class Lifeline:
                 self.end.send(failure.message())
             if isinstance(self.end, Hub):
                 self.end.send({"kind": "told"})
+
+    def start_again(self, limit_bytes: int) -> None:
+        """This rank's main thread ran out of memory, and has said so: all ranks start again. Returns where another rank ended before.
+
+        Args:
+            limit_bytes: the limit to plan under.
+        """
+        self._speaks_itself = True
+        failure = Failure(member=self.me, end=End.AGAIN, text=str(limit_bytes))
+        if isinstance(self.end, Hub):
+            self._hear(failure)
+        else:
+            self.end.send(failure.message())
+        self._heard.wait(END_S)
+        self.wait_for_the_new_start()
+
+    def wait_for_the_new_start(self) -> None:
+        """Where all ranks start again, until this process is replaced: it says and writes nothing more."""
+        if self.verdict is not None and self.verdict.end is End.AGAIN:
+            time.sleep(2 * END_S)
 
     def wait_for_rank_zero(self) -> None:
         """Until rank 0 has said what there was to say, or is gone."""
@@ -106,6 +129,8 @@ class Lifeline:
 
     def _hear(self, failure: Failure) -> None:
         """Another rank ended: so does this one."""
+        if failure.end is End.AGAIN and isinstance(self.end, Hub):
+            failure = replace(failure, text=again.common_variables(int(failure.text), self.end.host))
         if self._leaving or not self._decide(failure):
             return
         _end_at_the_latest()
@@ -123,12 +148,14 @@ class Lifeline:
 
     def _follow(self, failure: Failure) -> None:
         """Say why, and end this process."""
-        time.sleep(_ALIKE_S if failure.end is End.FAILED else _KILLED_S)
+        time.sleep(_ALIKE_S if failure.end is End.FAILED else 0.0 if failure.end is End.AGAIN else _KILLED_S)
         if self._speaks_for(failure.member) and not self._speaks_itself:
             os.write(2, f"hf_osdp: {failure.line}\n".encode())  # whole, whatever the main thread is writing
         self._told.set()
         if isinstance(self.end, Hub):
             self.end.send({"kind": "told"})
+        if failure.end is End.AGAIN:
+            _start_again(failure)
         time.sleep(_GRACE_S)
         with suppress(Exception):
             sys.stdout.flush()
@@ -146,6 +173,14 @@ class _Watchdog:
 
     output: IO[str] | None = None
     """Nowhere, once it is set."""
+
+
+def _start_again(failure: Failure) -> None:
+    """Replace this process; where that fails it ends."""
+    try:
+        again.replace_this_process(again.read_variables(failure.text))
+    except (OSError, ValueError) as error:
+        os.write(2, f"hf_osdp: This process cannot start again: {error}\n".encode())
 
 
 def text_of(error: BaseException) -> str:

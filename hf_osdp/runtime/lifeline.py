@@ -89,8 +89,9 @@ def _host(store: dist.Store, me: Member, world_size: int, address: str | None) -
             store.set("line", json.dumps(None))
             _log.warning(no_lifeline_line(me.rank, me.host, place="a port of its own", reason=str(error)))
             return
+        reached_at = address if address and hosts == [me.host] else hosts[0]
         _Process.place = {"hosts": hosts, "port": listener.getsockname()[1], "token": token}
-        line = _Process.line = Lifeline(me, Hub(me, world_size, listener, token), world_size=world_size, token=token)
+        line = _Process.line = Lifeline(me, Hub(me, world_size, listener, reached_at, token), world_size=world_size, token=token)
     store.set("line", json.dumps(_Process.place))
     assert isinstance(line.end, Hub)
     if missing := line.end.missing(_JOIN_S):
@@ -143,6 +144,8 @@ def _process_ends() -> None:
     """At exit; in a rank of a notebook also by an error, on its way to multiprocessing. `sys.exit` by itself is a normal end."""
     line, error = _Process.line, sys.exc_info()[1]
     if line is None or line.verdict is not None:
+        if line is not None:
+            line.wait_for_the_new_start()
         return
     if isinstance(error, SystemExit):
         error = error.__context__

@@ -27,6 +27,8 @@ class End(Enum):
     FAILED = "failed"
     DIED = "died"
     OFF = "off"
+    AGAIN = "again"
+    """It ran out of memory, and all start again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,7 @@ class Failure:
     member: Member
     end: End
     text: str = ""
-    """What the rank said, or the system of rank 0's machine."""
+    """What the rank said, or the system of rank 0's machine; of a new start the memory limit, and from rank 0 the variables."""
 
     @property
     def line(self) -> str:
@@ -62,6 +64,8 @@ class Failure:
                 return died_line(self.member.rank, self.member.host)
             case End.OFF:
                 return off_line(self.member.rank, self.member.host, reason=self.text)
+            case End.AGAIN:
+                return f"Rank {self.member.rank} on {self.member.host} ran out of device memory, and all ranks start again by a safer plan."
 
     def message(self) -> dict[str, object]:
         """For the wire."""
@@ -74,15 +78,16 @@ Heard = Callable[[Failure], None]
 class Hub:
     """Rank 0's end: one thread reads from all, and passes on what ends all."""
 
-    def __init__(self, me: Member, world_size: int, listener: socket.socket, token: str) -> None:
+    def __init__(self, me: Member, world_size: int, listener: socket.socket, host: str, token: str) -> None:
         """
         Args:
             me: rank 0.
             world_size: ranks on the line.
             listener: where others connect.
+            host: its address as they reach it.
             token: what they have to know.
         """
-        self._me, self._world_size, self._listener, self._token = me, world_size, listener, token
+        self._me, self._world_size, self._listener, self.host, self._token = me, world_size, listener, host, token
         self._members: dict[Connection, Member] = {}
         self._strangers: dict[Connection, float] = {}
         self._complete = threading.Event()
@@ -238,6 +243,8 @@ def _said(message: dict[str, Any], sender: Member | None) -> Failure:
     """
     try:
         member = sender or Member(**message["member"])
+        if sender is not None and message["end"] == End.AGAIN.value and not str(message["text"]).isdecimal():
+            raise ValueError("no limit")
         return Failure(member=member, end=End(message["end"]), text=str(message["text"]))
     except (KeyError, TypeError, ValueError) as error:
         raise Ended("it sent something else") from error

@@ -23,6 +23,7 @@ from ..preflight.model import check_model
 from ..profiling.cuts import cut_units
 from ..quantities import format_bytes, format_seconds
 from .accumulation import micro_step
+from .again import check_on_oom
 from .agree import on_rank_zero, require_same_run
 from .apply import apply_plan
 from .before_start import say_what_is_found
@@ -32,6 +33,7 @@ from .environment import form_process_group, mp_policy, prepare_model, training_
 from .host_offload import move_to_device, uses_host
 from .measure import Observation
 from .mesh import Meshes
+from .oom import explained, shared_problem, watch
 from .optimizer import check_new_optimizers
 from .scaler import OSDPGradScaler
 from .state import free_gathered, full_state_dict, load_full_state_dict
@@ -105,6 +107,7 @@ class OptimalShardedDataParallel(nn.Module):
         offload_activations: bool | None = None,
         reduce_every_micro_step: bool | None = None,
         operator_splitting: bool = True,
+        on_oom: str = "raise",
     ) -> None:
         """
         Args:
@@ -132,6 +135,8 @@ class OptimalShardedDataParallel(nn.Module):
             offload_activations: True has what every block saves for backward wait on the host, False of none.
             reduce_every_micro_step: True reduces all gradients in each micro-step, False in the last.
             operator_splitting: whether blocks may be cut into operator units, and operators into slices.
+            on_oom: out of device memory all the same: `"raise"` says where and which plan is safer; `"replan"` starts the program again on
+                all ranks, with the same command line, by that plan. The loop then goes on from its own last checkpoint.
 
         Raises:
             InfeasibleError: no plan meets the limit.
@@ -163,6 +168,7 @@ class OptimalShardedDataParallel(nn.Module):
             operator_splitting=None if operator_splitting else False,
         )
         wanted.check(planning=plan is None)
+        check_on_oom(on_oom, planning=plan is None)
         form_process_group(needed=self._precision.compute is not None)
         require_same_run(model, wanted, plan=plan, device_type=training_device().type)
         check_model(model)
@@ -183,6 +189,8 @@ class OptimalShardedDataParallel(nn.Module):
         apply_plan(model, self.plan, units, meshes=meshes, mp_policy=mp_policy(self._precision))
         verify_applied(model, self.plan, units)
         self.module = move_to_device(model, training_device())
+        problem = shared_problem(None if found is None else found.problem)
+        watch(self.module, self.plan, units, problem=problem, on_oom=on_oom, device=training_device())
         if self.plan.world_size > 1:
             check_new_optimizers(self.module)
         if uses_host(self.plan):
@@ -198,7 +206,8 @@ class OptimalShardedDataParallel(nn.Module):
         The estimate counts the loss alone as kept until backward. Outputs that are held meanwhile keep their logits too:
         write `loss = model(**batch).loss`.
         """
-        return self.module(*args, **kwargs)
+        with explained():
+            return self.module(*args, **kwargs)
 
     def micro_step(self, *, is_last: bool = True) -> AbstractContextManager[None]:
         """Forward and backward of one micro-batch go inside; `is_last` where the optimizer steps after it."""
@@ -206,7 +215,7 @@ class OptimalShardedDataParallel(nn.Module):
 
     def backward(self, loss: torch.Tensor, *, is_last: bool = True) -> None:
         """`loss.backward()` of one micro-batch, as `micro_step`. The loss is taken as it is: divide it by the number of micro-steps."""
-        with self.micro_step(is_last=is_last):
+        with explained(), self.micro_step(is_last=is_last):
             loss.backward()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

@@ -18,6 +18,7 @@ from ..planner.profile import Profile, with_block_times
 from ..preflight.devices import limit_within
 from ..profiling.cuts import cut_units
 from ..quantities import parse_bytes
+from .again import limit_after_oom
 from .agree import broadcast_plan, on_rank_zero
 from .environment import training_device
 from .given import check_given, refuse_a_host_of_the_cpu, warn_of_other_nodes
@@ -208,9 +209,9 @@ class Wanted:
         """The limit over tensors and what the device reserves; `search` takes the latter off."""
         device = hardware.device
         if self.memory_limit is None:
-            return device.memory_bytes
+            return limit_after_oom(device.memory_bytes)
         limit = parse_bytes(self.memory_limit)
-        return limit_within(device, limit, said=f"memory_limit={self.memory_limit!r}")
+        return limit_after_oom(limit_within(device, limit, said=f"memory_limit={self.memory_limit!r}"))
 
 
 def plain_adamw(device_type: str) -> OptimizerSpec:

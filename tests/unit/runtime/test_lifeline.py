@@ -29,7 +29,7 @@ class Line:
     def __init__(self, world_size: int):
         listener, (self.host,) = listen("127.0.0.1", one_machine=True)
         self.port = listener.getsockname()[1]
-        self.hub = Hub(MEMBERS[0], world_size, listener, TOKEN)
+        self.hub = Hub(MEMBERS[0], world_size, listener, self.host, TOKEN)
         self.heard: list[Failure] = []
         threading.Thread(target=self.hub.run, args=(self.heard.append,), daemon=True).start()
 

@@ -1,0 +1,92 @@
+"""Where in a training step an error was raised: which unit, which moment."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ..planner.description import UnitDescription
+from ..profiling.units import canonical_name, modules_by_name
+
+_GATHERS = ("unshard", "wait_for_unshard", "pre_forward", "pre_backward", "_prefetch_unshard")
+_IN_FSDP, _IN_AUTOGRAD, _IN_OPTIMIZERS = "_fsdp_param_group.py", "torch/autograd/graph.py", "torch/optim/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where in a step."""
+
+    moment: str
+    unit: str | None = None
+    """The unit's label; None where the moment is of no unit, or it is not known."""
+
+    def __str__(self) -> str:
+        return self.moment if self.unit is None else f"{self.moment} of {self.unit}"
+
+
+class Whereabouts:
+    """What tells the unit of an error in a model: the frames that it came through and, for operators of backward, which have no
+    frames, the output whose gradient came last."""
+
+    def __init__(self, model: nn.Module, units: Sequence[UnitDescription]) -> None:
+        """
+        Args:
+            model: with the plan applied.
+            units: the model's.
+        """
+        by_name = modules_by_name(model)
+        self._labels: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._by_fqn = {name: unit.label for unit in units for name in (unit.fqn, *unit.module_names)}
+        self._in_backward: str | None = None
+        for unit in units:
+            for name in unit.module_names:
+                self._labels[by_name[name]] = unit.label
+                by_name[name].register_forward_hook(self._told_by_outputs(unit.label))
+
+    def place_of(self, error: BaseException) -> Place:
+        """Where an error was raised, for one that was raised in a step of the model."""
+        frames = list(_frames(error))[::-1]
+        in_backward = any(_IN_AUTOGRAD in _file(frame) for frame in frames)
+        for frame in frames:
+            owner = frame.f_locals.get("self")
+            if _file(frame).endswith(_IN_FSDP):
+                name = canonical_name((getattr(owner, "_module_fqn", None) or "").split(",")[0])
+                moment = "gathering" if frame.f_code.co_name in _GATHERS else "reducing the gradients"
+                return Place(moment=moment, unit=self._by_fqn.get(name))
+            if isinstance(owner, nn.Module) and owner in self._labels:
+                return Place(moment="recomputation" if in_backward else "forward", unit=self._labels[owner])
+            if _IN_OPTIMIZERS in _file(frame):
+                return Place(moment="the optimizer's step")
+        return Place(moment="backward", unit=self._in_backward) if in_backward else Place(moment="what lies between model and optimizer")
+
+    def _told_by_outputs(self, label: str) -> Callable[..., None]:
+        """A forward hook: the unit's backward begins with the gradient of what it gave."""
+
+        def begins(gradient: torch.Tensor) -> None:
+            self._in_backward = label
+
+        def gave(module: nn.Module, args: Any, output: Any) -> None:
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(begins)
+
+        return gave
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    """From where the error was caught to where it was raised."""
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename.replace("\\", "/")
