@@ -1,0 +1,109 @@
+"""What a search says beside the plan: bounds, rows of a comparison, why nothing fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hf_osdp.errors import InfeasibleError, OSDPError
+from hf_osdp.planner.hardware import Hardware
+from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.search import compare_strategies, fastest_without_limit, least_memory, search, search_or_floor
+from hf_osdp.planner.strategies import Strategy
+from hf_osdp.quantities import format_bytes
+from tests.helpers.descriptions import at_random, transformer
+from tests.helpers.hardware import bare_preset
+
+MODEL = transformer(layers=2)
+JOB = TrainingJob(global_batch_size=16)
+AMPLE = 2**40
+
+
+def machine(nodes: int, devices: int, *, reserved: int = 0) -> Hardware:
+    hardware = bare_preset("v100-16", nodes=nodes, devices_per_node=devices)
+    return replace(hardware, device=replace(hardware.device, reserved_bytes=reserved))
+
+
+@pytest.mark.parametrize(("nodes", "devices", "there"), [(1, 1, False), (1, 4, False), (4, 1, False), (2, 4, True), (4, 2, True)])
+def test_two_stages_are_compared_where_nodes_have_several_devices(nodes, devices, there):
+    rows = compare_strategies(MODEL, machine(nodes, devices), JOB, AMPLE)
+    strategies = [row.strategy for row in rows]
+    assert strategies == [one for one in Strategy if there or one is not Strategy.TWO_STAGE]
+    hsdp = rows[strategies.index(Strategy.HSDP)]
+    assert hsdp.reason == ("" if nodes * devices > 1 else "no group size between 1 and all")
+    assert all(row.result is not None or row is hsdp for row in rows)
+    assert [row.result.plan.strategy for row in rows if row.result] == [row.strategy.value for row in rows if row.result]
+
+
+def test_a_row_says_what_a_strategy_would_need():
+    hardware = machine(1, 4, reserved=1000)
+    least = least_memory(MODEL, hardware, JOB, strategy=Strategy.DDP)
+    row = next(row for row in compare_strategies(MODEL, hardware, JOB, least - 1) if row.strategy is Strategy.DDP)
+    assert (row.result, row.reason, row.least_peak_bytes) == (None, f"needs {format_bytes(least)}", least)
+    row = next(row for row in compare_strategies(MODEL, hardware, JOB, least) if row.strategy is Strategy.DDP)
+    assert (row.result.plan.peak_bytes, row.reason, row.least_peak_bytes) == (least, "", None)
+
+
+def test_a_comparison_is_of_the_model_as_osdp_has_it_cut():
+    other = transformer(layers=1)
+    rows = compare_strategies(MODEL, machine(1, 4), JOB, AMPLE, cut=other)
+    units = {row.strategy: len(row.result.plan.units) for row in rows if row.result}
+    assert units.pop(Strategy.OSDP) == len(other.units) and set(units.values()) == {len(MODEL.units)}
+
+
+def test_a_batch_that_cannot_be_cut_is_no_strategy_s_fault():
+    with pytest.raises(ValueError, match="does not divide"):
+        compare_strategies(MODEL, machine(1, 4), TrainingJob(global_batch_size=6), AMPLE)
+
+
+def test_bounds_are_met_where_memory_is_ample():
+    for hardware in (machine(1, 4), machine(2, 2)):
+        assert fastest_without_limit(MODEL, hardware, JOB) == pytest.approx(search(MODEL, hardware, JOB, AMPLE).time.step_s, rel=2e-7)
+        ddp = search(MODEL, hardware, JOB, AMPLE, strategy="ddp").time.step_s
+        assert fastest_without_limit(MODEL, hardware, JOB, strategy="ddp") == pytest.approx(ddp, rel=2e-7)
+
+
+@pytest.mark.parametrize("reserved", [0, 12345])
+def test_where_nothing_fits_there_is_a_floor_instead_of_an_error(reserved):
+    hardware = machine(1, 4, reserved=reserved)
+    least = least_memory(MODEL, hardware, JOB)
+    floor = search_or_floor(MODEL, hardware, JOB, least - 1)
+    assert least_memory(MODEL, machine(1, 4), JOB) == least - reserved
+    assert isinstance(floor, int) and reserved < floor <= least
+    assert floor - reserved == search_or_floor(MODEL, machine(1, 4), JOB, 1)
+    assert search_or_floor(MODEL, hardware, JOB, least).plan == search(MODEL, hardware, JOB, least).plan
+
+
+@pytest.mark.parametrize(("devices", "words"), [(1, "on 1 device is"), (2, "on 2 devices is")])
+def test_the_error_says_how_many_devices_which_batch_and_what_fills_it(devices, words):
+    hardware = machine(1, devices, reserved=2**30)
+    with pytest.raises(InfeasibleError) as caught:
+        search(MODEL, hardware, JOB, 2**20, strategy="osdp")
+    assert words in str(caught.value) and "at micro-batch size 1 in " in str(caught.value)
+    assert "(reserved by the device 1.0 GiB, " in str(caught.value), "the largest part comes first"
+    assert str(caught.value).startswith("No plan fits 1.0 MiB per device: the least that osdp needs")
+
+
+def test_a_plan_says_what_it_was_made_for():
+    hardware = machine(2, 2, reserved=77)
+    found = search(MODEL, hardware, JOB, 2**33)
+    plan = found.plan
+    assert (plan.memory_limit_bytes, plan.hardware, plan.devices_per_node, plan.strategy) == (2**33, hardware.summary, 2, "osdp")
+    assert plan.peak_bytes == found.memory.peak_bytes + 77 and plan.step_s == found.time.step_s and plan.proven_optimal
+
+
+def test_the_limit_counts_what_the_device_reserves():
+    bare, reserving = machine(1, 4), machine(1, 4, reserved=10**6)
+    least = least_memory(MODEL, bare, JOB)
+    assert search(MODEL, reserving, JOB, least + 10**6).plan.units == search(MODEL, bare, JOB, least).plan.units
+
+
+def test_a_unit_that_is_freed_runs_once():
+    model = at_random(1, kinds=1, blocks=2)
+    block = next(s for s in model.segments if model.units[s.unit].fqn == "b0")
+    for run in (search, search_or_floor):
+        with pytest.raises(OSDPError, match="Unit 'b0' runs more than once a forward pass"):
+            run(replace(model, segments=(*model.segments, block)), machine(1, 2), JOB, AMPLE)
+    with pytest.raises(OSDPError, match="runs more than once"):
+        least_memory(replace(model, segments=(*model.segments, block)), machine(1, 2), JOB)
