@@ -62,7 +62,7 @@ def on_rank_zero(fn: Callable[[], T]) -> T:
         message[0], cause = _outcome(fn)
     dist.broadcast_object_list(message, src=0)
     assert message[0] is not None
-    outcome = pickle.loads(message[0])
+    outcome = pickle.loads(message[0])  # of rank 0 of this run, by the process group: no file
     if "error" in outcome:
         if cause is not None and not isinstance(cause, Exception):
             raise cause  # an interrupt stays one on the rank that got it
