@@ -9,6 +9,7 @@ import pytest
 from hf_osdp.errors import InfeasibleError, OSDPError
 from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search import compare_strategies, fastest_without_limit, least_memory, search, search_or_floor
 from hf_osdp.planner.strategies import Strategy
 from hf_osdp.quantities import format_bytes
@@ -107,3 +108,10 @@ def test_a_unit_that_is_freed_runs_once():
             run(replace(model, segments=(*model.segments, block)), machine(1, 2), JOB, AMPLE)
     with pytest.raises(OSDPError, match="runs more than once"):
         least_memory(replace(model, segments=(*model.segments, block)), machine(1, 2), JOB)
+
+
+def test_a_host_with_room_to_spare_is_no_reason_to_refuse():
+    hardware = replace(machine(1, 4), host=preset("v100-16", devices_per_node=4).host)
+    least = least_memory(MODEL, hardware, JOB)
+    assert 0 < least < least_memory(MODEL, machine(1, 4), JOB)
+    assert any(unit.on_host for unit in search(MODEL, hardware, JOB, least).plan.units)
