@@ -64,13 +64,14 @@ def _tests(pytest, arguments: list[str]) -> int:
 
 
 def ask(path: str, arguments: list[str]) -> int:
-    """The exit code of pytest with these arguments."""
+    """The exit code of pytest with these arguments. Without an answer there is none: a mutant is not noticed by a server that is gone."""
     with socket.socket(socket.AF_UNIX) as asking:
-        asking.connect(path)
+        while asking.connect_ex(path):
+            time.sleep(0.1)
         with asking.makefile("rw") as lines:
             lines.write("\0".join(arguments) + "\n")
             lines.flush()
-            return int(lines.readline() or 3)
+            return int(lines.readline())
 
 
 if __name__ == "__main__":
