@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import socket
 import sys
@@ -31,6 +32,8 @@ _AMOUNT = r"(\d+(?:\.\d+)?) ([KMGT]iB|bytes)"
 _ASKED = re.compile(f"Tried to allocate {_AMOUNT}")
 _ALLOCATED = re.compile(f"Of the allocated memory {_AMOUNT} is allocated by PyTorch")
 """In the message of torch's allocator."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +211,11 @@ def handle(error: BaseException) -> None:
     if _Process.watch is None or not isinstance(error, torch.OutOfMemoryError) or hasattr(error, "explained_by_osdp"):
         return
     of_torch = " ".join(str(error).split())
-    said = _Process.watch.explain(error)
+    try:
+        said = _Process.watch.explain(error)
+    except Exception:  # the error itself is worth more than its explanation
+        _log.warning("An error of memory could not be explained.", exc_info=True)
+        return
     safer = _Process.watch.safer
     hindrance = None
     if _Process.watch.replans:

@@ -73,9 +73,10 @@ class Whereabouts:
             self._in_backward = label
 
         def gave(module: nn.Module, args: Any, output: Any) -> None:
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(begins)
+            leaves = (output,) if isinstance(output, torch.Tensor) else tree_leaves(output)
+            first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)
+            if first is not None:
+                first.register_hook(begins)
 
         return gave
 

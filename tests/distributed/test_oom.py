@@ -1,0 +1,216 @@
+"""Memory runs out on one of two ranks: where under FSDP2, all ranks told, and a run that goes on by another plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+from hf_osdp.profiling.units import find_units
+from hf_osdp.runtime import again, ending, lifeline
+from hf_osdp.runtime.apply import apply_plan
+from hf_osdp.runtime.environment import form_process_group
+from hf_osdp.runtime.whereabouts import Whereabouts
+from tests.helpers.distributed import run_ranks
+from tests.helpers.ending import endings
+from tests.helpers.layouts import plan_of
+from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def fail(*args: object, **kwargs: object) -> None:
+    raise torch.OutOfMemoryError("Tried to allocate 512.00 KiB.")
+
+
+class Fails(torch.autograd.Function):
+    """An operator whose backward finds no memory."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        fail()
+
+
+def places() -> dict[str, str]:
+    """Where each error was, on ranks that all have it."""
+    return {moment: place(moment) for moment in ("forward", "backward", "recompute", "gather", "gather again", "reduce", "step")}
+
+
+def place(moment: str) -> str:
+    model = tiny_model("gpt2", layers=2)
+    units = find_units(model)
+    if moment == "recompute":
+        model.gradient_checkpointing_enable()
+    apply_plan(model, plan_of(units, 2, "zero3"), units)
+    where, optimizer = Whereabouts(model, units), torch.optim.AdamW(model.parameters())
+    inner, group, kept, passes = model.transformer.h[1].mlp, _fsdp_param_group, dict(vars(_fsdp_param_group)), []
+    match moment:
+        case "forward":
+            inner.register_forward_pre_hook(fail)
+        case "backward":
+            inner.register_forward_hook(lambda module, args, output: Fails.apply(output))
+        case "recompute":
+            inner.register_forward_pre_hook(lambda *args: passes.append(1) or (fail() if len(passes) == 2 else None))
+        case "gather":
+            model.transformer.h[1].register_forward_pre_hook(lambda *args: setattr(group, "foreach_all_gather", fail), prepend=True)
+        case "gather again":
+            model.register_forward_hook(lambda *args: setattr(group, "foreach_all_gather", fail))
+        case "reduce":
+            group.foreach_reduce = fail
+        case "step":
+            optimizer._init_group = fail
+    try:
+        tiny_loss(model, tiny_batch(0, part=0, parts=2)).backward()
+        optimizer.step()
+    except torch.OutOfMemoryError as error:
+        return str(where.place_of(error))
+    finally:
+        for name in ("foreach_all_gather", "foreach_reduce"):
+            setattr(group, name, kept[name])
+    return "nowhere"
+
+
+def test_the_place_of_an_error_under_fsdp():
+    first, second = run_ranks(places, 2)
+    assert first == second == {
+        "forward": "forward of transformer.h.1",
+        "backward": "backward of transformer.h.1",
+        "recompute": "recomputation of transformer.h.1",
+        "gather": "gathering of transformer.h.1",
+        "gather again": "gathering of transformer.h.1",
+        "reduce": "reducing the gradients of transformer.h.1",
+        "step": "the optimizer's step",
+    }  # fmt: skip
+
+
+def one_runs_out(out_of_memory: int) -> None:
+    """The variables with which each rank would start again, in place of the new start."""
+
+    def replaced(variables: dict[str, str]) -> None:
+        os.write(1, (json.dumps(variables) + "\n").encode())
+        os._exit(0)
+
+    again.replace_this_process = replaced
+    form_process_group(needed=True)
+    line = lifeline.current()
+    assert line is not None
+    if line.me.rank == out_of_memory:
+        line.start_again(12345)
+        raise AssertionError("it did not start again")
+    nn.Linear(2, 2)
+    torch.distributed.all_reduce(torch.ones(1))
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_start_again_with_the_same_variables(rank):
+    ended = endings(one_runs_out, 2, rank)
+    assert all(one.code == 0 and one.after_s < ending.END_S and "Traceback" not in one.output for one in ended)
+    said = [one.output.splitlines()[-1] for one in ended]
+    assert said[0] == said[1] and again.read_variables(said[0])["OSDP_MEMORY_LIMIT_AFTER_OOM"] == "12345"
+    assert "ran out of device memory, and all ranks start again by a safer plan." in ended[1 - rank].output
+    assert "hf_osdp:" not in ended[rank].output, "it has said more itself"
+
+
+# -------------------------------------------------------------------------------------------------------------- a real run
+
+TRAINS = """
+import os, sys
+import torch
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments, set_seed
+from hf_osdp import OSDPConfig, Trainer
+from hf_osdp.integration.exits import run_script
+
+OUTPUT, ON_OOM, FAILS = sys.argv[1:]
+
+
+class Tokens(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        ids = torch.randint(0, 61, (32,), generator=torch.Generator().manual_seed(index % 16))
+        return {"input_ids": ids, "labels": ids}
+
+
+class Shortage(TrainerCallback):
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if FAILS == "yes" and state.global_step == 5 and args.process_index == 1 and "OSDP_RESTART_COUNT" not in os.environ:
+            def fail(*args):
+                raise torch.OutOfMemoryError("Tried to allocate 100.00 KiB. Of the allocated memory 3.90 MiB is allocated by PyTorch")
+            model.transformer.h[1].mlp.register_forward_pre_hook(fail)
+
+
+def main():
+    set_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(
+        n_layer=3, n_embd=64, n_head=2, vocab_size=61, n_positions=32, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    ))
+    args = TrainingArguments(
+        output_dir=OUTPUT, use_cpu=True, per_device_train_batch_size=4, max_steps=8, save_steps=2, logging_steps=1, report_to="none",
+        disable_tqdm=True, learning_rate=1e-2,
+    )
+    osdp = OSDPConfig(memory_limit="4MiB", hardware="cpu", on_oom=ON_OOM)
+    trainer = Trainer(model=model, args=args, train_dataset=Tokens(), osdp=osdp, callbacks=[Shortage()])
+    trainer.train()
+    if args.process_index == 0:
+        print("LOSSES", [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], flush=True)
+
+
+if __name__ == "__main__":
+    run_script(main)
+"""
+
+
+def train(tmp_path: Path, name: str, *, on_oom: str, fails: bool) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "train.py"
+    script.write_text(TRAINS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    arguments = [str(tmp_path / name), on_oom, "yes" if fails else "no"]
+    return subprocess.run([*command, *arguments], env=env, capture_output=True, text=True, timeout=280)
+
+
+def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(re.findall(r"LOSSES (\[.*\])", done.stdout)[-1])
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_by_a_safer_plan(tmp_path):
+    """The same losses as without the shortage: the steps after the last checkpoint are taken again, under another plan."""
+    undisturbed = train(tmp_path, "undisturbed", on_oom="raise", fails=False)
+    done = train(tmp_path, "replan", on_oom="replan", fails=True)
+    assert losses(done) == pytest.approx(losses(undisturbed), rel=1e-3) and len(losses(done)) == 8
+    message = re.findall(r"hf_osdp: (Out of memory on rank 1 .*)", done.stderr)
+    assert len(message) == 1
+    assert re.search(
+        r"in forward of transformer\.h\.1: the plan was estimated to need 3\.\d MiB of a limit of 4\.0 MiB, 3\.9 MiB were allocated and"
+        r" 100\.0 KiB more asked for\. The next plan, for memory_limit=\d+, needs \d\.\d MiB and .* a step instead of .*\.$",
+        message[0],
+    ), message
+    plans = re.findall(r"OSDP plan ([0-9a-f]{16})", done.stdout + done.stderr)
+    assert len(plans) == 2 and plans[0] != plans[1]
+    assert plans[0] in undisturbed.stdout + undisturbed.stderr
+
+
+@pytest.mark.slow
+def test_without_replan_all_ranks_end_and_the_message_is_the_errors(tmp_path):
+    done = train(tmp_path, "raise", on_oom="raise", fails=True)
+    assert done.returncode != 0
+    assert re.search(r"OutOfMemoryError: Out of memory on rank 1 .* With on_oom=\"replan\" the run goes on by it\. \(Tried to", done.stderr)
