@@ -28,6 +28,8 @@ _PUBLIC = {
     "TrainingJob": "planner.job",
     "preset": "planner.presets",
     "search": "planner.search",
+    "begin_anew": "checkpoint.folders",
+    "go_on": "checkpoint.folders",
     "last_checkpoint": "checkpoint.folders",
     "describe": "profiling.describe",
     "measure_hardware": "profiling.machine",
@@ -57,7 +59,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from .checkpoint.folders import last_checkpoint
+    from .checkpoint.folders import begin_anew, go_on, last_checkpoint
     from .errors import (
         CheckpointError,
         DescriptionError,

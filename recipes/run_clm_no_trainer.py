@@ -30,7 +30,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from hf_osdp import OSDPAccelerator, StopSignal
 from hf_osdp.integration.exits import run_script
-from hf_osdp.runtime.stop_signal import EXIT_CODE
 
 PROGRESS_FILE = "custom_checkpoint_0.pkl"
 """What Accelerate calls the first registered object in a checkpoint."""
@@ -115,6 +114,7 @@ class Loop:
     tokens_per_step: int
     steps_per_epoch: int
     total_steps: int
+    saved_step: int = 0
 
     @classmethod
     def prepare(
@@ -139,6 +139,8 @@ class Loop:
         model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, train_loader, eval_loader)
         progress = Progress()
         accelerator.register_for_checkpointing(progress, scheduler)
+        if accelerator.is_main_process:
+            accelerator.register_save_state_pre_hook(lambda models, weights, folder: tokenizer.save_pretrained(folder))
         return cls(
             accelerator=accelerator, model=model, tokenizer=tokenizer, optimizer=optimizer, scheduler=scheduler, train_loader=train_loader,
             eval_loader=eval_loader, args=args, log_file=log_file, progress=progress, tokens_per_step=samples * block_size,
@@ -163,7 +165,7 @@ class Loop:
             self.save_checkpoint()
             self.accelerator.print(f"SIGTERM: checkpoint-{self.progress.step} saved")
             self.accelerator.end_training()
-            sys.exit(EXIT_CODE)
+        stop.exit()
 
     def _train_on(self, batches: DataLoader, log: StepLog, stop: StopSignal) -> None:
         """One epoch, or what is left of it; SIGTERM on any rank ends it on all."""
@@ -214,11 +216,10 @@ class Loop:
         return perplexity(torch.cat(losses).mean().item())
 
     def save_checkpoint(self) -> None:
-        """All that a run needs to go on, with the tokenizer."""
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.progress.step}"
-        self.accelerator.save_state(str(folder))
-        if self.accelerator.is_main_process:
-            self.tokenizer.save_pretrained(folder)
+        """All that a run needs to go on, with the tokenizer; once after a step."""
+        if self.saved_step != self.progress.step:
+            self.saved_step = self.progress.step
+            self.accelerator.save_state(str(Path(self.args.output_dir) / f"checkpoint-{self.progress.step}"))
 
     def save_model(self) -> None:
         """The whole model and its tokenizer, as `from_pretrained` reads them."""

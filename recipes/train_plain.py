@@ -22,13 +22,14 @@ from datasets import Dataset
 from model_loading import choose_block_size, fit_config, load_config, load_model, load_tokenizer
 from recipe_arguments import DataArguments, ModelArguments, check_counts, parse_arguments
 from run_clm import TASK, next_tokens
+from run_clm_no_trainer import undisturbed
 from text_data import load_text, to_blocks
 from torch.utils.data import DataLoader, DistributedSampler
 from trained_tokenizers import train_causal_tokenizer
 from training import find_checkpoint, quiet_other_ranks
 from transformers import get_scheduler, set_seed
 
-from hf_osdp import OptimalShardedDataParallel
+from hf_osdp import OptimalShardedDataParallel, StopSignal
 from hf_osdp.checkpoint.loop import PROGRESS_NAME
 from hf_osdp.integration.exits import run_script
 
@@ -104,6 +105,8 @@ def train(model: OptimalShardedDataParallel, blocks: Dataset, args: PlainArgumen
     checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir, marker=PROGRESS_NAME)
     done = 0 if checkpoint is None else model.load_checkpoint(checkpoint, **states)["step"]
     losses, since = [], time.perf_counter()
+    stop = StopSignal()
+    stop.start()
     for step, batches in enumerate(islice(steps_of(blocks, model, args.seed), done, args.steps), start=done + 1):
         for number, batch in enumerate(batches, start=1):
             with model.micro_step(is_last=number == len(batches)):
@@ -121,8 +124,12 @@ def train(model: OptimalShardedDataParallel, blocks: Dataset, args: PlainArgumen
             tokens = args.global_batch_size * len(blocks[0]["input_ids"]) * args.logging_steps
             say(f"step {step}: loss {mean:.3f}, gradient norm {float(norm):.3f}, {tokens / seconds:.0f} tokens/s")
             losses, since = [], time.perf_counter()
-        if args.save_steps and step % args.save_steps == 0:
+        if stop.agreed() or (args.save_steps and step % args.save_steps == 0):
             model.save_checkpoint(f"{args.output_dir}/checkpoint-{step}", **states, progress={"step": step})
+        if stop.stopped:
+            break
+    stop.finish()
+    stop.exit()
 
 
 def steps_of(blocks: Dataset, model: OptimalShardedDataParallel, seed: int) -> Iterator[list[Batch]]:
@@ -148,7 +155,7 @@ def evaluate(model: OptimalShardedDataParallel, blocks: Dataset) -> float:
 def batches_of(blocks: Dataset, sampler: DistributedSampler, size: int, *, drop_last: bool = True) -> Iterator[Batch]:
     """Batches on this rank's device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for batch in DataLoader(blocks, batch_size=size, sampler=sampler, collate_fn=next_tokens, drop_last=drop_last):
+    for batch in undisturbed(DataLoader(blocks, batch_size=size, sampler=sampler, collate_fn=next_tokens, drop_last=drop_last)):
         yield {name: value.to(device) for name, value in batch.items()}
 
 

@@ -14,7 +14,7 @@ from trainer_log import TrainerLog
 from transformers import TrainingArguments, set_seed
 from transformers.integrations import get_available_reporting_integrations
 
-from hf_osdp import Trainer, last_checkpoint, restart_count
+from hf_osdp import Trainer, begin_anew, go_on, last_checkpoint, restart_count
 
 
 def begin(args: TrainingArguments) -> str | None:
@@ -115,10 +115,12 @@ def find_checkpoint(wanted: str | None, output_dir: str, *, marker: str = "train
         ValueError: the folder holds no checkpoint.
     """
     asked = str(wanted).lower()
-    if asked in ("true", "last") or (wanted is None and restart_count()):
-        found = last_checkpoint(output_dir, marker=marker)
-        return None if found is None else str(found)
-    if wanted is None or asked == "false":
+    last = asked in ("true", "last")
+    (go_on if last else begin_anew)(output_dir)
+    if last or (restart_count() and asked != "false"):
+        if (found := last_checkpoint(output_dir, marker=marker)) is not None:
+            return str(found)
+    if wanted is None or last or asked == "false":
         return None
     if not (Path(wanted) / marker).is_file():
         raise ValueError(f"resume_from_checkpoint={wanted} holds no checkpoint; give a checkpoint-N folder, or true for the last one.")

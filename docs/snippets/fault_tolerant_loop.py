@@ -56,7 +56,7 @@ with StopSignal() as stop:
         progress.step += 1
         if stop.agreed() or progress.step % 20 == 0:  # on every rank, after every step
             accelerator.save_state(f"{FOLDER}/checkpoint-{progress.step}")
-# end
-
 accelerator.print(f"step {progress.step} of {STEPS}")
 accelerator.end_training()
+stop.exit()  # with code 143, where SIGTERM ended the loop
+# end

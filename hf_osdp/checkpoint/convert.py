@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import CheckpointError
 from .folders import check_checkpoint
-from .layouts import Layout, Place, find_model, find_optimizer, model_place, optimizer_place
+from .layouts import Layout, Place, find_model, find_optimizer, is_state, model_place, optimizer_place
 from .manifest import MANIFEST_NAME
 from .states import write_shards
 from .whole import is_positional, named_state, positional_state, read_optimizer, read_weights
@@ -47,11 +47,13 @@ def convert(source: Path, target: Path, *, to: Target, model: nn.Module | None =
 
     Raises:
         CheckpointError: the source is damaged, or the model is not its.
-        ValueError: the target exists.
+        ValueError: the target exists, or the source holds adapters or several models.
     """
     if target.exists():
         raise ValueError(f"{target} exists already; give a folder that does not.")
     check_checkpoint(source)
+    if several := [path.name for path in source.iterdir() if path.name.startswith(("optimizer_1", "pytorch_model_fsdp_1", "model_1"))]:
+        raise ValueError(f"{source} holds several models ({several[0]}); load it in the training script, which reads every layout.")
     weights, optimizer = find_model(source), None if to is Target.WEIGHTS else _optimizer_of(source)
     own = {MANIFEST_NAME, weights.path.name, *((optimizer.path.name,) if optimizer else ())}
     with CheckpointWriter().new(target) as staging:
@@ -62,8 +64,6 @@ def convert(source: Path, target: Path, *, to: Target, model: nn.Module | None =
 
 
 _TRAINER = "trainer_state.json"
-_STATES = ("optimizer", "scheduler", "scaler", "random_states_", "rng_state", "custom_checkpoint_", "pytorch_model_fsdp", "model", _TRAINER)
-"""Names that a state's file begins with; what is left is configuration and tokenizer."""
 
 
 def _optimizer_of(source: Path) -> Place | None:
@@ -75,6 +75,8 @@ def _optimizer_of(source: Path) -> Place | None:
 
 
 def _write_weights(folder: Path, weights: dict[str, torch.Tensor], to: Target) -> None:
+    if to is Target.WEIGHTS and (adapted := next((name for name in weights if name.startswith("base_model.")), None)):
+        raise ValueError(f"The checkpoint holds peft's adapters ({adapted}); save them by save_pretrained in the training script.")
     match to:
         case Target.SHARDED:
             write_shards(model_place(folder, Layout.SHARDED).path, {"model": weights}, None)
@@ -103,7 +105,7 @@ def _copy_rest(source: Path, target: Path, own: set[str], to: Target) -> None:
         name = path.name
         if name in own or (target / name).exists() or name.startswith(".") or not path.is_file() or _is_weights(name):
             continue
-        if to is Target.WEIGHTS and name.startswith(_STATES):
+        if to is Target.WEIGHTS and is_state(name):
             continue
         shutil.copyfile(path, target / name)
     if to is Target.SINGLE and (target / "rng_state_0.pth").is_file():

@@ -1,12 +1,13 @@
 """Folders of checkpoints: a new one is complete or invisible, the last complete one is found again.
 
-.checkpoint-30.partial    all ranks write into it
-checkpoint-30             the same folder, renamed when all of it is on the disk and its manifest is written
-.checkpoint-30.replaced   what had this name before, until the new one is in its place
+.partial/checkpoint-30            all ranks write into it
+checkpoint-30                     the same folder, moved when all of it is on the disk and its manifest is written
+.partial/checkpoint-30.replaced   what had this name before, until the new one is in its place
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -20,12 +21,14 @@ import torch.distributed as dist
 from ..errors import CheckpointError
 from ..runtime.agree import on_rank_zero
 from ..runtime.mesh import world_size
+from ..runtime.restarts import restart_count
 from ..runtime.roll_call import own_versions
+from .layouts import find_model, is_state
 from .manifest import MANIFEST_NAME, FileRecord, Manifest, damage
 
 _log = logging.getLogger(__name__)
 
-_PARTIAL = ".partial"
+_PARTIAL, _REPLACED, _OLDER = ".partial", ".replaced", "older.json"
 _NUMBERED = re.compile(r"checkpoint[-_](\d+)")
 """The Trainer's folders, and those that Accelerate names."""
 
@@ -36,18 +39,20 @@ def staging_folder(folder: Path) -> Path:
 
 
 def prepare_staging(folder: Path) -> Path:
-    """An empty staging folder; what an interrupted start left beside it goes.
+    """An empty staging folder; what an interrupted start left of this name goes.
 
     Raises:
         CheckpointError: it cannot be made.
+        ValueError: the folder is the current one, or holds it.
     """
+    if Path.cwd().is_relative_to(folder):
+        raise ValueError(f"A checkpoint cannot take the place of {folder}, in which this program runs; give a folder inside it.")
     try:
         staging = staging_folder(folder)
         staging.parent.mkdir(parents=True, exist_ok=True)
         restore_replaced(folder.parent)
-        for left in staging.parent.iterdir():
-            if left.name == folder.name or (_NUMBERED.fullmatch(left.name) and _NUMBERED.fullmatch(folder.name)):
-                shutil.rmtree(left)
+        if staging.exists():
+            shutil.rmtree(staging)
         staging.mkdir()
         return staging
     except OSError as error:
@@ -64,26 +69,23 @@ def complete(folder: Path, parts: Iterable[Mapping[str, FileRecord]], *, ranks: 
         plan: fingerprint of the plan.
 
     Raises:
-        CheckpointError: a file that a rank wrote is not to be seen here.
+        CheckpointError: it cannot be written.
     """
     staging = staging_folder(folder)
-    known = {name: record for part in parts for name, record in part.items()}
-    there = sorted(str(path.relative_to(staging).as_posix()) for path in staging.rglob("*") if path.is_file())
-    if unseen := sorted(set(known) - set(there)):
-        raise CheckpointError(
-            f"{len(unseen)} files of checkpoint {folder}, such as {unseen[0]}, were written on another machine and are not seen from"
-            " rank 0's; give a folder that all machines share."
-        )
-    files = {}
-    for name in there:
-        if name not in known:
-            flush(staging / name)
-        files[name] = known.get(name) or FileRecord.of(staging / name)
-    manifest = Manifest(files=files, world_size=ranks, plan=plan, versions=own_versions())
-    (staging / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-    for path in (staging / MANIFEST_NAME, *(path for path in staging.rglob("*") if path.is_dir()), staging):
-        flush(path)
-    _appear(staging, folder)
+    files = {name: record for part in parts for name, record in part.items()}
+    try:
+        for path in staging.rglob("*"):
+            name = str(path.relative_to(staging).as_posix())
+            if path.is_file() and name not in files:
+                flush(path)
+                files[name] = FileRecord.of(path)
+        manifest = Manifest(files=files, world_size=ranks, plan=plan, versions=own_versions())
+        (staging / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+        for path in (staging / MANIFEST_NAME, *(path for path in staging.rglob("*") if path.is_dir()), staging):
+            flush(path)
+        _appear(staging, folder)
+    except OSError as error:
+        raise CheckpointError(f"Checkpoint {folder} cannot be written ({error}); give a folder that is writable.") from None
 
 
 def flush(path: Path) -> None:
@@ -95,23 +97,16 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def appear_elsewhere(folder: Path) -> None:
-    """On a machine that does not share rank 0's disk: let what ranks there wrote, their random states, have its name, too."""
-    if staging_folder(folder).exists():
-        with suppress(OSError):  # another rank of this machine does it
-            _appear(staging_folder(folder), folder)
-
-
 def _appear(staging: Path, folder: Path) -> None:
     """Give the staging folder its name. What had the name keeps the files that were no checkpoint's."""
-    replaced = folder.with_name(f".{folder.name}.replaced")
+    replaced = staging.with_name(f"{staging.name}{_REPLACED}")
     if folder.exists():
         folder.rename(replaced)
     staging.rename(folder)
     flush(folder.parent)
-    if not any(staging.parent.iterdir()):
-        staging.parent.rmdir()
     _take_over(replaced, folder)
+    with suppress(OSError):  # not empty, or another checkpoint has just begun
+        staging.parent.rmdir()
 
 
 def _take_over(replaced: Path, folder: Path) -> None:
@@ -124,29 +119,40 @@ def _take_over(replaced: Path, folder: Path) -> None:
         old = None
     own = {MANIFEST_NAME, *(name.partition("/")[0] for name in (old.files if old else ()))}
     for path in replaced.iterdir():
-        if path.name not in own and not (folder / path.name).exists():
+        if path.name not in own and not is_state(path.name) and not (folder / path.name).exists():
             path.rename(folder / path.name)
     shutil.rmtree(replaced)
 
 
 def restore_replaced(parent: Path) -> None:
     """Finish replacements that were interrupted: the old folder comes back where the new one is not there yet."""
-    for replaced in parent.glob(".*.replaced"):
-        folder = parent / replaced.name.removeprefix(".").removesuffix(".replaced")
+    for replaced in (parent / _PARTIAL).glob(f"*{_REPLACED}"):
+        folder = parent / replaced.name.removesuffix(_REPLACED)
         if folder.exists():
             _take_over(replaced, folder)
         else:
             replaced.rename(folder)
 
 
+def remove_checkpoint(folder: Path) -> None:
+    """Take a checkpoint away; interrupted amid that, it is invisible."""
+    hidden = staging_folder(folder)
+    hidden.parent.mkdir(exist_ok=True)
+    shutil.rmtree(hidden, ignore_errors=True)
+    folder.rename(hidden)
+    shutil.rmtree(hidden)
+    with suppress(OSError):
+        hidden.parent.rmdir()
+
+
 # ----------------------------------------------------------------------------------------------------------------- finding
 
 
 def last_checkpoint(folder: str | Path, *, marker: str | None = None) -> Path | None:
-    """The newest complete checkpoint among `checkpoint-N` (or `checkpoint_N`) in a folder. Collective.
+    """The newest complete checkpoint among `checkpoint-N` (or `checkpoint_N`) in a folder. Collective; for the training itself.
 
-    One that is damaged is named in the log and passed over. Where another program wrote it, without a manifest, only its marker is
-    looked for.
+    One that is damaged is named in the log and passed over. One without a manifest, which another program wrote, must have weights. After
+    a restart, those that `begin_anew` found there are an earlier training's, and not taken.
 
     Args:
         folder: the training's output.
@@ -155,16 +161,31 @@ def last_checkpoint(folder: str | Path, *, marker: str | None = None) -> Path | 
     Returns:
         Its path, the same on every rank; None where there is none.
     """
-    for path in on_rank_zero(lambda: _numbered(Path(folder))):
-        if marker is not None and not (path / marker).is_file():
-            problem: str | None = f"{marker} is missing"
-        else:
-            problem = found_damage(path)
+    for path, problem in on_rank_zero(lambda: _candidates(Path(folder), marker)):
+        problem = problem or found_damage(path)
         if problem is None:
             return path
         if not dist.is_initialized() or dist.get_rank() == 0:
             _log.warning("%s is damaged and passed over: %s.", path, problem)
     return None
+
+
+def begin_anew(folder: str | Path) -> None:
+    """Note what checkpoints an earlier training left in a folder: a restart of this one will not go on from them. Call it at a start
+    that is not told to go on from the last; in a restart it does nothing. Collective."""
+    parent = Path(folder)
+
+    def note() -> None:
+        if restart_count() == 0 and (older := {path.name: _mark(path) for path in numbered_checkpoints(parent)}):
+            (parent / _PARTIAL).mkdir(exist_ok=True)
+            (parent / _PARTIAL / _OLDER).write_text(json.dumps(older), encoding="utf-8")
+
+    on_rank_zero(note)
+
+
+def go_on(folder: str | Path) -> None:
+    """The reverse, where a training is told to go on from the last checkpoint: what is there is its own. Collective."""
+    on_rank_zero(lambda: (Path(folder) / _PARTIAL / _OLDER).unlink(missing_ok=True))
 
 
 def check_checkpoint(folder: str | Path) -> None:
@@ -186,7 +207,7 @@ def found_damage(folder: Path) -> str | None:
         try:
             manifest = Manifest.load(folder)
         except CheckpointError as error:
-            return str(error).rstrip(".")
+            return str(error)
         return sorted(manifest.files.items()) if manifest else []
 
     files = on_rank_zero(listed)
@@ -194,19 +215,52 @@ def found_damage(folder: Path) -> str | None:
         return files
     if world_size() == 1:
         return damage(folder, files)
-    sees: list[bool] = [False] * world_size()
-    dist.all_gather_object(sees, (folder / MANIFEST_NAME).is_file())  # where machines share no disk, rank 0's has it
-    readers = [rank for rank, seen in enumerate(sees) if seen]
-    mine = files[readers.index(dist.get_rank()) :: len(readers)] if dist.get_rank() in readers else []
     problems: list[str | None] = [None] * world_size()
-    dist.all_gather_object(problems, damage(folder, mine))
+    dist.all_gather_object(problems, damage(folder, files[dist.get_rank() :: world_size()]))
     return next(filter(None, problems), None)
 
 
-def _numbered(folder: Path) -> list[Path]:
-    """Checkpoints in a folder, the newest first."""
+def _candidates(folder: Path, marker: str | None) -> list[tuple[Path, str | None]]:
+    """Checkpoints, the newest first, each with what is missing in it."""
+    restore_replaced(folder)
+    older: dict[str, str] = {}
+    if restart_count():
+        older = _older(folder)
+        for left in (folder / _PARTIAL).glob("checkpoint*"):  # by the start that was interrupted
+            shutil.rmtree(left, ignore_errors=True)
+    found = []
+    for path in numbered_checkpoints(folder):
+        if older.get(path.name) == _mark(path):
+            continue
+        problem = f"{marker} is missing" if marker is not None and not (path / marker).is_file() else None
+        if problem is None and not (path / MANIFEST_NAME).is_file():
+            try:
+                find_model(path)
+            except CheckpointError as error:
+                problem = str(error).rstrip(".")
+        found.append((path, problem))
+    return found
+
+
+def _older(folder: Path) -> dict[str, str]:
+    """What `begin_anew` noted."""
+    try:
+        noted = json.loads((folder / _PARTIAL / _OLDER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return noted if isinstance(noted, dict) else {}
+
+
+def _mark(path: Path) -> str:
+    """Tells a checkpoint from one that is written under its name later."""
+    manifest = path / MANIFEST_NAME
+    status = (manifest if manifest.is_file() else path).stat()
+    return f"{status.st_ino}-{status.st_mtime_ns}"
+
+
+def numbered_checkpoints(folder: Path) -> list[Path]:
+    """Folders named `checkpoint-N` or `checkpoint_N`, the newest first."""
     if not folder.is_dir():
         return []
-    restore_replaced(folder)
     found = [(int(match[1]), path) for path in folder.iterdir() if path.is_dir() and (match := _NUMBERED.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True)]

@@ -50,6 +50,18 @@ def optimizer_place(folder: Path, layout: Layout, index: int = 0) -> Place:
     return Place(layout=layout, path=path)
 
 
+_STATES = (
+    "optimizer", "scheduler.", "scaler.", "random_states_", "rng_state", "custom_checkpoint_", "pytorch_model", "model.safetensors",
+    "model-", "model_", "trainer_state.json", "dl_state_dict", "sampler",
+)  # fmt: skip
+"""What names of states begin with, whoever writes them."""
+
+
+def is_state(name: str) -> bool:
+    """Whether a file or folder of this name is a checkpoint's state; what is left is configuration, tokenizer, or a user's."""
+    return name.startswith(_STATES)
+
+
 def find_model(folder: Path, index: int = 0) -> Place:
     """Where a checkpoint's weights are.
 

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..errors import CheckpointError
 from ..runtime.agree import on_rank_zero
+from ..runtime.mesh import rank
 from .folders import check_checkpoint
 from .random_states import load_random_states, save_random_states
 from .safe import load_file
 from .states import load_model, load_optimizer, save_model, save_optimizer
-from .writer import CheckpointWriter
+from .writer import CheckpointWriter, on_every_rank
 
 PROGRESS_NAME = "custom_checkpoint_0.pkl"
 
@@ -53,7 +53,7 @@ def save_loop(
     with writer.new(folder, plan=plan) as staging:
         save_model(staging.path, model, sharded=sharded, files=staging.file_system)
         save_optimizer(staging.path, model, optimizer, sharded=sharded, files=staging.file_system)
-        save_random_states(staging.path, dist.get_rank() if dist.is_initialized() else 0)
+        on_every_rank(lambda: save_random_states(staging.path, rank()))
 
         def save_rest() -> None:
             for name, owner in others.items():
@@ -94,5 +94,5 @@ def load_loop(
     load_optimizer(folder, model, optimizer)
     for name, owner in others.items():
         owner.load_state_dict(rest[name])
-    load_random_states(folder, dist.get_rank() if dist.is_initialized() else 0)
+    load_random_states(folder, rank())
     return rest.get(PROGRESS_NAME, {})

@@ -49,11 +49,6 @@ def load_random_states(folder: Path, rank: int) -> None:
         _seed_apart(load_file(first, numpy=True), rank)
 
 
-def has_random_states(folder: Path, rank: int) -> bool:
-    """Whether this rank's own states are there."""
-    return _file_of(folder, rank) is not None
-
-
 def _file_of(folder: Path, rank: int) -> Path | None:
     names = [f"random_states_{rank}.pkl", f"rng_state_{rank}.pth", *(["rng_state.pth"] if rank == 0 else [])]
     return next((folder / name for name in names if (folder / name).is_file()), None)

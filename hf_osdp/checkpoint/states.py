@@ -23,10 +23,12 @@ from ..runtime.state import (
     full_state_dict,
     load_full_optimizer_state_dict,
     load_full_state_dict,
+    named_optimizer_state,
     unwrapped,
 )
-from ..splitting.checkpoint import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
-from ..splitting.names import split_names
+from ..runtime.whole_states import set_named_optimizer_state
+from ..splitting.checkpoint import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
+from ..splitting.names import is_split, split_names, split_optimizer_state
 from .layouts import Layout, find_model, find_optimizer, model_place, optimizer_place
 from .safe import SafePlanner, SafeReader
 from .whole import cause_of, is_positional, named_state, read_optimizer, read_weights
@@ -71,7 +73,7 @@ def save_optimizer(
     """Write an optimizer's state by its parameters' Hugging Face names. Collective. As `save_model`."""
     optimizer = unwrapped(optimizer)
     if sharded:
-        state = get_optimizer_state_dict(model, optimizer)
+        state = named_optimizer_state(optimizer, lambda: get_optimizer_state_dict(model, optimizer))
         write_shards(optimizer_place(folder, Layout.SHARDED, index).path, {_OPTIMIZER: state}, files)
         return
     whole = full_optimizer_state_dict(model, optimizer)
@@ -133,7 +135,8 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
     if place.layout is Layout.SHARDED and isinstance(model, FSDPModule):
         _load_sharded_optimizer(place.path, model, optimizer)
         return
-    groups = [group["params"] for group in get_optimizer_state_dict(model, optimizer)["param_groups"]]
+    named = named_optimizer_state(optimizer, lambda: get_optimizer_state_dict(model, optimizer))
+    groups = [group["params"] for group in named["param_groups"]]
 
     def read() -> dict[str, Any]:
         state = read_optimizer(place)
@@ -160,8 +163,9 @@ def _load_sharded_optimizer(path: Path, model: nn.Module, optimizer: torch.optim
     saved = _saved_names(path, f"{_OPTIMIZER}.state", parents=True)
     _check_names([], saved - set(state["state"]), path, strict=True)
     wanted = {"state": {name: own for name, own in state["state"].items() if name in saved}, "param_groups": state["param_groups"]}
-    _read_shards(path, {_OPTIMIZER: wanted})
-    set_optimizer_state_dict(model, optimizer, wanted)
+    _as_checkpoint_error(lambda: _read_shards(path, {_OPTIMIZER: wanted}), path)
+    own = split_optimizer_state(wanted, model) if is_split(model) else wanted
+    _as_checkpoint_error(lambda: set_named_optimizer_state(model, optimizer, own), path)
 
 
 def _saved_names(path: Path, prefix: str, *, parents: bool = False) -> set[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +21,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from ..errors import CheckpointError
 from ..runtime.agree import on_rank_zero
-from ..runtime.mesh import world_size
-from .folders import appear_elsewhere, complete, flush, prepare_staging
+from ..runtime.mesh import rank, world_size
+from .folders import complete, flush, prepare_staging
 from .manifest import FileRecord
 
 _log = logging.getLogger(__name__)
@@ -30,6 +32,8 @@ _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 _PART = ".part-{rank}.json"
 _PARTS_S = 1800.0
 """How long rank 0 waits for the files that other ranks write in the background: 100 GB at 100 MB/s take 1000 s."""
+_SEEN_S = 10.0
+"""How long a new folder may take to be seen on another machine."""
 _PAUSE_S = 0.05
 T = TypeVar("T")
 Part = dict[str, FileRecord]
@@ -89,7 +93,8 @@ class CheckpointWriter:
     def new(self, folder: str | Path, *, plan: str | None = None) -> Iterator[Staging]:
         """A new checkpoint: write what it gives, and at the end it appears under its name. Collective.
 
-        The one before must be complete first. In the background only shards are written: other files are to be there at the end.
+        The one before must be complete first. In the background only shards are written: other files are to be there at the end. Where one
+        rank raises inside, it ends, and the lifeline ends the others; the checkpoint stays invisible.
 
         Args:
             folder: the checkpoint's name.
@@ -99,20 +104,24 @@ class CheckpointWriter:
             CheckpointError: this one, or the one before, cannot be written; on every rank.
         """
         self.wait()
-        folder = Path(folder)
+        folder = Path(folder).resolve()
         staged = on_rank_zero(lambda: prepare_staging(folder))
-        staged.mkdir(parents=True, exist_ok=True)  # on a machine that does not share rank 0's disk
+        on_every_rank(lambda: _see(staged))
         system = HeldFileSystem() if self.in_background else FileSystem()
         staging = Staging(folder=folder, path=staged, file_system=system)
-        yield staging
+        try:
+            yield staging
+        except BaseException:
+            if rank() == 0:
+                shutil.rmtree(staged, ignore_errors=True)
+            raise
         if isinstance(system, HeldFileSystem):
             _barrier()  # rank 0 sums what others wrote to the disk
-            self._thread = threading.Thread(target=self._finish, args=(staging, plan, _rank(), world_size()), name="checkpoint")
+            self._thread = threading.Thread(target=self._finish, args=(staging, plan, rank(), world_size()), name="checkpoint")
             self._thread.start()
         else:
-            parts = _gathered(_or_line(lambda: _own_part(staging, _rank()), _rank()))
+            parts = on_every_rank(lambda: _own_part(staging, rank()))
             on_rank_zero(lambda: complete(folder, parts, ranks=world_size(), plan=plan))
-            appear_elsewhere(folder)
 
     def wait(self) -> None:
         """Until the last checkpoint is complete. Collective.
@@ -120,43 +129,61 @@ class CheckpointWriter:
         Raises:
             CheckpointError: it could not be written; on every rank.
         """
-        if not self.in_background:
+        if self._thread is None:  # the same on every rank
             return
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
+        self._thread.join()
+        error, self._thread, self._error = self._error, None, None
         _gathered(error)
 
-    def _finish(self, staging: Staging, plan: str | None, rank: int, ranks: int) -> None:
+    def _finish(self, staging: Staging, plan: str | None, number: int, ranks: int) -> None:
         """In the thread: write what is held; on rank 0 also wait for the others' parts, and complete. No collectives here."""
 
         def write() -> Part:
             held = staging.file_system.held
             for path in list(held):
                 path.write_bytes(held.pop(path).getbuffer())
-            return _own_part(staging, rank)
+            return _own_part(staging, number)
 
         def end() -> None:
-            if rank == 0:
+            if number == 0:
                 parts = [part, *(_awaited(staging, other) for other in range(1, ranks))]
                 complete(staging.folder, _sound(parts), ranks=ranks, plan=plan)
             else:
-                _hand_in(staging, rank, part)
+                _hand_in(staging, number, part)
 
-        part = _or_line(write, rank)
-        self._error = _or_line(end, rank)
+        part = _or_line(write, number)
+        self._error = _or_line(end, number)
 
 
-def _own_part(staging: Staging, rank: int) -> Part:
+def on_every_rank(act: Callable[[], T]) -> list[T]:
+    """What `act` gives on each rank. Collective.
+
+    Raises:
+        CheckpointError: it failed on one; on every rank.
+    """
+    return _gathered(_or_line(act, rank()))
+
+
+def _see(staged: Path) -> None:
+    """Refuse a folder that rank 0 made and this rank's machine does not have; other machines may see it late."""
+    deadline = time.monotonic() + _SEEN_S
+    while not staged.is_dir():
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"Rank {rank()} on {socket.gethostname()} does not see {staged}, which rank 0 made; give a folder that all machines share."
+            )
+        time.sleep(_PAUSE_S)
+
+
+def _own_part(staging: Staging, number: int) -> Part:
     """The shards that this rank wrote, on the disk and summed."""
-    mine = [path for path in staging.path.rglob("*.distcp") if (match := _SHARD.fullmatch(path.name)) and int(match[1]) == rank]
+    mine = [path for path in staging.path.rglob("*.distcp") if (match := _SHARD.fullmatch(path.name)) and int(match[1]) == number]
     for path in mine:
         flush(path)
     return {str(path.relative_to(staging.path).as_posix()): FileRecord.of(path) for path in mine}
 
 
-def _or_line(act: Callable[[], T], rank: int) -> T | str:
+def _or_line(act: Callable[[], T], number: int) -> T | str:
     """What `act` gives, or the line that tells of its error."""
     try:
         return act()
@@ -164,26 +191,26 @@ def _or_line(act: Callable[[], T], rank: int) -> T | str:
         return str(error)
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        return f"The checkpoint could not be written on rank {rank} ({text}); the one before it is the last."
+        return f"The checkpoint could not be written on rank {number} ({text}); the one before it is the last."
 
 
-def _hand_in(staging: Staging, rank: int, part: Part | str) -> None:
+def _hand_in(staging: Staging, number: int, part: Part | str) -> None:
     """Tell rank 0's thread, by a file that is there as a whole or not."""
     said = {"error": part} if isinstance(part, str) else {"files": {name: asdict(record) for name, record in part.items()}}
-    path = staging.path / _PART.format(rank=rank)
+    path = staging.path / _PART.format(rank=number)
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(said))
     unfinished.replace(path)
 
 
-def _awaited(staging: Staging, rank: int) -> Part | str:
+def _awaited(staging: Staging, number: int) -> Part | str:
     """Another rank's part or error, once its file is there; the file is taken away."""
-    path = staging.path / _PART.format(rank=rank)
+    path = staging.path / _PART.format(rank=number)
     deadline = time.monotonic() + _PARTS_S
     while not path.is_file():
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"Checkpoint {staging.folder} is not complete: after {_PARTS_S:g} s rank 0 sees nothing that rank {rank} wrote;"
+                f"Checkpoint {staging.folder} is not complete: after {_PARTS_S:g} s rank 0 sees nothing that rank {number} wrote;"
                 " give a folder that all machines share, or leave async_save out."
             )
         time.sleep(_PAUSE_S)
@@ -209,10 +236,6 @@ def _sound(said: list[Any]) -> list[Part]:
     if error := next((part for part in said if isinstance(part, str)), None):
         raise CheckpointError(error)
     return said
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _barrier() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
-import shutil
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.folders import check_checkpoint, last_checkpoint
+from ..checkpoint.folders import check_checkpoint, last_checkpoint, numbered_checkpoints, remove_checkpoint
 from ..checkpoint.layouts import Layout, find_model
-from ..checkpoint.random_states import has_random_states, load_random_states
+from ..checkpoint.random_states import load_random_states
 from ..checkpoint.states import load_model, load_optimizer
 from ..checkpoint.writer import CheckpointWriter
 from ..errors import CheckpointError
@@ -34,6 +32,7 @@ class AcceleratorCheckpoints:
         with self._checkpoint_writer().new(folder, plan=self._plan_fingerprint()) as staging:
             with replaced(self.project_configuration, automatic_checkpoint_naming=False), own_states(staging.file_system):
                 super().save_state(str(staging.path), safe_serialization, **kwargs)
+        self._keep_limit()
         return str(folder)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -58,8 +57,7 @@ class AcceleratorCheckpoints:
                 super().load_state(str(folder), load_kwargs, **kwargs)
         except FileNotFoundError as error:
             raise CheckpointError(f"Checkpoint {folder} lacks {Path(error.filename).name}, which this run needs; take another.") from None
-        if not has_random_states(folder, self.process_index):
-            load_random_states(folder, self.process_index)
+        load_random_states(folder, self.process_index)  # the stock loader passes over what it cannot set
         self.step = 0
 
     def _load_alone(self, folder: Path) -> None:
@@ -78,18 +76,21 @@ class AcceleratorCheckpoints:
         return None if self._run is None else self._run.plan.fingerprint
 
     def _new_folder(self, output_dir: str | None) -> Path:
-        """The next checkpoint's name; with Accelerate's own naming the oldest beyond its limit go."""
+        """The next checkpoint's name."""
         if not self.project_configuration.automatic_checkpoint_naming:
             if output_dir is None:
                 raise ValueError("save_state needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True).")
             return Path(os.path.expanduser(output_dir))
-        parent, limit = self._naming_folder(), self.project_configuration.total_limit
-        found = sorted(
-            (int(match[1]), path) for path in parent.glob("checkpoint_*") if (match := re.fullmatch(r"checkpoint_(\d+)", path.name))
-        )
-        for _, path in found[: max(len(found) + 1 - limit, 0)] if limit is not None else ():
-            shutil.rmtree(path)
-        return parent / f"checkpoint_{max(found[-1][0] + 1 if found else 0, self.save_iteration)}"
+        found = numbered_checkpoints(self._naming_folder())
+        following = int(found[0].name.rpartition("_")[2]) + 1 if found else 0
+        return self._naming_folder() / f"checkpoint_{max(following, self.save_iteration)}"
+
+    def _keep_limit(self) -> None:
+        """With Accelerate's own naming, the oldest go; in the background the new one is yet to be complete, and one more stays."""
+        limit = self.project_configuration.total_limit
+        if self.project_configuration.automatic_checkpoint_naming and limit is not None and self.is_main_process:
+            for path in numbered_checkpoints(self._naming_folder())[max(limit, 1) :]:
+                remove_checkpoint(path)
 
     def _last_folder(self) -> Path:
         if not self.project_configuration.automatic_checkpoint_naming:

@@ -30,8 +30,15 @@ class StopCallback(TrainerCallback):
         """Ask all ranks."""
         if self._stop.agreed():
             control.should_save = control.should_training_stop = True
+            control.should_evaluate = False  # the launcher waits for seconds only
             if state.is_world_process_zero:
                 _log.warning("SIGTERM: training saves checkpoint-%d and ends.", state.global_step)
+        return control
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        """What was saved after the step is enough."""
+        if self._stop.stopped:
+            control.should_save = control.should_evaluate = False
         return control
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

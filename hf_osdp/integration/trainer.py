@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +14,14 @@ import transformers
 import transformers.trainer
 from transformers import TrainingArguments
 
+from ..checkpoint.folders import begin_anew
 from ..checkpoint.writer import CheckpointWriter, Staging
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
 from ..runtime.environment import hold_master_weights
 from ..runtime.oom import explained
 from ..runtime.state import free_gathered
-from ..runtime.stop_signal import EXIT_CODE, StopSignal
+from ..runtime.stop_signal import StopSignal
 from .accelerator import OSDPAccelerator
 from .announce import announce_plan, announce_result, shown_while_planning
 from .before_start import frozen_given, trainer_folder
@@ -68,6 +68,7 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
             refuse_unplanned(given)
             arguments = given.get("args") or TrainingArguments(output_dir="tmp_trainer")
             given["args"] = copy.copy(arguments)
+            begin_anew(arguments.output_dir)  # before planning, which may be the end of this start
             self._datasets = (given.get("train_dataset"), given.get("eval_dataset"))
             self._takes_model_loss = (
                 given.get("compute_loss_func") is None
@@ -218,8 +219,7 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
         if self._steps.measured:
             measured = self._steps.summary()
             announce_result(self._run, measured, output_dir=self.args.output_dir, is_rank_zero=self.is_world_process_zero())
-        if self._stop.stopped:
-            sys.exit(EXIT_CODE)
+        self._stop.exit()
         return output
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,17 @@ from typing import Any
 import transformers.trainer
 from torch import nn
 
-from ..checkpoint.folders import check_checkpoint, last_checkpoint
-from ..checkpoint.layouts import Layout, find_model
+from ..checkpoint.folders import begin_anew, check_checkpoint, go_on, last_checkpoint, numbered_checkpoints, remove_checkpoint
+from ..checkpoint.layouts import Layout, find_model, find_optimizer
 from ..checkpoint.random_states import load_random_states
 from ..checkpoint.safe import load_file
 from ..checkpoint.states import load_model, load_optimizer, save_model
+from ..errors import CheckpointError
+from ..runtime.agree import on_rank_zero
 from ..runtime.restarts import restart_count
-from .stock_states import by_position, is_adapted, own_states
+from .stock_states import by_position, is_adapted, own_states, replaced
+
+_log = logging.getLogger(__name__)
 
 TRAINER_STATE = transformers.trainer.TRAINER_STATE_NAME
 """What the Trainer writes last into a checkpoint."""
@@ -31,7 +36,6 @@ class TrainerCheckpoints:
             return
         run_dir = Path(super()._get_output_dir(trial))
         folder = run_dir / f"{transformers.trainer.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        self._keep_limit(run_dir)
         with self._writer.new(folder, plan=self._run.plan.fingerprint) as staging:
             self._staging = staging
             try:
@@ -65,12 +69,15 @@ class TrainerCheckpoints:
                     self.state.save_to_json(str(staged / TRAINER_STATE))
 
     def _keep_limit(self, run_dir: Path) -> None:
-        """Take the oldest checkpoints away, once a newer one is complete."""
-        if self.args.should_save:
-            transformers.trainer.rotate_checkpoints(
-                output_dir=str(run_dir), save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint, use_mtime=True,
-            )  # fmt: skip
+        """Take the oldest checkpoints away, but for the best, once a newer one is complete."""
+        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+        if not self.is_world_process_zero() or not limit or limit < 1:
+            return
+        found = numbered_checkpoints(run_dir)
+        kept = {found[0], *([Path(best)] if best else [])} if found else set()
+        rest = [path for path in found if path not in kept]
+        for path in rest[max(limit - len(kept), 0) :]:
+            remove_checkpoint(path)
 
     def _writes_shards(self) -> bool:
         return self.is_fsdp_enabled and "FULL" not in str(self.accelerator.plugin.state_dict_type)
@@ -106,6 +113,13 @@ class TrainerCheckpoints:
         self._writer.wait()
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """As stock; where SIGTERM ended training, the last checkpoint stays, and the best is not loaded: there are seconds left."""
+        if self._osdp is None or not self._stop.stopped:
+            return super()._finalize_training(*args, **kwargs)
+        with replaced(self.args, load_best_model_at_end=False, save_total_limit=None):
+            return super()._finalize_training(*args, **kwargs)
+
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """As stock; ranks that were not there get states of their own."""
         if self._osdp is None or checkpoint is None:
@@ -123,16 +137,33 @@ class TrainerCheckpoints:
             CheckpointError: the one that was asked for is damaged.
             ValueError: the last was asked for, and there is none.
         """
-        restarted = asked is None and self._osdp.resume_after_restart and restart_count() > 0
+        folder = self.args.output_dir
+        (go_on if asked is True else begin_anew)(folder)
+        restarted = asked is not False and self._osdp.resume_after_restart and restart_count() > 0
         if asked is True or restarted:
-            found = last_checkpoint(self.args.output_dir, marker=TRAINER_STATE)
-            if found is None and asked:
-                raise ValueError(f"There is no complete checkpoint in {self.args.output_dir}; leave resume_from_checkpoint out to begin.")
-            return None if found is None else str(found)
+            found = last_checkpoint(folder, marker=TRAINER_STATE)
+            if found is not None and (asked is True or _goes_on(found)):
+                return str(found)
+            if asked is True:
+                raise ValueError(f"There is no complete checkpoint in {folder}; leave resume_from_checkpoint out to begin.")
         if not asked:
             return None
         check_checkpoint(str(asked))
         return str(asked)
+
+
+def _goes_on(folder: Path) -> bool:
+    """Whether a restart may take a checkpoint up: with `save_only_model` there is nothing to go on from."""
+
+    def has_optimizer() -> bool:
+        try:
+            find_optimizer(folder)
+        except CheckpointError as error:
+            _log.warning("%s; training begins anew.", str(error).rstrip("."))
+            return False
+        return True
+
+    return on_rank_zero(has_optimizer)
 
 
 def _of_one_process(folder: str | Path) -> bool:

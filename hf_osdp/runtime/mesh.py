@@ -150,6 +150,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def rank() -> int:
+    """This process's rank in the default process group; 0 where there is none."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def collective_device() -> torch.device:
     """The device on which tensors must lie for a collective of the default process group."""
     if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
     keep = not dist.is_initialized() or dist.get_rank() == 0
     optimizer = unwrapped(optimizer)
     with own_positions(optimizer):
-        state = get_optimizer_state_dict(model, optimizer)
+        state = named_optimizer_state(optimizer, lambda: get_optimizer_state_dict(model, optimizer))
     states: dict[str, dict[str, Any]] = {}
     for name, own in state["state"].items():
         whole = {key: whole_tensor(value) if torch.is_tensor(value) else value for key, value in own.items()}  # on every rank
@@ -103,6 +103,21 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Opti
     """
     own = split_optimizer_state(state, model) if state and is_split(model) else state
     load_whole_optimizer_state(model, unwrapped(optimizer), own)
+
+
+def named_optimizer_state(optimizer: torch.optim.Optimizer, get: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `get` gives by torch's function, which takes a step to make states that are not there yet: those are not the optimizer's.
+
+    Args:
+        optimizer: as it is in training.
+        get: a call of `get_optimizer_state_dict`.
+    """
+    fresh = not optimizer.state
+    state = get()
+    if fresh:
+        optimizer.state.clear()
+        state["state"] = {}
+    return state
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from types import FrameType, TracebackType
 
@@ -24,6 +25,7 @@ class StopSignal:
             if stop.agreed():            # on every rank, after every optimizer step
                 accelerator.save_state("out/checkpoint-last")
                 break
+    stop.exit()                          # with code 143, where SIGTERM ended the loop
     ```
 
     The ranks' answers travel while the next step runs, so that nobody waits for them: all stop one step after the signal. On CUDA they
@@ -63,11 +65,13 @@ class StopSignal:
 
     def finish(self) -> None:
         """Listen no more. Collective."""
-        if self._pending is not None:
-            self._pending[1].wait()
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-        self.abandon()
+        try:
+            if self._pending is not None:
+                self._pending[1].wait()
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+        finally:
+            self.abandon()
 
     def abandon(self) -> None:
         """Listen no more, where an error ended training: what the ranks had begun together stays as it is."""
@@ -75,6 +79,11 @@ class StopSignal:
             signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
             self._installed = False
         self._group = self._pending = None
+
+    def exit(self) -> None:
+        """End the process where SIGTERM ended the loop, with the code that says so; nothing where it did not."""
+        if self.stopped:
+            sys.exit(EXIT_CODE)
 
     def agreed(self) -> bool:
         """Whether a rank had its signal before the step before this one ended; the same on every rank. Collective, once a step."""

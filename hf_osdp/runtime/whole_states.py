@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Shard
 
 from ..collectives.transport import all_gather_single
@@ -91,8 +91,8 @@ def load_whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimize
         mine = get_optimizer_state_dict(model, optimizer)
 
     def told() -> dict[str, Any]:
-        if unknown := sorted(set(state["state"]) - set(mine["state"])):
-            raise RuntimeError(f"The optimizer's state has {unknown[0]!r} ({len(unknown)} such), which this optimizer does not update.")
+        for name, own in state["state"].items():
+            _check_state(name, own, mine["state"])
         plain = {n: {k: v for k, v in own.items() if not _has_shape(v)} for n, own in state["state"].items()}
         return {"plain": plain, "param_groups": state["param_groups"]}
 
@@ -103,8 +103,35 @@ def load_whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimize
         for key, value in own.items():
             if _has_shape(value):
                 _broadcast_into(value, state["state"][name][key] if state else None)
+    set_named_optimizer_state(model, optimizer, {"state": found, "param_groups": rest["param_groups"]})
+
+
+def set_named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """torch's `set_optimizer_state_dict`, where parameters may have no state.
+
+    Raises:
+        RuntimeError: groups or shapes do not fit.
+    """
     with own_positions(optimizer):
-        set_optimizer_state_dict(model, optimizer, {"state": found, "param_groups": rest["param_groups"]})
+        if not state["state"]:
+            state = {**state, "state": get_optimizer_state_dict(model, optimizer)["state"]}
+            set_optimizer_state_dict(model, optimizer, state)
+            optimizer.state.clear()
+        else:
+            set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
+
+
+def _check_state(name: str, saved: Mapping[str, Any], mine: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse a parameter's state that is another optimizer's.
+
+    Raises:
+        RuntimeError: names or shapes do not fit.
+    """
+    if name not in mine:
+        raise RuntimeError(f"The optimizer's state has {name!r}, which this optimizer does not update.")
+    kept = [{key: tuple(value.shape) for key, value in own.items() if _has_shape(value)} for own in (saved, mine[name])]
+    if kept[0] != kept[1]:
+        raise RuntimeError(f"The optimizer's state of {name!r} is {kept[0]}, this optimizer's is {kept[1]}.")
 
 
 def _has_shape(value: Any) -> bool:
@@ -130,7 +157,7 @@ def _from_rank_zero(fn: Callable[[], Any]) -> Any:
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             answer = [fn(), None]
-        except RuntimeError as error:
+        except Exception as error:
             answer = [None, str(error)]
     if world_size() > 1:
         dist.broadcast_object_list(answer, src=0)

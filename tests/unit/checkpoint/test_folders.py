@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_osdp.checkpoint.folders import check_checkpoint, last_checkpoint, prepare_staging
+from hf_osdp.checkpoint.folders import begin_anew, check_checkpoint, go_on, last_checkpoint, prepare_staging, remove_checkpoint
 from hf_osdp.checkpoint.loop import load_loop
 from hf_osdp.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
 from hf_osdp.checkpoint.random_states import load_random_states, save_random_states
@@ -41,6 +41,7 @@ def test_an_error_amid_writing_leaves_the_one_before(tmp_path):
         (staging.path / "half").write_text("x")
         raise KeyError
     assert last_checkpoint(tmp_path).name == "checkpoint-1"
+    assert [path.name for path in (tmp_path / ".partial").iterdir()] == []
     small(tmp_path, "checkpoint-3")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-3"]
 
@@ -61,12 +62,59 @@ def test_a_new_one_takes_the_place_of_an_old_one_and_leaves_what_is_not_its(tmp_
 
 
 def test_a_replacement_that_was_interrupted_is_finished(tmp_path):
-    folder = small(tmp_path)
-    folder.rename(tmp_path / ".checkpoint-1.replaced")  # as if the process ended between the two renames
+    folder, replaced = small(tmp_path), tmp_path / ".partial" / "checkpoint-1.replaced"
+    replaced.parent.mkdir()
+    folder.rename(replaced)  # as if the process ended between the two renames
     assert last_checkpoint(tmp_path) == folder
-    small(tmp_path, "checkpoint-2").rename(tmp_path / ".checkpoint-1.replaced")  # as if it ended after them
-    (tmp_path / ".checkpoint-1.replaced" / "log.txt").write_text("a user's")
+    small(tmp_path, "checkpoint-2").rename(tmp_path / "elsewhere")
+    replaced.parent.mkdir(exist_ok=True)
+    (tmp_path / "elsewhere").rename(replaced)  # as if it ended after them
+    (replaced / "log.txt").write_text("a user's")
     assert last_checkpoint(tmp_path) == folder and (folder / "log.txt").is_file()
+
+
+def test_states_of_another_layout_do_not_stay(tmp_path):
+    folder = saved(tmp_path / "checkpoint-1", sharded=True)
+    (folder / MANIFEST_NAME).unlink()  # as another program writes it
+    model, optimizer = trained(seed=5)
+    saved(tmp_path / "checkpoint-1", sharded=False, model=model, optimizer=optimizer)
+    assert not (folder / "pytorch_model_fsdp_0").exists() and not (folder / "optimizer_0").exists()
+    again, its = trained(seed=9)
+    load_loop(folder, again, its, others={})
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_a_restart_does_not_go_on_from_an_earlier_training(tmp_path, monkeypatch):
+    for name in ("checkpoint-4", "checkpoint-6"):
+        small(tmp_path, name)
+    begin_anew(tmp_path)
+    assert last_checkpoint(tmp_path).name == "checkpoint-6", "one that is asked for"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    begin_anew(tmp_path)
+    assert last_checkpoint(tmp_path) is None
+    small(tmp_path, "checkpoint-4", content="new")
+    assert last_checkpoint(tmp_path).name == "checkpoint-4", "written again by this training"
+    go_on(tmp_path)
+    assert last_checkpoint(tmp_path).name == "checkpoint-6"
+
+
+def test_what_is_half_removed_or_no_checkpoint_is_passed_over(tmp_path, caplog):
+    small(tmp_path)
+    (tmp_path / "checkpoint-9").mkdir()
+    (tmp_path / "checkpoint-9" / "trainer_state.json").write_text("{}")
+    assert last_checkpoint(tmp_path).name == "checkpoint-1" and "has no weights" in caplog.text
+    remove_checkpoint(tmp_path / "checkpoint-9")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1"]
+
+
+def test_links_are_followed_and_the_current_folder_is_refused(tmp_path, monkeypatch):
+    folder = small(tmp_path)
+    (tmp_path / "last").symlink_to(folder)
+    small(tmp_path, "last", content="new")
+    assert (tmp_path / "last").is_symlink() and (folder / "inside" / "file").read_text() == "new"
+    monkeypatch.chdir(folder)
+    with pytest.raises(ValueError, match=r"cannot take the place of .*, in which this program runs; give a folder inside it"):
+        small(folder, ".")
 
 
 @pytest.mark.parametrize(
