@@ -6,15 +6,18 @@ from dataclasses import replace
 
 import pytest
 
+import hf_osdp.planner.search as search_module
 from hf_osdp.errors import InfeasibleError, OSDPError
 from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search import compare_strategies, fastest_without_limit, least_memory, search, search_or_floor
+from hf_osdp.planner.solver import fastest
 from hf_osdp.planner.strategies import Strategy
 from hf_osdp.quantities import format_bytes
 from tests.helpers.descriptions import at_random, transformer
 from tests.helpers.hardware import bare_preset
+from tests.oracle.test_brute_force import instance
 
 MODEL = transformer(layers=2)
 JOB = TrainingJob(global_batch_size=16)
@@ -115,3 +118,26 @@ def test_a_host_with_room_to_spare_is_no_reason_to_refuse():
     least = least_memory(MODEL, hardware, JOB)
     assert 0 < least < least_memory(MODEL, machine(1, 4), JOB)
     assert any(unit.on_host for unit in search(MODEL, hardware, JOB, least).plan.units)
+
+
+@pytest.mark.parametrize("seed", [14, 50, 289])
+def test_the_least_is_that_of_the_best_batch_not_of_the_lowest_floor(seed):
+    """Instances whose batch with the lowest floor is not the one that needs least; of the last one the second is no better either."""
+    model, hardware, job, _ = instance(seed)
+    of_batch = [least_memory(model, hardware, replace(job, micro_batch_size=size)) for size in job.micro_batch_sizes(hardware.world_size)]
+    assert least_memory(model, hardware, job) == min(of_batch) < max(of_batch)
+
+
+@pytest.mark.parametrize("proven", [(True, False), (False, True), (True, True)])
+def test_a_plan_is_proven_where_every_solution_was(proven, monkeypatch):
+    hardware, job = machine(1, 4), TrainingJob(global_batch_size=64)
+    least, ample = least_memory(MODEL, hardware, job), search(MODEL, hardware, job, AMPLE).plan.peak_bytes
+    given = iter(proven)
+
+    def told(*args, **options):
+        found = fastest(*args, **options)
+        return found and replace(found, proven=next(given))
+
+    monkeypatch.setattr(search_module, "fastest", told)
+    found = search(MODEL, hardware, job, least + (ample - least) // 5)  # where two batches are solved for
+    assert next(given, None) is None and found.plan.proven_optimal is all(proven)
