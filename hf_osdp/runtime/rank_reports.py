@@ -182,6 +182,11 @@ def absent_line(ranks: Iterable[int], *, waited_s: float) -> str:
     )
 
 
+def ended_line(*, reason: str) -> str:
+    """A rank ended before there was a lifeline."""
+    return f"A rank ended while ranks compared what they are about to run ({_first_sentence(reason)}); its own output says why."
+
+
 def late_line(ranks: Iterable[int], *, waited_s: float) -> str:
     """Ranks that were there do not come to where the others are."""
     return (

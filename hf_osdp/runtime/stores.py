@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..errors import LaunchError
-from .rank_reports import late_line
+from .rank_reports import ended_line, late_line
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.2
 """Between two looks into the store: short while ranks come together, then rare enough for a thousand ranks."""
@@ -18,15 +19,40 @@ _CONFER_S = 1800.0
 """How long ranks wait for each other, as long as torch's own collectives do by default."""
 
 
-def wait_for(store: dist.Store, keys: Sequence[str], seconds: float) -> bool:
-    """Whether all keys are there within the time. (The store's own `wait` prints a warning each time that it is over.)"""
+def wait_for(store: dist.Store, keys: Sequence[str], seconds: float, *, ended: Callable[[], None] | None = None) -> bool:
+    """Whether all keys are there within the time. (The store's own `wait` prints a warning each time that it is over.)
+
+    Args:
+        store: where to look.
+        keys: what to look for.
+        seconds: how long.
+        ended: raises where a rank that is waited for has ended.
+    """
     deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE_S
     while keys and not store.check(list(keys)):
+        if ended is not None:
+            ended()
         if time.monotonic() >= deadline:
             return False
         time.sleep(pause)
         pause = min(2 * pause, _LAST_PAUSE_S)
     return True
+
+
+def ended_peers() -> Callable[[], None] | None:
+    """Raises where a rank has ended, once all ranks have called this: gloo ends a collective that waits for it. None without gloo."""
+    if "gloo" not in str(dist.get_backend_config()):
+        return None
+    work = dist.all_reduce(torch.zeros(1), async_op=True)
+
+    def ended() -> None:
+        if work.is_completed():
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise LaunchError(ended_line(reason=str(error))) from None
+
+    return ended
 
 
 def are_several() -> bool:
@@ -58,11 +84,12 @@ def confer(space: dist.Store, mine: object, judge: Callable[[list[Any]], str | N
     rank, size = dist.get_rank(), dist.get_world_size()
     said = [f"said/{other}" for other in range(size)]
     space.set(said[rank], json.dumps(mine))
+    ended = ended_peers()
     if rank == 0:
-        if not wait_for(space, said, _CONFER_S):
+        if not wait_for(space, said, _CONFER_S, ended=ended):
             missing = [other for other in range(size) if not space.check([said[other]])]
             raise LaunchError(late_line(missing, waited_s=_CONFER_S))
         space.set("outcome", json.dumps(judge([json.loads(text) for text in space.multi_get(said)])))
-    elif not wait_for(space, ["outcome"], _CONFER_S):
+    elif not wait_for(space, ["outcome"], _CONFER_S, ended=ended):
         raise LaunchError(late_line([0], waited_s=_CONFER_S))
     return json.loads(space.get("outcome"))

@@ -78,6 +78,20 @@ def test_a_death_in_a_step(dying):
     assert "ended without a word, and all ranks end" in speaker.output and "hf_osdp:" not in silent.output
 
 
+def before_there_is_a_line() -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        die()
+    compare_versions()
+
+
+def test_a_death_before_there_is_a_line():
+    """The group was formed by `TrainingArguments`, and a rank dies while it reads the data: gloo knows."""
+    ended = endings(before_there_is_a_line, 3)
+    assert all(ended[rank].code == 1 and ended[rank].after_s < ending.END_S for rank in (0, 2))
+    assert "LaunchError: A rank ended while ranks compared what they are about to run" in ended[0].output
+
+
 def refused(everywhere: bool) -> None:
     """As a recipe ends where its input is at fault."""
 
