@@ -81,7 +81,7 @@ class CheckpointWriter:
     """Writes a run's checkpoints.
 
     Args:
-        in_background: shards are copied to the host's memory, and go to the disk while training goes on.
+        in_background: shards are copied to the host's memory, and go to the disk while training goes on. It may be changed between two.
     """
 
     def __init__(self, *, in_background: bool = False):

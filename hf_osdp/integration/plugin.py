@@ -49,7 +49,7 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
         if self.state_dict_type is None:
             self.state_dict_type = state_dict_type(default="SHARDED_STATE_DICT" if self.osdp.async_save else "FULL_STATE_DICT")
         super().__post_init__()
-        if self.osdp.async_save and "FULL" in str(self.state_dict_type):
+        if self.osdp.async_save and not writes_shards(self):
             raise ValueError(
                 "async_save=True writes shards while training goes on, but state_dict_type is FULL_STATE_DICT; use SHARDED_STATE_DICT, or"
                 " leave async_save out."
@@ -99,6 +99,11 @@ def plugin_for(
     if osdp is None and request is not None and not request.osdp:
         raise ValueError("The launcher's file has osdp: false, but OSDPAccelerator always plans; use accelerate's Accelerator instead.")
     return OSDPPlugin(osdp={} if osdp is None else osdp)
+
+
+def writes_shards(plugin: FullyShardedDataParallelPlugin) -> bool:
+    """Whether checkpoints are written in shards, and not whole."""
+    return "FULL" not in str(plugin.state_dict_type)
 
 
 def offloads(plugin: OSDPPlugin) -> bool:

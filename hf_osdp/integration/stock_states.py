@@ -20,6 +20,7 @@ from ..errors import CheckpointError
 from ..runtime.agree import on_rank_zero
 from ..splitting.names import is_split
 from ..splitting.positions import keep_positions
+from .plugin import writes_shards
 
 
 @contextmanager
@@ -32,19 +33,16 @@ def own_states(files: FileSystem | None = None) -> Iterator[None]:
         files: where shards are written; None is the disk.
     """
 
-    def sharded(plugin: Any) -> bool:
-        return "FULL" not in str(plugin.state_dict_type)
-
     def save_fsdp_model(plugin, accelerator, model, output_dir, model_index=0, adapter_only=False, **_: Any) -> None:
         only = adapter_only and is_adapted(model)
-        save_model(Path(output_dir), model, sharded=sharded(plugin), index=model_index, trainable_only=only, files=files)
+        save_model(Path(output_dir), model, sharded=writes_shards(plugin), index=model_index, trainable_only=only, files=files)
 
     def load_fsdp_model(plugin, accelerator, model, input_dir, model_index=0, adapter_only=False, **_: Any) -> Any:
         load_model(Path(input_dir), model, index=model_index, trainable_only=adapter_only and is_adapted(model))
         return _IncompatibleKeys([], [])
 
     def save_fsdp_optimizer(plugin, accelerator, optimizer, model, output_dir, optimizer_index=0, **_: Any) -> None:
-        save_optimizer(Path(output_dir), model, optimizer, sharded=sharded(plugin), index=optimizer_index, files=files)
+        save_optimizer(Path(output_dir), model, optimizer, sharded=writes_shards(plugin), index=optimizer_index, files=files)
 
     def load_fsdp_optimizer(plugin, accelerator, optimizer, model, input_dir, optimizer_index=0, **_: Any) -> None:
         load_optimizer(Path(input_dir), model, optimizer, index=optimizer_index)

@@ -187,7 +187,7 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As stock, which writes no loadable model where checkpoints are sharded; here a call by the user always does."""
-        sharded = self._osdp is not None and self.is_fsdp_enabled and "FULL" not in str(self.accelerator.plugin.state_dict_type)
+        sharded = self._osdp is not None and self._writes_shards()
         if not sharded or _internal_call:
             super().save_model(output_dir, _internal_call)
             return

@@ -18,6 +18,7 @@ from ..checkpoint.states import load_model, load_optimizer, save_model
 from ..errors import CheckpointError
 from ..runtime.agree import on_rank_zero
 from ..runtime.restarts import restart_count
+from .plugin import writes_shards
 from .stock_states import by_position, is_adapted, own_states, replaced
 
 _log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class TrainerCheckpoints:
             remove_checkpoint(path)
 
     def _writes_shards(self) -> bool:
-        return self.is_fsdp_enabled and "FULL" not in str(self.accelerator.plugin.state_dict_type)
+        return self.is_fsdp_enabled and writes_shards(self.accelerator.plugin)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         by_position([self.model], [self.optimizer])

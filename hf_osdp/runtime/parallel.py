@@ -176,6 +176,7 @@ class OptimalShardedDataParallel(nn.Module):
         self.report: SearchResult | None = None
         self.rounds: tuple[Round, ...] = ()
         self.measured: Observation | None = None
+        self._writer = CheckpointWriter()
         meshes: Meshes | None = None
         found: Found | None = None
         if plan is None:
@@ -291,7 +292,7 @@ class OptimalShardedDataParallel(nn.Module):
 
     def save_checkpoint(
         self, path: str | Path, optimizer: torch.optim.Optimizer, *, scheduler: Stateful | None = None, scaler: Stateful | None = None,
-        progress: Mapping[str, Any] | None = None, sharded: bool = True,
+        progress: Mapping[str, Any] | None = None, sharded: bool = True, in_background: bool = False,
     ) -> None:  # fmt: skip
         """Write all that the loop goes on from; the folder appears when it is complete. Collective.
 
@@ -302,14 +303,29 @@ class OptimalShardedDataParallel(nn.Module):
             scaler: the loss scaler, if there is one.
             progress: numbers, text and tensors of the loop's own, such as the step; rank 0's count.
             sharded: each rank writes its shards, and nothing is ever whole; else rank 0 writes whole tensors.
+            in_background: shards are copied to the host's memory, and written while training goes on; `wait_for_checkpoint` at the end.
 
         Raises:
-            CheckpointError: it cannot be written; on every rank.
+            CheckpointError: it, or the one before in the background, cannot be written; on every rank.
+            ValueError: whole tensors were asked for in the background.
         """
+        if in_background and not sharded:
+            raise ValueError(
+                "in_background=True writes shards while training goes on, but sharded=False asks for whole tensors; leave one out."
+            )
+        self._writer.in_background = in_background
         save_loop(
-            CheckpointWriter(), path, self.module, optimizer,
+            self._writer, path, self.module, optimizer,
             others=_stateful(scheduler, scaler), progress=progress or {}, sharded=sharded, plan=self.plan.fingerprint,
         )  # fmt: skip
+
+    def wait_for_checkpoint(self) -> None:
+        """Until the checkpoint that is written in the background is complete. Collective.
+
+        Raises:
+            CheckpointError: it could not be written; on every rank.
+        """
+        self._writer.wait()
 
     def load_checkpoint(
         self, path: str | Path, optimizer: torch.optim.Optimizer, *, scheduler: Stateful | None = None, scaler: Stateful | None = None
