@@ -207,7 +207,7 @@ def found_damage(folder: Path) -> str | None:
         try:
             manifest = Manifest.load(folder)
         except CheckpointError as error:
-            return str(error)
+            return str(error).rstrip(".")
         return sorted(manifest.files.items()) if manifest else []
 
     files = on_rank_zero(listed)

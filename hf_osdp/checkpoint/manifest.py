@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
 from ..errors import CheckpointError
+from ..reading import read_json
 
 MANIFEST_NAME = "osdp_checkpoint.json"
 VERSION = 1
@@ -71,17 +72,15 @@ class Manifest:
         path = folder / MANIFEST_NAME
         if not path.is_file():
             return None
-        if path.stat().st_size > _MOST_BYTES:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than the {_MOST_BYTES} of any manifest; it is damaged.")
+        said = read_json(path, "manifest", CheckpointError, limit_bytes=_MOST_BYTES)
         try:
-            said = json.loads(path.read_text(encoding="utf-8"))
             if said["format"] != VERSION:
                 raise CheckpointError(
                     f"{path} has format {said['format']!r}, this version of hf_osdp reads {VERSION}; update hf_osdp, or take another one."
                 )
             files = {name: FileRecord(size=int(file["size"]), crc32=int(file["crc32"])) for name, file in said["files"].items()}
             return cls(files=files, world_size=int(said["world_size"]), plan=said["plan"], versions=said["versions"])
-        except (ValueError, TypeError, KeyError, AttributeError, OSError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}); it is damaged.") from None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..errors import CheckpointError
+from ..reading import read_json
 from .layouts import Layout, Place
 from .manifest import check_inside
 from .safe import SafePlanner, SafeReader, load_file
@@ -102,9 +102,10 @@ def _safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 def _several(index: Path) -> dict[str, torch.Tensor]:
     """Weights in several files, as transformers writes large ones."""
+    said = read_json(index, "index of weights", CheckpointError)
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        names = sorted(set(said["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} cannot be read ({type(error).__name__}: {error}); take another checkpoint.") from None
     weights: dict[str, torch.Tensor] = {}
     for name in names:

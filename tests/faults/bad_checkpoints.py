@@ -87,8 +87,8 @@ checkpoint(
 checkpoint(
     "a manifest that was cut short",
     MANIFEST_NAME,
-    "Checkpoint FOLDER/checkpoint-30 is damaged: FOLDER/checkpoint-30/osdp_checkpoint.json cannot be read "
-    "(‹reason›); it is damaged; take one before it.",
+    "Checkpoint FOLDER/checkpoint-30 is damaged: FOLDER/checkpoint-30/osdp_checkpoint.json is not JSON "
+    "(line 1, column 13: ‹reason›); it is not a manifest that can be read; take one before it.",
     check_checkpoint,
     lambda inside: (inside / MANIFEST_NAME).write_text('{"format": 1'),
 )
