@@ -29,7 +29,7 @@ myst_heading_anchors = 4
 default_role = "code"  # docstrings write names in single backticks
 add_module_names = False
 nitpicky = True
-nitpick_ignore_regex = [("py:class", r"(?!hf_osdp\.\w+$).*")]  # types of other packages, and of ours that are not public
+nitpick_ignore_regex = [(r"py:(class|exc)", r"(?!hf_osdp\.\w+$).*")]  # types of other packages, and of ours that are not public
 
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
