@@ -7,6 +7,7 @@ Here each tensor is broadcast by itself, and each rank copies its part to wherev
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -93,7 +94,8 @@ def load_whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimize
     def told() -> dict[str, Any]:
         for name, own in state["state"].items():
             _check_state(name, own, mine["state"])
-        plain = {n: {k: v for k, v in own.items() if not _has_shape(v)} for n, own in state["state"].items()}
+        # Copies: torch takes them over, and the next step would change the caller's.
+        plain = {n: {k: deepcopy(v) for k, v in own.items() if not _has_shape(v)} for n, own in state["state"].items()}
         return {"plain": plain, "param_groups": state["param_groups"]}
 
     rest = _from_rank_zero(told)
