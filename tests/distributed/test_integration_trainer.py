@@ -222,6 +222,7 @@ def evaluate_then_train(folder: str):
     return before, trainer.evaluate()["eval_loss"], history(trainer)
 
 
+@pytest.mark.slow
 def test_evaluation_before_training_changes_nothing(tmp_path):
     want, _ = train_one_process(str(tmp_path / "one"))
     before, after, got = run_ranks(evaluate_then_train, 2, str(tmp_path / "two"), init=False)[0]

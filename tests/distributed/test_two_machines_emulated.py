@@ -32,6 +32,7 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, str(ROOT / "benchmarks/two_machines/emulate.py"), *arguments]
 
 
+@pytest.mark.slow
 def test_bytes_over_the_link_are_those_of_theory():
     done = subprocess.run(
         command("--rate=1gbit", "--timeout=200", "--", "-m", "tests.helpers.emulated_rank"), cwd=ROOT, stdout=subprocess.PIPE, text=True

@@ -38,7 +38,8 @@ def marks(folder: Path) -> list[str]:
     return (folder / "marks").read_text().splitlines() if (folder / "marks").exists() else []
 
 
-@pytest.mark.parametrize("loop", ["plain", pytest.param("trainer", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["plain", "trainer"])
 def test_torchrun_starts_ranks_again_and_they_go_on(tmp_path, loop):
     folder = tmp_path / "run"
     folder.mkdir()

@@ -81,6 +81,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dic
         process.kill()
 
 
+@pytest.mark.slow
 def test_runs_in_a_kernel(tmp_path: Path, environment: dict[str, str]):
     """Two gloo ranks are forked twice; what they train, save and report is there, and they are gone."""
     folder = tmp_path / "out"

@@ -43,6 +43,7 @@ def test_two_processes_train_and_save(recipe):
     assert report["plan"]["world_size"] == 2
 
 
+@pytest.mark.slow
 def test_a_stream_trains_as_its_text_does_and_goes_on(recipe):
     """Two micro-batches a step on two ranks: every sample once, in the same order, from the start and from a checkpoint."""
     options = dict(micro_batch_size=2, logging_steps=1)

@@ -26,6 +26,7 @@ def found() -> tuple[list[LayoutRow], list[LimitRow], CountedMemory]:
     return layouts, limits, memory
 
 
+@pytest.mark.slow
 def test_each_layout_is_built_trained_and_counted(found):
     layouts, _, _ = found
     assert [row.layout for row in layouts] == ["mixed"]

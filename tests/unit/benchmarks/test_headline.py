@@ -200,6 +200,7 @@ def test_the_emulated_link_holds_streams_for_as_long_as_the_planner_says(precisi
     assert finite
 
 
+@pytest.mark.slow
 def test_plans_run_on_a_device_under_a_limit_and_one_that_does_not_fit_runs_out_of_memory():
     case = replace(TINY, devices=4)
     description, hardware = describe(case.config(), sequence_length=16), named_machine(case)

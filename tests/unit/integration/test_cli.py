@@ -180,6 +180,7 @@ def test_compare_holds_all_strategies_and_the_front(model, description, tmp_path
     assert all(row.strategy.value in done.stdout for row in rows)
 
 
+@pytest.mark.slow
 def test_what_if_answers_by_searching(model, description, monkeypatch):
     monkeypatch.setattr(what_if_command, "_LONGEST", 64)  # every size that is tried is another trace
     monkeypatch.setattr(what_if_command, "_WIDEST", 1.5)

@@ -137,6 +137,7 @@ def test_cuts_are_tried_only_where_memory_binds(described):
     assert chosen(described, 10**12, never, never) is described
 
 
+@pytest.mark.slow
 def test_the_cut_with_the_fastest_plan_is_taken(llama, described):
     cuts = possible_cuts(llama, described)[:3]
     made = {cut: describe(llama, sequence_length=12, cut=cut) for cut in cuts}
