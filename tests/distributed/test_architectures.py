@@ -97,6 +97,7 @@ def test_blocks_with_batch_norm_are_not_recomputed_but_offloaded():
         describe(model, sequence_length=1, activation_checkpointing=True)
 
 
+@pytest.mark.slow
 def test_blocks_with_batch_norm_are_timed_in_low_precision():
     model = tiny_architecture("ResNetForImageClassification").float()
     times = measure_block_times(

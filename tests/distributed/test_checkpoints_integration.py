@@ -143,6 +143,7 @@ def _looped(folder: str, load: str | None, save: str, layout: str, start: int, s
     return losses
 
 
+@pytest.mark.slow
 def test_an_accelerate_loop_goes_on_on_other_numbers_of_ranks_and_from_plain_accelerate(tmp_path):
     folder = str(tmp_path)
     (want,) = looped(folder, [(None, "plain", WHOLE, 0, 5, Accelerator)])

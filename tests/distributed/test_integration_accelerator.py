@@ -158,7 +158,11 @@ def save_and_load(folder: str, layout: str, precision: str):
 
 @pytest.mark.parametrize(
     ("layout", "precision"),
-    [("FULL_STATE_DICT", "fp16"), ("SHARDED_STATE_DICT", "no"), pytest.param("FULL_STATE_DICT", "bf16", marks=pytest.mark.slow)],
+    [
+        ("FULL_STATE_DICT", "fp16"),
+        pytest.param("SHARDED_STATE_DICT", "no", marks=pytest.mark.slow),
+        pytest.param("FULL_STATE_DICT", "bf16", marks=pytest.mark.slow),
+    ],
 )
 def test_saved_state_goes_on_exactly(tmp_path, layout, precision):
     want, got, weights = run_ranks(save_and_load, 2, str(tmp_path), layout, precision, init=False)[0]

@@ -268,6 +268,7 @@ def switched_off(folder: str):
     return type(trainer.accelerator).__name__, history(trainer)
 
 
+@pytest.mark.slow
 def test_switched_off_is_the_stock_trainer(tmp_path):
     want = run_ranks(stock, 2, str(tmp_path / "stock"), init=False)
     got = run_ranks(switched_off, 2, str(tmp_path / "off"), init=False)

@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 
 import numpy
+import pytest
 import torch
 import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -143,6 +144,7 @@ def tried_on_two_nodes() -> dict:
     return tried("no", False, False)
 
 
+@pytest.mark.slow
 def test_two_stages_are_timed_as_one_collective():
     ranks = run_ranks(tried_on_two_nodes, 4, nodes=2)
     observed = ranks[0]["observed"]

@@ -113,6 +113,9 @@ def plain_loop() -> dict:
     return {"measured": model.measured, "rounds": model.rounds, "plan": model.plan.fingerprint}
 
 
+pytestmark = pytest.mark.slow  # half a minute of trials; tests/unit/runtime/test_recalibrate.py has the rules
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> tuple[Path, list[dict]]:
     folder = tmp_path_factory.mktemp("runs")

@@ -114,6 +114,7 @@ def test_fp16_on_one_cpu_process_is_refused(model):
         plan_run(model, OSDPConfig(hardware=HARDWARE), facts(precision=Precision.named("fp16")))
 
 
+@pytest.mark.slow
 def test_a_profile_is_the_hardware_and_is_read_from_its_file(model, tmp_path):
     named = dataclasses.replace(HARDWARE, device=dataclasses.replace(HARDWARE.device, name="profiled"))
     Profile(hardware=named).save(tmp_path / "profile.json")

@@ -147,6 +147,7 @@ def _profile_here():
     return profile.to_json()
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_the_whole_profile():
     texts = run_ranks(_profile_here, 2)
     assert texts[0] == texts[1]

@@ -44,6 +44,7 @@ def test_ranks_agree_on_every_figure():
     assert sizes == {(collective, 2, False) for collective in flat}
 
 
+@pytest.mark.slow
 def test_four_ranks_measure_every_divisor_and_two_nodes():
     results = run_ranks(_measure_here, 4, nodes=2)
     text, devices_per_node, nodes, sizes, positive = results[0]
