@@ -39,7 +39,7 @@ def measured(name: str, **options):
     return measure_block_times(CONFIGS[name], device=CPU, **options)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "t5" else name for name in CONFIGS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in ("t5", "bert") else name for name in CONFIGS])
 def test_every_segment_of_the_whole_model_finds_its_times(name):
     state = torch.get_rng_state()
     profile = Profile(hardware=preset("cpu"), segments=measured(name))
