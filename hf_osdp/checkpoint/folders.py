@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError
 from ..runtime.agree import on_rank_zero
-from ..runtime.mesh import world_size
+from ..runtime.mesh import rank, world_size
 from ..runtime.restarts import restart_count
 from ..runtime.roll_call import own_versions
 from .layouts import find_model, is_state
@@ -165,7 +165,7 @@ def last_checkpoint(folder: str | Path, *, marker: str | None = None) -> Path | 
         problem = problem or found_damage(path)
         if problem is None:
             return path
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if rank() == 0:
             _log.warning("%s is damaged and passed over: %s.", path, problem)
     return None
 
@@ -216,7 +216,7 @@ def found_damage(folder: Path) -> str | None:
     if world_size() == 1:
         return damage(folder, files)
     problems: list[str | None] = [None] * world_size()
-    dist.all_gather_object(problems, damage(folder, files[dist.get_rank() :: world_size()]))
+    dist.all_gather_object(problems, damage(folder, files[rank() :: world_size()]))
     return next(filter(None, problems), None)
 
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..errors import CheckpointError
 from ..profiling.units import canonical_name
 from ..runtime.agree import on_rank_zero
+from ..runtime.optimizer import unwrapped
 from ..runtime.state import (
     free_gathered,
     full_optimizer_state_dict,
@@ -24,7 +25,6 @@ from ..runtime.state import (
     load_full_optimizer_state_dict,
     load_full_state_dict,
     named_optimizer_state,
-    unwrapped,
 )
 from ..runtime.whole_states import set_named_optimizer_state
 from ..splitting.checkpoint import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import shutil
 import socket
@@ -24,8 +23,6 @@ from ..runtime.agree import on_rank_zero
 from ..runtime.mesh import rank, world_size
 from .folders import complete, flush, prepare_staging
 from .manifest import FileRecord
-
-_log = logging.getLogger(__name__)
 
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 """What torch.distributed.checkpoint calls a rank's files."""

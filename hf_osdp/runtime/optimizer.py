@@ -149,7 +149,7 @@ def rebind_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Pa
         raise OSDPError(f"The sharded model has no parameter {missing[0]!r} ({len(missing)} missing), which the optimizer updates.")
     for group in optimizer.param_groups:
         group["params"] = [parameter for name in group["params"] for parameter in new[name]]
-    inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has no hooks
+    inner = unwrapped(optimizer)  # Accelerate's wrapper has no hooks
     step_by_place(inner, host_parameters(model))
     if split_names(model):
         keep_positions(inner, model)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..profiling.units import canonical_name
 from ..splitting.names import is_split, merge_optimizer_state, merge_state_dict, split_optimizer_state, split_state_dict
 from ..splitting.positions import own_positions
+from .optimizer import unwrapped
 from .whole_states import load_whole_optimizer_state, load_whole_weights, whole_tensor
 
 
@@ -118,11 +119,6 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, get: Callable[[], di
         optimizer.state.clear()
         state["state"] = {}
     return state
-
-
-def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer in Accelerate's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _in_slices(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
