@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import subprocess
 import sys
@@ -33,6 +34,16 @@ def _hang_on(rank, mark):
     dist.barrier()
 
 
+def _run_out_of_time_on_0(raise_on_1):
+    """Rank 0's limit comes a moment before that of the other."""
+    if dist.get_rank() == 0:
+        faulthandler.dump_traceback_later(1.0, exit=True)
+        time.sleep(60)
+    if raise_on_1:
+        raise KeyError("the reason")
+    dist.barrier()
+
+
 def _die_on(rank):
     if dist.get_rank() == rank:
         os.kill(os.getpid(), 9)
@@ -60,6 +71,18 @@ def test_a_hanging_rank_is_ended_with_its_children_and_shows_its_stack():
         run_ranks(_hang_on, 2, 0, os.getpid(), timeout_s=6)
     assert caught.value.error_type == "timeout"
     assert f"sleep(77) or {os.getpid()}" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+
+
+def test_what_a_rank_raises_for_losing_another_is_not_the_reason():
+    with pytest.raises(RankFailure, match="_run_out_of_time_on_0") as caught:
+        run_ranks(_run_out_of_time_on_0, 2, False)
+    assert (caught.value.rank, caught.value.error_type) == (0, "timeout")
+
+
+def test_a_rank_that_runs_out_of_time_after_anothers_error_is_not_the_reason():
+    with pytest.raises(RankFailure, match="the reason") as caught:
+        run_ranks(_run_out_of_time_on_0, 2, True)
+    assert (caught.value.rank, caught.value.error_type) == (1, "KeyError")
 
 
 def test_a_killed_rank_is_reported():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import pickle
 import signal
@@ -24,6 +25,8 @@ _GRACE_S = 3.0
 """How long the other ranks may go on, to end by themselves, once one has failed."""
 _POLL_S = 0.02
 _OUTPUT_TAIL = 4000
+_EXIT_TIMEOUT = 1
+"""What `faulthandler.dump_traceback_later(exit=True)` ends a process with."""
 _FIXED = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Packages read these when they are imported."""
 
@@ -189,15 +192,17 @@ def _failure(processes: list[Rank], task: Path, timeout_s: float) -> RankFailure
         path = task.with_name(f"error{rank}")
         if path.exists():
             errors[rank] = pickle.loads(path.read_bytes())
-    # A rank that died tells nothing itself; the others then raise because they lost it.
-    if errors and not died:
+    # A rank that died or ran out of time raises nothing itself; the others then do because they lost it.
+    first_error = min((error["time"] for error in errors.values()), default=math.inf)
+    timed_out = [rank for rank, code in enumerate(codes) if code == _EXIT_TIMEOUT and _output(task, rank).stat().st_mtime <= first_error]
+    if errors and not died and not timed_out:
         rank = min(errors, key=lambda r: errors[r]["time"])
         others = ", ".join(f"rank {r}: {errors[r]['type']}" for r in sorted(errors) if r != rank)
         message = f"rank {rank} of {len(processes)} raised\n{errors[rank]['traceback']}" + (f"\nthen {others}" if others else "")
         return RankFailure(message, rank=rank, error_type=errors[rank]["type"])
-    bad = died or [rank for rank, code in enumerate(codes) if code != 0]
+    bad = died or timed_out or [rank for rank, code in enumerate(codes) if code != 0]
     what = f"was ended by signal {-codes[bad[0]]}" if died else f"did not end within {timeout_s} s"
-    output = "\n".join(f"--- rank {r}\n{task.with_name(f'output{r}').read_text(errors='replace')[-_OUTPUT_TAIL:]}" for r in bad)
+    output = "\n".join(f"--- rank {r}\n{_output(task, r).read_text(errors='replace')[-_OUTPUT_TAIL:]}" for r in bad)
     return RankFailure(f"rank {bad[0]} {what} (exit codes {codes})\n{output}", rank=bad[0], error_type="died" if died else "timeout")
 
 
@@ -212,3 +217,7 @@ def _end(process: Rank) -> None:
 
 def _result(task: Path, rank: int) -> Path:
     return task.with_name(f"result{rank}")
+
+
+def _output(task: Path, rank: int) -> Path:
+    return task.with_name(f"output{rank}")
