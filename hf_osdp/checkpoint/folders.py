@@ -19,6 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..errors import CheckpointError
+from ..reading import read_json
 from ..runtime.agree import on_rank_zero
 from ..runtime.mesh import rank, world_size
 from ..runtime.restarts import restart_count
@@ -31,6 +32,8 @@ _log = logging.getLogger(__name__)
 _PARTIAL, _REPLACED, _OLDER = ".partial", ".replaced", "older.json"
 _NUMBERED = re.compile(r"checkpoint[-_](\d+)")
 """The Trainer's folders, and those that Accelerate names."""
+_begun: set[Path] = set()
+"""Staging folders that this process made: what may still be written in the background."""
 
 
 def staging_folder(folder: Path) -> Path:
@@ -54,6 +57,7 @@ def prepare_staging(folder: Path) -> Path:
         if staging.exists():
             shutil.rmtree(staging)
         staging.mkdir()
+        _begun.add(staging.resolve())
         return staging
     except OSError as error:
         raise CheckpointError(f"Checkpoint {folder} cannot be written ({error}); give a folder that is writable.") from None
@@ -178,7 +182,9 @@ def begin_anew(folder: str | Path) -> None:
     def note() -> None:
         if restart_count() == 0 and (older := {path.name: _mark(path) for path in numbered_checkpoints(parent)}):
             (parent / _PARTIAL).mkdir(exist_ok=True)
-            (parent / _PARTIAL / _OLDER).write_text(json.dumps(older), encoding="utf-8")
+            unfinished = parent / _PARTIAL / f"{_OLDER}.unfinished"
+            unfinished.write_text(json.dumps(older), encoding="utf-8")
+            unfinished.replace(parent / _PARTIAL / _OLDER)
 
     on_rank_zero(note)
 
@@ -227,7 +233,8 @@ def _candidates(folder: Path, marker: str | None) -> list[tuple[Path, str | None
     if restart_count():
         older = _older(folder)
         for left in (folder / _PARTIAL).glob("checkpoint*"):  # by the start that was interrupted
-            shutil.rmtree(left, ignore_errors=True)
+            if left.resolve() not in _begun:
+                shutil.rmtree(left, ignore_errors=True)
     found = []
     for path in numbered_checkpoints(folder):
         if older.get(path.name) == _mark(path):
@@ -243,11 +250,17 @@ def _candidates(folder: Path, marker: str | None) -> list[tuple[Path, str | None
 
 
 def _older(folder: Path) -> dict[str, str]:
-    """What `begin_anew` noted."""
-    try:
-        noted = json.loads((folder / _PARTIAL / _OLDER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    """What `begin_anew` noted.
+
+    Raises:
+        CheckpointError: its file is damaged.
+    """
+
+    def error(line: str) -> CheckpointError:
+        return CheckpointError(f"{line} Remove it to go on from the last checkpoint, whichever training wrote it.")
+
+    path = folder / _PARTIAL / _OLDER
+    noted = read_json(path, "note of older checkpoints", error) if path.is_file() else {}
     return noted if isinstance(noted, dict) else {}
 
 

@@ -84,6 +84,27 @@ def test_states_of_another_layout_do_not_stay(tmp_path):
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
 
 
+def test_what_is_written_in_the_background_stays_when_the_last_one_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    left = tmp_path / ".partial" / "checkpoint-3"
+    left.mkdir(parents=True)
+    staging = prepare_staging(tmp_path / "checkpoint-4")
+    assert last_checkpoint(tmp_path) is None
+    assert staging.is_dir() and not left.exists(), "only what the interrupted start left goes"
+
+
+def test_a_damaged_note_of_older_checkpoints_is_not_taken_for_none(tmp_path, monkeypatch):
+    small(tmp_path)
+    begin_anew(tmp_path)
+    note = tmp_path / ".partial" / "older.json"
+    note.write_text(note.read_text()[:-4])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(CheckpointError, match=r"older.json is not JSON .* Remove it to go on from the last checkpoint"):
+        last_checkpoint(tmp_path)
+    note.unlink()
+    assert last_checkpoint(tmp_path).name == "checkpoint-1"
+
+
 def test_a_restart_does_not_go_on_from_an_earlier_training(tmp_path, monkeypatch):
     for name in ("checkpoint-4", "checkpoint-6"):
         small(tmp_path, name)
