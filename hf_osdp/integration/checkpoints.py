@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ class AcceleratorCheckpoints:
 
         Raises:
             CheckpointError: it cannot be written; on every rank.
+            ValueError: no folder is given, or an argument that saving has no use for.
         """
+        _refuse_unused("save_state", kwargs)
         folder = on_rank_zero(lambda: self._new_folder(output_dir))
         by_position(self._models, self._optimizers)
         with self._checkpoint_writer().new(folder, plan=self._plan_fingerprint()) as staging:
@@ -43,13 +46,16 @@ class AcceleratorCheckpoints:
 
         Raises:
             CheckpointError: it is damaged, or of another model; on every rank.
-            ValueError: there is no checkpoint.
+            ValueError: there is no checkpoint, or an argument is given that its loading has no use for.
         """
         folder = Path(os.path.expanduser(input_dir)) if input_dir is not None else self._last_folder()
         check_checkpoint(folder)
+        alone = not self.is_fsdp2 and on_rank_zero(lambda: find_model(folder)).layout is not Layout.SINGLE
+        if self.is_fsdp2 or alone:
+            _refuse_unused("load_state", kwargs.keys() - {"map_location"})
         by_position(self._models, self._optimizers)
         hidden = {}
-        if not self.is_fsdp2 and on_rank_zero(lambda: find_model(folder)).layout is not Layout.SINGLE:
+        if alone:
             self._load_alone(folder)  # the stock functions read what one process wrote, and nothing else
             hidden = {"_models": [], "_optimizers": []}
         try:
@@ -101,3 +107,9 @@ class AcceleratorCheckpoints:
 
     def _naming_folder(self) -> Path:
         return Path(self.project_dir) / "checkpoints"
+
+
+def _refuse_unused(function: str, names: Iterable[str]) -> None:
+    """Arguments that Accelerate would drop without a word: it passes them on for other backends, or for one process."""
+    if given := ", ".join(sorted(names)):
+        raise ValueError(f"{function} has no use for {given} with this run or this checkpoint; leave it out.")

@@ -18,6 +18,7 @@ from hf_osdp.planner.cut import OperatorSplit
 from hf_osdp.planner.presets import preset
 from hf_osdp.splitting.split import split_operators
 from tests.helpers.models import VOCABULARY, tiny_model
+from tests.unit.checkpoint.checkpoints import saved
 
 
 def trainer(folder, slices: int, seed: int) -> Trainer:
@@ -114,6 +115,10 @@ def test_accelerates_own_naming(tmp_path):
     (tmp_path / "checkpoints" / "checkpoint_3" / "optimizer.bin").write_bytes(b"")
     accelerator.load_state()
     assert counter.value == 2
+    accelerator.load_state(strict=True)  # for load_state_dict of one process
+    for call, folder in ((accelerator.save_state, None), (accelerator.load_state, saved(tmp_path / "shards"))):
+        with pytest.raises(ValueError, match="state has no use for strict, tag with this run or this checkpoint; leave it out"):
+            call(folder, strict=True, tag=1)
     counter.value = Counter(1)  # could be written, and never read again
     with pytest.raises(CheckpointError, match="The state of Counter, registered for checkpointing, holds more than tensors and plain"):
         accelerator.save_state()
