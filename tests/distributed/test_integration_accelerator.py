@@ -21,6 +21,7 @@ from hf_osdp.integration.plugin import OSDPPlugin
 from hf_osdp.planner.presets import preset
 from tests.helpers.distributed import run_ranks
 from tests.helpers.mixed import mixed_plan
+from tests.helpers.sampling import slow_but
 
 LENGTH, GLOBAL_BATCH, STEPS, VOCABULARY = 12, 8, 5, 61
 
@@ -119,7 +120,7 @@ def planned_in_turn(cases: list[tuple]) -> list[tuple]:
     return [planned(*case) for case in cases]
 
 
-@pytest.mark.parametrize("world", CASES)
+@pytest.mark.parametrize("world", slow_but(CASES, daily=(1, 2)))
 def test_equals_one_process(world):
     results = run_ranks(planned_in_turn, world, CASES[world], init=False)
     for index, case in enumerate(CASES[world]):

@@ -19,6 +19,7 @@ from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.presets import preset
 from tests.helpers.distributed import RankFailure, run_ranks
 from tests.helpers.mixed import mixed_plan
+from tests.helpers.sampling import slow_but
 
 STEPS, LENGTH, GLOBAL_BATCH = 5, 12, 8
 
@@ -143,7 +144,9 @@ def train_and_resume(folder: str, layout: str, precision: str):
 
 @pytest.mark.parametrize(
     ("layout", "precision"),
-    [pytest.param("FULL_STATE_DICT", "no", marks=pytest.mark.slow), ("SHARDED_STATE_DICT", "bf16"), ("FULL_STATE_DICT", "fp16")],
+    slow_but(
+        [("FULL_STATE_DICT", "no"), ("SHARDED_STATE_DICT", "bf16"), ("FULL_STATE_DICT", "fp16")], daily=[("SHARDED_STATE_DICT", "bf16")]
+    ),
 )
 def test_resumes_exactly_and_saves_float32_under_hugging_face_names(tmp_path, layout, precision):
     folder = tmp_path / "run"

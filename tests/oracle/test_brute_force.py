@@ -18,9 +18,10 @@ from hf_osdp.planner.search import search
 from hf_osdp.planner.strategies import Strategy, batches, search_spaces
 from hf_osdp.planner.timing import estimate_time
 from tests.helpers.descriptions import at_random
+from tests.helpers.sampling import slow_but
 
 INSTANCES = 320
-SAMPLE = 32
+SAMPLE = 20
 """So many run by default; the others are slow."""
 MOST_PLANS = 2_500
 """Over all batches: an instance has so few blocks that there are no more."""
@@ -87,7 +88,7 @@ def instance(seed: int):
     return description, hardware, job, dice
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed >= SAMPLE else []) for seed in range(INSTANCES)])
+@pytest.mark.parametrize("seed", slow_but(range(INSTANCES), daily=range(SAMPLE)))
 def test_search_equals_brute_force(seed):
     description, hardware, job, dice = instance(seed)
     plans = list(every_plan(description, hardware, job))

@@ -19,6 +19,7 @@ from hf_osdp.planner.search import least_memory, search
 from hf_osdp.planner.solver import fastest
 from hf_osdp.planner.strategies import Strategy, batches, search_spaces
 from tests.helpers.descriptions import at_random, transformer
+from tests.helpers.sampling import slow_but
 from tests.oracle.test_brute_force import small_hardware, small_host
 
 FIXED = [
@@ -38,7 +39,7 @@ def instance(seed: int):
     return description, hardware, TrainingJob(global_batch_size=4 * hardware.world_size)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed in (1, 2) else pytest.mark.slow) for seed in range(6)])
+@pytest.mark.parametrize("seed", slow_but(range(6), daily=(1, 2)))
 @pytest.mark.parametrize("fixed", FIXED, ids=str)
 def test_no_plan_with_a_choice_fixed_is_faster_or_smaller(seed, fixed):
     description, hardware, job = instance(seed)
@@ -92,7 +93,7 @@ def test_a_host_that_is_too_small_is_said_to_be():
 
 
 @pytest.mark.parametrize("few", [1, solver._FEW])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", slow_but(range(8), daily=(0, 3, 5)))
 def test_options_that_are_never_solved_for_are_in_no_better_plan(monkeypatch, seed, few):
     """The program over the options that reduced costs leave, of each group its own, has the optimum of the program over all."""
     monkeypatch.setattr(solver, "_FEW", few)

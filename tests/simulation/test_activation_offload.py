@@ -14,6 +14,7 @@ from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.memory import MemoryEstimate, estimate_memory
 from hf_osdp.planner.plan import Plan
 from hf_osdp.runtime.simulate import Simulation, simulate
+from tests.helpers.sampling import slow_but
 from tests.helpers.simulation import choices_of_layout
 from tests.simulation.test_ways_estimate import LENGTH, WORLD, built, described
 
@@ -42,13 +43,16 @@ def error(estimate: MemoryEstimate, simulated: Simulation) -> float:
     return estimate.peak_bytes / simulated.peak_bytes - 1
 
 
+CASES = [
+    ("gpt2", "zero3", (OFFLOAD,), 8, 1, "no"), ("gpt2", "mixed", (SAVE, OFFLOAD), 8, 1, "bf16"),
+    ("gpt2", "mixed", (RECOMPUTE_OFFLOAD,), 1, 3, "no"), ("llama", "zero3", (RECOMPUTE_OFFLOAD,), 8, 1, "bf16"),
+    ("llama", "mixed", (OFFLOAD, RECOMPUTE_OFFLOAD), 1, 3, "bf16"), ("llama", "mixed", (RECOMPUTE_OFFLOAD, RECOMPUTE), 8, 1, "no"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "layout", "kinds", "samples", "accumulation", "precision"),
-    [
-        ("gpt2", "zero3", (OFFLOAD,), 8, 1, "no"), ("gpt2", "mixed", (SAVE, OFFLOAD), 8, 1, "bf16"),
-        ("gpt2", "mixed", (RECOMPUTE_OFFLOAD,), 1, 3, "no"), ("llama", "zero3", (RECOMPUTE_OFFLOAD,), 8, 1, "bf16"),
-        ("llama", "mixed", (OFFLOAD, RECOMPUTE_OFFLOAD), 1, 3, "bf16"), ("llama", "mixed", (RECOMPUTE_OFFLOAD, RECOMPUTE), 8, 1, "no"),
-    ],
+    slow_but(CASES, daily=CASES[1:5:3]),
 )  # fmt: skip
 def test_peaks_of_device_and_host(name, layout, kinds, samples, accumulation, precision):
     estimate, simulated = both(name, layout, kinds, samples=samples, accumulation=accumulation, precision=precision)

@@ -10,6 +10,7 @@ from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, Trainin
 from hf_osdp.planner.memory import MemoryEstimate, estimate_memory
 from hf_osdp.planner.plan import Plan
 from hf_osdp.runtime.simulate import Simulation, simulate
+from tests.helpers.sampling import slow_but
 from tests.simulation.test_memory_estimate import MODELS, described
 
 ONCE = Batch(micro_batch_size=1, accumulation_steps=1)
@@ -33,12 +34,15 @@ def both(
     return estimate_memory(description, choices, world, job, batch), simulated
 
 
+CASES = [
+    ("gpt2", "all", 1, 1, "no"), ("llama", "all", 1, 1, "bf16"), ("gpt2", "some", 8, 1, "bf16"), ("llama", "some", 8, 4, "no"),
+    ("llama", "all", 8, 8, "bf16"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "pick", "world", "g", "precision"),
-    [
-        ("gpt2", "all", 1, 1, "no"), ("llama", "all", 1, 1, "bf16"), ("gpt2", "some", 8, 1, "bf16"), ("llama", "some", 8, 4, "no"),
-        ("llama", "all", 8, 8, "bf16"),
-    ],
+    slow_but(CASES, daily=CASES[1:4]),
 )  # fmt: skip
 def test_peaks_of_device_and_host(name, pick, world, g, precision):
     estimate, simulated = both(name, pick, world=world, g=g, precision=precision)

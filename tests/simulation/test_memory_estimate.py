@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, BertConfig, GPT2Config, LlamaConfig, T5Config
@@ -16,6 +17,7 @@ from hf_osdp.planner.memory import estimate_memory
 from hf_osdp.planner.plan import Plan
 from hf_osdp.profiling.describe import describe
 from hf_osdp.runtime.simulate import simulate
+from tests.helpers.sampling import slow_but
 from tests.helpers.simulation import LAYOUTS, choices_of_layout
 
 WORLD = 8
@@ -86,8 +88,13 @@ def one(samples: int) -> Batch:
     return Batch(micro_batch_size=samples, accumulation_steps=1)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    slow_but(
+        product(("gpt2", "bert", "llama"), LAYOUTS),
+        daily=[*(("gpt2", layout) for layout in LAYOUTS), ("bert", "mixed"), ("llama", "two_stage"), ("llama", "hsdp")],
+    ),
+)
 def test_peak_of_each_layout(name, layout):
     error = relative_error(name, layout, batch=one(4))
     assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
@@ -113,11 +120,17 @@ def test_peak_in_bfloat16(layout):
     assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
 
 
-@pytest.mark.parametrize("hold", [(False,), (True,), (True, True, False)], ids=["reduced", "held", "by unit"])
-@pytest.mark.parametrize("layout", ["ddp", "zero3", "mixed"])
+@pytest.mark.parametrize(
+    ("layout", "hold"),
+    slow_but(
+        product(("ddp", "zero3", "mixed"), ("reduced", "held", "by unit")),
+        daily=[("ddp", "reduced"), ("zero3", "held"), ("mixed", "by unit"), ("zero3", "reduced")],
+    ),
+)
 def test_peak_with_accumulation(layout, hold):
     batch = Batch(micro_batch_size=1, accumulation_steps=3)
-    error = relative_error("gpt2", layout, length=64, batch=batch, hold=hold)
+    by_unit = {"reduced": (False,), "held": (True,), "by unit": (True, True, False)}[hold]
+    error = relative_error("gpt2", layout, length=64, batch=batch, hold=by_unit)
     assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
 
 
@@ -139,8 +152,10 @@ def test_peak_where_the_loop_holds_the_outputs(layout):
     assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("name", ["t5", "dropout", "llama"])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    slow_but(product(("t5", "dropout", "llama"), ("no", "bf16")), daily=[("t5", "bf16"), ("dropout", "no"), ("llama", "bf16")]),
+)
 def test_peak_of_checkpointed_blocks_with_the_kernels_of_cuda(name, precision):
     error = relative_error(name, "zero3", batch=one(4), precision=precision, device_type="cuda", checkpointing=True)
     assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"

@@ -19,6 +19,7 @@ from hf_osdp.planner.plan import Plan
 from hf_osdp.profiling.build import build_on_meta
 from hf_osdp.profiling.describe import describe
 from hf_osdp.runtime.simulate import simulate
+from tests.helpers.sampling import slow_but
 from tests.helpers.simulation import choices_of_layout
 
 WORLD, LENGTH = 8, 64
@@ -122,14 +123,19 @@ def test_operator_units(name, layout, samples, recompute):
 
 @pytest.mark.parametrize(
     ("name", "slices", "layout", "samples"),
-    [("gpt2", 4, "mixed", 8), ("gpt2", 4, "zero3", 1), ("llama", 2, "mixed", 1), ("llama", 2, "zero3", 8)],
+    slow_but(
+        [("gpt2", 4, "mixed", 8), ("gpt2", 4, "zero3", 1), ("llama", 2, "mixed", 1), ("llama", 2, "zero3", 8)],
+        daily=[("gpt2", 4, "mixed", 8), ("llama", 2, "zero3", 8)],
+    ),
 )
 def test_operators_in_slices(name, slices, layout, samples):
     error = relative_error(name, layout, cut=in_slices(name, slices, head=name == "llama"), samples=samples)
     assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
 
 
-@pytest.mark.parametrize(("layout", "samples", "precision"), [("zero3", 1, "bf16"), ("mixed", 8, "bf16")])
+@pytest.mark.parametrize(
+    ("layout", "samples", "precision"), slow_but([("zero3", 1, "bf16"), ("mixed", 8, "bf16")], daily=[("mixed", 8, "bf16")])
+)
 def test_untied_vocabulary_projection_in_slices(layout, samples, precision):
     error = relative_error("llama", layout, cut=Cut(splits=(HEAD,)), samples=samples, precision=precision)
     assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
@@ -137,7 +143,10 @@ def test_untied_vocabulary_projection_in_slices(layout, samples, precision):
 
 @pytest.mark.parametrize(
     ("layout", "samples", "accumulation", "precision"),
-    [("zero3", 8, 1, "no"), ("mixed", 1, 3, "bf16"), ("ddp", 1, 1, "bf16"), ("mixed", 8, 1, "no")],
+    slow_but(
+        [("zero3", 8, 1, "no"), ("mixed", 1, 3, "bf16"), ("ddp", 1, 1, "bf16"), ("mixed", 8, 1, "no")],
+        daily=[("mixed", 1, 3, "bf16"), ("zero3", 8, 1, "no")],
+    ),
 )
 def test_tied_vocabulary_projection_in_slices(layout, samples, accumulation, precision):
     error = relative_error("gpt2", layout, cut=Cut(splits=(HEAD,)), samples=samples, accumulation=accumulation, precision=precision)

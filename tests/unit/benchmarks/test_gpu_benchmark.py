@@ -33,6 +33,7 @@ def test_each_layout_is_built_trained_and_counted(found):
     assert all(abs(row.error) < 0.02 for row in layouts), [row.error for row in layouts]
 
 
+@pytest.mark.slow
 def test_plans_run_at_their_limit_and_the_walk_finds_where_they_no_longer_do(found):
     _, limits, memory = found
     assert [row.between for row in limits] == [0.3]

@@ -14,6 +14,7 @@ from hf_osdp.planner.presets import preset
 from hf_osdp.planner.what_if import Case
 from hf_osdp.profiling.build import build_on_meta
 from hf_osdp.profiling.describe import describe
+from tests.helpers.sampling import slow_but
 
 CONFIGS = {
     "gpt2": GPT2Config(n_layer=1, n_embd=32, n_head=4, vocab_size=100, n_positions=16),
@@ -98,7 +99,10 @@ def models():
     return make
 
 
-@pytest.mark.parametrize(("name", "field"), [("gpt2", "n_positions"), ("roberta", "max_position_embeddings")])
+@pytest.mark.parametrize(
+    ("name", "field"),
+    slow_but([("gpt2", "n_positions"), ("roberta", "max_position_embeddings")], daily=[("roberta", "max_position_embeddings")]),
+)
 def test_a_sequence_beyond_the_positions_says_that_they_were_raised(models, monkeypatch, name, field):
     monkeypatch.setattr(what_if_command, "_LONGEST", 64)
     asked = models(name, 16, 2**30)

@@ -21,6 +21,7 @@ from hf_osdp.profiling.stopwatch import Stopwatch
 from hf_osdp.profiling.together import typical
 from hf_osdp.profiling.units import find_units
 from tests.helpers.distributed import run_ranks
+from tests.helpers.sampling import slow_but
 
 CPU = torch.device("cpu")
 CONFIGS = {
@@ -39,7 +40,7 @@ def measured(name: str, **options):
     return measure_block_times(CONFIGS[name], device=CPU, **options)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in ("t5", "bert") else name for name in CONFIGS])
+@pytest.mark.parametrize("name", slow_but(CONFIGS, daily=("gpt2", "llama")))
 def test_every_segment_of_the_whole_model_finds_its_times(name):
     state = torch.get_rng_state()
     profile = Profile(hardware=preset("cpu"), segments=measured(name))

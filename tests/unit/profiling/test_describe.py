@@ -12,6 +12,7 @@ from hf_osdp.errors import DescriptionError
 from hf_osdp.planner.description import DType, GatherSpan
 from hf_osdp.profiling.build import build_on_meta
 from hf_osdp.profiling.describe import describe
+from tests.helpers.sampling import slow_but
 
 DEFAULT_CLASS = {
     "GPT2LMHeadModel": "GPT2LMHeadModel",
@@ -45,7 +46,17 @@ def test_architectures_of_the_configuration_decide(configuration):
     assert type(build_on_meta(config, "BertForMaskedLM")).__name__ == "BertForMaskedLM"
 
 
-@pytest.mark.parametrize(("name", "device_type"), [*((name, "cpu") for name in TRACED), *((name, "cuda") for name in TRACED_AS_CUDA)])
+@pytest.mark.parametrize(
+    ("name", "device_type"),
+    slow_but(
+        [*((name, "cpu") for name in TRACED), *((name, "cuda") for name in TRACED_AS_CUDA)],
+        daily=[
+            ("MixtralForCausalLM", "cuda"),
+            ("BertForMaskedLM", "cuda"),
+            *((name, "cpu") for name in TRACED if name not in TRACED_AS_CUDA),
+        ],
+    ),
+)
 def test_architectures_are_traced(meta_model, name, device_type):
     description = describe(meta_model(name), sequence_length=16, device_type=device_type)
     assert description.trace.startswith(f"fake tensors, device {device_type}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from hf_osdp.profiling.build import checkpoint_blocks
 from hf_osdp.profiling.live_bytes import LiveBytes
 from hf_osdp.profiling.trace import trace_segments
 from hf_osdp.profiling.units import find_units
+from tests.helpers.sampling import slow_but
 
 TOKENS = 24
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -82,8 +85,16 @@ def predicted_peak(units, segments, samples: int) -> int:
     return int(max(peak, gradients))
 
 
-@pytest.mark.parametrize("samples", [1, 4])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("name", "samples"),
+    slow_but(
+        product(ARCHITECTURES, (1, 4)),
+        daily=[
+            ("BertForMaskedLM", 1),
+            *((name, 4) for name in ("GPT2LMHeadModel", "LlamaForCausalLM", "T5ForConditionalGeneration", "ViTForImageClassification")),
+        ],
+    ),
+)
 def test_the_peak_of_a_real_step_is_predicted(real_model, name, samples):
     model = real_model(name, **ARCHITECTURES[name]).train()
     units, segments = segments_of(model)
@@ -97,7 +108,13 @@ def test_the_peak_of_a_real_step_is_predicted(real_model, name, samples):
     assert 0.98 * live.peak_bytes <= predicted <= 1.05 * live.peak_bytes
 
 
-@pytest.mark.parametrize(("name", "fused"), [*((name, False) for name in ARCHITECTURES), ("GPT2LMHeadModel", True)])
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    slow_but(
+        [*((name, False) for name in ARCHITECTURES), ("GPT2LMHeadModel", True)],
+        daily=[("GPT2LMHeadModel", True), ("LlamaForCausalLM", False), ("T5ForConditionalGeneration", False)],
+    ),
+)
 def test_standing_in_for_equal_blocks_changes_nothing(meta_model, name, fused):
     model = meta_model(name, **ARCHITECTURES[name])
     _, quick = segments_of(model, fused_kernels=fused)
@@ -113,7 +130,7 @@ def test_standing_in_for_equal_blocks_changes_nothing(meta_model, name, fused):
             assert abs(one.backward.peak_bytes(samples) - other.backward.peak_bytes(samples)) <= slack
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", slow_but(ARCHITECTURES, daily=["GPT2LMHeadModel", "BertForMaskedLM", "ViTForImageClassification"]))
 def test_costs_at_four_samples_lie_on_the_line(meta_model, name):
     model = meta_model(name, **ARCHITECTURES[name])
     _, line = segments_of(model)
