@@ -75,13 +75,13 @@ class _Killed(stock.transformers.TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def in_two(folder: str, cases: list[tuple]) -> list[tuple]:
+def in_turn(folder: str, cases: list[tuple]) -> list[tuple]:
     return [trained(f"{folder}/{name}", resume, layout, strategy, **options) for name, resume, layout, strategy, options in cases]
 
 
 def test_the_trainer_goes_on_under_other_plans_on_other_numbers_of_ranks(tmp_path):
     want, weights = stock.train_one_process(str(tmp_path / "stock"))
-    first = run_ranks(in_two, 2, str(tmp_path), [("first", None, SHARDED, None, {"async_save": True})], init=False)[0][0]
+    first = run_ranks(in_turn, 2, str(tmp_path), [("first", None, SHARDED, None, {"async_save": True})], init=False)[0][0]
     assert max(abs(a - b) for a, b in zip(first[0], want["loss"], strict=True)) < 1e-12
     assert sorted(path.name for path in (tmp_path / "first").glob("checkpoint-*")) == [f"checkpoint-{step}" for step in (2, 3, 4, 5)]
     alone = trained(str(tmp_path / "alone"), str(tmp_path / "first" / "checkpoint-2"), WHOLE, None)
@@ -90,11 +90,22 @@ def test_the_trainer_goes_on_under_other_plans_on_other_numbers_of_ranks(tmp_pat
         ("stopped", str(tmp_path / "first" / "checkpoint-2"), SHARDED, None, {"stop_at": 2}),
         ("after", str(tmp_path / "stopped" / "checkpoint-4"), WHOLE, None, {}),
     ]
-    again, stopped, after = run_ranks(in_two, 2, str(tmp_path), cases, init=False)[0]
+    again, stopped, after = run_ranks(in_turn, 2, str(tmp_path), cases, init=False)[0]
     for losses, got, steps in ([alone[0], alone[1], 3], [again[0], again[1], 2], [after[0], after[1], 1]):
         assert max(abs(a - b) for a, b in zip(losses, want["loss"][-steps:], strict=True)) < 1e-12
         assert worst(got, weights) < 1e-12
     assert stopped[2] == 4 and last_checkpoint(tmp_path / "stopped").name == "checkpoint-4"
+
+
+@pytest.mark.slow
+def test_the_trainer_goes_from_four_ranks_to_two_to_one_to_four(tmp_path):
+    want, weights = stock.train_one_process(str(tmp_path / "stock"))
+    four = run_ranks(in_turn, 4, str(tmp_path), [("four", None, SHARDED, "ddp", {})], init=False)[0][0]
+    two = run_ranks(in_turn, 2, str(tmp_path), [("two", str(tmp_path / "four" / "checkpoint-2"), SHARDED, "fsdp", {})], init=False)[0][0]
+    one = trained(str(tmp_path / "one"), str(tmp_path / "two" / "checkpoint-3"), WHOLE, None)
+    again = run_ranks(in_turn, 4, str(tmp_path), [("again", str(tmp_path / "one" / "checkpoint-4"), WHOLE, None, {})], init=False)[0][0]
+    for (losses, got, _), steps in ((four, 5), (two, 3), (one, 2), (again, 1)):
+        assert losses == pytest.approx(want["loss"][-steps:], abs=1e-12) and worst(got, weights) < 1e-12
 
 
 def test_a_restarted_trainer_goes_on_by_itself(tmp_path, monkeypatch, caplog):
@@ -120,13 +131,15 @@ def looped(folder: str, legs: list[tuple]) -> list[list[float]]:
 
 def _looped(folder: str, load: str | None, save: str, layout: str, start: int, steps: int, make=None) -> list[float]:
     world = launched_world_size()
+    micro = min(4, loop.GLOBAL_BATCH // world)
+    accumulation = loop.GLOBAL_BATCH // micro // world
     model = loop.tiny_model(seed=3 if load else 0)
     if make is None:
-        plan = mixed_plan(model, world, sequence_length=loop.LENGTH, micro_batch_size=4, accumulation_steps=2 // world, reduce=True)
+        plan = mixed_plan(model, world, sequence_length=loop.LENGTH, micro_batch_size=micro, accumulation_steps=accumulation, reduce=True)
         plugin = OSDPPlugin(osdp=OSDPConfig(plan=plan), state_dict_type=layout)
-        accelerator = OSDPAccelerator(fsdp_plugin=plugin, gradient_accumulation_steps=2 // world)
+        accelerator = OSDPAccelerator(fsdp_plugin=plugin, gradient_accumulation_steps=accumulation)
     else:
-        accelerator = make(gradient_accumulation_steps=2, cpu=True)
+        accelerator = make(gradient_accumulation_steps=accumulation, cpu=True)
     optimizer = loop.new_optimizer(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
     if make is None:
@@ -137,7 +150,7 @@ def _looped(folder: str, load: str | None, save: str, layout: str, start: int, s
         accelerator.load_state(f"{folder}/{load}")
     losses = []
     for batch in islice(loop.tokens().split(loop.GLOBAL_BATCH), start, start + steps):
-        losses += loop.train_loop(accelerator, model, optimizer, batch.split(4)[launched_rank() :: world])[0]
+        losses += loop.train_loop(accelerator, model, optimizer, batch.split(micro)[launched_rank() :: world])[0]
         scheduler.step()
     accelerator.save_state(f"{folder}/{save}")
     return losses
@@ -152,6 +165,11 @@ def test_an_accelerate_loop_goes_on_on_other_numbers_of_ranks_and_from_plain_acc
     again = run_ranks(looped, 2, folder, [("b", "d", WHOLE, 3, 2), ("c", "e", WHOLE, 3, 2)], init=False)[0]
     assert first + alone[0] + again[0] == pytest.approx(want, abs=1e-12)
     assert again[1] == pytest.approx(want[3:], abs=1e-12)
+    first = run_ranks(looped, 4, folder, [(None, "g", WHOLE, 0, 1)], init=False)[0]
+    two = run_ranks(looped, 2, folder, [("g", "h", SHARDED, 1, 1)], init=False)[0]
+    alone = looped(folder, [("h", "i", WHOLE, 2, 1)])
+    four = run_ranks(looped, 4, folder, [("i", "j", SHARDED, 3, 2)], init=False)[0]
+    assert first[0] + two[0] + alone[0] + four[0] == pytest.approx(want, abs=1e-12)
     (tmp_path / "d" / "custom_checkpoint_0.pkl").unlink()
     with pytest.raises(Exception, match=r"d is damaged: custom_checkpoint_0.pkl is missing; take one before it"):
         looped(folder, [("d", "f", WHOLE, 4, 1)])
