@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
+from ..splitting.positions import at_positions
 from .folders import check_checkpoint
 from .layouts import Layout, Place, find_model, find_optimizer, is_state, model_place, optimizer_place
 from .manifest import MANIFEST_NAME
 from .states import write_shards
-from .whole import is_positional, named_state, positional_state, read_optimizer, read_weights
+from .whole import is_positional, named_state, read_optimizer, read_weights
 from .writer import CheckpointWriter
 
 
@@ -96,7 +97,7 @@ def _write_optimizer(folder: Path, state: dict[str, Any], to: Target, *, beside_
             torch.save(state, optimizer_place(folder, Layout.WHOLE).path)
         case Target.SINGLE:
             path = folder / "optimizer.pt" if beside_trainer else optimizer_place(folder, Layout.SINGLE).path
-            torch.save(positional_state(state), path)
+            torch.save(at_positions(state), path)
 
 
 def _copy_rest(source: Path, target: Path, own: set[str], to: Target) -> None:

@@ -84,15 +84,6 @@ def named_state(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> di
     }
 
 
-def positional_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The reverse: positions in the order of the groups."""
-    positions = {name: position for position, name in enumerate(name for group in state["param_groups"] for name in group["params"])}
-    return {
-        "state": {positions[name]: own for name, own in state["state"].items()},
-        "param_groups": [{**group, "params": [positions[name] for name in group["params"]]} for group in state["param_groups"]],
-    }
-
-
 def _safetensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_safetensors(path)

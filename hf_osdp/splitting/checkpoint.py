@@ -10,12 +10,12 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as stock
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from .names import concatenated, is_split, merge_optimizer_state, merge_state_dict, split_optimizer_state, split_state_dict
+from .names import concatenated, is_split, merge_optimizer_state, merge_state_dict, split_state_dict
 from .positions import own_positions
 from .sharded import SlicedTensor
 
 _get_model, _set_model = stock.get_model_state_dict, stock.set_model_state_dict
-_get_optimizer, _set_optimizer = stock.get_optimizer_state_dict, stock.set_optimizer_state_dict
+_get_optimizer = stock.get_optimizer_state_dict
 
 
 def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None, **others: Any) -> dict[str, Any]:
@@ -51,16 +51,6 @@ def get_optimizer_state_dict(
     with own_positions(optimizers):
         state = _get_optimizer(model, optimizers, options=options, **others)
     return merge_optimizer_state(state, model, join=_join(options)) if state.get("state") else state
-
-
-def set_optimizer_state_dict(
-    model: nn.Module, optimizers: Any, optim_state_dict: Mapping[str, Any] | None, *, options: StateDictOptions | None = None
-) -> None:
-    """torch's function of this name, for what `get_optimizer_state_dict` gives, in any number of slices or none."""
-    if optim_state_dict and is_split(model):
-        optim_state_dict = split_optimizer_state(optim_state_dict, model)
-    with own_positions(optimizers):
-        _set_optimizer(model, optimizers, optim_state_dict, options=options)
 
 
 def _join(options: StateDictOptions | None) -> Any:

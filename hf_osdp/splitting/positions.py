@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,7 +65,7 @@ class _Positions:
         own = self._names(optimizer)
         if own is None:
             return None
-        return _at_positions(merge_optimizer_state(_by_name(state, own), self._model()))
+        return at_positions(merge_optimizer_state(_by_name(state, own), self._model()))
 
     def split(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         """The reverse."""
@@ -77,7 +77,7 @@ class _Positions:
         names = [sliced[name].name if name in sliced else name for name in own if name not in inside]
         if sum(len(group["params"]) for group in state["param_groups"]) != len(names):
             return None  # torch says what does not fit
-        return _at_positions(split_optimizer_state(_by_name(state, names), self._model()))
+        return at_positions(split_optimizer_state(_by_name(state, names), self._model()))
 
     def _names(self, optimizer: torch.optim.Optimizer) -> list[str] | None:
         """The parameters' names by position; None where nothing is to be done."""
@@ -94,7 +94,8 @@ def _by_name(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
     return {"state": {names[position]: own for position, own in state["state"].items()}, "param_groups": groups}
 
 
-def _at_positions(state: dict[str, Any]) -> dict[str, Any]:
+def at_positions(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state by names, by positions in the order of its groups."""
     names = [name for group in state["param_groups"] for name in group["params"]]
     positions = {name: position for position, name in enumerate(names)}
     groups = [{**group, "params": [positions[name] for name in group["params"]]} for group in state["param_groups"]]
