@@ -24,24 +24,9 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.ending import endings
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+from tests.helpers.no_memory import Fails, fail
 
 ROOT = Path(__file__).parents[2]
-
-
-def fail(*args: object, **kwargs: object) -> None:
-    raise torch.OutOfMemoryError("Tried to allocate 512.00 KiB.")
-
-
-class Fails(torch.autograd.Function):
-    """An operator whose backward finds no memory."""
-
-    @staticmethod
-    def forward(ctx, value):
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        fail()
 
 
 def places() -> dict[str, str]:

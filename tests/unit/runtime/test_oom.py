@@ -24,6 +24,7 @@ from hf_osdp.runtime.whereabouts import Whereabouts
 from hf_osdp.runtime.wire import Ended
 from tests.helpers.descriptions import transformer
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+from tests.helpers.no_memory import Fails, fail
 
 TORCHS = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB of which 13.75 MiB is free. Including"
@@ -171,22 +172,6 @@ def test_replan_starts_again_by_the_safer_limit_or_says_why_not(problem, monkeyp
 
 
 # -------------------------------------------------------------------------------------------------------- where in a step
-
-
-class Fails(torch.autograd.Function):
-    """An operator whose backward finds no memory."""
-
-    @staticmethod
-    def forward(ctx, value):
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise torch.OutOfMemoryError("no memory")
-
-
-def fail(*args, **kwargs):
-    raise torch.OutOfMemoryError("no memory")
 
 
 @pytest.mark.parametrize(
