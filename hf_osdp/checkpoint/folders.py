@@ -19,6 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..errors import CheckpointError
+from ..planner.plan import Plan
 from ..reading import read_json
 from ..runtime.agree import on_rank_zero
 from ..runtime.mesh import rank, world_size
@@ -63,14 +64,14 @@ def prepare_staging(folder: Path) -> Path:
         raise CheckpointError(f"Checkpoint {folder} cannot be written ({error}); give a folder that is writable.") from None
 
 
-def complete(folder: Path, parts: Iterable[Mapping[str, FileRecord]], *, ranks: int, plan: str | None) -> None:
+def complete(folder: Path, parts: Iterable[Mapping[str, FileRecord]], *, ranks: int, plan: Plan | None) -> None:
     """Write the manifest of a staging folder whose files are all there, and let the checkpoint appear.
 
     Args:
         folder: the checkpoint's final name.
         parts: what ranks have summed already, by path inside the folder; the rest is summed here.
         ranks: how many wrote it.
-        plan: fingerprint of the plan.
+        plan: the one that runs.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -83,7 +84,8 @@ def complete(folder: Path, parts: Iterable[Mapping[str, FileRecord]], *, ranks: 
             if path.is_file() and name not in files:
                 flush(path)
                 files[name] = FileRecord.of(path)
-        manifest = Manifest(files=files, world_size=ranks, plan=plan, versions=own_versions())
+        run = {} if plan is None else {"plan": plan.fingerprint, "global_batch_size": plan.global_batch_size}
+        manifest = Manifest(files=files, world_size=ranks, versions=own_versions(), **run)
         (staging / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
         for path in (staging / MANIFEST_NAME, *(path for path in staging.rglob("*") if path.is_dir()), staging):
             flush(path)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
+from ..planner.plan import Plan
 from ..runtime.agree import on_rank_zero
 from ..runtime.mesh import rank
 from .folders import check_checkpoint
@@ -33,7 +34,7 @@ class Stateful(Protocol):
 
 def save_loop(
     writer: CheckpointWriter, folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, *,
-    others: Mapping[str, Stateful], progress: Mapping[str, Any], sharded: bool, plan: str | None,
+    others: Mapping[str, Stateful], progress: Mapping[str, Any], sharded: bool, plan: Plan | None,
 ) -> None:  # fmt: skip
     """Write a loop's checkpoint. Collective.
 
@@ -45,7 +46,7 @@ def save_loop(
         others: what else has a state, by the file's name.
         progress: numbers, text and tensors of the loop's own; rank 0's count.
         sharded: each rank writes its shards; else rank 0 writes whole tensors.
-        plan: fingerprint of the plan.
+        plan: the one that runs.
 
     Raises:
         CheckpointError: it cannot be written; on every rank.

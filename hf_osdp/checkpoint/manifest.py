@@ -51,6 +51,8 @@ class Manifest:
     """Ranks that wrote it."""
     plan: str | None = None
     """Fingerprint of the plan that ran; None without one."""
+    global_batch_size: int | None = None
+    """Samples of an optimizer step of that plan."""
     versions: Mapping[str, str] | None = None
     """Of the packages that wrote it."""
 
@@ -79,7 +81,11 @@ class Manifest:
                     f"{path} has format {said['format']!r}, this version of hf_osdp reads {VERSION}; update hf_osdp, or take another one."
                 )
             files = {name: FileRecord(size=int(file["size"]), crc32=int(file["crc32"])) for name, file in said["files"].items()}
-            return cls(files=files, world_size=int(said["world_size"]), plan=said["plan"], versions=said["versions"])
+            samples = said.get("global_batch_size")
+            return cls(
+                files=files, world_size=int(said["world_size"]), plan=said["plan"], versions=said["versions"],
+                global_batch_size=None if samples is None else int(samples),
+            )  # fmt: skip
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}); it is damaged.") from None
 

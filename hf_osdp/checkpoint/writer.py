@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from ..errors import CheckpointError
+from ..planner.plan import Plan
 from ..runtime.agree import on_rank_zero
 from ..runtime.mesh import rank, world_size
 from .folders import complete, flush, prepare_staging
@@ -87,7 +88,7 @@ class CheckpointWriter:
         self._error: str | None = None
 
     @contextmanager
-    def new(self, folder: str | Path, *, plan: str | None = None) -> Iterator[Staging]:
+    def new(self, folder: str | Path, *, plan: Plan | None = None) -> Iterator[Staging]:
         """A new checkpoint: write what it gives, and at the end it appears under its name. Collective.
 
         The one before must be complete first. In the background only shards are written: other files are to be there at the end. Where one
@@ -95,7 +96,7 @@ class CheckpointWriter:
 
         Args:
             folder: the checkpoint's name.
-            plan: fingerprint of the plan that runs.
+            plan: the one that runs.
 
         Raises:
             CheckpointError: this one, or the one before, cannot be written; on every rank.
@@ -132,7 +133,7 @@ class CheckpointWriter:
         error, self._thread, self._error = self._error, None, None
         _gathered(error)
 
-    def _finish(self, staging: Staging, plan: str | None, number: int, ranks: int) -> None:
+    def _finish(self, staging: Staging, plan: Plan | None, number: int, ranks: int) -> None:
         """In the thread: write what is held; on rank 0 also wait for the others' parts, and complete. No collectives here."""
 
         def write() -> Part:

@@ -32,7 +32,7 @@ class AcceleratorCheckpoints:
         _refuse_unused("save_state", kwargs)
         folder = on_rank_zero(lambda: self._new_folder(output_dir))
         by_position(self._models, self._optimizers)
-        with self._checkpoint_writer().new(folder, plan=self._plan_fingerprint()) as staging:
+        with self._checkpoint_writer().new(folder, plan=None if self._run is None else self._run.plan) as staging:
             with replaced(self.project_configuration, automatic_checkpoint_naming=False), own_states(staging.file_system):
                 super().save_state(str(staging.path), safe_serialization, **kwargs)
         self._keep_limit()
@@ -77,9 +77,6 @@ class AcceleratorCheckpoints:
         if self._writer is None:
             self._writer = CheckpointWriter(in_background=self.plugin.osdp.async_save)
         return self._writer
-
-    def _plan_fingerprint(self) -> str | None:
-        return None if self._run is None else self._run.plan.fingerprint
 
     def _new_folder(self, output_dir: str | None) -> Path:
         """The next checkpoint's name."""

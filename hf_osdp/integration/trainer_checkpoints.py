@@ -37,7 +37,7 @@ class TrainerCheckpoints:
             return
         run_dir = Path(super()._get_output_dir(trial))
         folder = run_dir / f"{transformers.trainer.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self._writer.new(folder, plan=self._run.plan.fingerprint) as staging:
+        with self._writer.new(folder, plan=self._run.plan) as staging:
             self._staging = staging
             try:
                 super()._save_checkpoint(model, trial)

@@ -316,7 +316,7 @@ class OptimalShardedDataParallel(nn.Module):
         self._writer.in_background = in_background
         save_loop(
             self._writer, path, self.module, optimizer,
-            others=_stateful(scheduler, scaler), progress=progress or {}, sharded=sharded, plan=self.plan.fingerprint,
+            others=_stateful(scheduler, scaler), progress=progress or {}, sharded=sharded, plan=self.plan,
         )  # fmt: skip
 
     def wait_for_checkpoint(self) -> None:

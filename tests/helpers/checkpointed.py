@@ -79,10 +79,7 @@ def run_leg(leg: Leg, load: str | None, save: str, seed: int) -> tuple[list[floa
     start = 0 if load is None else load_loop(load, model, optimizer, others=others)["step"]
     losses = [trained_step(model, optimizer, scheduler, step, plan) for step in range(start, start + leg.steps)]
     writer = CheckpointWriter(in_background=leg.in_background)
-    save_loop(
-        writer, save, model, optimizer, others=others, progress={"step": start + leg.steps}, sharded=leg.sharded,
-        plan=None if plan is None else plan.fingerprint,
-    )  # fmt: skip
+    save_loop(writer, save, model, optimizer, others=others, progress={"step": start + leg.steps}, sharded=leg.sharded, plan=plan)
     if leg.in_background:  # what is trained on meanwhile must not show in what is written
         trained_step(model, optimizer, scheduler, 99, plan)
         writer.wait()
