@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from ..errors import CheckpointError
 from ..planner.plan import Plan
 from ..runtime.agree import on_rank_zero
+from ..runtime.background import began, is_over
 from ..runtime.mesh import rank, world_size
 from .folders import complete, flush, prepare_staging
 from .manifest import FileRecord
@@ -117,6 +118,7 @@ class CheckpointWriter:
             _barrier()  # rank 0 sums what others wrote to the disk
             self._thread = threading.Thread(target=self._finish, args=(staging, plan, rank(), world_size()), name="checkpoint")
             self._thread.start()
+            began(self.wait)
         else:
             parts = on_every_rank(lambda: _own_part(staging, rank()))
             on_rank_zero(lambda: complete(folder, parts, ranks=world_size(), plan=plan))
@@ -130,6 +132,7 @@ class CheckpointWriter:
         if self._thread is None:  # the same on every rank
             return
         self._thread.join()
+        is_over(self.wait)
         error, self._thread, self._error = self._error, None, None
         _gathered(error)
 
@@ -150,7 +153,12 @@ class CheckpointWriter:
                 _hand_in(staging, number, part)
 
         part = _or_line(write, number)
+        if isinstance(part, str):  # the disk may be full: make room to say so
+            staging.file_system.held.clear()
+            _remove_own(staging, number)
         self._error = _or_line(end, number)
+        if number == 0 and self._error is not None:
+            shutil.rmtree(staging.path, ignore_errors=True)
 
 
 def on_every_rank(act: Callable[[], T]) -> list[T]:
@@ -173,9 +181,18 @@ def _see(staged: Path) -> None:
         time.sleep(_PAUSE_S)
 
 
+def _own_shards(staging: Staging, number: int) -> list[Path]:
+    return [path for path in staging.path.rglob("*.distcp") if (match := _SHARD.fullmatch(path.name)) and int(match[1]) == number]
+
+
+def _remove_own(staging: Staging, number: int) -> None:
+    for path in _own_shards(staging, number):
+        path.unlink(missing_ok=True)
+
+
 def _own_part(staging: Staging, number: int) -> Part:
     """The shards that this rank wrote, on the disk and summed."""
-    mine = [path for path in staging.path.rglob("*.distcp") if (match := _SHARD.fullmatch(path.name)) and int(match[1]) == number]
+    mine = _own_shards(staging, number)
     for path in mine:
         flush(path)
     return {str(path.relative_to(staging.path).as_posix()): FileRecord.of(path) for path in mine}

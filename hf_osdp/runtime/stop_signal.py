@@ -6,9 +6,12 @@ import signal
 import sys
 import threading
 from types import FrameType, TracebackType
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
+
+from .background import wait_for_all
 
 EXIT_CODE = 128 + signal.SIGTERM
 """What a shell reports of a process that SIGTERM ended: the launcher knows that the run is not over."""
@@ -25,13 +28,14 @@ class StopSignal:
             if stop.agreed():            # on every rank, after every optimizer step
                 accelerator.save_state("out/checkpoint-last")
                 break
-    stop.exit()                          # with code 143, where SIGTERM ended the loop
+    stop.exit()                          # where SIGTERM ended the loop: once the checkpoint is complete, with code 143
     ```
 
     The ranks' answers travel while the next step runs, so that nobody waits for them: all stop one step after the signal. On CUDA they
     go through the host, and the device's stream is not waited for.
 
-    Outside of the `with`, and in threads other than the main one, SIGTERM does what it did.
+    Outside of the `with`, and in threads other than the main one, SIGTERM does what it did. Where it ended the loop, a further one
+    does nothing any more: a launcher sends it to the other ranks as soon as one has ended, and they may still be writing.
     """
 
     def __init__(self) -> None:
@@ -42,7 +46,8 @@ class StopSignal:
         self._group: dist.ProcessGroup | None = None
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
         self._before: object = None
-        self._installed = False
+        self._ends = False
+        """The process is to end: SIGTERM does nothing more until it has."""
 
     def __enter__(self) -> StopSignal:
         self.start()
@@ -60,29 +65,37 @@ class StopSignal:
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo")
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._note)
-            self._installed = True
+            self._take_the_signal()
 
     def finish(self) -> None:
-        """Listen no more. Collective."""
+        """Listen no more; where SIGTERM ended the loop, it does nothing more until the process ends. Collective."""
         try:
             if self._pending is not None:
                 self._pending[1].wait()
             if self._group is not None:
                 dist.destroy_process_group(self._group)
+            self._ends = self.stopped
         finally:
             self.abandon()
 
     def abandon(self) -> None:
         """Listen no more, where an error ended training: what the ranks had begun together stays as it is."""
-        if self._installed:
-            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
-            self._installed = False
+        if not self._ends:
+            self._give_the_signal_back()
         self._group = self._pending = None
 
     def exit(self) -> None:
-        """End the process where SIGTERM ended the loop, with the code that says so; nothing where it did not."""
+        """End the process where SIGTERM ended the loop, with the code that says so; nothing where it did not.
+
+        Collective where a checkpoint is still being written in the background: it is complete then.
+
+        Raises:
+            SystemExit: SIGTERM ended the loop.
+            CheckpointError: the checkpoint could not be written; on every rank.
+        """
         if self.stopped:
+            self._ends = True
+            wait_for_all()
             sys.exit(EXIT_CODE)
 
     def agreed(self) -> bool:
@@ -100,3 +113,23 @@ class StopSignal:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = True
+
+    def _take_the_signal(self) -> None:
+        for ended in [one for one in _Process.listening if one._ends]:  # somebody caught its SystemExit
+            ended._give_the_signal_back()
+        self._ends = False
+        self._before = signal.signal(signal.SIGTERM, self._note)
+        _Process.listening.append(self)
+
+    def _give_the_signal_back(self) -> None:
+        if self in _Process.listening:
+            _Process.listening.remove(self)
+            if signal.getsignal(signal.SIGTERM) == self._note:
+                signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+
+
+class _Process:
+    """What there is one of."""
+
+    listening: ClassVar[list[StopSignal]] = []
+    """Who has SIGTERM, the last on top."""

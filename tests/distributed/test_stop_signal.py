@@ -1,0 +1,45 @@
+"""A loop as `StopSignal` shows it, under a launcher that ends the other ranks as soon as one has ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hf_osdp import last_checkpoint
+from hf_osdp.checkpoint import writer
+from hf_osdp.runtime.environment import form_process_group
+from hf_osdp.runtime.stop_signal import EXIT_CODE, StopSignal
+from tests.helpers.ending import endings
+
+
+def stopped_while_it_writes(folder: str) -> None:
+    form_process_group(needed=True)
+    complete = writer.complete
+
+    def slow(*args: object, **kwargs: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)  # as torchrun does where another rank has ended
+        time.sleep(0.5)
+        complete(*args, **kwargs)
+        print("complete")
+
+    writer.complete = slow
+    writes = writer.CheckpointWriter(in_background=True)
+    with StopSignal() as stop:
+        for step in range(10):
+            if step == 3 and dist.get_rank() == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if stop.agreed():
+                with writes.new(Path(folder) / f"checkpoint-{step}"):
+                    pass
+                break
+    stop.exit()
+
+
+def test_a_checkpoint_in_the_background_is_complete_before_any_rank_ends(tmp_path):
+    ended = endings(stopped_while_it_writes, 2, str(tmp_path))
+    assert [(one.code, one.output) for one in ended] == [(EXIT_CODE, "complete\n"), (EXIT_CODE, "")]
+    assert last_checkpoint(tmp_path).name == "checkpoint-4"
