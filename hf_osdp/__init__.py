@@ -28,16 +28,16 @@ _PUBLIC = {
     "TrainingJob": "planner.job",
     "preset": "planner.presets",
     "search": "planner.search",
-    "begin_anew": "checkpoint.folders",
-    "go_on": "checkpoint.folders",
-    "last_checkpoint": "checkpoint.folders",
+    "begin_anew": "checkpoint.starts",
+    "go_on": "checkpoint.starts",
+    "is_restart": "checkpoint.starts",
+    "last_checkpoint": "checkpoint.finding",
     "describe": "profiling.describe",
     "measure_hardware": "profiling.machine",
     "measure_profile": "profiling.profile",
     "OptimalShardedDataParallel": "runtime.parallel",
     "roll_call": "runtime.roll_call",
     "OSDPGradScaler": "runtime.scaler",
-    "restart_count": "runtime.restarts",
     "StopSignal": "runtime.stop_signal",
     "OSDPAccelerator": "integration.accelerator",
     "OSDPConfig": "integration.config",
@@ -59,7 +59,8 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from .checkpoint.folders import begin_anew, go_on, last_checkpoint
+    from .checkpoint.finding import last_checkpoint
+    from .checkpoint.starts import begin_anew, go_on, is_restart
     from .errors import (
         CheckpointError,
         DescriptionError,
@@ -87,7 +88,6 @@ if TYPE_CHECKING:
     from .profiling.machine import measure_hardware
     from .profiling.profile import measure_profile
     from .runtime.parallel import OptimalShardedDataParallel
-    from .runtime.restarts import restart_count
     from .runtime.roll_call import roll_call
     from .runtime.scaler import OSDPGradScaler
     from .runtime.stop_signal import StopSignal

@@ -14,7 +14,7 @@ from trainer_log import TrainerLog
 from transformers import TrainingArguments, set_seed
 from transformers.integrations import get_available_reporting_integrations
 
-from hf_osdp import Trainer, begin_anew, go_on, last_checkpoint, restart_count
+from hf_osdp import Trainer, begin_anew, go_on, is_restart, last_checkpoint
 
 
 def begin(args: TrainingArguments) -> str | None:
@@ -117,7 +117,7 @@ def find_checkpoint(wanted: str | None, output_dir: str, *, marker: str = "train
     asked = str(wanted).lower()
     last = asked in ("true", "last")
     (go_on if last else begin_anew)(output_dir)
-    if last or (restart_count() and asked != "false"):
+    if last or (asked != "false" and is_restart(output_dir)):
         if (found := last_checkpoint(output_dir, marker=marker)) is not None:
             return str(found)
     if wanted is None or last or asked == "false":

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..splitting.positions import at_positions
-from .folders import check_checkpoint
+from .finding import check_checkpoint
 from .layouts import Layout, Place, find_model, find_optimizer, is_state, model_place, optimizer_place
 from .manifest import MANIFEST_NAME
 from .states import write_shards
@@ -106,7 +106,7 @@ def _copy_rest(source: Path, target: Path, own: set[str], to: Target) -> None:
         name = path.name
         if name in own or (target / name).exists() or name.startswith(".") or not path.is_file() or _is_weights(name):
             continue
-        if to is Target.WEIGHTS and is_state(name):
+        if to is Target.WEIGHTS and is_state(path):
             continue
         shutil.copyfile(path, target / name)
     if to is Target.SINGLE and (target / "rng_state_0.pth").is_file():

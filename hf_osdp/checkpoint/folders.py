@@ -1,13 +1,14 @@
-"""Folders of checkpoints: a new one is complete or invisible, the last complete one is found again.
+"""Folders of checkpoints: a new one is complete or invisible.
 
 .partial/checkpoint-30            all ranks write into it
 checkpoint-30                     the same folder, moved when all of it is on the disk and its manifest is written
 .partial/checkpoint-30.replaced   what had this name before, until the new one is in its place
+.partial/checkpoint-30.removed    one that is being removed
+.partial/older.json               what an earlier training left, see starts.py
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -16,21 +17,16 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-import torch.distributed as dist
-
 from ..errors import CheckpointError
 from ..planner.plan import Plan
-from ..reading import read_json
-from ..runtime.agree import on_rank_zero
-from ..runtime.mesh import rank, world_size
-from ..runtime.restarts import restart_count
 from ..runtime.roll_call import own_versions
-from .layouts import find_model, is_state
-from .manifest import MANIFEST_NAME, FileRecord, Manifest, damage
+from .layouts import is_state
+from .manifest import MANIFEST_NAME, FileRecord, Manifest
 
 _log = logging.getLogger(__name__)
 
-_PARTIAL, _REPLACED, _OLDER = ".partial", ".replaced", "older.json"
+PARTIAL = ".partial"
+_REPLACED, _REMOVED = ".replaced", ".removed"
 _NUMBERED = re.compile(r"checkpoint[-_](\d+)")
 """The Trainer's folders, and those that Accelerate names."""
 _begun: set[Path] = set()
@@ -39,7 +35,7 @@ _begun: set[Path] = set()
 
 def staging_folder(folder: Path) -> Path:
     """Where a checkpoint is written until it is complete; the last part of its name stays."""
-    return folder.parent / _PARTIAL / folder.name
+    return folder.parent / PARTIAL / folder.name
 
 
 def prepare_staging(folder: Path) -> Path:
@@ -123,16 +119,17 @@ def _take_over(replaced: Path, folder: Path) -> None:
         old = Manifest.load(replaced)
     except CheckpointError:
         old = None
-    own = {MANIFEST_NAME, *(name.partition("/")[0] for name in (old.files if old else ()))}
+    listed = {MANIFEST_NAME, *(name.partition("/")[0] for name in (old.files if old else ()))}
     for path in replaced.iterdir():
-        if path.name not in own and not is_state(path.name) and not (folder / path.name).exists():
+        own = path.name in listed or (old is None and is_state(path))
+        if not own and not (folder / path.name).exists():
             path.rename(folder / path.name)
-    shutil.rmtree(replaced)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
-def restore_replaced(parent: Path) -> None:
+def restore_replaced(parent: Path, pattern: str = "*") -> None:
     """Finish replacements that were interrupted: the old folder comes back where the new one is not there yet."""
-    for replaced in (parent / _PARTIAL).glob(f"*{_REPLACED}"):
+    for replaced in (parent / PARTIAL).glob(f"{pattern}{_REPLACED}"):
         folder = parent / replaced.name.removesuffix(_REPLACED)
         if folder.exists():
             _take_over(replaced, folder)
@@ -141,136 +138,27 @@ def restore_replaced(parent: Path) -> None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Take a checkpoint away; interrupted amid that, it is invisible."""
-    hidden = staging_folder(folder)
-    hidden.parent.mkdir(exist_ok=True)
-    shutil.rmtree(hidden, ignore_errors=True)
-    folder.rename(hidden)
-    shutil.rmtree(hidden)
+    """Take a checkpoint away; interrupted amid that, it is invisible. Of a link only the link goes. What cannot be removed is warned of."""
+    hidden = folder.parent / PARTIAL / f"{folder.name}{_REMOVED}"
+    try:
+        if folder.is_symlink():
+            folder.unlink()
+            return
+        hidden.parent.mkdir(exist_ok=True)
+        shutil.rmtree(hidden, ignore_errors=True)
+        folder.rename(hidden)
+        shutil.rmtree(hidden)
+    except OSError as error:
+        _log.warning("The old checkpoint %s cannot be removed (%s); remove it by hand.", folder, error)
     with suppress(OSError):
         hidden.parent.rmdir()
 
 
-# ----------------------------------------------------------------------------------------------------------------- finding
-
-
-def last_checkpoint(folder: str | Path, *, marker: str | None = None) -> Path | None:
-    """The newest complete checkpoint among `checkpoint-N` (or `checkpoint_N`) in a folder. Collective; for the training itself.
-
-    One that is damaged is named in the log and passed over. One without a manifest, which another program wrote, must have weights. After
-    a restart, those that `begin_anew` found there are an earlier training's, and not taken.
-
-    Args:
-        folder: the training's output.
-        marker: a file that every usable checkpoint has.
-
-    Returns:
-        Its path, the same on every rank; None where there is none.
-    """
-    for path, problem in on_rank_zero(lambda: _candidates(Path(folder), marker)):
-        problem = problem or found_damage(path)
-        if problem is None:
-            return path
-        if rank() == 0:
-            _log.warning("%s is damaged and passed over: %s.", path, problem)
-    return None
-
-
-def begin_anew(folder: str | Path) -> None:
-    """Note what checkpoints an earlier training left in a folder: a restart of this one will not go on from them. Call it at a start
-    that is not told to go on from the last; in a restart it does nothing. Collective."""
-    parent = Path(folder)
-
-    def note() -> None:
-        if restart_count() == 0 and (older := {path.name: _mark(path) for path in numbered_checkpoints(parent)}):
-            (parent / _PARTIAL).mkdir(exist_ok=True)
-            unfinished = parent / _PARTIAL / f"{_OLDER}.unfinished"
-            unfinished.write_text(json.dumps(older), encoding="utf-8")
-            unfinished.replace(parent / _PARTIAL / _OLDER)
-
-    on_rank_zero(note)
-
-
-def go_on(folder: str | Path) -> None:
-    """The reverse, where a training is told to go on from the last checkpoint: what is there is its own. Collective."""
-    on_rank_zero(lambda: (Path(folder) / _PARTIAL / _OLDER).unlink(missing_ok=True))
-
-
-def check_checkpoint(folder: str | Path) -> None:
-    """Refuse a damaged checkpoint, before anything is loaded. Collective. One without a manifest is another program's: not checked.
-
-    Raises:
-        CheckpointError: it is not there, or not as it was written; on every rank.
-    """
-    if not on_rank_zero(Path(folder).is_dir):
-        raise CheckpointError(f"There is no checkpoint {folder}; give the path of one.")
-    if problem := found_damage(Path(folder)):
-        raise CheckpointError(f"Checkpoint {folder} is damaged: {problem}; take one before it.")
-
-
-def found_damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, read by all ranks together, each its share. Collective."""
-
-    def listed() -> list[tuple[str, FileRecord]] | str:
-        try:
-            manifest = Manifest.load(folder)
-        except CheckpointError as error:
-            return str(error).rstrip(".")
-        return sorted(manifest.files.items()) if manifest else []
-
-    files = on_rank_zero(listed)
-    if isinstance(files, str):
-        return files
-    if world_size() == 1:
-        return damage(folder, files)
-    problems: list[str | None] = [None] * world_size()
-    dist.all_gather_object(problems, damage(folder, files[rank() :: world_size()]))
-    return next(filter(None, problems), None)
-
-
-def _candidates(folder: Path, marker: str | None) -> list[tuple[Path, str | None]]:
-    """Checkpoints, the newest first, each with what is missing in it."""
-    restore_replaced(folder)
-    older: dict[str, str] = {}
-    if restart_count():
-        older = _older(folder)
-        for left in (folder / _PARTIAL).glob("checkpoint*"):  # by the start that was interrupted
-            if left.resolve() not in _begun:
-                shutil.rmtree(left, ignore_errors=True)
-    found = []
-    for path in numbered_checkpoints(folder):
-        if older.get(path.name) == _mark(path):
-            continue
-        problem = f"{marker} is missing" if marker is not None and not (path / marker).is_file() else None
-        if problem is None and not (path / MANIFEST_NAME).is_file():
-            try:
-                find_model(path)
-            except CheckpointError as error:
-                problem = str(error).rstrip(".")
-        found.append((path, problem))
-    return found
-
-
-def _older(folder: Path) -> dict[str, str]:
-    """What `begin_anew` noted.
-
-    Raises:
-        CheckpointError: its file is damaged.
-    """
-
-    def error(line: str) -> CheckpointError:
-        return CheckpointError(f"{line} Remove it to go on from the last checkpoint, whichever training wrote it.")
-
-    path = folder / _PARTIAL / _OLDER
-    noted = read_json(path, "note of older checkpoints", error) if path.is_file() else {}
-    return noted if isinstance(noted, dict) else {}
-
-
-def _mark(path: Path) -> str:
-    """Tells a checkpoint from one that is written under its name later."""
-    manifest = path / MANIFEST_NAME
-    status = (manifest if manifest.is_file() else path).stat()
-    return f"{status.st_ino}-{status.st_mtime_ns}"
+def remove_left(parent: Path) -> None:
+    """Take away what an interrupted start left unfinished; what this process writes stays."""
+    for left in (parent / PARTIAL).glob("checkpoint*"):
+        if left.resolve() not in _begun:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def numbered_checkpoints(folder: Path) -> list[Path]:

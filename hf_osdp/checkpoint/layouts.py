@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -50,16 +51,19 @@ def optimizer_place(folder: Path, layout: Layout, index: int = 0) -> Place:
     return Place(layout=layout, path=path)
 
 
-_STATES = (
-    "optimizer", "scheduler.", "scaler.", "random_states_", "rng_state", "custom_checkpoint_", "pytorch_model", "model.safetensors",
-    "model-", "model_", "trainer_state.json", "dl_state_dict", "sampler",
-)  # fmt: skip
-"""What names of states begin with, whoever writes them."""
+_STATE_FILE = re.compile(
+    r"optimizer(_\d+)?\.bin|optimizer\.pt|scheduler(_\d+)?\.bin|scheduler\.pt|scaler\.pt|sampler(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin"
+    r"|random_states_\d+\.pkl|rng_state(_\d+)?\.pth|custom_checkpoint_\d+\.pkl|trainer_state\.json"
+    r"|model((_\d+)|(-\d+-of-\d+))?\.safetensors|pytorch_model((_\d+)|(_fsdp(_\d+)?)|(-\d+-of-\d+))?\.bin"
+    r"|(model\.safetensors|pytorch_model\.bin)\.index\.json"
+)
+_STATE_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
+"""What Accelerate, the Trainer and this package write."""
 
 
-def is_state(name: str) -> bool:
-    """Whether a file or folder of this name is a checkpoint's state; what is left is configuration, tokenizer, or a user's."""
-    return name.startswith(_STATES)
+def is_state(path: Path) -> bool:
+    """Whether a file or folder is a checkpoint's state by its name; what is left is configuration, tokenizer, or a user's."""
+    return (_STATE_FOLDER if path.is_dir() else _STATE_FILE).fullmatch(path.name) is not None
 
 
 def find_model(folder: Path, index: int = 0) -> Place:

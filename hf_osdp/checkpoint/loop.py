@@ -13,7 +13,7 @@ from ..errors import CheckpointError
 from ..planner.plan import Plan
 from ..runtime.agree import on_rank_zero
 from ..runtime.mesh import rank
-from .folders import check_checkpoint
+from .finding import check_checkpoint
 from .random_states import load_random_states, save_random_states
 from .safe import load_file
 from .states import load_model, load_optimizer, save_model, save_optimizer

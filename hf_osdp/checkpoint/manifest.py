@@ -99,12 +99,15 @@ def damage(folder: Path, files: Iterable[tuple[str, FileRecord]]) -> str | None:
     """
     for name, record in files:
         path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if (size := path.stat().st_size) != record.size:
-            return f"{name} has {size} of {record.size} bytes"
-        if FileRecord.of(path).crc32 != record.crc32:
-            return f"{name} has another checksum than when it was written"
+        try:
+            if not path.is_file():
+                return f"{name} is missing"
+            if (size := path.stat().st_size) != record.size:
+                return f"{name} has {size} of {record.size} bytes"
+            if FileRecord.of(path).crc32 != record.crc32:
+                return f"{name} has another checksum than when it was written"
+        except OSError as error:  # a bad sector, or no permission
+            return f"{name} cannot be read ({error})"
     return None
 
 

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -187,7 +187,8 @@ def _own_shards(staging: Staging, number: int) -> list[Path]:
 
 def _remove_own(staging: Staging, number: int) -> None:
     for path in _own_shards(staging, number):
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()
 
 
 def _own_part(staging: Staging, number: int) -> Part:

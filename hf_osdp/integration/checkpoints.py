@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.folders import check_checkpoint, last_checkpoint, numbered_checkpoints, remove_checkpoint
+from ..checkpoint.finding import check_checkpoint, last_checkpoint
+from ..checkpoint.folders import numbered_checkpoints, remove_checkpoint
 from ..checkpoint.layouts import Layout, find_model
 from ..checkpoint.random_states import load_random_states
 from ..checkpoint.states import load_model, load_optimizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,8 @@ import transformers
 import transformers.trainer
 from transformers import TrainingArguments
 
-from ..checkpoint.folders import begin_anew
+from ..checkpoint.finding import recorded_batch
+from ..checkpoint.starts import begin_anew
 from ..checkpoint.writer import CheckpointWriter, Staging
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
@@ -36,6 +38,8 @@ from .samples import longest_sample
 from .stopping import StopCallback
 from .trainer_checkpoints import TrainerCheckpoints
 from .trainer_options import asked_config, plugin_options, refuse_unplanned
+
+_log = logging.getLogger(__name__)
 
 
 class Trainer(TrainerCheckpoints, transformers.Trainer):
@@ -68,7 +72,8 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
             refuse_unplanned(given)
             arguments = given.get("args") or TrainingArguments(output_dir="tmp_trainer")
             given["args"] = copy.copy(arguments)
-            begin_anew(arguments.output_dir)  # before planning, which may be the end of this start
+            if given.get("train_dataset") is not None:
+                begin_anew(arguments.output_dir)  # before planning, which may be the end of this start
             self._datasets = (given.get("train_dataset"), given.get("eval_dataset"))
             self._takes_model_loss = (
                 given.get("compute_loss_func") is None
@@ -122,8 +127,7 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
             device_type=args.device.type,
             precision=Precision.named(args.mixed_precision),
             sequence_length=self._sequence_length(config),
-            global_batch_size=config.global_batch_size
-            or args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            global_batch_size=config.global_batch_size or self._global_batch_size(config),
             micro_batch_size=config.micro_batch_size,
             reduce_every_micro_step=config.reduce_every_micro_step,
             optimizer=self._optimizer_spec(),
@@ -142,6 +146,18 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
             run = plan_run(self.model, config, facts)
         announce_plan(run, is_rank_zero=args.process_index == 0)
         return run
+
+    def _global_batch_size(self, config: OSDPConfig) -> int:
+        """Samples of a step as the arguments have them; a restart, which may have fewer processes, keeps those it began with."""
+        args = self.args
+        given = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        trains = self._datasets[0] is not None
+        begun = recorded_batch(args.output_dir) if trains and config.resume_after_restart else None
+        if begun in (None, given) or begun % args.world_size:
+            return given
+        if args.process_index == 0:
+            _log.warning("This restart keeps the global batch of %d samples that training began with; the arguments make %d.", begun, given)
+        return begun
 
     def _plugin(self) -> OSDPPlugin:
         """The plugin as arguments and launcher set it."""

@@ -10,14 +10,16 @@ from typing import Any
 import transformers.trainer
 from torch import nn
 
-from ..checkpoint.folders import begin_anew, check_checkpoint, go_on, last_checkpoint, numbered_checkpoints, remove_checkpoint
+from ..checkpoint.finding import check_checkpoint, last_checkpoint
+from ..checkpoint.folders import numbered_checkpoints, remove_checkpoint
 from ..checkpoint.layouts import Layout, find_model, find_optimizer
+from ..checkpoint.manifest import Manifest
 from ..checkpoint.random_states import load_random_states
 from ..checkpoint.safe import load_file
+from ..checkpoint.starts import begin_anew, go_on, is_restart, of_earlier_training
 from ..checkpoint.states import load_model, load_optimizer, save_model
 from ..errors import CheckpointError
 from ..runtime.agree import on_rank_zero
-from ..runtime.restarts import restart_count
 from .plugin import writes_shards
 from .stock_states import by_position, is_adapted, own_states, replaced
 
@@ -46,7 +48,7 @@ class TrainerCheckpoints:
                     save_model(staging.path, self.model, sharded=True, trainable_only=is_adapted(self.model), files=staging.file_system)
             finally:
                 self._staging = None
-        self._keep_limit(run_dir)
+        self._keep_limit(run_dir, folder)
         if self.args.push_to_hub:
             self._writer.wait()
             super()._push_from_checkpoint(str(folder))
@@ -69,13 +71,17 @@ class TrainerCheckpoints:
                 if self.args.should_save:
                     self.state.save_to_json(str(staged / TRAINER_STATE))
 
-    def _keep_limit(self, run_dir: Path) -> None:
-        """Take the oldest checkpoints away, but for the best, once a newer one is complete."""
+    def _keep_limit(self, run_dir: Path, new: Path | None = None) -> None:
+        """Take checkpoints away beyond the limit, an earlier training's first, then the oldest; not the new one, nor the best.
+
+        In the background the new one is yet to be complete: the one before it stays.
+        """
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
         if not self.is_world_process_zero() or not limit or limit < 1:
             return
-        found = numbered_checkpoints(run_dir)
-        kept = {found[0], *([Path(best)] if best else [])} if found else set()
+        older = of_earlier_training(run_dir)
+        found = sorted(numbered_checkpoints(run_dir), key=lambda path: path in older)
+        kept = {new if new in found else found[0], *([Path(best)] if best else [])} if found else set()
         rest = [path for path in found if path not in kept]
         for path in rest[max(limit - len(kept), 0) :]:
             remove_checkpoint(path)
@@ -111,11 +117,13 @@ class TrainerCheckpoints:
         if self._osdp is None:
             super()._load_best_model()
             return
-        self._writer.wait()
+        check_checkpoint(self.state.best_model_checkpoint)
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """As stock; where SIGTERM ended training, the last checkpoint stays, and the best is not loaded: there are seconds left."""
+        if self._osdp is not None:
+            self._writer.wait()  # stock looks for the best one, which may be the last
         if self._osdp is None or not self._stop.stopped:
             return super()._finalize_training(*args, **kwargs)
         with replaced(self.args, load_best_model_at_end=False, save_total_limit=None):
@@ -140,17 +148,30 @@ class TrainerCheckpoints:
         """
         folder = self.args.output_dir
         (go_on if asked is True else begin_anew)(folder)
-        restarted = asked is not False and self._osdp.resume_after_restart and restart_count() > 0
+        restarted = asked is not False and self._osdp.resume_after_restart and is_restart(folder)
         if asked is True or restarted:
             found = last_checkpoint(folder, marker=TRAINER_STATE)
             if found is not None and (asked is True or _goes_on(found)):
+                self._warn_of_another_batch(found)
                 return str(found)
             if asked is True:
                 raise ValueError(f"There is no complete checkpoint in {folder}; leave resume_from_checkpoint out to begin.")
         if not asked:
             return None
         check_checkpoint(str(asked))
+        self._warn_of_another_batch(Path(str(asked)))
         return str(asked)
+
+    def _warn_of_another_batch(self, folder: Path) -> None:
+        """Steps count samples: with more or fewer in each, data position and schedule are others than they were."""
+        found = Manifest.load(folder) if self.is_world_process_zero() else None
+        saved, now = None if found is None else found.global_batch_size, self._run.plan.global_batch_size
+        if saved is not None and saved != now:
+            _log.warning(
+                "%s was saved with a global batch of %d samples, this run has %d: data and schedule do not go on where they were. To keep"
+                " it, set OSDPConfig(global_batch_size=%d).",
+                folder, saved, now, saved,
+            )  # fmt: skip
 
 
 def _goes_on(folder: Path) -> bool:

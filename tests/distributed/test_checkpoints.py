@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_osdp.checkpoint.folders import last_checkpoint
+from hf_osdp.checkpoint.finding import last_checkpoint
 from hf_osdp.checkpoint.loop import load_loop, save_loop
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.errors import CheckpointError

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_osdp.checkpoint.folders import check_checkpoint
+from hf_osdp.checkpoint.finding import check_checkpoint
 from hf_osdp.checkpoint.layouts import find_model, find_optimizer
 from hf_osdp.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
 from hf_osdp.checkpoint.safe import load_file

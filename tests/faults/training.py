@@ -20,7 +20,7 @@ import hf_osdp.integration.trainer
 import hf_osdp.integration.trainer_checkpoints
 import hf_osdp.runtime.parallel
 from hf_osdp import OptimalShardedDataParallel, OSDPConfig, Trainer, preset
-from hf_osdp.checkpoint.folders import last_checkpoint
+from hf_osdp.checkpoint.finding import last_checkpoint
 
 STEPS, SAVE_EVERY, LENGTH, SAMPLES = 10, 2, 12, 8
 PHASES = ("planning", "resume", "step", "save")

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from hf_osdp.checkpoint.folders import begin_anew, check_checkpoint, go_on, last_checkpoint, prepare_staging, remove_checkpoint
+from hf_osdp.checkpoint.finding import check_checkpoint, last_checkpoint
+from hf_osdp.checkpoint.folders import prepare_staging, remove_checkpoint
 from hf_osdp.checkpoint.loop import load_loop
 from hf_osdp.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
 from hf_osdp.checkpoint.random_states import load_random_states, save_random_states
+from hf_osdp.checkpoint.starts import begin_anew, go_on
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.errors import CheckpointError
 
