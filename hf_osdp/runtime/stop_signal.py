@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -34,8 +35,8 @@ class StopSignal:
     The ranks' answers travel while the next step runs, so that nobody waits for them: all stop one step after the signal. On CUDA they
     go through the host, and the device's stream is not waited for.
 
-    Outside of the `with`, and in threads other than the main one, SIGTERM does what it did. Where it ended the loop, a further one
-    does nothing any more: a launcher sends it to the other ranks as soon as one has ended, and they may still be writing.
+    Outside of the `with`, in forks, and in threads other than the main one, SIGTERM does what it did. Where it ended the loop, a further
+    one does nothing any more: a launcher sends it to the other ranks as soon as one has ended, and they may still be writing.
     """
 
     def __init__(self) -> None:
@@ -120,6 +121,9 @@ class StopSignal:
         self._ends = False
         self._before = signal.signal(signal.SIGTERM, self._note)
         _Process.listening.append(self)
+        if not _Process.forks_know:
+            os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_give_all_back)
+            _Process.forks_know = True
 
     def _give_the_signal_back(self) -> None:
         if self in _Process.listening:
@@ -133,3 +137,22 @@ class _Process:
 
     listening: ClassVar[list[StopSignal]] = []
     """Who has SIGTERM, the last on top."""
+    forks_know = False
+    mask = threading.local()
+    """What was held back already, before a fork."""
+
+
+def _hold_back() -> None:
+    """SIGTERM waits while a process forks: the fork would lose it before it knows what to do."""
+    _Process.mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _let_through() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _Process.mask.before)
+
+
+def _give_all_back() -> None:
+    """A fork is no rank: a worker that ignored SIGTERM would outlive whoever ends it."""
+    for one in reversed(_Process.listening[:]):
+        one._give_the_signal_back()
+    _let_through()

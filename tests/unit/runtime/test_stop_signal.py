@@ -1,9 +1,11 @@
-"""Who has SIGTERM: while a loop listens and once it has ended."""
+"""Who has SIGTERM: while a loop listens, in its forks, and once it has ended."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import time
 
 import pytest
 
@@ -21,6 +23,21 @@ def came():
 
 def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_fork_ends_by_sigterm_while_a_loop_listens():
+    """Such as a worker that multiprocessing ends, and waits for."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with StopSignal() as stop:
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+        worker.start()
+        worker.terminate()
+        worker.join(5.0)
+        code = worker.exitcode
+        worker.kill()
+        assert code == -signal.SIGTERM
+        terminate()
+        assert stop.received
 
 
 def test_sigterm_does_what_it_did_after_a_loop_that_it_did_not_end(came):
