@@ -19,6 +19,8 @@ _HELLO_S = 5.0
 """For whoever connects to say who it is."""
 _MOST_STRANGERS = 256
 """Connections that have not said so yet, beside those of a line's ranks."""
+_PAUSE_S = 0.1
+"""After one that could not be accepted, such as for want of file descriptors: it is still waiting."""
 
 
 class End(Enum):
@@ -127,7 +129,11 @@ class Hub:
         self._selector.close()
 
     def _accept(self) -> None:
-        connection = Connection(self._listener.accept()[0])
+        try:
+            connection = Connection(self._listener.accept()[0])
+        except OSError:  # out of file descriptors, or it is gone already
+            time.sleep(_PAUSE_S)
+            return
         if len(self._strangers) >= _MOST_STRANGERS + self._world_size:
             connection.close()
             return

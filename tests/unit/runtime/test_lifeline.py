@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -125,6 +126,24 @@ def test_whoever_says_nothing_is_refused(monkeypatch):
     line = Line(2)
     with socket.create_connection((line.host, line.port), timeout=5) as silent:
         assert silent.recv(100) == b""
+    line.hub.over = True
+
+
+def test_a_connection_that_cannot_be_accepted_is_tried_again_and_ends_nothing(monkeypatch):
+    tried, accept = [], socket.socket.accept
+
+    def out_of_files(listener: socket.socket) -> tuple[socket.socket, object]:
+        tried.append(time.monotonic())
+        if len(tried) < 4:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", out_of_files)
+    line = Line(2)
+    spoke = line.spoke(1)
+    assert line.hub.missing(5.0) == [] and len(tried) == 4 and tried[-1] - tried[0] > 0.2
+    spoke.close()
+    assert until(lambda: line.heard) and line.heard[0].end is End.DIED
     line.hub.over = True
 
 
