@@ -44,6 +44,8 @@ class _Process:
     """The one before ours."""
     leaves: int | None = None
     """The process that says goodbye when it ends; a fork does not."""
+    earlier: BaseException | None = None
+    """What an interactive interpreter had shown before; a rank of a notebook is a fork of one."""
 
 
 def join(store: dist.Store, *, rank: int, world_size: int, address: str | None = None) -> None:
@@ -125,7 +127,7 @@ def _hook_the_interpreter() -> None:
         os.register_at_fork(after_in_child=_forget)
     if _Process.leaves != os.getpid():
         # Not atexit, which forks of multiprocessing pass over: ranks of a notebook are such.
-        _Process.leaves = os.getpid()
+        _Process.leaves, _Process.earlier = os.getpid(), _shown_last()
         Finalize(None, _process_ends, exitpriority=0)
 
 
@@ -141,8 +143,11 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 
 def _process_ends() -> None:
-    """At exit; in a rank of a notebook also by an error, on its way to multiprocessing. `sys.exit` by itself is a normal end."""
-    line, error = _Process.line, sys.exc_info()[1]
+    """At exit; in a rank of a notebook also by an error, on its way to multiprocessing. `sys.exit` by itself is a normal end.
+
+    An error may have come by without our hook: other packages put theirs in its place.
+    """
+    line, error = _Process.line, sys.exc_info()[1] or _ended_by()
     if line is None or line.verdict is not None:
         if line is not None:
             line.wait_for_the_new_start()
@@ -153,6 +158,17 @@ def _process_ends() -> None:
         leave()
     else:
         line.fail(error, lambda: None)
+
+
+def _ended_by() -> BaseException | None:
+    """What ended the main thread. Where somebody types, an error ends nothing."""
+    error = _shown_last()
+    return None if error is _Process.earlier or hasattr(sys, "ps1") else error
+
+
+def _shown_last() -> BaseException | None:
+    """The last error that the interpreter showed: `last_exc` from Python 3.12 on."""
+    return getattr(sys, "last_exc", getattr(sys, "last_value", None))
 
 
 def _forget() -> None:

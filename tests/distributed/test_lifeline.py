@@ -115,8 +115,23 @@ def test_an_error_in_one_line_is_said_once(everywhere):
     assert all(one.after_s < ending.END_S for one in ended)
 
 
+def with_another_hook() -> None:
+    rank = start()
+    sys.excepthook = lambda *shown: print("shown elsewhere")
+    if rank == 1:
+        raise KeyError("the reason")
+    time.sleep(60)
+
+
+def test_an_exception_whose_hook_another_package_has_taken():
+    ended = endings(with_another_hook, 2)
+    assert all(one.code == 1 and one.after_s < ending.END_S for one in ended)
+    assert ended[1].output == "shown elsewhere\n" and "failed, and all ranks end: KeyError: 'the reason'" in ended[0].output
+
+
 def one_after_the_other() -> None:
-    """Twice on the line, a fork that lives longer, an error that is caught, and the ranks leave one by one."""
+    """Twice on the line, a fork that lives longer, errors that ended nothing, and the ranks leave one by one."""
+    sys.last_value = KeyError("of a notebook's earlier cell")
     rank = start()
     first = lifeline.current()
     compare_versions()
@@ -131,6 +146,7 @@ def one_after_the_other() -> None:
         os._exit(0)
     dist.barrier()
     time.sleep(0.3 * (1 - rank))
+    assert lifeline.current().verdict is None
     print("done")
 
 

@@ -78,7 +78,8 @@ def as_a_script(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         fn(*args)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
-    except BaseException:
+    except BaseException as error:
+        sys.last_value = error
         sys.excepthook(*sys.exc_info())
         code = 1
     util._exit_function()  # it is registered with atexit
