@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hf_osdp.checkpoint.finding import last_checkpoint
 from hf_osdp.checkpoint.loop import load_loop, save_loop
+from hf_osdp.checkpoint.starts import begin_anew, is_restart
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.errors import CheckpointError
 from hf_osdp.profiling.units import find_units
@@ -115,3 +119,57 @@ def test_what_has_no_state_gets_none(tmp_path):
     for rank in found:
         assert "is not of this model (The optimizer's state of " in rank["line"] and "this optimizer's is" in rank["line"]
         assert {name: error for name, error in rank.items() if name != "line" and error != 0} == {}
+
+
+# ------------------------------------------------------------------------------------------------------- what ranks see of it
+
+
+def counted(folder: str, counts: tuple[str, str]) -> tuple[bool, str | None]:
+    """Where torchrun's two agents count restarts each for itself."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = counts[dist.get_rank()]
+    again = is_restart(folder)
+    begin_anew(folder)
+    found = last_checkpoint(folder)
+    return again, None if found is None else found.name
+
+
+def test_restarts_that_machines_count_differently_are_restarts_on_all(tmp_path):
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "model.safetensors").touch()
+    assert run_ranks(counted, 2, str(tmp_path), ("0", "0")) == [(False, "checkpoint-3")] * 2
+    (tmp_path / ".partial" / "older.json").unlink()  # as if the first start had found nothing
+    for counts in (("0", "1"), ("2", "0")):
+        assert run_ranks(counted, 2, str(tmp_path), counts) == [(True, "checkpoint-3")] * 2
+
+
+def filled(folder: str) -> tuple[str, float]:
+    """The disk has no room for what rank 1 writes in the background, nor for a word of it while the shards lie there."""
+    model, plan = unused_in(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    writes, says = Path.write_bytes, Path.write_text
+
+    def full(path: Path, content) -> int:
+        writes(path, bytes(content)[:10])
+        raise OSError(28, "No space left on device")
+
+    def says_in_time(path: Path, *args, **kwargs) -> int:
+        if list(path.parent.rglob("__1_*.distcp")):
+            raise OSError(28, "No space left on device")
+        return says(path, *args, **kwargs)
+
+    writer = CheckpointWriter(in_background=True)
+    stepped_in(model, optimizer, plan, 0)
+    began = time.monotonic()
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(CheckpointError) as raised:
+        if dist.get_rank() == 1:
+            patched.setattr(Path, "write_bytes", full)
+            patched.setattr(Path, "write_text", says_in_time)
+        save_loop(writer, f"{folder}/checkpoint-1", model, optimizer, others={}, progress={}, sharded=True, plan=plan)
+        writer.wait()
+    return str(raised.value), time.monotonic() - began
+
+
+def test_a_disk_that_is_full_for_one_rank_is_told_of_at_once(tmp_path):
+    (line, waited), (other, _) = run_ranks(filled, 2, str(tmp_path))
+    assert line == other and "could not be written on rank 1 (OSError: [Errno 28] No space left on device)" in line
+    assert waited < 60 and not list(tmp_path.glob(".partial/*")), "the room is free again"

@@ -14,7 +14,6 @@ from hf_osdp.checkpoint.folders import prepare_staging, remove_checkpoint
 from hf_osdp.checkpoint.loop import load_loop
 from hf_osdp.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
 from hf_osdp.checkpoint.random_states import load_random_states, save_random_states
-from hf_osdp.checkpoint.starts import begin_anew, go_on
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.errors import CheckpointError
 
@@ -56,6 +55,13 @@ def test_a_new_one_takes_the_place_of_an_old_one_and_leaves_what_is_not_its(tmp_
     assert (folder / "inside" / "file").read_text() == "new" and (folder / "log.txt").read_text() == "a user's"
     assert (folder / "plots").is_dir()
     check_checkpoint(folder)
+    kept = ("model_best.safetensors", "optimizer_study", "sampler_outputs", "pytorch_model_export", "model-card.md")
+    for name in kept:
+        (folder / name).mkdir() if "." not in name else (folder / name).write_text("a user's")
+    for content in ("newer", "newest"):
+        small(tmp_path, "state", content=content)
+        assert all((folder / name).exists() for name in kept)
+        (folder / MANIFEST_NAME).unlink()  # then names alone tell what is a checkpoint's
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "notes").write_text("a user's, in a folder that is no checkpoint")
@@ -73,6 +79,34 @@ def test_a_replacement_that_was_interrupted_is_finished(tmp_path):
     (tmp_path / "elsewhere").rename(replaced)  # as if it ended after them
     (replaced / "log.txt").write_text("a user's")
     assert last_checkpoint(tmp_path) == folder and (folder / "log.txt").is_file()
+    replaced.parent.mkdir(exist_ok=True)
+    folder.rename(replaced)
+    check_checkpoint(folder)  # one that is asked for by its name
+
+
+def test_what_cannot_be_removed_is_warned_of(tmp_path, monkeypatch, caplog):
+    elsewhere = small(tmp_path, "elsewhere")
+    (tmp_path / "checkpoint-1").symlink_to(elsewhere)
+    remove_checkpoint(tmp_path / "checkpoint-1")
+    assert not (tmp_path / "checkpoint-1").exists() and (elsewhere / MANIFEST_NAME).is_file() and not caplog.text
+    folder = small(tmp_path, "checkpoint-2")
+    monkeypatch.setattr("pathlib.Path.rename", lambda *args: (_ for _ in ()).throw(OSError(39, "Directory not empty")))
+    remove_checkpoint(folder)
+    assert folder.is_dir() and "checkpoint-2 cannot be removed ([Errno 39] Directory not empty); remove it by hand." in caplog.text
+
+
+def test_what_cannot_be_read_is_damage(tmp_path, monkeypatch, caplog):
+    small(tmp_path, "checkpoint-1"), small(tmp_path, "checkpoint-2")
+    read = FileRecord.of
+
+    def bad_sector(path):
+        if "checkpoint-2" in str(path):
+            raise OSError(5, "Input/output error")
+        return read(path)
+
+    monkeypatch.setattr(FileRecord, "of", bad_sector)
+    assert last_checkpoint(tmp_path).name == "checkpoint-1"
+    assert "checkpoint-2 is damaged and passed over: inside/file cannot be read ([Errno 5] Input/output error)" in caplog.text
 
 
 def test_states_of_another_layout_do_not_stay(tmp_path):
@@ -93,32 +127,6 @@ def test_what_is_written_in_the_background_stays_when_the_last_one_is_asked_for(
     staging = prepare_staging(tmp_path / "checkpoint-4")
     assert last_checkpoint(tmp_path) is None
     assert staging.is_dir() and not left.exists(), "only what the interrupted start left goes"
-
-
-def test_a_damaged_note_of_older_checkpoints_is_not_taken_for_none(tmp_path, monkeypatch):
-    small(tmp_path)
-    begin_anew(tmp_path)
-    note = tmp_path / ".partial" / "older.json"
-    note.write_text(note.read_text()[:-4])
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    with pytest.raises(CheckpointError, match=r"older.json is not JSON .* Remove it to go on from the last checkpoint"):
-        last_checkpoint(tmp_path)
-    note.unlink()
-    assert last_checkpoint(tmp_path).name == "checkpoint-1"
-
-
-def test_a_restart_does_not_go_on_from_an_earlier_training(tmp_path, monkeypatch):
-    for name in ("checkpoint-4", "checkpoint-6"):
-        small(tmp_path, name)
-    begin_anew(tmp_path)
-    assert last_checkpoint(tmp_path).name == "checkpoint-6", "one that is asked for"
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    begin_anew(tmp_path)
-    assert last_checkpoint(tmp_path) is None
-    small(tmp_path, "checkpoint-4", content="new")
-    assert last_checkpoint(tmp_path).name == "checkpoint-4", "written again by this training"
-    go_on(tmp_path)
-    assert last_checkpoint(tmp_path).name == "checkpoint-6"
 
 
 def test_what_is_half_removed_or_no_checkpoint_is_passed_over(tmp_path, caplog):
