@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
+
+from accelerate.scheduler import AcceleratedScheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoint.finding import check_checkpoint, last_checkpoint
 from ..checkpoint.folders import numbered_checkpoints, remove_checkpoint
 from ..checkpoint.layouts import Layout, find_model
+from ..checkpoint.manifest import Manifest
 from ..checkpoint.random_states import load_random_states
 from ..checkpoint.states import load_model, load_optimizer
 from ..checkpoint.writer import CheckpointWriter
 from ..errors import CheckpointError
 from ..runtime.agree import on_rank_zero
+from .schedules import Schedule, StepSize, carry_over, own_schedule, positions_factor
 from .stock_states import by_position, own_states, replaced
+
+_log = logging.getLogger(__name__)
 
 
 class AcceleratorCheckpoints:
     """Before `Accelerator` among the bases."""
+
+    def __init__(self, **kwargs: Any):
+        self._schedules: WeakKeyDictionary[AcceleratedScheduler, Schedule] = WeakKeyDictionary()
+        super().__init__(**kwargs)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """As `Accelerator.save_state`; the folder appears when it is complete. Files in it that are no checkpoint's stay.
@@ -55,6 +68,7 @@ class AcceleratorCheckpoints:
         if self.is_fsdp2 or alone:
             _refuse_unused("load_state", kwargs.keys() - {"map_location"})
         by_position(self._models, self._optimizers)
+        was = on_rank_zero(lambda: _step_size(folder))
         hidden = {}
         if alone:
             self._load_alone(folder)  # the stock functions read what one process wrote, and nothing else
@@ -66,6 +80,28 @@ class AcceleratorCheckpoints:
             raise CheckpointError(f"Checkpoint {folder} lacks {Path(error.filename).name}, which this run needs; take another.") from None
         load_random_states(folder, self.process_index)  # the stock loader passes over what it cannot set
         self.step = 0
+        if was is not None:
+            self._carry_over(was, folder)
+
+    def _carry_over(self, was: StepSize, folder: Path) -> None:
+        """Prepared schedulers, to where this number of processes would have them."""
+        now = StepSize(ranks=self.num_processes, samples=None if self._run is None else self._run.plan.global_batch_size)
+        uncounted = self.gradient_accumulation_steps - 1 if self.gradient_state.adjust_scheduler else 0
+        schedules = [self._schedules[scheduler] for scheduler in self._schedulers if scheduler in self._schedules]
+        left = carry_over(schedules, positions_factor(was, now), ranks=now.ranks, uncounted=uncounted)
+        if left and self.is_main_process:
+            _log.warning(
+                "%s was written by %d processes, this run has %d, and the learning rate of %s goes on from the old count; leave it out of"
+                " prepare, give it to register_for_checkpointing, and step it once an optimizer step.",
+                folder, was.ranks, now.ranks, ", ".join(left),
+            )  # fmt: skip
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
+        """As stock."""
+        prepared = super().prepare_scheduler(scheduler)
+        if prepared not in self._schedules and (own := own_schedule(prepared)) is not None:
+            self._schedules[prepared] = own
+        return prepared
 
     def _load_alone(self, folder: Path) -> None:
         """What several ranks wrote, into one process that nothing is sharded in."""
@@ -105,6 +141,12 @@ class AcceleratorCheckpoints:
 
     def _naming_folder(self) -> Path:
         return Path(self.project_dir) / "checkpoints"
+
+
+def _step_size(folder: Path) -> StepSize | None:
+    """Of the run that wrote a checkpoint; None where it does not say."""
+    manifest = Manifest.load(folder)
+    return None if manifest is None else StepSize(ranks=manifest.world_size, samples=manifest.global_batch_size)
 
 
 def _refuse_unused(function: str, names: Iterable[str]) -> None:

@@ -1,0 +1,139 @@
+"""Prepared schedulers after a change of the number of processes.
+
+Accelerate steps a prepared scheduler once for each process in every optimizer step, so that a position stands for G/W samples (G samples
+of an optimizer step, W processes). A checkpoint of G and W is at p; a run of G' and W' that was never interrupted would be at
+p · (G/W) / (G'/W'), with lengths (`T_max`, milestones) of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from accelerate.scheduler import AcceleratedScheduler
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
+
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+"""What schedulers keep in an optimizer's groups."""
+_BY_POSITION = (LambdaLR, OneCycleLR, CyclicLR)
+"""Their rates follow from the position alone. Others are stepped there: 7 µs a step, and to the bit what a run without a break has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSize:
+    """An optimizer step of a run."""
+
+    ranks: int
+    samples: int | None
+    """Over all ranks; None where no plan says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A prepared scheduler as this run made it."""
+
+    scheduler: LRScheduler
+    state: dict[str, Any]
+    rates: tuple[dict[str, Any], ...]
+    """Of each group of its optimizer."""
+    position: int | None
+    """None where it counts none."""
+
+
+def positions_factor(was: StepSize, now: StepSize) -> Fraction | None:
+    """What positions of a checkpoint are to be multiplied by; None where nobody knows.
+
+    Args:
+        was: of the run that wrote it.
+        now: of this run.
+    """
+    if was.samples is not None and now.samples is not None:
+        return Fraction(was.samples * now.ranks, was.ranks * now.samples)
+    return Fraction(1) if was.ranks == now.ranks else None
+
+
+def own_schedule(prepared: Any) -> Schedule | None:
+    """A scheduler that goes by the number of processes, with what loading would overwrite.
+
+    Args:
+        prepared: Accelerate's, before its first step.
+
+    Returns:
+        None for one that steps once in an optimizer step, or when the loop says.
+    """
+    if not isinstance(prepared, AcceleratedScheduler) or not prepared.step_with_optimizer or prepared.split_batches:
+        return None
+    scheduler = prepared.scheduler
+    rates = tuple({key: deepcopy(group[key]) for key in _RATES if key in group} for group in scheduler.optimizer.param_groups)
+    return Schedule(scheduler=scheduler, state=deepcopy(scheduler.state_dict()), rates=rates, position=_position(scheduler))
+
+
+def carry_over(schedules: Sequence[Schedule], factor: Fraction | None, *, ranks: int, uncounted: int) -> list[str]:
+    """After a checkpoint was loaded: set schedulers, and rates of their optimizers, to where this run would have them.
+
+    Args:
+        schedules: this run's own.
+        factor: of positions.
+        ranks: of this run.
+        uncounted: calls in an optimizer step that Accelerate counts without a step.
+
+    Returns:
+        Of each scheduler that stays as it was saved, which and why.
+    """
+    if factor == 1:
+        return []
+    targets, left = [], []
+    for schedule in schedules:
+        target, problem = _target(schedule, factor)
+        if problem is None:
+            targets.append((schedule, target))
+        else:
+            left.append(f"{type(schedule.scheduler).__name__} ({problem})")
+    for schedule, _ in targets:  # all before the first step: several may change the rates of one optimizer
+        for group, rates in zip(schedule.scheduler.optimizer.param_groups, schedule.rates, strict=True):
+            group.update(deepcopy(rates))
+        schedule.scheduler.load_state_dict(deepcopy(schedule.state))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no optimizer step went before
+        for schedule, target in targets:
+            _advance(schedule, target)
+            if hasattr(schedule.scheduler, "_step_count"):
+                schedule.scheduler._step_count = 1 + target + target // ranks * uncounted
+    return left
+
+
+def _target(schedule: Schedule, factor: Fraction | None) -> tuple[int, str | None]:
+    """Where a scheduler is to be, or why that cannot be had."""
+    saved, step = _position(schedule.scheduler), inspect.signature(schedule.scheduler.step).parameters.values()
+    if saved is None or any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in step):
+        return 0, "it goes by metrics or calls, not by a position"
+    if factor is None:
+        return 0, "the samples of an optimizer step are not known"
+    target = round(saved * factor)
+    if isinstance(schedule.scheduler, OneCycleLR):
+        target = min(target, schedule.state["total_steps"])  # Accelerate does not step it any further
+    if schedule.position > target and not isinstance(schedule.scheduler, _BY_POSITION):
+        return 0, f"it begins at {schedule.position}, past {target}"
+    return target, None
+
+
+def _advance(schedule: Schedule, target: int) -> None:
+    if isinstance(schedule.scheduler, _BY_POSITION):
+        schedule.scheduler.last_epoch = target - 1
+        schedule.scheduler.step()
+        return
+    for _ in range(target - schedule.position):
+        schedule.scheduler.step()
+
+
+def _position(scheduler: LRScheduler) -> int | None:
+    """Chained schedulers count for themselves."""
+    if hasattr(scheduler, "last_epoch"):
+        return scheduler.last_epoch
+    several = getattr(scheduler, "_schedulers", ())
+    return _position(several[0]) if several else None
