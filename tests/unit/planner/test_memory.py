@@ -128,6 +128,12 @@ def test_moments_are_forward_then_backward_reversed_then_reduce_then_optimizer()
     assert [m.unit for m in moments if m.phase == "backward"] == ["(root)", "b3", "b2", "b1", "b0"]
 
 
+def test_every_unit_has_one_choice():
+    for choices in (everywhere(blocks(), 1)[:-1], everywhere(blocks(), 1) * 2):
+        with pytest.raises(ValueError, match="zip"):
+            estimate_memory(blocks(), choices, 1, JOB, ONCE)
+
+
 def test_states_are_there_at_every_moment():
     description = transformer()
     for g in (1, 2, 4):

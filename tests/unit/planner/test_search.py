@@ -128,6 +128,16 @@ def test_the_least_is_that_of_the_best_batch_not_of_the_lowest_floor(seed):
     assert least_memory(model, hardware, job) == min(of_batch) < max(of_batch)
 
 
+@pytest.mark.parametrize("seed", [211, 241])
+def test_the_least_is_that_of_a_plan_which_fits_the_host(seed):
+    """Instances whose most frugal choices take more of the host's memory than there is."""
+    model, hardware, job, _ = instance(seed)
+    least = least_memory(model, hardware, job)
+    assert search(model, hardware, job, least).plan.peak_bytes == least
+    with pytest.raises(InfeasibleError):
+        search(model, hardware, job, least - 1)
+
+
 @pytest.mark.parametrize("proven", [(True, False), (False, True), (True, True)])
 def test_a_plan_is_proven_where_every_solution_was(proven, monkeypatch):
     hardware, job = machine(1, 4), TrainingJob(global_batch_size=64)
