@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -29,6 +30,7 @@ from ..runtime.measure import Observation
 from ..runtime.roll_call import compare_versions, roll_call
 from ..runtime.scaler import OSDPGradScaler
 from ..runtime.state import full_state_dict
+from ..runtime.stop_signal import Stopped
 from ..runtime.watch import LoopWatch
 from .announce import announce_plan, announce_result, shown_while_planning
 from .before_start import frozen_given, project_folder
@@ -88,6 +90,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         self._watch: LoopWatch | None = None
         self._measured: Observation | None = None
         self._writer: CheckpointWriter | None = None
+        self._earlier_error = id(sys.exc_info()[1])  # that is being handled: a training that failed before this one
         formed = dist.is_initialized()
         with nullcontext() if _meets_elsewhere(kwargs.get("kwargs_handlers")) else roll_call():
             super().__init__(fsdp_plugin=plugin, cpu=cpu, **kwargs)
@@ -302,7 +305,16 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
 
     def end_training(self) -> None:
         """As stock; the last checkpoint is complete then, and a loop of fewer steps than are watched tells its estimate beside its
-        measurement here."""
+        measurement here.
+
+        While an exception is on its way, as in a `finally`, other ranks may be elsewhere: only trackers end then. `StopSignal.exit` is a
+        normal end.
+        """
+        error = sys.exc_info()[1]
+        if error is not None and id(error) != self._earlier_error and not isinstance(error, Stopped):
+            for tracker in self.trackers:
+                tracker.finish()
+            return
         if self._watch is not None:
             self._watch.finish()
         if self._writer is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from types import FrameType, TracebackType
 from typing import ClassVar
@@ -16,6 +15,10 @@ from .background import wait_for_all
 
 EXIT_CODE = 128 + signal.SIGTERM
 """What a shell reports of a process that SIGTERM ended: the launcher knows that the run is not over."""
+
+
+class Stopped(SystemExit):
+    """SIGTERM ended the loop, at the same step on every rank."""
 
 
 class StopSignal:
@@ -91,13 +94,13 @@ class StopSignal:
         Collective where a checkpoint is still being written in the background: it is complete then.
 
         Raises:
-            SystemExit: SIGTERM ended the loop.
+            Stopped: SIGTERM ended the loop.
             CheckpointError: the checkpoint could not be written; on every rank.
         """
         if self.stopped:
             self._ends = True
             wait_for_all()
-            sys.exit(EXIT_CODE)
+            raise Stopped(EXIT_CODE)
 
     def agreed(self) -> bool:
         """Whether a rank had its signal before the step before this one ended; the same on every rank. Collective, once a step."""

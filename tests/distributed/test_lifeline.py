@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from benchmarks.two_machines import emulate
 from hf_osdp.errors import PlanError, PlanMismatchError
+from hf_osdp.integration.accelerator import OSDPAccelerator
 from hf_osdp.integration.config import OSDPConfig
 from hf_osdp.integration.exits import run_script
 from hf_osdp.planner.plan import Plan, UnitDecision
@@ -23,6 +24,7 @@ from hf_osdp.runtime import ending, lifeline
 from hf_osdp.runtime.agree import on_rank_zero, require_same_run
 from hf_osdp.runtime.environment import form_process_group
 from hf_osdp.runtime.roll_call import compare_versions
+from hf_osdp.runtime.watch import LoopWatch
 from tests.helpers.distributed import run_ranks
 from tests.helpers.ending import die, endings
 
@@ -127,6 +129,31 @@ def test_an_exception_whose_hook_another_package_has_taken():
     ended = endings(with_another_hook, 2)
     assert all(one.code == 1 and one.after_s < ending.END_S for one in ended)
     assert ended[1].output == "shown elsewhere\n" and "failed, and all ranks end: KeyError: 'the reason'" in ended[0].output
+
+
+def in_a_finally(folder: str) -> None:
+    """Ranks come together for the end of a checkpoint in the background, and for what the loop's first steps took."""
+    ending._GRACE_S = 0.5
+    accelerator = OSDPAccelerator(cpu=True, osdp={"async_save": True})
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    accelerator._watch = LoopWatch(model, torch.device("cpu"), accelerator._tell)
+    try:
+        model(torch.zeros(1, 2)).sum().backward()
+        optimizer.step()
+        accelerator.save_state(folder)
+        if accelerator.process_index == 1:
+            raise KeyError("the reason")
+        time.sleep(60)
+    finally:
+        accelerator.end_training()
+
+
+def test_an_exception_on_its_way_through_the_end_of_training(tmp_path):
+    ended = endings(in_a_finally, 2, str(tmp_path / "checkpoint"))
+    assert all(one.code == 1 and one.after_s < ending.END_S for one in ended)
+    assert ended[1].output.endswith("KeyError: 'the reason'\n") and "onnection" not in ended[1].output
+    assert said_before(ended[0].output) and "failed, and all ranks end: KeyError: 'the reason'" in ended[0].output
 
 
 def one_after_the_other() -> None:

@@ -1,4 +1,4 @@
-"""Which errors end a script in one line, and which keep their traceback."""
+"""Which errors end a script in one line, which keep their traceback, and what the end of training waits for on their way."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import json
 import pytest
 
 from hf_osdp.errors import PlanError
+from hf_osdp.integration.accelerator import OSDPAccelerator
 from hf_osdp.integration.config import OSDPConfig
 from hf_osdp.integration.exits import USER_ERROR, run_script
+from hf_osdp.runtime.stop_signal import EXIT_CODE, Stopped
 
 
 def refused_by_the_package():
@@ -55,3 +57,44 @@ def is_a_bug():
 def test_other_errors_keep_their_traceback(main, kind):
     with pytest.raises(kind):
         run_script(main)
+
+
+class Ends:
+    """A writer and a tracker whose ends are counted."""
+
+    def __init__(self):
+        self.waited = self.finished = 0
+
+    def wait(self):
+        self.waited += 1
+
+    def finish(self):
+        self.finished += 1
+
+
+def watched() -> tuple[OSDPAccelerator, Ends]:
+    accelerator, ends = OSDPAccelerator(cpu=True, osdp={}), Ends()
+    accelerator._writer, accelerator.trackers = ends, [ends]
+    return accelerator, ends
+
+
+@pytest.mark.parametrize(
+    ("error", "waited"), [(KeyError("lost"), 0), (KeyboardInterrupt(), 0), (SystemExit(EXIT_CODE), 0), (Stopped(EXIT_CODE), 1)]
+)
+def test_the_end_of_training_waits_for_nobody_while_an_error_is_on_its_way(error, waited):
+    accelerator, ends = watched()
+    with pytest.raises(type(error)):
+        try:
+            raise error
+        finally:
+            accelerator.end_training()
+    assert (ends.waited, ends.finished) == (waited, 1)
+
+
+def test_the_end_of_training_is_a_whole_one_where_another_training_failed_before_it():
+    try:
+        raise MemoryError
+    except MemoryError:
+        accelerator, ends = watched()
+        accelerator.end_training()
+    assert (ends.waited, ends.finished) == (1, 1)
