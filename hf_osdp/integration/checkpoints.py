@@ -17,12 +17,13 @@ from ..checkpoint.folders import numbered_checkpoints, remove_checkpoint
 from ..checkpoint.layouts import Layout, find_model
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.random_states import load_random_states
-from ..checkpoint.states import load_model, load_optimizer
+from ..checkpoint.states import load_model, load_optimizer, save_optimizer
 from ..checkpoint.writer import CheckpointWriter
 from ..errors import CheckpointError
 from ..runtime.agree import on_rank_zero
+from .plugin import writes_shards
 from .schedules import Schedule, StepSize, carry_over, own_schedule, positions_factor
-from .stock_states import by_position, own_states, replaced
+from .stock_states import by_position, model_of, own_states, replaced
 
 _log = logging.getLogger(__name__)
 
@@ -47,8 +48,15 @@ class AcceleratorCheckpoints:
         folder = on_rank_zero(lambda: self._new_folder(output_dir))
         by_position(self._models, self._optimizers)
         with self._checkpoint_writer().new(folder, plan=None if self._run is None else self._run.plan) as staging:
-            with replaced(self.project_configuration, automatic_checkpoint_naming=False), own_states(staging.file_system):
+            hidden = {"_optimizers": []} if self.is_fsdp2 else {}  # the stock functions take as many models as optimizers
+            naming = replaced(self.project_configuration, automatic_checkpoint_naming=False)
+            with naming, own_states(staging.file_system), replaced(self, **hidden):
                 super().save_state(str(staging.path), safe_serialization, **kwargs)
+            for index, optimizer in enumerate(self._optimizers if self.is_fsdp2 else ()):
+                save_optimizer(
+                    staging.path, model_of(optimizer, self._models), optimizer,
+                    sharded=writes_shards(self.state.fsdp_plugin), index=index, files=staging.file_system,
+                )  # fmt: skip
         self._keep_limit()
         return str(folder)
 
@@ -69,13 +77,16 @@ class AcceleratorCheckpoints:
             _refuse_unused("load_state", kwargs.keys() - {"map_location"})
         by_position(self._models, self._optimizers)
         was = on_rank_zero(lambda: _step_size(folder))
-        hidden = {}
-        if alone:
-            self._load_alone(folder)  # the stock functions read what one process wrote, and nothing else
+        hidden = {"_optimizers": []} if self.is_fsdp2 else {}
+        if alone:  # the stock functions read what one process wrote, and nothing else
+            for index, model in enumerate(self._models):
+                load_model(folder, model, index=index)
             hidden = {"_models": [], "_optimizers": []}
         try:
             with own_states(), replaced(self, **hidden):
                 super().load_state(str(folder), load_kwargs, **kwargs)
+            for index, optimizer in enumerate(self._optimizers if hidden else ()):
+                load_optimizer(folder, model_of(optimizer, self._models), optimizer, index=index)
         except FileNotFoundError as error:
             raise CheckpointError(f"Checkpoint {folder} lacks {Path(error.filename).name}, which this run needs; take another.") from None
         load_random_states(folder, self.process_index)  # the stock loader passes over what it cannot set
@@ -102,13 +113,6 @@ class AcceleratorCheckpoints:
         if prepared not in self._schedules and (own := own_schedule(prepared)) is not None:
             self._schedules[prepared] = own
         return prepared
-
-    def _load_alone(self, folder: Path) -> None:
-        """What several ranks wrote, into one process that nothing is sharded in."""
-        for index, model in enumerate(self._models):
-            load_model(folder, model, index=index)
-        for index, optimizer in enumerate(self._optimizers):
-            load_optimizer(folder, self._models[min(index, len(self._models) - 1)], optimizer, index=index)
 
     def _checkpoint_writer(self) -> CheckpointWriter:
         if self._writer is None:

@@ -97,6 +97,12 @@ def by_position(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
             keep_positions(optimizer, model)
 
 
+def model_of(optimizer: Any, models: Sequence[nn.Module]) -> nn.Module:
+    """The model that an optimizer has parameters of; a model may have several optimizers, each with a part."""
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return next((model for model in models if any(id(parameter) in own for parameter in model.parameters())), models[-1])
+
+
 def is_adapted(model: nn.Module) -> bool:
     """Whether a model has peft's adapters, which are all that its checkpoints hold."""
     return hasattr(model, "peft_config")

@@ -222,6 +222,50 @@ def test_a_prepared_scheduler_goes_on_on_other_numbers_of_ranks(tmp_path, caplog
     assert caplog.text.count("was written by") == 1
 
 
+def by_two_optimizers(folder: str) -> dict[str, list[float]]:
+    """One optimizer for a block, another for the rest: losses after a checkpoint of each layout, and again once it is loaded."""
+    world = launched_world_size()
+    accelerator = OSDPAccelerator(osdp={"hardware": preset("cpu", devices_per_node=world), "strategy": "fsdp", "compare": False}, cpu=True)
+    model = core_model("gpt2", layers=1, seed=world)
+    block = list(model.transformer.h.parameters())
+    rest = [parameter for parameter in model.parameters() if all(parameter is not other for other in block)]
+    optimizers = [torch.optim.AdamW(block, lr=1e-2), torch.optim.SGD(rest, lr=1e-1, momentum=0.9)]
+    accelerator.plan(model, sequence_length=8, global_batch_size=4, optimizer=optimizers[0])
+    model, *optimizers = accelerator.prepare(model, *optimizers)
+
+    def losses(steps: range) -> list[float]:
+        found = []
+        for step in steps:
+            loss = tiny_loss(model, tiny_batch(step, part=launched_rank(), parts=world))
+            accelerator.backward(loss)
+            found.append(accelerator.reduce(loss.detach(), "mean").item())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return found
+
+    found = {}
+    for start, layout in ((0, SHARDED), (6, WHOLE)):
+        if world > 1:
+            losses(range(start, start + 3))
+            accelerator.plugin.set_state_dict_type(layout)
+            accelerator.save_state(f"{folder}/{layout}")
+            found[layout] = losses(range(start + 3, start + 6))
+        accelerator.load_state(f"{folder}/{layout}")
+        found[f"{layout} again"] = losses(range(start + 3, start + 6))
+    return found
+
+
+def test_two_optimizers_of_one_model_are_saved_and_go_on_in_both_layouts(tmp_path):
+    for found in run_ranks(by_two_optimizers, 2, str(tmp_path), init=False):
+        want = {layout: found[layout] for layout in (SHARDED, WHOLE)}
+        assert {layout: found[f"{layout} again"] for layout in want} == want
+    assert by_two_optimizers(str(tmp_path)) == {f"{layout} again": pytest.approx(losses, abs=1e-12) for layout, losses in want.items()}
+    for names in (("optimizer_0", "optimizer_1"), ("optimizer.bin", "optimizer_1.bin")):
+        layout = tmp_path / (SHARDED if names[0].endswith("0") else WHOLE)
+        assert all((layout / name).exists() for name in names)
+
+
 # ------------------------------------------------------------------------------------------------------ stock FSDP2 states
 
 
