@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -31,6 +32,8 @@ from .roll_call import compare_versions
 from .stores import are_several, call_space, confer
 
 T = TypeVar("T")
+_SAME_MEMORY = 0.02
+"""A share: devices of one name whose memory differs by less are of one kind."""
 
 _SHARED_ERRORS: dict[str, type[Exception]] = {
     cls.__name__: cls
@@ -144,24 +147,60 @@ def require_same(said: Mapping[str, str]) -> None:
 
 
 def require_same_run(model: nn.Module, *asked: object, **more: object) -> None:
-    """Before planning: the ranks' versions, models and options. From here on a rank that ends ends all. Collective, without a collective.
+    """Before planning: the ranks' versions, models, options and devices. From here on a rank that ends ends all. Collective, without a
+    collective.
 
     Args:
         model: not yet sharded.
         *asked: dataclasses of options. Of objects among them, and of `memory_limit`, which may be measured, it counts only whether
-            they are there; of `sequence_length`, which may be read from the data, nothing.
+            they are there; of `sequence_length`, which may be read from the data, nothing. With a `device_type` of `cuda` the devices'
+            names count, and their memory where it differs by 2 % or more.
         **more: further options.
 
     Raises:
         LaunchError: versions differ.
-        PlanMismatchError: models or options do.
+        PlanMismatchError: models, options or devices do.
     """
     if not are_several():
         return
     compare_versions()
     options = {field.name: getattr(one, field.name) for one in asked for field in fields(one)} | more
     texts = {name: _option_text(name, value) for name, value in options.items() if name != "sequence_length"}
-    require_same({"the model": _model_text(model), **texts})
+    mine = {"said": {"the model": _model_text(model), **texts}, "device": _own_device(options.get("device_type"))}
+    if line := confer(call_space(), mine, _judged):
+        raise PlanMismatchError(line)
+
+
+def _own_device(device_type: object) -> tuple[str, int] | None:
+    """Name and MiB of this rank's GPU; None without one. Processors and their memory may differ."""
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return found.name, round(found.total_memory / 2**20)
+
+
+def _judged(reports: Sequence[Mapping[str, Any]]) -> str | None:
+    """What is wrong with what ranks say of themselves."""
+    devices = _device_texts([report["device"] for report in reports])
+    line = mismatch_line([{**report["said"], "the device": text} for report, text in zip(reports, devices, strict=True)])
+    differ = len(set(devices) - {""}) > 1
+    return f"{line} Plans are made for devices of one kind; CUDA_VISIBLE_DEVICES chooses those of a machine." if differ else line
+
+
+def _device_texts(devices: Sequence[tuple[str, int] | None]) -> list[str]:
+    """Devices of one kind get one text: that of the first of this name and of nearly this memory."""
+    kinds: list[tuple[str, int]] = []
+    texts = []
+    for device in devices:
+        if device is None:
+            texts.append("")
+            continue
+        name, mib = device
+        kind = next((kind for kind in kinds if kind[0] == name and abs(kind[1] - mib) < _SAME_MEMORY * max(kind[1], mib)), None)
+        if kind is None:
+            kinds.append(kind := (name, mib))
+        texts.append(f"{kind[0]} with {kind[1]} MiB")
+    return texts
 
 
 def _model_text(model: nn.Module) -> str:

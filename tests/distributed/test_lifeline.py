@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -252,6 +253,37 @@ def test_ranks_that_are_about_to_run_different_things_stop_with_one_line(tmp_pat
     assert f"plan is {first} on ranks 0, 2, left out on rank 1." in lines["no plan"]
     assert f"plan is {first} on rank 0, {other} on rank 1." in lines["file"], "rank 2 has no such file, and takes rank 0's"
     assert "strategy is 'osdp' on ranks 0, 2, 'ddp' on rank 1." in lines["options"]
+
+
+GPUS = {
+    "name": ("NVIDIA A100-SXM4-80GB", 85_000_000_000, "Tesla V100-SXM2-16GB", 17_000_000_000),
+    "memory": ("NVIDIA A100", 40 * 2**30, "NVIDIA A100", 39 * 2**30),
+    "nearly the same": ("NVIDIA A100", 40 * 2**30, "NVIDIA A100", 40 * 2**30 - 2**29),
+}  # fmt: skip
+
+
+def on_gpus() -> dict[str, str]:
+    rank = start()
+    found = {}
+    torch.cuda.is_available, torch.cuda.current_device = lambda: True, lambda: 0
+    for name, (*first, other_name, other_memory) in GPUS.items():
+        own = SimpleNamespace(**dict(zip(("name", "total_memory"), (other_name, other_memory) if rank == 1 else first, strict=True)))
+        torch.cuda.get_device_properties = lambda device, own=own: own
+        found[name] = line_of(None, device_type="cuda")
+        found[f"{name}, on the CPU"] = line_of(None, device_type="cpu")
+    return found
+
+
+def test_gpus_of_two_kinds_stop_all_ranks():
+    lines, same = run_ranks(on_gpus, 2, init=False)
+    assert lines == same
+    said = (
+        "Ranks are about to run different things: the device is {} on rank 0, {} on rank 1. Run the same program with the same arguments"
+        " on every rank. Plans are made for devices of one kind; CUDA_VISIBLE_DEVICES chooses those of a machine."
+    )
+    assert lines.pop("name") == said.format("NVIDIA A100-SXM4-80GB with 81062 MiB", "Tesla V100-SXM2-16GB with 16212 MiB")
+    assert lines.pop("memory") == said.format("NVIDIA A100 with 40960 MiB", "NVIDIA A100 with 39936 MiB")
+    assert len(lines) == 4 and not any(lines.values())
 
 
 # -------------------------------------------------------------------------------------------------------- real launchers
