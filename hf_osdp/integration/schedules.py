@@ -110,7 +110,7 @@ def carry_over(schedules: Sequence[Schedule], factor: Fraction | None, *, ranks:
 def _target(schedule: Schedule, factor: Fraction | None) -> tuple[int, str | None]:
     """Where a scheduler is to be, or why that cannot be had."""
     saved, step = _position(schedule.scheduler), inspect.signature(schedule.scheduler.step).parameters.values()
-    if saved is None or any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in step):
+    if saved is None or any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in step):
         return 0, "it goes by metrics or calls, not by a position"
     if factor is None:
         return 0, "the samples of an optimizer step are not known"
