@@ -8,7 +8,8 @@ import sys
 
 import torch
 
-from hf_osdp import restart_count, roll_call
+from hf_osdp import roll_call
+from hf_osdp.runtime.restarts import restart_count
 from tests.faults import training
 
 
