@@ -25,8 +25,10 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from importlib import metadata
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ..errors import LaunchError
 from . import lifeline
@@ -43,7 +45,7 @@ from .rank_reports import (
     twice_line,
     unreachable_line,
 )
-from .stores import are_several, call_space, confer, wait_for
+from .stores import are_several, call_space, confer, keeps_store, set_start, wait_for
 
 COMPARED = ("hf_osdp", "torch", "accelerate", "transformers")
 """Packages that all ranks must have in one version."""
@@ -56,7 +58,7 @@ _READ_S = 5.0
 """How long rank 0 waits for others to read the outcome, and how much longer than rank 0 others wait for it."""
 _GLOO_SIGNS = ("Gloo connectFullMesh failed", "Unable to find address for")
 """What gloo says where ranks do not reach each other, or an interface does not exist."""
-_CHAIR, _OUTCOME, _OBJECTION = "chair", "outcome", "objection"
+_CHAIR, _NAME, _OUTCOME, _OBJECTION = "chair", "name", "outcome", "objection"
 
 
 @contextmanager
@@ -88,13 +90,35 @@ def roll_call(*, timeout_s: float | None = None) -> Iterator[None]:
     space = meet(store, launch, mine, limit_s)
     lifeline.join(space, rank=launch.rank, world_size=launch.world_size, address=launch.address)
     try:
-        yield
+        with _empty_store(space.get(_NAME).decode()):
+            yield
     except RuntimeError as failed:
         if any(sign in str(failed) for sign in _GLOO_SIGNS):
             raise LaunchError(gloo_line(mine, interface=os.environ.get("GLOO_SOCKET_IFNAME"), reason=str(failed))) from failed
         raise
     finally:
         del store  # not before: the group's own store has joined the server by now
+
+
+@contextmanager
+def _empty_store(name: str) -> Iterator[None]:
+    """Within, `env://` gives the process group a part of torchrun's store in which nothing stands yet: after a restart gloo would find
+    addresses there, and NCCL its name, of processes that have ended, and wait for them."""
+    if not keeps_store():
+        yield
+        return
+    set_start(name)
+    stock = distributed_c10d.rendezvous
+
+    def rendezvous(*args: Any, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
+        for store, rank, world_size in stock(*args, **options):
+            yield dist.PrefixStore(f"hf_osdp/group/{name}", store), rank, world_size
+
+    distributed_c10d.rendezvous = rendezvous
+    try:
+        yield
+    finally:
+        distributed_c10d.rendezvous = stock
 
 
 def meet(store: dist.Store, launch: Launch, mine: RankReport, limit_s: float) -> dist.Store:
@@ -149,6 +173,7 @@ def _preside(hall: dist.Store, launch: Launch, mine: RankReport, limit_s: float)
     """Rank 0: collect the reports, decide, and see the decision read. Returns the error, if there is one, and where this was."""
     chair = {"space": uuid.uuid4().hex, "host": mine.host, "world_size": launch.world_size}
     space = dist.PrefixStore(chair["space"], hall)
+    space.set(_NAME, chair["space"])
     hall.set(_CHAIR, json.dumps(chair))
     others = range(1, launch.world_size)
     objection = _collect(hall, space, chair, others, limit_s)

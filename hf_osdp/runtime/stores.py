@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +19,8 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.2
 """Between two looks into the store: short while ranks come together, then rare enough for a thousand ranks."""
 _CONFER_S = 1800.0
 """How long ranks wait for each other, as long as torch's own collectives do by default."""
+
+_start: str | None = None
 
 
 def wait_for(store: dist.Store, keys: Sequence[str], seconds: float, *, ended: Callable[[], None] | None = None) -> bool:
@@ -60,9 +64,33 @@ def are_several() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
 
 
+def keeps_store() -> bool:
+    """Whether torchrun hosts the store: over its restarts it keeps one, and what stands in it (pytorch issue 135712)."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def set_start(name: str) -> None:
+    """Name this start of the ranks, the same on all and another after a restart."""
+    global _start
+    _start = name
+
+
+def _start_name() -> str:
+    if _start is None:
+        names = [uuid.uuid4().hex if keeps_store() else ""]
+        if keeps_store():
+            try:
+                dist.broadcast_object_list(names, src=0)
+            except RuntimeError as error:  # as gloo ends a collective that waits for a rank which has ended
+                raise LaunchError(ended_line(reason=str(error))) from None
+        set_start(names[0])
+    return _start or ""
+
+
 def call_space() -> dist.Store:
-    """An empty part of the process group's store, the same on every rank that calls this as often. It needs no collective."""
-    calls = dist.PrefixStore("hf_osdp/calls", dist.distributed_c10d._get_default_store())
+    """An empty part of the process group's store, the same on every rank that calls this as often. It needs no collective, but for the
+    first one where torchrun hosts the store and the group was not formed in `roll_call`."""
+    calls = dist.PrefixStore(f"hf_osdp/calls/{_start_name()}", dist.distributed_c10d._get_default_store())
     number = calls.add(f"of_rank/{dist.get_rank()}", 1)
     return dist.PrefixStore(str(number), calls)
 

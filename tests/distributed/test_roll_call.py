@@ -14,6 +14,7 @@ from hf_osdp.errors import LaunchError
 from hf_osdp.runtime import roll_call as roll_call_module
 from hf_osdp.runtime.environment import form_process_group
 from hf_osdp.runtime.roll_call import compare_versions, own_versions, roll_call
+from hf_osdp.runtime.stores import call_space, confer
 from tests.helpers.distributed import run_ranks
 
 
@@ -74,3 +75,32 @@ def _form_refused() -> str:
 def test_a_missing_rank_ends_the_others_with_one_line():
     lines = run_ranks(_form_refused, 2, init=False, env={"WORLD_SIZE": "3", "OSDP_LAUNCH_TIMEOUT_S": "1"})
     assert lines[0] == lines[1] and lines[0].startswith("1 of 3 ranks did not report within 1 s: rank 2 (ranks 0-1 on")
+
+
+def _what_stands_there() -> list[bool]:
+    """Two starts in one store of torchrun's: whether the group of each finds what the start before wrote."""
+    rank, found = int(os.environ["RANK"]), []
+    for _ in range(2):
+        with roll_call():
+            store = next(dist.distributed_c10d.rendezvous("env://", rank, 2))[0]
+            found.append(store.check([f"address/{rank}"]))
+            store.set(f"address/{rank}", "of a process that ends")
+            dist.init_process_group("gloo")
+        dist.destroy_process_group()
+    return found
+
+
+def test_a_restart_finds_nothing_of_the_start_before_in_torchruns_store():
+    assert run_ranks(_what_stands_there, 2, init=False) == [[False, False]] * 2
+
+
+def _calls_after(counted: int) -> str:
+    """A group formed without a roll call, where ranks called each other unequally often in the start before."""
+    dist.init_process_group("gloo")
+    calls = dist.PrefixStore("hf_osdp/calls", dist.distributed_c10d._get_default_store())
+    calls.add(f"of_rank/{dist.get_rank()}", dist.get_rank() * counted)
+    return str(confer(call_space(), dist.get_rank(), lambda said: f"heard {said}"))
+
+
+def test_calls_of_the_start_before_do_not_count():
+    assert run_ranks(_calls_after, 2, 3, init=False, timeout_s=30) == ["heard [0, 1]"] * 2

@@ -14,7 +14,7 @@ from tests.faults import training
 
 
 def main(loop: str, folder: str, step: str | None = None) -> None:
-    """Train; rank 1 is killed when it begins the given step, unless this is a restart."""
+    """Train; rank 1 is killed before the given update, unless this is a restart."""
     torch.set_num_threads(1)
     if step is not None and os.environ["RANK"] == "1" and not restart_count():
         _killed_in_step(int(step))
@@ -26,14 +26,14 @@ def main(loop: str, folder: str, step: str | None = None) -> None:
 
 def _killed_in_step(step: int) -> None:
     steps = iter(range(1, step))
-    zero_grad = torch.optim.AdamW.zero_grad
+    update = torch.optim.AdamW.step
 
-    def counted(self: torch.optim.Optimizer, *args: object, **kwargs: object) -> None:
+    def counted(self: torch.optim.Optimizer, *args: object, **kwargs: object) -> object:
         if next(steps, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
-        zero_grad(self, *args, **kwargs)
+        return update(self, *args, **kwargs)
 
-    torch.optim.AdamW.zero_grad = counted
+    torch.optim.AdamW.step = counted
 
 
 if __name__ == "__main__":
