@@ -124,22 +124,26 @@ def test_what_has_no_state_gets_none(tmp_path):
 # ------------------------------------------------------------------------------------------------------- what ranks see of it
 
 
-def counted(folder: str, counts: tuple[str, str]) -> tuple[bool, str | None]:
-    """Where torchrun's two agents count restarts each for itself."""
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = counts[dist.get_rank()]
-    again = is_restart(folder)
-    begin_anew(folder)
-    found = last_checkpoint(folder)
-    return again, None if found is None else found.name
+def counted(folder: str) -> list[tuple[bool, str | None]]:
+    """What ranks find where torchrun's two agents count restarts each for itself."""
+    found = []
+    for counts in (("0", "0"), ("0", "1"), ("2", "0")):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = counts[dist.get_rank()]
+        again = is_restart(folder)
+        begin_anew(folder)
+        last = last_checkpoint(folder)
+        found.append((again, None if last is None else last.name))
+        dist.barrier()
+        if counts == ("0", "0"):  # as if the first start had found nothing
+            (Path(folder) / ".partial" / "older.json").unlink(missing_ok=True)
+        dist.barrier()
+    return found
 
 
 def test_restarts_that_machines_count_differently_are_restarts_on_all(tmp_path):
     (tmp_path / "checkpoint-3").mkdir()
     (tmp_path / "checkpoint-3" / "model.safetensors").touch()
-    assert run_ranks(counted, 2, str(tmp_path), ("0", "0")) == [(False, "checkpoint-3")] * 2
-    (tmp_path / ".partial" / "older.json").unlink()  # as if the first start had found nothing
-    for counts in (("0", "1"), ("2", "0")):
-        assert run_ranks(counted, 2, str(tmp_path), counts) == [(True, "checkpoint-3")] * 2
+    assert run_ranks(counted, 2, str(tmp_path)) == [[(False, "checkpoint-3"), (True, "checkpoint-3"), (True, "checkpoint-3")]] * 2
 
 
 def filled(folder: str) -> tuple[str, float]:

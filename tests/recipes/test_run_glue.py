@@ -49,6 +49,7 @@ def scores(output: str, metric: str = "accuracy") -> dict[str, float]:
     return {when: float(value) for when, value in re.findall(metric + r" (before|after) training: (-?[\d.]+)", output)}
 
 
+@pytest.mark.slow
 def test_two_processes_learn_stop_early_and_save(classifier, pairs, pretrained):
     """From what run_mlm.py saved, pairs learned by heart; training ends once the best accuracy is no longer beaten. Adapters too."""
     common = dict(

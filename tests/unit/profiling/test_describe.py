@@ -93,7 +93,10 @@ def test_use_units_own_the_segments_in_which_they_run(configuration):
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens", "limit"), [("GPT2LMHeadModel", 65, 64), ("BertForMaskedLM", 513, 512), ("RobertaForMaskedLM", 65, 64)]
+    ("name", "tokens", "limit"),
+    slow_but(
+        [("GPT2LMHeadModel", 65, 64), ("BertForMaskedLM", 513, 512), ("RobertaForMaskedLM", 65, 64)], daily=[("RobertaForMaskedLM", 65, 64)]
+    ),
 )
 def test_more_tokens_than_positions_are_refused(configuration, name, tokens, limit):
     with pytest.raises(ValueError, match=f"sequence_length={tokens} is more than the {limit} positions.*use at most {limit}"):
