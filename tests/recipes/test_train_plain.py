@@ -15,6 +15,7 @@ from tests.recipes.conftest import perplexities
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_two_processes_train_and_save(plain):
     """With the file of arguments that is there, two micro-batches a step; what is saved loads again."""
     done = plain.run(
