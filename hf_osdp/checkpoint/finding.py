@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from glob import escape
 from pathlib import Path
 
 import torch.distributed as dist
@@ -72,7 +73,7 @@ def check_checkpoint(folder: str | Path) -> None:
 
     def is_there() -> bool:
         if not folder.exists():  # it was being replaced when that start was interrupted
-            restore_replaced(folder.parent, folder.name)
+            restore_replaced(folder.parent, escape(folder.name))
         return folder.is_dir()
 
     if not on_rank_zero(is_there):

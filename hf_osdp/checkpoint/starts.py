@@ -27,6 +27,8 @@ from .manifest import MANIFEST_NAME
 
 T = TypeVar("T")
 _NAME = "older.json"
+_LAUNCHERS = {"torchrun", "torch.distributed.run", "accelerate", "accelerate-launch"}
+"""Programs that launch once in their life; a notebook, which forks its ranks itself, does so again and again."""
 _noted: set[Path] = set()
 """Output folders for which this process wrote a note: what begins there is another training of the same program."""
 
@@ -89,9 +91,13 @@ def _launcher() -> str | None:
     """This machine's torchrun, told from others that had its process id; None without one, or where the system does not say."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
+    parent = Path(f"/proc/{os.getppid()}")
     try:
-        after_name = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+        words = (parent / "cmdline").read_text().split("\0")
+        after_name = (parent / "stat").read_text().rpartition(")")[2].split()
     except OSError:
+        return None
+    if _LAUNCHERS.isdisjoint(Path(word).name for word in words[:4]):  # the interpreter, its options, the program
         return None
     return f"{socket.gethostname()} {os.getppid()} {after_name[19]}"  # since when it runs: field 22 of proc(5)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from hf_osdp.checkpoint import starts
@@ -62,6 +65,10 @@ def test_the_launcher_is_told_from_others(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert starts._launcher() is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr("os.getppid", os.getpid)
+    assert starts._launcher() is None, "as in a notebook, whose process launches many trainings"
+    program = Path("/proc/self/cmdline").read_text().split("\0")[1:3]
+    monkeypatch.setattr(starts, "_LAUNCHERS", {Path(word).name for word in program})
     assert starts._launcher() == starts._launcher() is not None
 
 
