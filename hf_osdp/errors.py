@@ -57,3 +57,7 @@ class PlanError(OSDPError):
 
 class PlanMismatchError(PlanError):
     """Ranks hold different plans, or what runs is not what the plan says."""
+
+
+class UnreducedGradientError(OSDPError):
+    """A unit got a gradient that was not reduced over the ranks, so that they would train different weights."""

@@ -24,6 +24,7 @@ from .agree import require_same
 from .broadcast import broadcast_parameters
 from .host_offload import offload_policy, uses_host
 from .mesh import SHARD_AXIS, Meshes, world_size
+from .weight_reads import watch_reads
 
 
 def apply_plan(
@@ -84,6 +85,8 @@ def apply_plan(
     if broadcast:
         broadcast_parameters(model)
     plain = _staying(model, plan, units) if plan.world_size == 1 and not casts(mp_policy) else None
+    scalars = {parameter for parameter in model.parameters() if not parameter.dim()}
+    ignored = scalars | (plain or set())
     policy = mp_policy or MixedPrecisionPolicy()
     for modules, decision, unit in steps:
         if plain is not None and not decision.on_host:
@@ -94,12 +97,13 @@ def apply_plan(
             reshard_after_forward=decision.reshard_after_forward,
             offload_policy=offload_policy(on_host=decision.on_host, device_type=meshes.device_type, pin_memory=pin_memory),
             mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False) if unit.keeps_dtype else policy,
-            ignored_params=plain,
+            ignored_params=ignored,
         )
         set_collectives(modules[0], decision, meshes)
     if not isinstance(model, FSDPModule):
         # Without a root, each unit would be a root of its own: no prefetch, no common streams.
-        fully_shard(model, mesh=meshes.mesh(plan.world_size), reshard_after_forward=False, mp_policy=policy, ignored_params=plain)
+        fully_shard(model, mesh=meshes.mesh(plan.world_size), reshard_after_forward=False, mp_policy=policy, ignored_params=ignored)
+    watch_reads(model, units, scalars)
     return model
 
 

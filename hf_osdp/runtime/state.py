@@ -15,12 +15,14 @@ from ..profiling.units import canonical_name
 from ..splitting.names import is_split, merge_optimizer_state, merge_state_dict, split_optimizer_state, split_state_dict
 from ..splitting.positions import own_positions
 from .optimizer import unwrapped
+from .weight_reads import end_step
 from .whole_states import load_whole_optimizer_state, load_whole_weights, whole_tensor
 
 
 def free_gathered(model: nn.Module) -> None:
     """Show shards everywhere. After a forward without backward, units that are kept go on showing gathered parameters; an
     optimizer made from those would update what nobody reads."""
+    end_step(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -37,6 +39,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         On rank 0 CPU copies (later steps do not change them; tied weights stay one tensor), on other ranks an empty dict.
         What is in slices is one tensor.
     """
+    end_step(model)
     keep = not dist.is_initialized() or dist.get_rank() == 0
     copies: dict[int, torch.Tensor] = {}
     state: dict[str, torch.Tensor] = {}

@@ -47,7 +47,7 @@ def verify_applied(model: nn.Module, plan: Plan, units: tuple[UnitDescription, .
     different = [
         (unit, planned, found)
         for unit, found in zip(units, read_back(model, units), strict=True)
-        if unit.parameters and found != (planned := _visible(effective(plan.decision(unit.fqn), unit), modules[unit.module_names[0]]))
+        if _managed(unit) and found != (planned := _visible(effective(plan.decision(unit.fqn), unit), modules[unit.module_names[0]]))
     ]
     if different:
         unit, planned, found = different[0]
@@ -67,7 +67,7 @@ def _visible(planned: UnitDecision, module: nn.Module) -> UnitDecision:
 
 def _read_unit(unit: UnitDescription, modules: dict[str, nn.Module], owners: dict[tuple[int, str], str]) -> UnitDecision:
     world = world_size()
-    if not unit.parameters:
+    if not _managed(unit):
         return UnitDecision(fqn=unit.fqn, shard_size=world, reshard_after_forward=False)
     module = modules[unit.module_names[0]]
     groups = parameter_groups(module)
@@ -78,7 +78,7 @@ def _read_unit(unit: UnitDescription, modules: dict[str, nn.Module], owners: dic
         raise PlanMismatchError(f"Unit {unit.label!r} has {len(groups)} FSDP2 parameter groups instead of one; apply the plan to it.")
     group = groups[0]
     held = {owners.get((id(p._module_info.module), p._module_info.param_name), "") for p in group.fsdp_params}
-    if held != (expected := {parameter.name for parameter in unit.parameters}):
+    if held != (expected := _managed(unit)):
         odd = sorted(held ^ expected)[0]
         raise PlanMismatchError(
             f"Unit {unit.label!r} was to hold {len(expected)} parameters and holds {len(held)}; first odd one: {odd!r}."
@@ -94,6 +94,11 @@ def _read_unit(unit: UnitDescription, modules: dict[str, nn.Module], owners: dic
         activations=activations,
         on_host=is_on_host(group),
     )
+
+
+def _managed(unit: UnitDescription) -> set[str]:
+    """Names of the parameters that FSDP2 has; those without dimensions are replicated beside it."""
+    return {parameter.name for parameter in unit.parameters if parameter.shape}
 
 
 def _stage_size(group: Any) -> int:

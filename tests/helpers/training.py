@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from hf_osdp.runtime.verify import verify_applied
 from .layouts import plan_of
 from .models import tiny_batch, tiny_loss, tiny_model
 
+Loss = Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]
 STEPS = 5
 MAX_NORM = 0.5
 """Below the norms that occur, so that clipping acts."""
@@ -54,7 +55,7 @@ def train_alone(model_name: str, *, accumulation_steps: int = 1) -> Trained:
     return train_whole(tiny_model(model_name), accumulation_steps=accumulation_steps)
 
 
-def train_whole(model: nn.Module, *, accumulation_steps: int = 1) -> Trained:
+def train_whole(model: nn.Module, *, accumulation_steps: int = 1, loss_of: Loss = tiny_loss) -> Trained:
     """The same for a model as it is."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, norms = [], []
@@ -62,7 +63,7 @@ def train_whole(model: nn.Module, *, accumulation_steps: int = 1) -> Trained:
         optimizer.zero_grad()
         total = 0.0
         for part in range(accumulation_steps):
-            loss = tiny_loss(model, tiny_batch(step, part=part, parts=accumulation_steps)) / accumulation_steps
+            loss = loss_of(model, tiny_batch(step, part=part, parts=accumulation_steps)) / accumulation_steps
             loss.backward()
             total += loss.item()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
@@ -94,7 +95,7 @@ def train_by_layout(
     return train_sharded(model, plan)
 
 
-def train_sharded(model: nn.Module, plan: Plan) -> Trained:
+def train_sharded(model: nn.Module, plan: Plan, *, loss_of: Loss = tiny_loss) -> Trained:
     """Run the reference's steps on a model that is sharded already."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     world, rank, k = plan.world_size, dist.get_rank(), plan.accumulation_steps
@@ -104,7 +105,7 @@ def train_sharded(model: nn.Module, plan: Plan) -> Trained:
         total = torch.zeros((), dtype=torch.float64)
         for part in range(k):
             with micro_step(model, is_last=part == k - 1, plan=plan):
-                loss = tiny_loss(model, tiny_batch(step, part=part * world + rank, parts=world * k)) / k
+                loss = loss_of(model, tiny_batch(step, part=part * world + rank, parts=world * k)) / k
                 loss.backward()
             total += loss.detach()
         norms.append(clip_grad_norm_(model.parameters(), MAX_NORM).item())

@@ -1,0 +1,238 @@
+"""Weights that are read without a call of their module train as in one process, or backward ends with an error."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.helpers.distributed import run_ranks
+from tests.helpers.layouts import LAYOUTS, plan_of
+from tests.helpers.models import tiny_loss, tiny_model
+from tests.helpers.training import Trained, train_sharded, train_whole, wrap_blocks
+
+TOLERANCE = 1e-12
+
+
+def _blocks(model: nn.Module) -> nn.ModuleList:
+    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    """Read a weight as careful code does, which takes a shard for a part of something to be put together."""
+    weight = module.weight
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def _matrix(model: nn.Module) -> nn.Module:
+    mlp = _blocks(model)[1].mlp
+    return mlp.down_proj if hasattr(mlp, "down_proj") else mlp.c_fc
+
+
+def fused_forward(model: nn.Module) -> None:
+    """Have forward read the head's weight and never call the head, as fused losses do."""
+
+    def forward(self, input_ids):
+        hidden = self.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        return types.SimpleNamespace(logits=hidden @ _weight(self.lm_head).T)
+
+    model.forward = types.MethodType(forward, model)
+
+
+def loss_reads_head(model, batch):
+    hidden = model(input_ids=batch["input_ids"], output_hidden_states=True).hidden_states[-1]
+    logits = hidden @ _weight(model.get_output_embeddings()).T
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def loss_with_penalties(model, batch):
+    """The head, the embedding, the last norm, a block's norm and matrix: called in forward, and read in the loss."""
+    loss = tiny_loss(model, batch)
+    norm = getattr(_blocks(model)[1], "ln_1", None) or _blocks(model)[1].input_layernorm
+    last = getattr(model.base_model, "ln_f", None) or model.base_model.norm
+    read = (model.lm_head, model.get_input_embeddings(), norm, _matrix(model), last)
+    return loss + 0.3 * sum(_weight(module).pow(2).mean() for module in read)
+
+
+def read_first(model: nn.Module) -> None:
+    """Have forward read the second block's matrix before any block runs, and call the head twice."""
+
+    def forward(self, input_ids):
+        scale = _weight(_matrix(self)).mean()
+        hidden = self.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        return types.SimpleNamespace(logits=self.lm_head(hidden) * (1 + scale) + self.lm_head(hidden.tanh()))
+
+    model.forward = types.MethodType(forward, model)
+
+
+def two_forwards(model, batch):
+    """The model is called twice before backward."""
+    flipped = {**batch, "input_ids": batch["input_ids"].flip(1)}
+    return tiny_loss(model, batch) + 0.5 * tiny_loss(model, flipped)
+
+
+def add_parameters(model: nn.Module) -> None:
+    """Parameters that no forward uses, one of them without dimensions."""
+    dtype = next(model.parameters()).dtype
+    model.temperature = nn.Parameter(torch.full((3,), 1.2, dtype=dtype))
+    model.logit_scale = nn.Parameter(torch.tensor(0.7, dtype=dtype))
+
+
+def loss_uses_parameters(model, batch):
+    logits = model(input_ids=batch["input_ids"]).logits * model.logit_scale.exp() / model.temperature.sum()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def _nothing(model: nn.Module) -> None:
+    pass
+
+
+KINDS: dict[str, tuple[Callable[[nn.Module], None], Callable]] = {
+    "forward_reads_head": (fused_forward, tiny_loss),
+    "loss_reads_head": (_nothing, loss_reads_head),
+    "penalties": (_nothing, loss_with_penalties),
+    "read_first": (read_first, tiny_loss),
+    "two_forwards": (_nothing, two_forwards),
+    "own_parameters": (add_parameters, loss_uses_parameters),
+}
+CASES = {
+    f"{model}-{kind}-{layout}{suffix}": (model, kind, layout, options)
+    for model in ("gpt2", "llama")
+    for kind in KINDS
+    for layout in LAYOUTS
+    for suffix, options in (("", {}), ("-accumulate", {"accumulation_steps": 2}), ("-checkpointing", {"checkpointing": True}))
+}
+EVERYDAY = {
+    2: {f"llama-{kind}-{layout}" for kind in KINDS for layout in ("mixed", "zero2", "zero3", "replicate")}
+    | {f"gpt2-{kind}-mixed-checkpointing" for kind in KINDS},
+    4: {f"llama-{kind}-everything-accumulate" for kind in KINDS} | {f"gpt2-{kind}-mixed" for kind in KINDS},
+}
+
+
+def _model(name: str, kind: str) -> nn.Module:
+    model = tiny_model(name)
+    KINDS[kind][0](model)
+    return model
+
+
+def run_cases(names: tuple[str, ...]) -> dict[str, Trained]:
+    from hf_osdp.profiling.units import find_units
+    from hf_osdp.runtime.apply import apply_plan
+    from hf_osdp.runtime.mesh import Meshes
+    from hf_osdp.runtime.verify import verify_applied
+
+    meshes = Meshes("cpu")
+    results = {}
+    for name in names:
+        model_name, kind, layout, options = CASES[name]
+        model = _model(model_name, kind)
+        if options.get("checkpointing"):
+            wrap_blocks(model)
+        units = find_units(model)
+        steps = options.get("accumulation_steps", 1)
+        plan = plan_of(units, meshes.world_size, layout, accumulation_steps=steps, reduce_every_micro_step=None)
+        apply_plan(model, plan, units, meshes=meshes)
+        verify_applied(model, plan, units)
+        results[name] = train_sharded(model, plan, loss_of=KINDS[kind][1])
+    return results if dist.get_rank() == 0 else {}
+
+
+@functools.cache
+def reference(model_name: str, kind: str, accumulation_steps: int) -> Trained:
+    return train_whole(_model(model_name, kind), accumulation_steps=accumulation_steps, loss_of=KINDS[kind][1])
+
+
+@functools.cache
+def results(world_size: int, slow: bool) -> dict[str, Trained]:
+    names = tuple(name for name in CASES if (name not in EVERYDAY[world_size]) == slow)
+    return run_ranks(run_cases, world_size, names, timeout_s=600 if slow else 240, nodes=world_size // 2)[0]
+
+
+@pytest.mark.parametrize(
+    "world_size, name",
+    [
+        pytest.param(world_size, name, marks=[] if name in everyday else [pytest.mark.slow, pytest.mark.timeout(660)])
+        for world_size, everyday in EVERYDAY.items()
+        for name in CASES
+    ],
+)
+def test_training_with_read_weights_equals_one_process(world_size, name):
+    model_name, kind, _, options = CASES[name]
+    alone = reference(model_name, kind, options.get("accumulation_steps", 1))
+    errors = results(world_size, name not in EVERYDAY[world_size])[name].worst_error(alone)
+    assert max(errors.values()) < TOLERANCE, errors
+
+
+UNGUARDED = tuple(
+    (model, kind, layout)
+    for model in ("gpt2", "llama")
+    for kind in ("forward_reads_head", "loss_reads_head", "penalties", "read_first")
+    for layout in ("zero3", "replicate", "mixed")
+)
+
+
+def _warm_forward(model: nn.Module) -> None:
+    """Have forward read a weight of a unit that an earlier call has left gathered, before the unit runs."""
+
+    def forward(self, input_ids):
+        with torch.no_grad():
+            self.base_model(input_ids=input_ids, use_cache=False)
+        scale = _weight(_matrix(self)).mean()
+        hidden = self.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        return types.SimpleNamespace(logits=self.lm_head(hidden) * (1 + scale))
+
+    model.forward = types.MethodType(forward, model)
+
+
+def run_without_the_fix() -> dict[str, Trained | str]:
+    from hf_osdp.errors import UnreducedGradientError
+    from hf_osdp.profiling.units import find_units
+    from hf_osdp.runtime.apply import apply_plan
+    from hf_osdp.runtime.mesh import Meshes
+    from hf_osdp.runtime.weight_reads import WeightReads
+
+    meshes = Meshes("cpu")
+    found: dict[str, Trained | str] = {}
+    cases = [(_model(name, kind), KINDS[kind][1], layout, f"{name}-{kind}-{layout}") for name, kind, layout in UNGUARDED]
+    warm = tiny_model("llama")
+    _warm_forward(warm)
+    WeightReads.read = lambda self, group: False
+    for model, loss_of, layout, name in [*cases, (warm, tiny_loss, "zero2", "llama-late")]:
+        units = find_units(model)
+        plan = plan_of(units, meshes.world_size, layout)
+        apply_plan(model, plan, units, meshes=meshes)
+        try:
+            found[name] = train_sharded(model, plan, loss_of=loss_of)
+        except UnreducedGradientError as error:
+            found[name] = str(error)
+    return found
+
+
+@functools.cache
+def found_without_the_fix() -> list[dict[str, Trained | str]]:
+    return run_ranks(run_without_the_fix, 2, timeout_s=120)
+
+
+@pytest.mark.parametrize("model_name, kind, layout", UNGUARDED)
+def test_guard_raises_on_all_ranks_where_reads_are_not_gathered(model_name, kind, layout):
+    first, second = (found[f"{model_name}-{kind}-{layout}"] for found in found_without_the_fix())
+    if isinstance(first, Trained):  # the weight happened to be gathered
+        assert max(first.worst_error(reference(model_name, kind, 1)).values()) < TOLERANCE
+    else:
+        assert first == second and first.startswith("Unit '") and "got a gradient for a shard of its weight" in first
+
+
+def test_guard_is_needed_for_every_way_to_read():
+    raised = {name.split("-")[1] for name, found in found_without_the_fix()[0].items() if isinstance(found, str)}
+    assert raised == {kind for _, kind, _ in UNGUARDED} | {"late"}
+
+
+def test_guard_raises_for_a_gradient_after_the_units_own_reduction():
+    for found in found_without_the_fix():
+        assert "Unit 'model.layers.1' got a gradient for its weight that was not reduced" in found["llama-late"]
