@@ -2,8 +2,8 @@
 
 FSDP2 gathers a unit when its module is called. A fused loss that reads `model.lm_head.weight`, or a penalty on the weights of one
 block, calls nothing: it would see a shard, or the gradient of what it saw would never be reduced. So a read of an attribute such
-as `head.weight`, between the start of the model's forward and the end of backward, gathers the unit, which then stays gathered
-and is reduced at the end of backward, as FSDP2 does with the root's parameters.
+as `head.weight`, between the start of forward and the end of backward, gathers the unit, which then stays gathered and is reduced
+at the end of backward, as FSDP2 does with the root's parameters. So does the root where a part of the model is called alone.
 
 After each backward every unit is checked: a gradient that no reduction has taken raises an error. This sends nothing.
 """
@@ -48,7 +48,7 @@ class WeightReads:
             scalars: parameters without dimensions, which FSDP2 does not manage: their gradients are averaged here.
         """
         self.active = False
-        """Between the start of the root's forward and the end of backward."""
+        """Between the first forward of the root or a unit and the end of backward."""
         self._root = root
         self._scalars = tuple(scalars)
         self._labels = _labelled_groups(root, units)
@@ -61,6 +61,8 @@ class WeightReads:
             if isinstance(module, FSDPModule):
                 state = module._get_fsdp_state()
                 state._root_post_backward_final_callback = partial(self._backward_ends, state)
+                if module is not root:
+                    module.register_forward_pre_hook(self._unit_begins, prepend=True)
         root.register_forward_pre_hook(self._forward_begins)  # after FSDP2's, which reads shards to set itself up
         root.register_forward_hook(self._forward_ends)
         root._apply = self._end_step_before(root._apply)
@@ -96,6 +98,12 @@ class WeightReads:
             if group.is_unsharded and group._training_state not in _IN_CALL:
                 group.reshard()
         self._gathered.clear()
+
+    def _unit_begins(self, module: nn.Module, args: Any) -> None:
+        """A unit is called; perhaps without the root, as `model.base_model(...)` or `model.get_input_embeddings()(ids)` do."""
+        if not self.active:
+            self._root._get_fsdp_state()._lazy_init()
+            self._forward_begins(module, args)
 
     def _forward_begins(self, module: nn.Module, args: Any) -> None:
         if torch._C._current_graph_task_id() != -1:

@@ -77,6 +77,21 @@ def two_forwards(model, batch):
     return tiny_loss(model, batch) + 0.5 * tiny_loss(model, flipped)
 
 
+def loss_calls_backbone(model, batch):
+    """The model itself is never called."""
+    hidden = model.base_model(input_ids=batch["input_ids"], use_cache=False).last_hidden_state
+    logits = hidden @ _weight(model.lm_head).T
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def loss_calls_embedding(model, batch):
+    """The embedding is called before the model, as with soft prompts, and the head once more after it."""
+    embedded = model.get_input_embeddings()(batch["input_ids"])
+    output = model(inputs_embeds=embedded * 1.1, output_hidden_states=True)
+    logits = output.logits + model.lm_head(output.hidden_states[1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
 def add_parameters(model: nn.Module) -> None:
     """Parameters that no forward uses, one of them without dimensions."""
     dtype = next(model.parameters()).dtype
@@ -99,6 +114,8 @@ KINDS: dict[str, tuple[Callable[[nn.Module], None], Callable]] = {
     "penalties": (_nothing, loss_with_penalties),
     "read_first": (read_first, tiny_loss),
     "two_forwards": (_nothing, two_forwards),
+    "loss_calls_backbone": (_nothing, loss_calls_backbone),
+    "loss_calls_embedding": (_nothing, loss_calls_embedding),
     "own_parameters": (add_parameters, loss_uses_parameters),
 }
 CASES = {
