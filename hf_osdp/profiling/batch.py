@@ -16,6 +16,9 @@ from ..errors import DescriptionError
 Inputs = Callable[[int], Mapping[str, Any]]
 """From a number of samples to the keyword arguments of the module's forward."""
 
+Loss = Callable[[nn.Module, dict[str, Any]], Any]
+"""From a model and a batch to the loss, or to an output that holds it. The batch may be changed."""
+
 _POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 _TOKEN_LABELS = ("CausalLM", "LMHeadModel", "MaskedLM", "ConditionalGeneration", "TokenClassification", "ForPreTraining")
 _SAMPLE_LABELS = (
@@ -73,6 +76,19 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
         return batch
 
     return make
+
+
+def plain_batch(batch: Any) -> Any:
+    """A batch whose mappings, nested ones too, are new dictionaries; everything else stays as it is."""
+    if isinstance(batch, Mapping):
+        return {name: plain_batch(value) for name, value in batch.items()}
+    return batch
+
+
+def output_of(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None = None) -> Any:
+    """What a training step computes from a batch: the model's output, or what `loss` makes of both."""
+    batch = plain_batch(batch)
+    return model(**batch) if loss is None else loss(model, batch)
 
 
 @contextmanager

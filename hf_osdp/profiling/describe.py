@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_leaves
 from ..errors import CheckpointingError, DescriptionError
 from ..planner.cut import WHOLE_BLOCKS, Cut
 from ..planner.description import Affine, DType, GatherSpan, ModelDescription, Segment, UnitDescription
-from .batch import Inputs, check_sequence_length, training_batch
+from .batch import Inputs, Loss, check_sequence_length, plain_batch, training_batch
 from .batch_norm import has_running_statistics
 from .build import build_on_meta, is_checkpointed
 from .cuts import cut_copy
 from .formula import SOURCE, TransformerShape, formula_segments
-from .trace import trace_segments
+from .trace import Trace, trace_segments
 from .units import class_of, find_units, modules_by_name
 
 _log = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ def describe(
     activation_checkpointing: bool = False,
     recomputation: bool = True,
     cut: Cut = WHOLE_BLOCKS,
+    loss: Loss | None = None,
 ) -> ModelDescription:
     """Describe a model for the planner: its units, and what each costs in memory and work.
 
@@ -51,13 +52,15 @@ def describe(
         compute_dtype: dtype of gathered parameters and activations; None keeps the parameters' own.
         device_type: `"cpu"` or `"cuda"`: whose attention and dropout kernels, and whose allocation granularity, count.
         auto_class: for a configuration, which class to build, see `build_on_meta`.
-        inputs: from a number of samples to forward's keyword arguments, labels included; None makes a training batch for
-            a transformers model.
+        inputs: from a number of samples to forward's keyword arguments, labels included, or to what `loss` takes; None makes a
+            training batch for a transformers model.
         activation_checkpointing: the blocks will be recomputed in backward. A model that has it switched on already needs
             no word of it here.
         recomputation: also trace each block as recomputed in backward, and for CUDA with what it saves on the host, so that the search
             can choose; of no use where all are checkpointed anyway. Parts of blocks (`cut.operators`) are not traced as offloaded.
         cut: describe the model as it is when cut so.
+        loss: `loss(model, batch)` gives the loss, or an output that holds it, as `Trainer.compute_loss` does; None runs
+            `model(**batch)`. It may call the model more than once; collectives in it are not sent.
 
     Returns:
         The description; its `trace` says how the costs were found.
@@ -85,15 +88,16 @@ def describe(
     again = _running_again(model, units, choosable)
     offloadable = choosable if device_type == "cuda" and not cut.operators else frozenset()
 
-    def traced(recomputable: frozenset[int], offloadable: frozenset[int]) -> tuple[tuple[Segment, ...], Affine]:
+    def traced(recomputable: frozenset[int], offloadable: frozenset[int]) -> Trace:
         return trace_segments(
             model, units, inputs, compute_dtype=_torch_dtype(compute_dtype), fused_kernels=device_type == "cuda",
             checkpointed_blocks=found_classes if activation_checkpointing else None, recomputable=recomputable, offloadable=offloadable,
             shortcut=not cut.operators,  # parts of a block keep what others hand them, which stand-ins do not
+            loss=loss,
         )  # fmt: skip
 
     try:
-        segments, outputs = _traced_or_plain(traced, again, offloadable)
+        segments, outputs, read_outside = _traced_or_plain(traced, again, offloadable)
         trace = _how_traced(model, device_type, activation_checkpointing)
     except CheckpointingError:
         raise
@@ -102,10 +106,10 @@ def describe(
             raise DescriptionError(
                 f"{class_of(model).__name__} cut into {cut.describe()} does not run: {error}. Leave it whole."
             ) from error
-        outputs = Affine()
+        outputs, read_outside = Affine(), frozenset()
         segments = _segments_by_formula(model, units, found_classes, sequence_length, dtype, error, activation_checkpointing)
         trace = f"formula ({SOURCE}); the trace failed with {type(error).__name__}"
-    units = _never_freed_where_repeated(units, segments)
+    units = _never_freed(units, segments, read_outside)
     given, cast = _input_lines(inputs, _torch_dtype(compute_dtype))
     return ModelDescription(
         model_name=getattr(getattr(model, "config", None), "_name_or_path", "") or class_of(model).__name__,
@@ -125,10 +129,10 @@ def describe(
 
 
 def _traced_or_plain(
-    traced: Callable[[frozenset[int], frozenset[int]], tuple[tuple[Segment, ...], Affine]],
+    traced: Callable[[frozenset[int], frozenset[int]], Trace],
     recomputable: frozenset[int],
     offloadable: frozenset[int],
-) -> tuple[tuple[Segment, ...], Affine]:
+) -> Trace:
     """A trace with all that may be chosen for blocks, or where the model cannot run so, with less."""
     for choices in dict.fromkeys([(recomputable, offloadable), (recomputable, frozenset())]):
         if choices != _NOTHING:
@@ -173,11 +177,14 @@ def _running_again(model: nn.Module, units: Sequence[UnitDescription], choosable
     return frozenset(index for index in choosable if not has_running_statistics(modules[units[index].module_names[0]]))
 
 
-def _never_freed_where_repeated(units: tuple[UnitDescription, ...], segments: tuple[Segment, ...]) -> tuple[UnitDescription, ...]:
-    """A unit that runs several times, as ALBERT's one layer does, stays gathered for the whole step, unless it is made for calls."""
+def _never_freed(
+    units: tuple[UnitDescription, ...], segments: tuple[Segment, ...], read_outside: frozenset[int]
+) -> tuple[UnitDescription, ...]:
+    """A unit that runs several times, as ALBERT's one layer does, or is read while it does not run, stays gathered for the whole step,
+    unless it is made for calls."""
     runs = Counter(segment.unit for segment in segments)
-    repeated = (runs[i] > 1 and unit.span is GatherSpan.USE for i, unit in enumerate(units))
-    return tuple(replace(unit, span=GatherSpan.STEP) if again else unit for again, unit in zip(repeated, units, strict=True))
+    stays = ((runs[i] > 1 or i in read_outside) and unit.span is GatherSpan.USE for i, unit in enumerate(units))
+    return tuple(replace(unit, span=GatherSpan.STEP) if stay else unit for stay, unit in zip(stays, units, strict=True))
 
 
 def _segments_by_formula(
@@ -267,7 +274,7 @@ def _input_lines(inputs: Inputs, compute_dtype: torch.dtype | None) -> tuple[Aff
 
 def _input_bytes(inputs: Inputs, samples: int, compute_dtype: torch.dtype | None) -> tuple[int, int]:
     given = cast = transient = 0
-    for leaf in tree_leaves(dict(inputs(samples))):
+    for leaf in tree_leaves(plain_batch(inputs(samples))):
         if isinstance(leaf, torch.Tensor):
             given += leaf.numel() * leaf.element_size()
             if compute_dtype is not None and leaf.is_floating_point() and leaf.dtype is not compute_dtype:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from ..errors import DescriptionError
 from ..planner.description import Affine, GatherSpan, Segment, UnitDescription
 from ..splitting.head import SplitHead
-from .batch import Inputs, without_packing
+from .batch import Inputs, Loss, output_of, plain_batch, without_packing
 from .build import checkpoint_blocks
 from .fused import FusedKernels
 from .live_bytes import CUDA_BLOCK_BYTES, LiveBytes
 from .offloading import host_memory, offload, tensors_of
+from .reads import ReadsOutside
 from .recorder import Recorder, Stretch
 from .segments import bytes_line, is_idle, segments_of, with_offloaded, with_recomputed
 from .standin import CallRecord, block_key, call_key
@@ -36,6 +37,17 @@ _TRACED_OF_EQUALS = 2
 """Of equal blocks, the first two are traced: the first one's input is held by the model's own forward, too."""
 
 
+class Trace(NamedTuple):
+    """What was seen of a model."""
+
+    segments: tuple[Segment, ...]
+    """In forward order, in bytes and FLOPs for each micro-batch; the loss alone outlives forward."""
+    output_bytes: Affine
+    """Of the other outputs, such as logits, which come on top where the training loop holds them."""
+    read_outside: frozenset[int]
+    """Units with a parameter that is read while none of their modules runs, as a loss reads the weight of a head."""
+
+
 def trace_segments(
     model: nn.Module,
     units: Sequence[UnitDescription],
@@ -47,14 +59,15 @@ def trace_segments(
     recomputable: Collection[int] = (),
     offloadable: Collection[int] = (),
     shortcut: bool = True,
+    loss: Loss | None = None,
     samples: tuple[int, int, int] = SAMPLES,
-) -> tuple[tuple[Segment, ...], Affine]:
+) -> Trace:
     """Trace a model at three batch sizes and draw a line through each cost.
 
     Args:
         model: real or on the meta device; it is not modified.
         units: the model's units, as `find_units` gives them.
-        inputs: keyword arguments of forward for a number of samples.
+        inputs: keyword arguments of forward, or what `loss` takes, for a number of samples.
         compute_dtype: dtype of gathered parameters and of floating-point inputs; None leaves both.
         fused_kernels: allocate as CUDA's fused attention and dropout do, else as the CPU does.
         checkpointed_blocks: classes whose activations are recomputed in backward, see `checkpoint_blocks`; None for none.
@@ -62,11 +75,11 @@ def trace_segments(
         offloadable: indices of units, of one module each, of which what they save is traced as gone between forward and backward
             (`Segment.own_saved_bytes`), recomputed or not.
         shortcut: trace only the first two of equal blocks.
+        loss: computes the loss from a model and a batch; None takes the model's output for the batch.
         samples: the batch sizes, rising by one after the first.
 
     Returns:
-        Segments in forward order, in bytes and FLOPs for each micro-batch, in which the loss alone outlives forward; and the
-        bytes of the other outputs, such as logits, which come on top where the training loop holds them.
+        The segments, the bytes of outputs, and which units are read from outside.
 
     Raises:
         DescriptionError: the traces do not run through the same units.
@@ -74,6 +87,7 @@ def trace_segments(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     batches = [_fake_batch(inputs(count), mode, compute_dtype) for count in samples]
+    read_outside: set[int] = set()
 
     def traced(recomputed: Collection[int] = (), offloaded: Collection[int] = ()) -> tuple[list[Segment], Affine]:
         twin = fake_twin(model, mode, compute_dtype)
@@ -85,10 +99,17 @@ def trace_segments(
         for index in offloaded:
             offload(modules[units[index].module_names[0]])
         tracer = _Tracer(
-            twin=twin, mode=mode, units=units, compute_dtype=compute_dtype, fused_kernels=fused_kernels, shortcut=shortcut
+            twin=twin, mode=mode, units=units, compute_dtype=compute_dtype, fused_kernels=fused_kernels, shortcut=shortcut, loss=loss
         )  # fmt: skip
-        with host_memory(lambda like: None):
-            return segments_of([tracer.run(batch) for batch in batches], samples), bytes_line(tracer.output_bytes, samples)
+        with ExitStack() as stack:
+            stack.enter_context(host_memory(lambda like: None))
+            stack.enter_context(tracer.reads)
+            if loss is not None:  # which may call the model that it knows, as trainers do with `self.model`
+                stack.enter_context(forward_replaced(model, twin.__call__))
+            segments = segments_of([tracer.run(batch) for batch in batches], samples)
+        read_outside.update(tracer.reads.found)
+        _refuse_fake_gradients(model)
+        return segments, bytes_line(tracer.output_bytes, samples)
 
     segments, outputs = traced()
     if offloadable:
@@ -98,7 +119,7 @@ def trace_segments(
         if offloadable:
             again = with_offloaded(again, traced(recomputable, offloadable)[0], offloadable)
         segments = with_recomputed(segments, again, recomputable)
-    return tuple(segment for segment in segments if not is_idle(segment)), outputs
+    return Trace(tuple(segment for segment in segments if not is_idle(segment)), outputs, frozenset(read_outside))
 
 
 _Traced = tuple[Stretch, CallRecord]
@@ -116,12 +137,15 @@ class _Tracer:
         compute_dtype: torch.dtype | None,
         fused_kernels: bool,
         shortcut: bool,
+        loss: Loss | None,
     ) -> None:
-        self._twin, self._mode = twin, mode
+        self._twin, self._mode, self._loss = twin, mode, loss
         self.output_bytes: list[int] = []
         """Of each run: bytes of what forward returned, the loss left out."""
         self._compute_dtype, self._fused_kernels = compute_dtype, fused_kernels
-        self._modules = stretching_modules(modules_by_name(twin), units)
+        modules = modules_by_name(twin)
+        self.reads = ReadsOutside(modules, units)
+        self._modules = stretching_modules(modules, units)
         unit_of = {module: i for i, module in self._modules}
         self._modules += [(unit_of[shared], own) for own, shared in _untied_slices(twin).items()]
         blocks = {i for i, unit in enumerate(units) if unit.span is GatherSpan.USE}
@@ -139,7 +163,7 @@ class _Tracer:
             if self._fused_kernels:
                 stack.enter_context(FusedKernels(recorder.count_flops))
             stack.enter_context(self._wrapped(recorder))
-            output = self._twin(**batch)
+            output = output_of(self._twin, batch, self._loss)
             loss = loss_of(output)
             self.output_bytes.append(_bytes_beside(output, loss))
             del output
@@ -155,7 +179,8 @@ class _Tracer:
         with ExitStack() as stack:
             known: dict[Any, list[_Traced]] = {}
             for unit, module in self._modules:
-                stack.enter_context(forward_replaced(module, self._recording(module.forward, unit, module, recorder, known)))
+                recording = self._recording(module.forward, unit, module, recorder, known)
+                stack.enter_context(forward_replaced(module, self.reads.inside(unit, recording)))
             for parameter in self._twin.parameters():
                 if parameter.requires_grad:
                     handle = parameter.register_post_accumulate_grad_hook(recorder.note_gradient)
@@ -201,12 +226,14 @@ def _untied_slices(twin: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss in a model's output: `.loss`, `["loss"]`, a scalar itself, else the mean of every differentiable output.
+    """The loss in an output: `.loss`, `["loss"]`, a scalar itself or the first of a tuple, else the mean of all that is differentiable.
 
     Raises:
         DescriptionError: nothing in the output can be differentiated.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor) and output[0].dim() == 0:
+        loss = output[0]
     if loss is None and isinstance(output, torch.Tensor):
         loss = output if output.dim() == 0 else output.mean()
     if loss is None:
@@ -217,6 +244,19 @@ def loss_of(output: Any) -> torch.Tensor:
             raise DescriptionError("The model's output holds no loss and nothing differentiable; pass inputs that include labels.")
         loss = sum(parts[1:], parts[0])
     return loss
+
+
+def _refuse_fake_gradients(model: nn.Module) -> None:
+    """Take off gradients that a trace has left on the model itself.
+
+    Raises:
+        DescriptionError: there are some.
+    """
+    graded = [(name, parameter) for name, parameter in model.named_parameters() if isinstance(parameter.grad, FakeTensor)]
+    for _, parameter in graded:
+        parameter.grad = None
+    if graded:
+        raise DescriptionError(f"The loss uses {graded[0][0]} of a model that it keeps; use the model that is passed to it.")
 
 
 def _bytes_beside(output: Any, loss: torch.Tensor) -> int:
@@ -231,4 +271,4 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def _fake_batch(batch: Mapping[str, Any], mode: FakeTensorMode, compute_dtype: torch.dtype | None) -> Mapping[str, Any]:
-    return tree_map_only(torch.Tensor, lambda tensor: fake_like(tensor, mode, compute_dtype), dict(batch))
+    return tree_map_only(torch.Tensor, lambda tensor: fake_like(tensor, mode, compute_dtype), plain_batch(batch))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import types
 from typing import Any
 
 import torch
@@ -50,7 +52,42 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype
         memo[id(parameter)] = _as_parameter(fake, parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = fake_like(buffer, mode, None)
-    return copy.deepcopy(model, memo).train()
+    twin = copy.deepcopy(model, memo).train()
+    for module in twin.modules():
+        _rebind(module.__dict__, memo)
+        _rebind(module._forward_pre_hooks, memo)
+        _rebind(module._forward_hooks, memo)
+    return twin
+
+
+def _rebind(values: dict[Any, Any], memo: dict[int, Any]) -> None:
+    """Let functions among the values, such as a forward that was replaced on the instance, use the copies of what they use."""
+    for name, value in values.items():
+        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+            values[name] = _rebound(value, memo)
+
+
+def _rebound(value: Any, memo: dict[int, Any]) -> Any:
+    """A function that uses copies: `copy.deepcopy` keeps functions as they are, with the model in their closures."""
+    if isinstance(value, (nn.Module, torch.Tensor)):
+        return memo.get(id(value), value)
+    if isinstance(value, types.MethodType):
+        return types.MethodType(_rebound(value.__func__, memo), _rebound(value.__self__, memo))
+    if isinstance(value, functools.partial):
+        keywords = {name: _rebound(argument, memo) for name, argument in value.keywords.items()}
+        return functools.partial(_rebound(value.func, memo), *(_rebound(argument, memo) for argument in value.args), **keywords)
+    if not isinstance(value, types.FunctionType) or not value.__closure__:
+        return value
+    if id(value) not in memo:
+        cells = tuple(types.CellType() for _ in value.__closure__)
+        made = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        made.__kwdefaults__ = value.__kwdefaults__
+        made.__dict__.update(value.__dict__)
+        memo[id(value)] = made  # before its closure, in which it may be itself
+        for new, old in zip(cells, value.__closure__, strict=True):
+            if old != types.CellType():  # a cell may be empty still
+                new.cell_contents = _rebound(old.cell_contents, memo)
+    return memo[id(value)]
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, floating_dtype: torch.dtype | None) -> torch.Tensor:

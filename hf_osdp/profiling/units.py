@@ -39,10 +39,15 @@ def dtype_of(dtype: torch.dtype) -> DType:
 
 def class_of(module: nn.Module) -> type[nn.Module]:
     """The module's class as its author wrote it, without the wrapper of checkpointing and FSDP2's subclass."""
-    module = getattr(module, _WRAPPER, module)
+    module = unwrapped(module)
     cls = type(module)
     fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded where it was never imported, and planning does without
     return cls.__mro__[2] if fsdp is not None and isinstance(module, fsdp.FSDPModule) else cls
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module itself, or the one that torch's `checkpoint_wrapper` is around."""
+    return getattr(module, _WRAPPER, module)
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
@@ -75,7 +80,8 @@ def find_units(
     Args:
         model: any module, real or on the meta device, plain or with `checkpoint_wrapper` around blocks.
         block_classes: class names of the blocks, the outermost count; names that the model lacks are ignored as long as
-            one is there. None takes `_no_split_modules`, else the elements of homogeneous `nn.ModuleList`s.
+            one is there. None takes `_no_split_modules`, else the elements of homogeneous `nn.ModuleList`s; a model without
+            repeated blocks is one unit, its embedding and head left out.
         operators: cut every block into operator units (attention, MLP); a block with operators in slices is cut in any case,
             and each slice is a unit.
         low_precision: training computes in less than the parameters' precision, so that batch norms, which do not, are units of
@@ -86,7 +92,7 @@ def find_units(
         their modules. Each parameter is in exactly one unit, under the first of its names.
 
     Raises:
-        DescriptionError: no block was found, or a parameter has a dtype that the planner does not know.
+        DescriptionError: `block_classes` match nothing, or a parameter has a dtype that the planner does not know.
     """
     modules = modules_by_name(model)
     ties = _find_ties(model)
@@ -168,8 +174,7 @@ def _parameter_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
 
 def _parameter(modules: dict[str, nn.Module], name: str) -> nn.Parameter:
     owner, _, leaf = name.rpartition(".")
-    module = modules[owner]
-    return getattr(getattr(module, _WRAPPER, module), leaf)
+    return getattr(unwrapped(modules[owner]), leaf)
 
 
 def _find_ties(model: nn.Module) -> list[_Tie]:
@@ -178,7 +183,7 @@ def _find_ties(model: nn.Module) -> list[_Tie]:
     canonical: dict[str, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         name = canonical_name(name)
-        canonical[name] = first_name.setdefault(id(getattr(module, _WRAPPER, module)), name)
+        canonical[name] = first_name.setdefault(id(unwrapped(module)), name)
     ties: list[_Tie] = []
     for names in _parameter_names(model).values():
         if len(names) < 2:
@@ -218,7 +223,7 @@ def _find_blocks(
     blocks = [name for name in found if name and name not in owners and any(True for _ in modules[name].parameters())]
     if block_classes is None:
         blocks = [name for name in blocks if not any(_is_within(owner, name) for owner in owners)]
-    if blocks:
+    if blocks or block_classes is None:
         return _outermost(blocks)
     raise DescriptionError(_no_block_message(model, modules, block_classes, tied=bool(found and owners)))
 
@@ -262,13 +267,11 @@ def _lists(modules: dict[str, nn.Module]) -> list[tuple[str, ...]]:
     ]
 
 
-def _no_block_message(model: nn.Module, modules: dict[str, nn.Module], block_classes: Sequence[str] | None, *, tied: bool) -> str:
+def _no_block_message(model: nn.Module, modules: dict[str, nn.Module], block_classes: Sequence[str], *, tied: bool) -> str:
     likely = dict.fromkeys(class_of(modules[name]).__name__ for names in _lists(modules) for name in names)
     others = dict.fromkeys(class_of(module).__name__ for name, module in modules.items() if name)
     known = ", ".join(list(dict.fromkeys([*likely, *others]))[:20]) or "no submodules"
     cls = class_of(model).__name__
-    if block_classes is None:
-        return f"No repeated block was found in {cls}; name its block class with block_classes, out of: {known}."
     asked = ", ".join(block_classes) or "no class"
     reason = "only modules that share their parameters with others" if tied else "nothing"
     return f"block_classes ({asked}) match {reason} in {cls}; use one of its classes: {known}."

@@ -21,7 +21,7 @@ from ..planner.description import ModelDescription
 from ..planner.job import TrainingJob
 from ..planner.memory import MemoryBreakdown
 from ..planner.plan import Plan
-from ..profiling.batch import Inputs, training_batch, without_packing
+from ..profiling.batch import Inputs, Loss, plain_batch, training_batch, without_packing
 from ..profiling.build import build_on_meta, checkpoint_blocks
 from ..profiling.fused import FusedKernels
 from ..profiling.host_ledger import HostLedger
@@ -59,6 +59,7 @@ def simulate(
     auto_class: Any = None,
     inputs: Inputs | None = None,
     activation_checkpointing: bool = False,
+    loss: Loss | None = None,
 ) -> Simulation:
     """Run one optimizer step of a plan for real, in a fake process group of its world size, on fake tensors.
 
@@ -73,7 +74,7 @@ def simulate(
         device_type: `"cpu"` or `"cuda"`: whose attention, dropout and allocation granularity count.
         auto_class: for a configuration, which class to build, see `build_on_meta`.
         inputs: from a number of samples to forward's keyword arguments; None makes a training batch for a transformers model.
-        activation_checkpointing: recompute the model's blocks in backward, see `describe`.
+        activation_checkpointing, loss: as `describe` takes them.
 
     Returns:
         Peak bytes with their breakdown, the host's beside them, and the seconds that it took.
@@ -97,14 +98,14 @@ def simulate(
         if activation_checkpointing:
             checkpoint_blocks(twin, description.block_classes)
         apply_plan(twin, plan, description.units, meshes=meshes, mp_policy=mp_policy(job.precision), broadcast=False)
-        fakes = tree_map_only(torch.Tensor, lambda tensor: fake_like(tensor, mode, None), dict(batch))
+        fakes = tree_map_only(torch.Tensor, lambda tensor: fake_like(tensor, mode, None), plain_batch(batch))
         on_cuda = device_type == "cuda"
         ledger = stack.enter_context(HostLedger(block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1, locks_pages=on_cuda))
         stack.enter_context(ledger.copies())
         stack.enter_context(_shapes_apart())
         if on_cuda:
             stack.enter_context(FusedKernels(lambda flops: None))
-        _run_step(twin, fakes, plan, job, ledger)
+        _run_step(twin, fakes, plan, job, ledger, loss)
         at_peak = {kind.value: nbytes for kind, nbytes in ledger.at_peak.items()}
         return Simulation(
             peak_bytes=ledger.peak_bytes,
@@ -114,7 +115,7 @@ def simulate(
         )
 
 
-def _run_step(model: nn.Module, batch: Mapping[str, Any], plan: Plan, job: TrainingJob, ledger: HostLedger) -> None:
+def _run_step(model: nn.Module, batch: Mapping[str, Any], plan: Plan, job: TrainingJob, ledger: HostLedger, loss: Loss | None) -> None:
     """One optimizer step under the ledger, with optimizer states as after an earlier one."""
     optimizer = make_optimizer(model, job.optimizer)
     host = host_parameters(model)
@@ -123,10 +124,11 @@ def _run_step(model: nn.Module, batch: Mapping[str, Any], plan: Plan, job: Train
     _make_states(model, optimizer)
     ledger.relabel(Kind.OPTIMIZER, _states_of(optimizer, optimizer.state))
     ledger.track_on_host(_states_of(optimizer, host))
-    tensors = [leaf for leaf in tree_leaves(dict(batch)) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     ledger.track_as(Kind.MODEL_BUFFERS, [*model.buffers(), *tensors])
     ledger.reset_peak()
-    train_step(model, optimizer, batch, plan, replace(job, clips_gradients=False))  # norms are a few bytes, and cannot be read from fakes
+    job = replace(job, clips_gradients=False)  # norms are a few bytes, and cannot be read from fakes
+    train_step(model, optimizer, batch, plan, job, loss)
 
 
 @contextmanager

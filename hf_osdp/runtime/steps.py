@@ -10,7 +10,7 @@ from torch import nn
 
 from ..planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from ..planner.plan import Plan
-from ..profiling.batch import Inputs
+from ..profiling.batch import Inputs, Loss, output_of
 from ..profiling.trace import loss_of
 from .accumulation import micro_step
 from .by_place import step_by_place
@@ -49,13 +49,23 @@ def batch_on(inputs: Inputs, samples: int, device: torch.device) -> dict[str, An
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs(samples).items()}
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Any], plan: Plan, job: TrainingJob) -> None:
-    """One optimizer step as the plan runs it, each micro-step on the same batch; clipped at norm 1 where the job clips."""
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Mapping[str, Any],
+    plan: Plan,
+    job: TrainingJob,
+    criterion: Loss | None = None,
+) -> None:
+    """One optimizer step as the plan runs it, each micro-step on the same batch; clipped at norm 1 where the job clips.
+
+    The loss is the one in the model's output for the batch, or what `criterion` makes of both.
+    """
     output = None
     for number in range(1, plan.accumulation_steps + 1):
         last = number == plan.accumulation_steps
         with micro_step(model, is_last=last, plan=plan):
-            output = model(**batch)
+            output = output_of(model, batch, criterion)
             loss = loss_of(output)
             if not job.holds_outputs:
                 output = None

@@ -133,12 +133,6 @@ model(
     lambda: find_units(tiny_model("gpt2"), ["LlamaDecoderLayer"]),
 )
 model(
-    "a model of one linear layer",
-    "Linear",
-    "No repeated block was found in Linear; name its block class with block_classes, out of: no submodules.",
-    lambda: find_units(nn.Linear(2, 2)),
-)
-model(
     "parameters of complex numbers",
     "torch.complex64",
     "Parameters of torch.complex64 cannot be planned (known: float64, float32, bfloat16, float16, int64, int32, "

@@ -89,18 +89,21 @@ def test_no_matching_class_names_the_classes_there_are(meta_model):
         find_units(meta_model("GPT2LMHeadModel"), ["BertLayer"])
 
 
-def test_a_model_without_repetition_asks_for_block_classes():
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    with pytest.raises(
-        DescriptionError, match=r"No repeated block was found in Sequential; name its block class with block_classes.*Linear"
-    ):
-        find_units(model)
+def test_a_model_without_repetition_is_one_unit():
+    (root,) = find_units(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    assert (root.fqn, root.numel, root.span) == ("", 6, GatherSpan.STEP)
 
 
-def test_albert_needs_its_class_named(meta_model):
+def test_a_parameter_without_dimensions_has_one_element():
+    model = nn.Module()
+    model.scale = nn.Parameter(torch.tensor(2.0))
+    (root,) = find_units(model)
+    assert (root.parameters[0].shape, root.numel) == ((), 1)
+
+
+def test_albert_without_its_class_named_is_root_and_embedding(meta_model):
     model = meta_model("AlbertForMaskedLM")
-    with pytest.raises(DescriptionError, match="AlbertLayer"):
-        find_units(model)
+    assert not any("Layer" in unit.class_name for unit in find_units(model))
     assert [u.fqn for u in find_units(model, ["AlbertLayer"]) if u.class_name == "AlbertLayer"] == [
         "albert.encoder.albert_layer_groups.0.albert_layers.0"
     ]
