@@ -21,6 +21,7 @@ _PUBLIC = {
     "PlanMismatchError": "errors",
     "PreflightError": "errors",
     "ProfileError": "errors",
+    "UnreducedGradientError": "errors",
     "Hardware": "planner.hardware",
     "ModelDescription": "planner.description",
     "Plan": "planner.plan",
@@ -43,6 +44,7 @@ _PUBLIC = {
     "OSDPConfig": "integration.config",
     "OSDPPlugin": "integration.plugin",
     "Trainer": "integration.trainer",
+    "with_osdp": "integration.trainer",
 }
 
 __all__ = [*sorted(_PUBLIC), "__version__"]
@@ -72,11 +74,12 @@ if TYPE_CHECKING:
         PlanMismatchError,
         PreflightError,
         ProfileError,
+        UnreducedGradientError,
     )
     from .integration.accelerator import OSDPAccelerator
     from .integration.config import OSDPConfig
     from .integration.plugin import OSDPPlugin
-    from .integration.trainer import Trainer
+    from .integration.trainer import Trainer, with_osdp
     from .planner.description import ModelDescription
     from .planner.hardware import Hardware
     from .planner.job import TrainingJob

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
 from ..runtime import oom
 from ..runtime.accumulation import micro_step
+from ..runtime.agree import largest_of_ranks
 from ..runtime.clip import clip_grad_norm_
 from ..runtime.environment import form_process_group, prepare_model
 from ..runtime.host_offload import uses_host
@@ -41,7 +43,7 @@ from .measuring import watch_loop
 from .optimizers import spec_of_optimizer, spec_of_trainer_name
 from .planning import PlannedRun, RunFacts, plan_run
 from .plugin import OSDPPlugin, offloads, plugin_for, precision_of
-from .samples import batch_length, batch_size_of
+from .samples import Batches, batch_size_of, find_batches, takes_keywords
 from .sharding import change_alone, check_bound, shard_model
 
 
@@ -179,10 +181,10 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         model = next(o for o in objects if isinstance(o, nn.Module))
         loader = next((o for o in objects if isinstance(o, DataLoader)), None)
         optimizer = next((o for o in objects if isinstance(o, torch.optim.Optimizer)), None)
-        length, micro = config.sequence_length, config.micro_batch_size
+        length, micro, inputs = config.sequence_length, config.micro_batch_size, None
         global_batch = config.global_batch_size
         if loader is not None:
-            length = length or batch_length(loader.dataset, loader.collate_fn)
+            inputs, length = _batches_of(loader, model, length)
             size = batch_size_of(loader, share=self.num_processes if self.split_batches else 1)
             if micro not in (None, size):
                 raise ValueError(f"micro_batch_size={micro}, but the DataLoader's batches hold {size}; make them agree.")
@@ -196,7 +198,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
                     )
                 global_batch = steps
         facts = self._facts(sequence_length=length, global_batch_size=global_batch, micro_batch_size=micro, optimizer=optimizer)
-        self._make_plan(model, facts)
+        self._make_plan(model, replace(facts, inputs=inputs))
         if loader is None:
             self.gradient_accumulation_steps = self._run.plan.accumulation_steps
         announce_plan(self._run, is_rank_zero=self.is_main_process)
@@ -395,6 +397,19 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
         self.scaler = OSDPGradScaler(device=self.device.type, **options)
         self.native_amp = True
+
+
+def _batches_of(loader: DataLoader, model: nn.Module, sequence_length: int | None) -> tuple[Batches | None, int | None]:
+    """Batches that the loop gives to the model by keywords, and the tokens of a row; None where the loop does something else."""
+    found = None if loader.collate_fn is None else find_batches(loader.dataset, loader.collate_fn)
+    if found is None:
+        return None, sequence_length
+    batches = found[0]
+    tokens = None if batches.tokens is None else largest_of_ranks(batches.tokens)
+    length = sequence_length or tokens
+    if not takes_keywords(model, batches(1)):
+        return None, length
+    return replace(batches, wanted_tokens=length if tokens else None), length or 1
 
 
 def _meets_elsewhere(handlers: Iterable[Any] | None) -> bool:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import HardwareError, PlanError
+from ..errors import CheckpointingError, DescriptionError, HardwareError, PlanError
 from ..planner.cut import WHOLE_BLOCKS, Cut
 from ..planner.description import Activations, DType, ModelDescription
 from ..planner.evaluate import estimate_plan
@@ -25,8 +25,8 @@ from ..preflight.devices import limit_within
 from ..preflight.findings import Finding
 from ..preflight.folder import RunFolder
 from ..preflight.model import check_model
-from ..profiling.batch import training_batch
-from ..profiling.describe import describe
+from ..profiling.batch import Inputs, Loss, training_batch
+from ..profiling.describe import describe, is_by_formula
 from ..profiling.machine import hardware_of_run
 from ..quantities import format_bytes
 from ..runtime.again import limit_after_oom
@@ -89,7 +89,13 @@ class RunFacts:
     """`cpu` or `cuda`."""
     precision: Precision
     sequence_length: int
-    """Tokens of one sample."""
+    """Tokens of one sample; 1 where samples have none."""
+    inputs: Inputs | None = None
+    """From a number of samples to a batch, as the data gives them; None makes one for a transformers model."""
+    loss: Loss | None = None
+    """How the loop makes the loss of a batch, where it is not the model's own."""
+    other_models: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that models beside the trained one take on the device throughout, by name."""
     global_batch_size: int
     """Samples of one optimizer step over all processes."""
     micro_batch_size: int | None
@@ -173,17 +179,8 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
     if config.recalibrate:
         _check_recalibration(facts)
 
-    def described(cut: Cut) -> ModelDescription:
-        return describe(
-            model,
-            sequence_length=facts.sequence_length,
-            block_classes=config.block_classes,
-            compute_dtype=facts.precision.compute,
-            device_type=facts.device_type,
-            activation_checkpointing=facts.activation_checkpointing,
-            cut=cut,
-        )
-
+    describer = _Describer(model, config, facts)
+    described = describer.describe
     if config.plan is not None:
         run = _given(config, facts, job, described, started)
         return replace(run, findings=checked(run, model, config, facts))
@@ -223,6 +220,69 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
     return replace(run, findings=checked(run, model, config, facts))
 
 
+class _Describer:
+    """Describes the model, in the way that is nearest to what will run: with the loop's own loss where that can be traced."""
+
+    def __init__(self, model: nn.Module, config: OSDPConfig, facts: RunFacts) -> None:
+        self._model, self._config, self._facts = model, config, facts
+        self.ways: list[tuple[Inputs | None, Loss | None]] = [(facts.inputs, facts.loss)]
+        if facts.inputs is not None and _has_usual_batch(model):
+            self.ways.append((None, None))
+
+    def describe(self, cut: Cut) -> ModelDescription:
+        """Describe the model as it is when cut so.
+
+        Raises:
+            DescriptionError: it cannot be described in any way.
+        """
+        while len(self.ways) > 1:
+            try:
+                description = self._described(cut, *self.ways[0])
+            except CheckpointingError:
+                raise
+            except DescriptionError as error:
+                if not cut.is_none:
+                    raise
+                reason = str(error)
+            else:
+                if not is_by_formula(description):
+                    return description
+                reason = description.trace
+            _log.warning(
+                "What %s computes from its batches cannot be traced (%s): the estimate is that of the model's own loss on %d tokens;"
+                " OSDPConfig(recalibrate=True) measures the model, and a lower memory_limit leaves room.",
+                "the loop's own loss" if self._facts.loss else "the model",
+                reason,
+                self._facts.sequence_length,
+            )
+            del self.ways[0]
+        return self._described(cut, *self.ways[0])
+
+    def _described(self, cut: Cut, inputs: Inputs | None, loss: Loss | None) -> ModelDescription:
+        facts = self._facts
+        description = describe(
+            self._model,
+            sequence_length=facts.sequence_length,
+            block_classes=self._config.block_classes,
+            compute_dtype=facts.precision.compute,
+            device_type=facts.device_type,
+            activation_checkpointing=facts.activation_checkpointing,
+            inputs=inputs,
+            loss=loss,
+            cut=cut,
+        )
+        return replace(description, other_bytes=sum(facts.other_models.values()))
+
+
+def _has_usual_batch(model: nn.Module) -> bool:
+    """Whether a batch can be made for the model without data."""
+    try:
+        training_batch(model, 1)
+    except (DescriptionError, AttributeError):
+        return False
+    return True
+
+
 def _tried(model: nn.Module, plan: Plan, problem: Problem, facts: RunFacts) -> tuple[Plan, tuple[Round, ...], Problem, Meshes | None]:
     """The plan that stands after trials; what the problem is by what was seen, on rank 0; meshes of the plan."""
     device = torch.device("cuda", torch.cuda.current_device()) if facts.device_type == "cuda" else torch.device(facts.device_type)
@@ -231,7 +291,7 @@ def _tried(model: nn.Module, plan: Plan, problem: Problem, facts: RunFacts) -> t
         model=model,
         units=problem.description.units,
         job=problem.job,
-        inputs=training_batch(model, facts.sequence_length),
+        inputs=facts.inputs or training_batch(model, facts.sequence_length),
         device=device,
         block_classes=problem.description.block_classes,
         activation_checkpointing=facts.activation_checkpointing,
@@ -283,6 +343,8 @@ def _check_recalibration(facts: RunFacts) -> None:
     Raises:
         ValueError: for low precision in one process without a process group.
     """
+    if facts.loss is not None:
+        raise ValueError("recalibrate=True tries the model's own loss, but this trainer computes its own; leave recalibrate out.")
     if not dist.is_initialized() and facts.precision.compute is not None:
         raise ValueError(
             f"recalibrate=True in one process without a process group cannot try {facts.precision.compute.value};"

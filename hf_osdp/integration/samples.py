@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
@@ -125,6 +127,15 @@ def tokens_of(batch: Any) -> int | None:
     if isinstance(batch, (tuple, list)) and batch:
         batch = batch[0]
     return int(batch.shape[1]) if isinstance(batch, torch.Tensor) and batch.dim() == 2 and not batch.is_floating_point() else None
+
+
+def takes_keywords(model: nn.Module, batch: Any) -> bool:
+    """Whether a model can be called with a batch's names as keywords, as `model(**batch)` does."""
+    if not isinstance(batch, Mapping):
+        return False
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = {parameter.name for parameter in parameters}
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters) or set(batch) <= names
 
 
 def batch_size_of(loader: DataLoader, *, share: int) -> int | None:

@@ -6,7 +6,8 @@ import copy
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from ..checkpoint.starts import begin_anew
 from ..checkpoint.writer import CheckpointWriter, Staging
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
+from ..profiling.batch import Inputs
+from ..runtime.agree import largest_of_ranks
 from ..runtime.environment import hold_master_weights
 from ..runtime.oom import explained
 from ..runtime.state import free_gathered
@@ -32,10 +35,12 @@ from .launch import launched_world_size
 from .losses import ignores_item_count
 from .measuring import StepCallback
 from .optimizers import spec_of_optimizer, spec_of_trainer_name
+from .own_loss import held_models, traced_loss
 from .planning import PlannedRun, RunFacts, plan_run
 from .plugin import OSDPPlugin, offloads
-from .samples import longest_sample
+from .samples import Batches, Looked, find_batches
 from .stopping import StopCallback
+from .subclasses import batch_coupling, check_order, planning_at_the_end, vars_of_others, with_whole_weights
 from .trainer_checkpoints import TrainerCheckpoints
 from .trainer_options import asked_config, plugin_options, refuse_unplanned
 
@@ -61,35 +66,60 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
         InfeasibleError: no plan meets the memory limit.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_order(cls, Trainer)
+        cls.__init__ = planning_at_the_end(cls.__init__)
+        if "_save" in vars_of_others(cls, Trainer):
+            cls._save = with_whole_weights(cls._save)
+
     def __init__(self, *args: Any, osdp: OSDPConfig | Mapping[str, object] | bool | None = None, **kwargs: Any):
         call = inspect.signature(transformers.Trainer.__init__).bind(self, *args, **kwargs)
         given = call.arguments
         self._run: PlannedRun | None = None
         self._steps: StepCallback | None = None
         self._staging: Staging | None = None
-        self._osdp = asked_config(osdp, given.get("args"))
+        self._osdp = asked_config(self.__dict__.pop("_asked_osdp", None) if osdp is None else osdp, given.get("args"))
         if self._osdp is not None:
             refuse_unplanned(given)
             arguments = given.get("args") or TrainingArguments(output_dir="tmp_trainer")
             given["args"] = copy.copy(arguments)
             if given.get("train_dataset") is not None:
                 begin_anew(arguments.output_dir)  # before planning, which may be the end of this start
-            self._datasets = (given.get("train_dataset"), given.get("eval_dataset"))
-            self._takes_model_loss = (
-                given.get("compute_loss_func") is None
-                and not given["args"].label_smoothing_factor
-                and type(self).compute_loss is transformers.Trainer.compute_loss
-            )
-            self._optimizer_choice = (given.get("optimizers", (None, None))[0], given.get("optimizer_cls_and_kwargs"))
+            self._makes_folder = not Path(arguments.output_dir).exists()
         super().__init__(*call.args[1:], **call.kwargs)
-        if self._run is not None:
-            self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs and not ignores_item_count(self.model)
-            self._steps = StepCallback(self.args.device)
-            self.add_callback(self._steps)
-            self._writer = CheckpointWriter(in_background=self._osdp.async_save)
-            self._stop = StopSignal()
-            if self._osdp.save_on_sigterm:
-                self.add_callback(StopCallback(self._stop))
+
+    def _plan_now(self) -> None:
+        """Plan for this trainer, of which every `__init__` has ended: subclasses change model, data and loss in theirs."""
+        if self._osdp is None:
+            return
+        args = self.args
+        try:
+            self._run = self._make_plan(self._osdp)
+        except Exception:
+            if self._makes_folder:
+                with suppress(OSError):  # it is gone, or holds something
+                    Path(args.output_dir).rmdir()
+            raise
+        args.per_device_train_batch_size = self._train_batch_size = self._run.plan.micro_batch_size
+        args.gradient_accumulation_steps = self._run.plan.accumulation_steps
+        args.auto_find_batch_size = False  # that was the planner's to find, without running out of memory first
+        self.accelerator.adopt(self._run)
+        self.is_fsdp_enabled = self.is_fsdp_enabled or self.accelerator.is_fsdp2  # one process with units on the host
+        if self.place_model_on_device and not self.is_fsdp_enabled:
+            super()._move_model_to_device(self.model, args.device)
+        self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs and not ignores_item_count(self.model)
+        self._steps = StepCallback(args.device)
+        self.add_callback(self._steps)
+        self._writer = CheckpointWriter(in_background=self._osdp.async_save)
+        self._stop = StopSignal()
+        if self._osdp.save_on_sigterm:
+            self.add_callback(StopCallback(self._stop))
+
+    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+        """As stock; the model that is trained moves when the plan says which units live on the host."""
+        if self._osdp is None or self._run is not None:
+            super()._move_model_to_device(model, device)
 
     @property
     def plan(self) -> Plan | None:
@@ -99,19 +129,12 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
     # ------------------------------------------------------------------------------------------------------- planning
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Plan, write the planner's batch sizes into the arguments, then create the accelerator."""
+        """As stock, with an accelerator that runs plans."""
         if self._osdp is None:
             super().create_accelerator_and_postprocess()
             return
-        if self._run is None:
-            self._run = self._make_plan(self._osdp)
-            self.args.per_device_train_batch_size = self._run.plan.micro_batch_size
-            self.args.gradient_accumulation_steps = self._run.plan.accumulation_steps
-            self.args.auto_find_batch_size = False  # that was the planner's to find, without running out of memory first
         with _accelerator_class(_TrainersAccelerator):
             super().create_accelerator_and_postprocess()
-        self.accelerator.adopt(self._run)
-        self.is_fsdp_enabled = self.is_fsdp_enabled or self.accelerator.is_fsdp2  # one process with units on the host
 
     def _make_plan(self, config: OSDPConfig) -> PlannedRun:
         """Plan for the training that the arguments describe. Every process calls this together."""
@@ -122,24 +145,28 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
                 " pass TrainingArguments(use_cpu=True) to run them on the CPU."
             )
         plugin = self._plugin()
+        batches, sequence_length = self._batches(config)
         facts = RunFacts(
             world_size=args.world_size,
             device_type=args.device.type,
             precision=Precision.named(args.mixed_precision),
-            sequence_length=self._sequence_length(config),
+            sequence_length=sequence_length,
+            inputs=batches,
+            loss=None if batches is None or self._model_makes_loss else traced_loss(self),
+            other_models=held_models(self),
             global_batch_size=config.global_batch_size or self._global_batch_size(config),
-            micro_batch_size=config.micro_batch_size,
+            micro_batch_size=config.micro_batch_size or self._kept_batch_size(),
             reduce_every_micro_step=config.reduce_every_micro_step,
             optimizer=self._optimizer_spec(),
             holds_outputs=False,
             clips_gradients=bool(args.max_grad_norm and args.max_grad_norm > 0),
             activation_checkpointing=bool(args.gradient_checkpointing or plugin.activation_checkpointing),
             checkpoint_wrapper=bool(plugin.activation_checkpointing),
-            reads_loss_alone=self._takes_model_loss,
+            reads_loss_alone=self._model_makes_loss and not args.use_liger_kernel,
             cpu_offload=offloads(plugin),
-            trains=self._datasets[0] is not None,
-            frozen_in_optimizer=frozen_given(self._optimizer_choice[0]),
-            folder=trainer_folder(args, self.model) if self._datasets[0] is not None else None,
+            trains=self.train_dataset is not None,
+            frozen_in_optimizer=frozen_given(self.optimizer),
+            folder=trainer_folder(args, self.model) if self.train_dataset is not None else None,
         )
         hold_master_weights(self.model, facts.precision)
         with shown_while_planning(is_rank_zero=args.process_index == 0):
@@ -151,7 +178,7 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
         """Samples of a step as the arguments have them; a restart, which may have fewer processes, keeps those it began with."""
         args = self.args
         given = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        trains = self._datasets[0] is not None
+        trains = self.train_dataset is not None
         begun = recorded_batch(args.output_dir) if trains and config.resume_after_restart else None
         if begun in (None, given) or begun % args.world_size:
             return given
@@ -163,21 +190,64 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
         """The plugin as arguments and launcher set it."""
         return OSDPPlugin(osdp=every_option(self._osdp), **plugin_options(self.args))
 
-    def _sequence_length(self, config: OSDPConfig) -> int:
-        """Tokens of a sample, from the configuration or the data."""
-        found = config.sequence_length or next(filter(None, map(longest_sample, self._datasets)), None)
+    @property
+    def _model_makes_loss(self) -> bool:
+        """Whether the loss is the model's own, of a batch's labels."""
+        stock = type(self).compute_loss is transformers.Trainer.compute_loss
+        return stock and self.compute_loss_func is None and self.label_smoother is None
+
+    def _batches(self, config: OSDPConfig) -> tuple[Inputs | None, int]:
+        """Batches as the data gives them, and the tokens of a row; None for batches where the data cannot be looked at.
+
+        Raises:
+            ValueError: the length is known from nowhere.
+        """
+        found = None
+        for dataset in (self.train_dataset, self.eval_dataset):
+            dataset = next(iter(dataset.values()), None) if isinstance(dataset, dict) else dataset
+            found = found or self._batches_of(dataset)
         if found is None:
-            raise ValueError("The sequence length cannot be read from the dataset; give OSDPConfig(sequence_length=...).")
-        return found
+            if config.sequence_length is None:
+                raise ValueError("The sequence length cannot be read from the dataset; give OSDPConfig(sequence_length=...).")
+            return None, config.sequence_length
+        batches, looked = found
+        tokens = largest_of_ranks(batches.tokens or 1)
+        wanted = config.sequence_length or tokens
+        if config.sequence_length is None and not looked.is_whole and batches.tokens and self.args.process_index == 0:
+            _log.warning(
+                "Planned for %d tokens, the longest of %d samples that were looked at; where longer ones come, give"
+                " OSDPConfig(sequence_length=...).", tokens, looked.seen,
+            )  # fmt: skip
+        return replace(batches, wanted_tokens=wanted if batches.tokens else None), wanted
+
+    def _batches_of(self, dataset: Any) -> tuple[Batches, Looked] | None:
+        """The same for one dataset, with the columns that the Trainer keeps."""
+        collate = self.data_collator
+        if transformers.trainer.is_datasets_available() and isinstance(dataset, transformers.trainer.datasets.Dataset):
+            dataset = self._remove_unused_columns(dataset)
+        else:
+            collate = self._get_collator_with_removed_columns(collate)
+        return find_batches(dataset, collate)
+
+    def _kept_batch_size(self) -> int | None:
+        """Samples of a micro-batch where the loss may depend on which samples share one; None leaves them to the planner."""
+        reason = batch_coupling(self)
+        if reason is None:
+            return None
+        if self.args.process_index == 0:
+            _log.warning(
+                "%s, so micro-batches stay at %d samples; OSDPConfig(micro_batch_size=...) sets another size.",
+                reason, self.args.per_device_train_batch_size,
+            )  # fmt: skip
+        return self.args.per_device_train_batch_size
 
     def _optimizer_spec(self) -> OptimizerSpec:
         """What the optimizer of this training will hold."""
-        optimizer, chosen = self._optimizer_choice
         device_type = self.args.device.type
-        if optimizer is not None:
-            return spec_of_optimizer(optimizer, device_type=device_type)
-        if chosen is not None:
-            cls, options = chosen
+        if self.optimizer is not None:
+            return spec_of_optimizer(self.optimizer, device_type=device_type)
+        if self.optimizer_cls_and_kwargs is not None:
+            cls, options = self.optimizer_cls_and_kwargs
             return spec_of_optimizer(cls([torch.nn.Parameter(torch.zeros(1))], **options), device_type=device_type)
         return spec_of_trainer_name(self.args.optim.value, device_type=device_type)
 
@@ -237,6 +307,32 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
             announce_result(self._run, measured, output_dir=self.args.output_dir, is_rank_zero=self.is_world_process_zero())
         self._stop.exit()
         return output
+
+
+Trainer.__init__ = planning_at_the_end(Trainer.__init__)
+
+
+def with_osdp(trainer_class: type[transformers.Trainer]) -> type[transformers.Trainer]:
+    """Return a Trainer class that shards as a plan says, made from any subclass of `transformers.Trainer`.
+
+    ```python
+    trainer = with_osdp(SFTTrainer)(model=model, args=args, train_dataset=dataset, osdp=OSDPConfig(memory_limit="8GiB"))
+    ```
+
+    Args:
+        trainer_class: such as TRL's `SFTTrainer`; its constructor then takes `osdp=` too.
+
+    Raises:
+        ValueError: it is no subclass of `transformers.Trainer`.
+    """
+    if not isinstance(trainer_class, type) or not issubclass(trainer_class, transformers.Trainer):
+        raise ValueError(f"with_osdp takes a subclass of transformers.Trainer; {trainer_class!r} is none.")
+    if issubclass(trainer_class, Trainer):
+        return trainer_class
+    if issubclass(Trainer, trainer_class):
+        return Trainer
+    members = {"__module__": trainer_class.__module__, "__doc__": trainer_class.__doc__, "__qualname__": trainer_class.__qualname__}
+    return type(trainer_class.__name__, (trainer_class, Trainer), members)
 
 
 class _TrainersAccelerator(OSDPAccelerator):

@@ -224,6 +224,8 @@ class ModelDescription:
     """Forward order; backward runs them in reverse."""
     buffer_bytes: int = 0
     """Buffers of the module (never sharded), in bytes."""
+    other_bytes: int = 0
+    """Other models that are on the device throughout a step, such as a reference model, in bytes."""
     input_bytes: Affine = Affine()
     """The batch itself, on the device."""
     output_bytes: Affine = Affine()

@@ -179,7 +179,7 @@ def resident_bytes(description: ModelDescription, job: TrainingJob, samples: int
 
 def _model_buffers(description: ModelDescription, job: TrainingJob, samples: int) -> int:
     outputs = description.output_bytes.bytes(samples) if job.holds_outputs else 0
-    return description.buffer_bytes + description.input_bytes.bytes(samples) + outputs
+    return description.buffer_bytes + description.other_bytes + description.input_bytes.bytes(samples) + outputs
 
 
 def merging_stretch(description: ModelDescription, job: TrainingJob) -> dict[int, int]:

@@ -108,7 +108,7 @@ def describe(
             ) from error
         outputs, read_outside = Affine(), frozenset()
         segments = _segments_by_formula(model, units, found_classes, sequence_length, dtype, error, activation_checkpointing)
-        trace = f"formula ({SOURCE}); the trace failed with {type(error).__name__}"
+        trace = f"{_FORMULA} ({SOURCE}); the trace failed with {type(error).__name__}"
     units = _never_freed(units, segments, read_outside)
     given, cast = _input_lines(inputs, _torch_dtype(compute_dtype))
     return ModelDescription(
@@ -126,6 +126,14 @@ def describe(
         trace=trace,
         recomputed_by_others=activation_checkpointing or is_checkpointed(model),
     )
+
+
+_FORMULA = "formula"
+
+
+def is_by_formula(description: ModelDescription) -> bool:
+    """Whether a formula stands in for the trace of a model that could not be traced."""
+    return description.trace.startswith(_FORMULA)
 
 
 def _traced_or_plain(

@@ -133,6 +133,14 @@ def _rebuild(*, type_name: str, text: str, attributes: dict[str, Any]) -> Except
     return error
 
 
+def largest_of_ranks(value: int) -> int:
+    """Return the largest of all ranks' values. Collective."""
+    values = [value] * world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return max(values)
+
+
 def require_same(said: Mapping[str, str]) -> None:
     """Stop all ranks where they are about to run different things. Collective, before any collective: ranks ask the store.
 
