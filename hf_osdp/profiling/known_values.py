@@ -215,7 +215,8 @@ def _ctc_loss(
     """A loss for each sample, and log probabilities of every prefix of its target, blanks between."""
     if isinstance(target_lengths, torch.Tensor):
         values = known.value(target_lengths)
-        target_lengths = [targets.shape[-1]] if values is None else values.tolist()
+        with _disable_current_modes():
+            target_lengths = [targets.shape[-1]] if values is None else values.tolist()
     frames, samples, _ = log_probs.shape
     return log_probs.new_empty(samples), log_probs.new_empty(samples, frames, 2 * max(target_lengths) + 1)
 

@@ -24,6 +24,7 @@ from .reads import ReadsOutside
 from .recorder import Recorder, Stretch
 from .segments import bytes_line, is_idle, segments_of, with_offloaded, with_recomputed
 from .standin import CallRecord, block_key, call_key
+from .stored import release_of_stored
 from .twin import fake_twin
 from .units import modules_by_name, stretching_modules
 from .wrapping import cast_floating, forward_replaced, recompute
@@ -211,6 +212,7 @@ class _Tracer:
                 recorder.leave()
                 return output
             stretch = recorder.enter(unit)
+            stretch.release = release_of_stored(module)
             args, kwargs = cast_floating((args, kwargs), self._compute_dtype)
             output = original(*args, **kwargs)
             recorder.leave()
