@@ -23,8 +23,10 @@ _POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positi
 _TOKEN_LABELS = ("CausalLM", "LMHeadModel", "MaskedLM", "ConditionalGeneration", "TokenClassification", "ForPreTraining")
 _SAMPLE_LABELS = (
     "SequenceClassification", "ImageClassification", "AudioClassification", "VideoClassification", "MultipleChoice",
-    "NextSentencePrediction",
+    "NextSentencePrediction", "XVector",
 )  # fmt: skip
+_FRAMES_OF_A_LETTER = 3
+"""Of speech: 50 frames a second, and about 16 letters."""
 
 
 def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
@@ -35,7 +37,8 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
 
     Args:
         model: an instance of a transformers model class, or one of peft's around it.
-        sequence_length: tokens of each sample, of source and target alike; images keep the configuration's size.
+        sequence_length: tokens of each sample, of source and target alike, or values of a waveform; images and spectrograms keep the
+            configuration's size.
 
     Returns:
         A function that makes a batch of any number of samples on the current device; images and sounds in
@@ -48,7 +51,7 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
     config, kind = model.config, _class_name(model)
     arguments = frozenset(inspect.signature(model.forward).parameters)
     main = getattr(model, "main_input_name", "input_ids")
-    if main not in ("input_ids", "pixel_values", "input_features"):
+    if main not in ("input_ids", "pixel_values", "input_features", "input_values"):
         raise DescriptionError(f"The inputs of {kind} ({main}) are not known; pass inputs, a function from samples to keyword arguments.")
 
     dtype = torch.float64 if getattr(model, "dtype", None) is torch.float64 else torch.float32
@@ -57,13 +60,18 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
         batch: dict[str, Any] = {main: _main_input(config, main, samples, sequence_length, dtype)}
         tokens = (samples, sequence_length)
         if kind.endswith("MultipleChoice"):
-            batch[main] = torch.zeros(samples, 2, sequence_length, dtype=torch.long)
+            batch[main] = batch[main][:, None].repeat(1, 2, 1)
+        if "return_loss" in arguments:  # two towers, as CLIP has
+            batch |= {"pixel_values": _main_input(config.vision_config, "pixel_values", samples, 0, dtype), "return_loss": True}
         if main == "input_ids" and not kind.endswith(("CausalLM", "LMHeadModel")):
             batch["attention_mask"] = torch.ones(batch[main].shape, dtype=torch.long)
         if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in arguments:
             batch["decoder_input_ids"] = torch.zeros(tokens, dtype=torch.long)  # as DataCollatorForSeq2Seq adds them
         if kind.endswith("QuestionAnswering"):
             batch |= {name: torch.zeros(samples, dtype=torch.long) for name in ("start_positions", "end_positions")}
+        elif kind.endswith("CTC"):
+            frames = int(model._get_feat_extract_output_lengths(sequence_length)) if main == "input_values" else tokens[1]
+            batch["labels"] = torch.full((samples, max(1, frames // _FRAMES_OF_A_LETTER)), _plain_token(config))
         elif kind.endswith(_SAMPLE_LABELS):
             regression = getattr(config, "num_labels", 2) == 1
             batch["labels"] = torch.zeros(samples, dtype=torch.float32 if regression else torch.long)
@@ -142,12 +150,37 @@ def _position_table(model: nn.Module) -> nn.Embedding | None:
 
 def _main_input(config: Any, name: str, samples: int, sequence_length: int, dtype: torch.dtype) -> torch.Tensor:
     if name == "input_ids":
-        return torch.zeros(samples, sequence_length, dtype=torch.long)
+        return _token_rows(config, samples, sequence_length)
+    if name == "input_values":  # a waveform, or a spectrogram
+        shape = (config.max_length, config.num_mel_bins) if hasattr(config, "num_mel_bins") else (sequence_length,)
+        return torch.zeros(samples, *shape, dtype=dtype)
     if name == "input_features":  # log-mel frames; Whisper's encoder halves them
         return torch.zeros(samples, config.num_mel_bins, 2 * config.max_source_positions, dtype=dtype)
     size = getattr(config, "image_size", None) or 224
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     return torch.zeros(samples, getattr(config, "num_channels", 3), height, width, dtype=dtype)
+
+
+def _token_rows(config: Any, samples: int, length: int) -> torch.Tensor:
+    """A short question, two separators and a text with its end: some models look for these, where the configuration has them."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    row = [_plain_token(text)] * length
+    sep, end = getattr(text, "sep_token_id", None), getattr(text, "eos_token_id", None)
+    end = end[0] if isinstance(end, (list, tuple)) and end else end
+    ends = [token for token in dict.fromkeys((sep, end)) if isinstance(token, int)]
+    if length > 4:
+        row[1:3] = [sep] * 2 if isinstance(sep, int) else row[1:3]
+        row[length - len(ends) :] = ends
+    return torch.tensor([row] * samples)
+
+
+def _plain_token(config: Any) -> int:
+    """The first token of a vocabulary that the configuration gives no meaning."""
+    special: set[int] = set()
+    for name, value in vars(config).items():
+        if name.endswith(("token_id", "token_index", "token_ids")):
+            special.update(value if isinstance(value, (list, tuple)) else [value])
+    return next((token for token in range(getattr(config, "vocab_size", None) or 1) if token not in special), 0)
 
 
 def without_adapters(model: nn.Module) -> nn.Module:

@@ -210,7 +210,10 @@ def _segments_by_formula(
     if config is None:
         raise DescriptionError(f"{name} could not be traced ({reason}); pass inputs that its forward accepts.") from error
     shape = TransformerShape.of(config, tokens=sequence_length, itemsize=dtype.itemsize)
-    _log.warning("%s could not be traced (%s); its activations are estimated by formula (%s).", name, reason, SOURCE)
+    _log.warning(
+        "%s could not be traced (%s); its activations are estimated by formula (%s), and recomputing blocks in backward is not offered,"
+        " for its costs are not known without a trace.", name, reason, SOURCE,
+    )  # fmt: skip
     return formula_segments(units, block_classes, shape, checkpointed=checkpointed)
 
 

@@ -81,7 +81,7 @@ class LiveBytes(TorchDispatchMode):
         self._restore.pop()()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(_is_dtensor, types)):
+        if any(map(is_dtensor, types)):
             return NotImplemented  # let it unfold into operators on local tensors, which come here again
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -159,7 +159,7 @@ def tensors_in(value: Any) -> Iterable[torch.Tensor]:
 
 def plain_tensors(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     """The tensor itself, or those inside a wrapper such as `DTensor`."""
-    if _is_dtensor(type(tensor)):
+    if is_dtensor(type(tensor)):
         yield from plain_tensors(tensor._local_tensor)
     elif is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
@@ -169,7 +169,7 @@ def plain_tensors(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
         yield tensor
 
 
-def _is_dtensor(cls: type) -> bool:
+def is_dtensor(cls: type) -> bool:
     tensor = sys.modules.get("torch.distributed.tensor")  # there are none where it was never imported, and planning does without
     return tensor is not None and issubclass(cls, tensor.DTensor)
 

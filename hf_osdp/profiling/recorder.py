@@ -7,6 +7,7 @@ to the stretch in which autograd made the node that runs: its sequence number sa
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,10 @@ class Stretch:
     """What was sent to the host, to wait there for backward."""
     handed_back_bytes: int = 0
     """Live bytes above `start_bytes` when its backward was done: the gradient of its input, less an input freed with it."""
+    release: Callable[[], None] | None = None
+    """Drops what its modules have stored in themselves."""
+    kept_bytes: int = 0
+    """What that freed when backward was done: live until the next step, with all that autograd holds for it."""
     forward: PhaseRecord = field(default_factory=PhaseRecord)
     backward: PhaseRecord = field(default_factory=PhaseRecord)
 
@@ -154,4 +159,8 @@ class Recorder(TorchDispatchMode):
         for parameter in self._graded:
             parameter.grad = None
         self._graded.clear()
+        if stretch.release is not None:
+            before = self._live.current_bytes
+            stretch.release()
+            stretch.kept_bytes += before - self._live.current_bytes
         stretch.handed_back_bytes = max(0, self._live.current_bytes - stretch.start_bytes)

@@ -22,7 +22,21 @@ def segments_of(traces: Sequence[Sequence[Stretch]], samples: Samples) -> list[S
     """
     if len({tuple(stretch.unit for stretch in trace) for trace in traces}) > 1:
         raise DescriptionError(f"The model runs other units with {samples[0]} samples than with {samples[-1]}; its costs are no line.")
-    return [_segment(stretches, samples) for stretches in zip(*traces, strict=True)]
+    alike = list(zip(*traces, strict=True))
+    kept = [bytes_line([(stretch.copy_of or stretch).kept_bytes for stretch in stretches], samples) for stretches in alike]
+    return _with_kept([_segment(stretches, samples) for stretches in alike], kept)
+
+
+def _with_kept(segments: Sequence[Segment], kept: Sequence[Affine]) -> list[Segment]:
+    """Segments whose backward begins with what the modules of those after them have kept, as RecurrentGemma's keep a state."""
+    found: list[Segment] = []
+    later = Affine()
+    for segment, own in zip(reversed(segments), reversed(kept), strict=True):
+        peak = segment.backward.peak_bytes if later == Affine() else segment.backward.peak_bytes.plus(later)
+        later = later.plus(own)
+        gradient = segment.gradient_bytes.plus(later)
+        found.append(replace(segment, gradient_bytes=gradient, backward=replace(segment.backward, peak_bytes=peak)))
+    return found[::-1]
 
 
 def with_recomputed(plain: list[Segment], again: list[Segment], recomputable: Collection[int]) -> list[Segment]:

@@ -14,16 +14,18 @@ from torch.utils._pytree import tree_map_only
 from ..errors import DescriptionError
 from ..planner.description import Affine, GatherSpan, Segment, UnitDescription
 from ..splitting.head import SplitHead
-from .batch import Inputs, Loss, output_of, plain_batch, without_packing
+from .batch import Inputs, Loss, output_of, without_packing
 from .build import checkpoint_blocks
 from .fused import FusedKernels
+from .known_values import KnownValues
 from .live_bytes import CUDA_BLOCK_BYTES, LiveBytes
 from .offloading import host_memory, offload, tensors_of
 from .reads import ReadsOutside
 from .recorder import Recorder, Stretch
 from .segments import bytes_line, is_idle, segments_of, with_offloaded, with_recomputed
 from .standin import CallRecord, block_key, call_key
-from .twin import fake_like, fake_twin
+from .stored import release_of_stored
+from .twin import fake_twin
 from .units import modules_by_name, stretching_modules
 from .wrapping import cast_floating, forward_replaced, recompute
 
@@ -86,7 +88,7 @@ def trace_segments(
         Exception: whatever the model raises under fake tensors.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    batches = [_fake_batch(inputs(count), mode, compute_dtype) for count in samples]
+    batches = [inputs(count) for count in samples]
     read_outside: set[int] = set()
 
     def traced(recomputed: Collection[int] = (), offloaded: Collection[int] = ()) -> tuple[list[Segment], Affine]:
@@ -158,12 +160,14 @@ class _Tracer:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(without_packing())
             stack.enter_context(self._mode)
+            known = stack.enter_context(KnownValues(alone=True))
+            fakes = known.fakes_of(batch, self._mode, self._compute_dtype)
             live = stack.enter_context(LiveBytes(block_bytes=CUDA_BLOCK_BYTES if self._fused_kernels else 1))
             recorder = stack.enter_context(Recorder(live))
             if self._fused_kernels:
                 stack.enter_context(FusedKernels(recorder.count_flops))
             stack.enter_context(self._wrapped(recorder))
-            output = output_of(self._twin, batch, self._loss)
+            output = output_of(self._twin, fakes, self._loss)
             loss = loss_of(output)
             self.output_bytes.append(_bytes_beside(output, loss))
             del output
@@ -208,6 +212,7 @@ class _Tracer:
                 recorder.leave()
                 return output
             stretch = recorder.enter(unit)
+            stretch.release = release_of_stored(module)
             args, kwargs = cast_floating((args, kwargs), self._compute_dtype)
             output = original(*args, **kwargs)
             recorder.leave()
@@ -268,7 +273,3 @@ def _bytes_beside(output: Any, loss: torch.Tensor) -> int:
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Bytes of each storage."""
     return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-
-
-def _fake_batch(batch: Mapping[str, Any], mode: FakeTensorMode, compute_dtype: torch.dtype | None) -> Mapping[str, Any]:
-    return tree_map_only(torch.Tensor, lambda tensor: fake_like(tensor, mode, compute_dtype), plain_batch(batch))

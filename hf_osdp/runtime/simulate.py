@@ -14,20 +14,21 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from ..errors import OSDPError
 from ..planner.description import ModelDescription
 from ..planner.job import TrainingJob
 from ..planner.memory import MemoryBreakdown
 from ..planner.plan import Plan
-from ..profiling.batch import Inputs, Loss, plain_batch, training_batch, without_packing
+from ..profiling.batch import Inputs, Loss, training_batch, without_packing
 from ..profiling.build import build_on_meta, checkpoint_blocks
 from ..profiling.fused import FusedKernels
 from ..profiling.host_ledger import HostLedger
+from ..profiling.known_values import KnownValues
 from ..profiling.ledger import Kind
 from ..profiling.live_bytes import CUDA_BLOCK_BYTES
-from ..profiling.twin import fake_copy, fake_like
+from ..profiling.twin import fake_copy
 from .apply import apply_plan
 from .environment import mp_policy
 from .host_offload import host_parameters
@@ -94,11 +95,12 @@ def simulate(
         meshes.prepare(plan)  # ranks cannot be read from fake tensors
         stack.enter_context(without_packing())
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        known = stack.enter_context(KnownValues(alone=False))
         twin = fake_copy(model, mode)
         if activation_checkpointing:
             checkpoint_blocks(twin, description.block_classes)
         apply_plan(twin, plan, description.units, meshes=meshes, mp_policy=mp_policy(job.precision), broadcast=False)
-        fakes = tree_map_only(torch.Tensor, lambda tensor: fake_like(tensor, mode, None), plain_batch(batch))
+        fakes = known.fakes_of(batch, mode)
         on_cuda = device_type == "cuda"
         ledger = stack.enter_context(HostLedger(block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1, locks_pages=on_cuda))
         stack.enter_context(ledger.copies())
