@@ -39,5 +39,5 @@ def in_order(choices: dict[int, Choice]) -> Sequence[Choice]:
 
 
 def _need(option: Option) -> tuple[int, int, float]:
-    transient = max(option.gather_peak, option.compute_peak + option.bytes.prefetched)
+    transient = max(option.gather_peak + option.bytes.reduce_tail, option.backward_peak + option.bytes.prefetched)
     return option.bytes.held + option.left_by_forward + option.left_by_backward, transient, option.seconds

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ..errors import HardwareError
 from .collectives import collective_seconds, gather_seconds, reduce_scatter_seconds, replicate_ring
-from .description import Activations, GatherSpan, ParameterSpec, UnitDescription
+from .description import Activations, GatherSpan, ModelDescription, ParameterSpec, UnitDescription
 from .hardware import Collective, Hardware, HostSpec
 from .job import OptimizerSpec, OptimizerStep, TrainingJob
 
@@ -75,7 +75,8 @@ class UnitBytes:
     gather_buffer: int
     """Output of the all-gather before it is copied out; 0 where nothing is sent."""
     cast_buffer: int
-    """What parameters that are cast to the compute dtype, or brought to the device, take beyond `gathered` and `gather_buffer`."""
+    """What parameters that are cast to the compute dtype or brought to the device, and what lies between two stages of a gather, take
+    beyond `gathered` and `gather_buffer`."""
     unsharded_gradients: int
     """Gradients as autograd makes them, before they are reduced or added to whole ones that are held."""
     reduce_input: int
@@ -86,10 +87,7 @@ class UnitBytes:
     """The last parameter's gradient as autograd made it, which a loop variable of FSDP2's `foreach_reduce` keeps alive until
     the reduce-scatter is done."""
     reduce_tail: int
-    """The reduce-scatter's input while the next unit's backward runs: it is freed when that one ends.
-
-    Padded as for the largest group, so that it does not depend on the choice.
-    """
+    """The reduce-scatter's input while the next unit's backward runs: it is freed when that one ends."""
     reduce_output: int
     """Output of the reduce-scatter, beyond what becomes the gradient."""
     kept: int
@@ -205,10 +203,10 @@ def unit_bytes(unit: UnitDescription, choice: Choice, world_size: int, job: Trai
         cast_buffer=_beside_gathered(unit, choice, job) if copies else 0,
         unsharded_gradients=0 if holds and unit.span is not GatherSpan.STEP else _unsharded(trainable, job),
         waiting_gradients=_unsharded(trainable, job) if unit.span is GatherSpan.CALLS else 0,
-        reduce_input=g * reduced if copies else 0,
+        reduce_input=reduce_input(unit, g, job) if copies else 0,
         reduce_stage=g // choice.stage_size * reduced if choice.stage_size > 1 else 0,
         last_gradient=0 if g == 1 or (holds and unit.span is not GatherSpan.STEP) else _unsharded(trainable[-1:], job),
-        reduce_tail=reduce_tail(unit, world_size, job, on_host=choice.on_host),
+        reduce_tail=reduce_input(unit, g, job) if copies else 0,
         reduce_output=output,
         kept=gathered if choice.keep else 0,
         step_scratch=0 if choice.on_host else _step_scratch(trainable, g, job),
@@ -219,13 +217,29 @@ def unit_bytes(unit: UnitDescription, choice: Choice, world_size: int, job: Trai
     )
 
 
-def reduce_tail(unit: UnitDescription, world_size: int, job: TrainingJob, *, on_host: bool = False) -> int:
-    """Bytes of `UnitBytes.reduce_tail`, which is the same for every choice among several ranks; in one process units on the host
-    have one and plain ones have none."""
-    if world_size == 1 and not (on_host or _casts(unit, job)):
-        return 0
+def reduce_input(unit: UnitDescription, shard_size: int, job: TrainingJob) -> int:
+    """Bytes of the input of a reduce-scatter: each gradient's rows, padded to a multiple of the shard group
+    (`_get_dim0_padded_size` in torch/distributed/fsdp/_fully_shard/_fsdp_common.py)."""
     trainable = (p for p in unit.parameters if p.requires_grad)
-    return _total(trainable, lambda p: world_size * p.sharded_numel(world_size) * job.precision.reduced_dtype(p).itemsize)
+    return _total(trainable, lambda p: shard_size * p.sharded_numel(shard_size) * job.precision.reduced_dtype(p).itemsize)
+
+
+def gradients_arriving(description: ModelDescription, job: TrainingJob) -> tuple[int, ...]:
+    """For each segment, bytes of gradients that are there from its backward until the step's end: those of parameters that are gathered
+    for the whole step.
+
+    Where no trace says when they come, they count from the unit's last segment on. Those that come in a block's backward count from
+    the stretch on that backward meets before it.
+    """
+    segments, arriving = description.segments, [0] * len(description.segments)
+    stretches = [index for index, s in enumerate(segments) if description.units[s.unit].span is GatherSpan.STEP]
+    last = {segments[index].unit: index for index in stretches}
+    traced = {name: index for index, segment in enumerate(segments) for name in segment.gradients}
+    for unit, at_latest in last.items():
+        for p in (p for p in description.units[unit].parameters if p.requires_grad):
+            comes = traced.get(p.name, at_latest)
+            arriving[next((index for index in stretches if index >= comes), stretches[-1])] += _unsharded([p], job)
+    return tuple(arriving)
 
 
 def merged_gradients(unit: UnitDescription, job: TrainingJob) -> int:
@@ -330,11 +344,14 @@ def _unsharded(parameters: Iterable[ParameterSpec], job: TrainingJob) -> int:
 def _beside_gathered(unit: UnitDescription, choice: Choice, job: TrainingJob) -> int:
     """What parameters that are cast or come from the host take beyond the gathered ones and the gather's buffer.
 
-    Shards are cast and brought over all at once, before anything of their unit is gathered: never more than what is there then.
+    Shards are brought over and cast all at once, and stay beside the gather's buffer until it has been issued; so does what lies between
+    its two stages. Where the gather runs ahead, the parameters of the unit before are still there, about as large as those gathered.
     Replicas are, one after the other, brought to the device, cast there, and copied.
     """
-    if choice.shard_size > 1:
-        return 0
+    if (g := choice.shard_size) > 1:
+        shards = _total(unit.parameters, lambda p: p.sharded_numel(g) * job.precision.gathered_dtype(p).itemsize)
+        source = shards if choice.on_host or _casts(unit, job) else 0
+        return source + (g // choice.stage_size * shards if choice.stage_size > 1 else 0)
     highest = done = 0
     for p in unit.parameters:
         whole, cast = p.numel * job.precision.gathered_dtype(p).itemsize, job.precision.gathered_dtype(p) is not p.dtype

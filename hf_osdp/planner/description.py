@@ -191,6 +191,8 @@ class Segment:
     """What is sent there for that; where others hold some of it as well, more than goes."""
     gradient_bytes: Affine = Affine()
     """Gradient of the segment's input, live when its backward ends: what it hands to the segment before it."""
+    gradients: tuple[str, ...] = ()
+    """Parameters gathered for the whole step whose gradients are there from this segment's backward on."""
     forward: PhaseCost = PhaseCost()
     backward: PhaseCost = PhaseCost()
     recomputed: Segment | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .costs import Batch, Choice, UnitBytes, reduce_tail, shape_ids, unit_bytes
+from .costs import Batch, Choice, UnitBytes, gradients_arriving, reduce_input, shape_ids, unit_bytes
 from .description import Activations, GatherSpan, ModelDescription
 from .hardware import Hardware
 from .job import TrainingJob
@@ -93,8 +93,9 @@ class _OptionMaker:
         """Indices of each unit's segments."""
         for index, segment in enumerate(description.segments):
             self.calls.setdefault(segment.unit, []).append(index)
-        self._tails = _tails(description, hardware.world_size, job, space)
-        self._merging = merging_stretch(description, job)
+        self._arriving, self._merging = gradients_arriving(description, job), merging_stretch(description, job)
+        # one process: plain units leave in flight what a unit on the host before them has left there
+        self._always_in_flight = hardware.world_size == 1 and any(choice.on_host for choices in space for choice in choices)
         self._shapes = shape_ids(description.units)
         self._terms: dict[tuple, UnitBytes] = {}
 
@@ -105,7 +106,7 @@ class _OptionMaker:
         several = unit if len(self.calls[unit]) > 1 else None
         costs = segment.each(lambda costs: replace(costs, unit=0))
         windows = tuple(self.timer.windows[activations][unit] for activations in Activations)
-        return several, self._shapes[unit], costs, self._tails[index], self._merging.get(index, 0), windows, self._space[unit]
+        return several, self._shapes[unit], costs, self._merging.get(index, 0), windows, self._space[unit]
 
     def stretch(self, index: int, prefetches: bool) -> Stretch:
         """A segment of a unit that is gathered for the whole step."""
@@ -116,7 +117,7 @@ class _OptionMaker:
             saved=costs.saved,
             forward_peak=costs.forward_peak,
             backward_peak=costs.backward_peak + self._merging.get(index, 0),
-            tail=self._tails[index],
+            gradients=self._arriving[index],
             prefetches=prefetches,
         )
 
@@ -136,7 +137,7 @@ class _OptionMaker:
         if merging := self._merging.get(index, 0):
             forms = {kept: replace(form, backward_peak=form.backward_peak + merging) for kept, form in forms.items()}
         on_host = {kept: activation_host_bytes(segment, samples, kept) for kept in Activations}
-        return _Call(forms=forms, on_host=on_host, tail=self._tails[index])
+        return _Call(forms=forms, on_host=on_host)
 
     def _option(self, unit: int, choice: Choice, calls: Sequence[_Call]) -> Option:
         """A choice with all that it brings, over the unit's calls in forward order."""
@@ -155,7 +156,10 @@ class _OptionMaker:
         key = (self._shapes[unit], choice.shard_size, choice.keep, choice.stage_size, choice.hold_gradients, choice.on_host)
         terms = self._terms.get(key)
         if terms is None:
-            terms = self._terms[key] = unit_bytes(self.description.units[unit], choice, self._world_size, self.job, self._batch)
+            terms = unit_bytes(self.description.units[unit], choice, self._world_size, self.job, self._batch)
+            if self._always_in_flight:
+                terms = replace(terms, reduce_tail=reduce_input(self.description.units[unit], 1, self.job))
+            self._terms[key] = terms
         return terms
 
 
@@ -165,8 +169,6 @@ class _Call:
 
     forms: dict[Activations, SegmentBytes]
     on_host: dict[Activations, int]
-    tail: int
-    """Reduce buffer of the unit after it, still in flight in backward."""
 
     def under(self, choice: Choice, terms: UnitBytes, seconds: float) -> Option:
         """The call under a choice, its gradients left out."""
@@ -178,8 +180,8 @@ class _Call:
             left_by_forward=costs.saved + terms.kept,
             copy_out_peak=terms.gather_buffer + terms.gathered,
             forward_peak=terms.gather_buffer + terms.gathered + costs.forward_peak,
-            gather_peak=own + terms.prefetched + self.tail + (0 if terms.kept else terms.cast_buffer),
-            compute_peak=own + self.tail + costs.backward_peak,
+            gather_peak=own + terms.prefetched + (0 if terms.kept else terms.cast_buffer),
+            compute_peak=own + costs.backward_peak,
             activations_on_host=self.on_host[choice.activations],
         )
 
@@ -188,21 +190,5 @@ class _Call:
         costs, terms = self.forms[option.choice.activations], option.bytes
         after = terms.gradients_after + terms.reduced_after
         level = costs.gradient - costs.saved - terms.kept - waiting + terms.reduce_input
-        highest = max(option.compute_peak, level + terms.unsharded_gradients, level + after + terms.reduce_work)
-        return replace(option, left_by_backward=after - waiting, compute_peak=highest)
-
-
-def _tails(description: ModelDescription, world_size: int, job: TrainingJob, space: Space) -> list[int]:
-    """For each segment, the reduce buffer that the last unit that reduced before it in backward leaves in flight."""
-    first: dict[int, int] = {}
-    for index, segment in enumerate(description.segments):
-        first.setdefault(segment.unit, index)
-    tails, tail = [], 0
-    on_host = any(choice.on_host for choices in space for choice in choices)
-    for index in range(len(description.segments) - 1, -1, -1):
-        tails.append(tail)
-        segment = description.segments[index]
-        unit = description.units[segment.unit]
-        if unit.span is not GatherSpan.STEP and index == first[segment.unit]:
-            tail = reduce_tail(unit, world_size, job, on_host=on_host)
-    return tails[::-1]
+        highest = level + max(terms.unsharded_gradients, after + terms.reduce_work)
+        return replace(option, left_by_backward=after - waiting, reduce_peak=highest)

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from .costs import Batch, Choice, UnitBytes, merged_gradients, pinned_bytes, reduce_tail, unit_bytes
+from .costs import Batch, Choice, UnitBytes, gradients_arriving, merged_gradients, pinned_bytes, reduce_input, unit_bytes
 from .description import Activations, GatherSpan, ModelDescription, Segment
 from .job import OptimizerStep, TrainingJob
 
@@ -137,7 +137,7 @@ def estimate_memory(
     units = [unit_bytes(u, c, world_size, job, batch) for u, c in zip(description.units, choices, strict=True)]
     if world_size == 1 and any(choice.on_host for choice in choices):
         # plain units leave in flight what a unit on the host before them has left there
-        units = [replace(t, reduce_tail=reduce_tail(u, 1, job, on_host=True)) for t, u in zip(units, description.units, strict=True)]
+        units = [replace(t, reduce_tail=reduce_input(u, 1, job)) for t, u in zip(units, description.units, strict=True)]
     segments = [
         SegmentBytes.of(s, description.units[s.unit].span, batch.micro_batch_size, choices[s.unit].activations)
         for s in description.segments
@@ -226,6 +226,7 @@ class _Walk:
         spans = [unit.span for unit in description.units]
         self.whole_step = [i for i, span in enumerate(spans) if span is GatherSpan.STEP]
         self.merging, self.ahead = merging_stretch(description, job), gathered_ahead(description)
+        self.arriving = gradients_arriving(description, job)
         self.level = MemoryBreakdown(
             parameters=sum(u.parameters for u in units),
             optimizer=sum(u.optimizer for u in units),
@@ -264,7 +265,6 @@ class _Walk:
         """Moments of the backward pass, in reverse order."""
         segments = self.description.segments
         in_flight = 0  # the reduce input that the unit before left behind
-        owed = {i: self.units[i].unsharded_gradients for i in self.whole_step}
         waiting: set[int] = set()
         for index in range(len(segments) - 1, -1, -1):
             segment, unit = segments[index], self.units[segments[index].unit]
@@ -273,8 +273,7 @@ class _Walk:
             ahead = 0 if self.ahead[index] is None else self.units[self.ahead[index]].prefetched
             if segment.unit in self.whole_step:
                 yield self._moment("backward", label, activations=compute, gathered=ahead, buffers=in_flight)
-                self.level = self.level.plus(activations=-terms.saved)
-                self.level = self.level.plus(gradients=owed.pop(segment.unit, 0))  # a tied weight has one from the head on
+                self.level = self.level.plus(activations=-terms.saved, gradients=self.arriving[index])
                 continue
             own = 0 if unit.kept else unit.gathered
             yield self._moment(
@@ -289,7 +288,8 @@ class _Walk:
             self.level = self.level.plus(gathered=-unit.kept, gradients=-unit.waiting_gradients if segment.unit in waiting else 0)
             yield from self._reduce(label, unit, terms.gradient, ahead)
             in_flight = unit.reduce_tail
-        self.level = self.level.plus(gradients=sum(owed.values()))
+        idle = set(self.whole_step) - {segment.unit for segment in segments}
+        self.level = self.level.plus(gradients=sum(self.units[i].unsharded_gradients for i in idle))
 
     def _reduce(self, label: str, unit: UnitBytes, gradient: int, ahead: int):
         whole = {"activations": gradient + unit.unsharded_gradients, "gathered": ahead}

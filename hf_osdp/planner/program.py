@@ -14,6 +14,7 @@ from .job import OptimizerStep, TrainingJob
 from .relaxation import solve_relaxation
 from .stations import Call, Group, Line, Option, Stretch
 
+_MOST_TAIL = 2**50
 _MOST_WORK = 8.0
 """Of one solution for an objective, in CP-SAT's deterministic seconds, which are some of a clock's: models with dozens of unlike
 units may need more, and then get the best plan found."""
@@ -199,17 +200,18 @@ class Program:
                 self._fits(level - option.left_by_forward + nbytes + option.copy_out_peak, self._at_least(x, 2))
 
     def _constrain_backward(self, level):
-        stations = self._stations
-        owed = {group.units[0]: group for group in self._line.whole_step}
+        stations, tail = self._stations, 0
         for index in range(len(stations) - 1, -1, -1):
             station, ahead = stations[index], self._gathered_ahead(index)
             if isinstance(station, Stretch):
-                self._fits(level + station.backward_peak + station.tail + ahead)
-                level = level - station.saved
-                level = level + self._sum([owed.pop(station.unit)] if station.unit in owed else [], _unsharded_gradients)
+                self._fits(level + station.backward_peak + tail + ahead)
+                level = level - station.saved + station.gradients
                 continue
-            level = self._constrain_group(station, level, ahead)
-        return level + self._sum(list(owed.values()), _unsharded_gradients)
+            level = self._constrain_group(station, level, ahead, tail)
+            if station in self._line.stations:  # a further call reduces nothing
+                tail = self._tail(station, self._first[station])
+        idle = {group.units[0] for group in self._line.whole_step} - {s.unit for s in stations if isinstance(s, Stretch)}
+        return level + self._sum([g for g in self._line.whole_step if g.units[0] in idle], _unsharded_gradients)
 
     def _gathered_ahead(self, index: int):
         """Bytes that are gathered while the station at `index` computes in backward."""
@@ -220,34 +222,93 @@ class Program:
                 return self._picked(station, self._last[station], _prefetched)
         return 0
 
-    def _constrain_group(self, group: Group, level, ahead):
-        """Backward begins with the group's last unit and ends with its first."""
+    def _tail(self, group: Group, literals: Sequence):
+        """The reduce buffer that the unit with these literals leaves in flight; a number where every option leaves the same."""
+        least, most = _least_and_most(group)
+        return least if least == most else self._picked(group, literals, _reduce_tail)
+
+    def _constrain_group(self, group: Group, level, ahead, tail):
+        """Backward begins with the group's last unit and ends with its first; `tail` is in flight when it begins."""
         if len(group.units) > 1:
-            self._fits(level + self._picked(group, self._last[group], lambda o: max(o.gather_peak, o.compute_peak)))
+            self._constrain_unit(group, self._last[group], level, tail)
+            own, most = _least_and_most(group)
             if not self._linear:
-                self._constrain_runs(group, level)
+                if own == most and isinstance(tail, int) and own == tail:
+                    self._constrain_runs(group, level, tail)
+                else:
+                    self._constrain_unlike_runs(group, level, tail, ahead)
+            tail = own  # of the unit that backward meets before the first
         level = level + self._sum([group], _change)
-        self._fits(level + self._picked(group, self._first[group], lambda o: o.gather_peak - _change(o)))
-        self._fits(level + self._picked(group, self._first[group], lambda o: o.compute_peak - _change(o)) + ahead)
+        self._constrain_unit(group, self._first[group], level, tail, ahead, _change)
         return level
 
-    def _constrain_runs(self, group: Group, level) -> None:
+    def _constrain_unit(self, group: Group, literals: Sequence, level, tail, ahead=0, change=lambda option: 0) -> None:
+        """Backward of the unit with these literals; `level` is the one before it and `change`."""
+        if isinstance(tail, int):
+            self._fits(level + self._picked(group, literals, lambda o: o.gather_peak + tail - change(o)))
+            self._fits(level + self._picked(group, literals, lambda o: max(o.compute_peak + tail, o.reduce_peak) - change(o)) + ahead)
+            return
+        self._fits(level + self._picked(group, literals, lambda o: o.gather_peak - change(o)) + tail)
+        self._fits(level + self._picked(group, literals, lambda o: o.compute_peak - change(o)) + tail + ahead)
+        self._fits(level + self._picked(group, literals, lambda o: o.reduce_peak - change(o)) + ahead)
+
+    def _constrain_runs(self, group: Group, level, tail: int) -> None:
         """Within a run the level moves evenly: its peak is at its first unit or near its last."""
         for k, option in enumerate(group.options):
             x, used = self._counts[group][k], self._used[group][k]
-            change, prefetched = _change(option), _prefetched(option)
+            change, prefetched, peak = _change(option), _prefetched(option), option.backward_peak
             end = level + change * x
-            self._fits(level + max(option.gather_peak, option.compute_peak), used)
-            self._fits(end - change + max(option.gather_peak, option.compute_peak), used)
+            self._fits(level + max(option.gather_peak + tail, peak), used)
+            self._fits(end - change + max(option.gather_peak + tail, peak), used)
             if prefetched:
                 twice = self._at_least(x, 2)
-                self._fits(level + option.compute_peak + prefetched, twice)
-                self._fits(end - 2 * change + option.compute_peak + prefetched, twice)
-            for later in range(k + 1, len(group.options)):
-                if nbytes := _prefetched(group.options[later]):
-                    between = [~u for u in self._used[group][k + 1 : later]]
-                    self._fits(end - change + option.compute_peak + nbytes, used, self._used[group][later], *between)
+                self._fits(level + peak + prefetched, twice)
+                self._fits(end - 2 * change + peak + prefetched, twice)
+            for later, nbytes, unused in self._next_gathers(group, k):
+                self._fits(end - change + peak + nbytes, used, later, *unused)
             level = end
+
+    def _constrain_unlike_runs(self, group: Group, level, tail, ahead) -> None:
+        """The same where options leave unlike reduce buffers in flight: a run's first unit meets that of the run before."""
+        for k, option in enumerate(group.options):
+            x, used, own = self._counts[group][k], self._used[group][k], option.bytes.reduce_tail
+            change, prefetched = _change(option), _prefetched(option)
+            end, twice, thrice = level + change * x, self._at_least(x, 2), self._at_least(x, 3)
+            both = max(option.gather_peak, option.compute_peak)
+            self._fits(level + both + tail, used)
+            self._fits(level + option.reduce_peak, used)
+            self._fits(level + change + both + own, twice)
+            self._fits(end - change + both + own, twice)
+            self._fits(end - change + option.reduce_peak, used)
+            if prefetched:
+                self._fits(level + option.compute_peak + prefetched + tail, twice)
+                self._fits(level + option.reduce_peak + prefetched, twice)
+                self._fits(level + change + option.compute_peak + prefetched + own, thrice)
+                self._fits(end - 2 * change + option.compute_peak + prefetched + own, thrice)
+                self._fits(end - 2 * change + option.reduce_peak + prefetched, twice)
+            nexts = [*self._next_gathers(group, k), (self._first[group][k], ahead, ())]
+            for later, nbytes, unused in nexts:
+                self._fits(level + option.compute_peak + nbytes + tail, used, ~twice, later, *unused)
+                self._fits(end - change + option.compute_peak + nbytes + own, twice, later, *unused)
+                self._fits(end - change + option.reduce_peak + nbytes, used, later, *unused)
+            level, tail = end, self._tail_after(group, k, tail)
+
+    def _next_gathers(self, group: Group, k: int) -> list[tuple]:
+        """Runs that may come after the k-th in backward: whether one does, what it gathers ahead, and that none between them does."""
+        used = self._used[group]
+        return [
+            (used[later], nbytes, [~u for u in used[k + 1 : later]])
+            for later in range(k + 1, len(used))
+            if (nbytes := _prefetched(group.options[later]))
+        ]
+
+    def _tail_after(self, group: Group, k: int, tail):
+        """What is in flight after the k-th run: its own reduce buffer, or where it has no unit, the one that was there before."""
+        used, own = self._used[group][k], group.options[k].bytes.reduce_tail
+        after = self._model.new_int_var(0, _MOST_TAIL, "")
+        self._model.add(after >= own).only_enforce_if(used)
+        self._model.add(after >= tail).only_enforce_if(~used)
+        return after
 
     def _constrain_finish(self, level) -> None:
         """Reductions of what is gathered for the whole step, one after the other, then the optimizer step."""
@@ -276,6 +337,16 @@ def _change(option: Option) -> int:
 
 def _prefetched(option: Option) -> int:
     return option.bytes.prefetched
+
+
+def _reduce_tail(option: Option) -> int:
+    return option.bytes.reduce_tail
+
+
+def _least_and_most(group: Group) -> tuple[int, int]:
+    """Bytes of the least and of the largest reduce buffer that an option leaves in flight."""
+    tails = [_reduce_tail(option) for option in group.options]
+    return min(tails), max(tails)
 
 
 def _unsharded_gradients(option: Option) -> int:

@@ -35,9 +35,12 @@ class Option:
     forward_peak: int = 0
     """Highest level in the rest of forward, above the level before it."""
     gather_peak: int = 0
-    """Highest level while parameters are copied out in backward, above the level before it."""
+    """Highest level while parameters are copied out in backward, above the level before it; the reduce buffer of the unit that backward
+    met before is left out."""
     compute_peak: int = 0
-    """Highest level in the rest of backward, the gather that runs ahead left out."""
+    """Highest level in backward until gradients are reduced; that buffer and the gather that runs ahead are left out."""
+    reduce_peak: int = 0
+    """Highest level while they are, the gather that runs ahead left out."""
     activations_on_host: int = 0
     later: tuple[Option, ...] = ()
     """The same choice in the unit's further calls (`GatherSpan.CALLS`), in forward order."""
@@ -45,14 +48,19 @@ class Option:
     @property
     def order(self) -> tuple[int, int]:
         """Sort key of the rule above, for backward."""
-        peak = max(self.gather_peak, self.compute_peak + self.bytes.prefetched)
+        peak = max(self.gather_peak + self.bytes.reduce_tail, self.backward_peak + self.bytes.prefetched)
         change = self.left_by_backward - self.left_by_forward
         return (0, peak) if change < 0 else (1, change - peak)
 
     @property
+    def backward_peak(self) -> int:
+        """Highest level in backward once parameters are there, where the unit before has the same option."""
+        return max(self.compute_peak + self.bytes.reduce_tail, self.reduce_peak)
+
+    @property
     def highest(self) -> int:
         """The largest of its terms, whatever its sign."""
-        own = (self.left_by_forward, self.left_by_backward, self.copy_out_peak, self.forward_peak, self.gather_peak, self.compute_peak)
+        own = (self.left_by_forward, self.left_by_backward, self.copy_out_peak, self.forward_peak, self.gather_peak, self.backward_peak)
         return max(*map(abs, own), self.bytes.held, *(option.highest for option in self.later))
 
     @property
@@ -75,11 +83,13 @@ class Option:
         return (
             held, held + self.left_by_forward, held + self.left_by_backward, held + self.forward_peak, held + self.copy_out_peak,
             held + self.gather_peak, held + self.compute_peak, held + self.compute_peak + self.bytes.prefetched,
+            held + self.reduce_peak, held + self.reduce_peak + self.bytes.prefetched,
             self.bytes.prefetched, self.bytes.gather_buffer, held + self.left_by_backward + self.bytes.step_scratch,
             held + self.bytes.gathered, self.bytes.reduce_input, self.bytes.reduced_after + self.bytes.reduce_output,
             self.bytes.reduce_stage, self.bytes.last_gradient, self.host, self.bytes.host_moment,
             held + self.left_by_backward + self.bytes.gradients_settled, held + self.bytes.gradients_after + self.bytes.gradients_settled,
             held + self.left_by_backward + self.bytes.gradients_settled + self.bytes.step_scratch,
+            held + self.left_by_backward + self.bytes.reduce_tail,
             *(level for call in self.later for level in call.levels),
         )  # fmt: skip
 
@@ -133,8 +143,8 @@ class Stretch:
     saved: int
     forward_peak: int
     backward_peak: int
-    tail: int
-    """Reduce buffer of the unit after it, still in flight in backward."""
+    gradients: int
+    """What the whole step's gradients are more by when its backward is done."""
     prefetches: bool
     """The unit before it is gathered while its backward computes."""
 

@@ -44,6 +44,8 @@ class Stretch:
     end_bytes: int = 0
     sent_bytes: int = 0
     """What was sent to the host, to wait there for backward."""
+    gradients: list[str] = field(default_factory=list)
+    """Names of parameters of which its backward made the gradients, as far as they were given."""
     handed_back_bytes: int = 0
     """Live bytes above `start_bytes` when its backward was done: the gradient of its input, less an input freed with it."""
     release: Callable[[], None] | None = None
@@ -102,9 +104,11 @@ class Recorder(TorchDispatchMode):
         """Backward is over."""
         self._close_backward()
 
-    def note_gradient(self, parameter: nn.Parameter) -> None:
+    def note_gradient(self, parameter: nn.Parameter, name: str | None = None) -> None:
         """For `register_post_accumulate_grad_hook`: the gradient is dropped when the stretch's backward ends."""
         self._graded.append(parameter)
+        if name is not None:
+            self._current.gradients.append(name)
 
     def count_flops(self, flops: int) -> None:
         """Add FLOPs that no operator shows."""

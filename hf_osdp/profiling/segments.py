@@ -87,6 +87,7 @@ def _segment(stretches: Sequence[Stretch], samples: Samples) -> Segment:
         unit=stretches[0].unit,
         saved_bytes=bytes_line([end - t.start_bytes for t, end in zip(traced, ends, strict=True)], samples),
         sent_bytes=bytes_line([t.sent_bytes for t in traced], samples),
+        gradients=tuple(stretches[0].gradients),
         gradient_bytes=bytes_line([t.handed_back_bytes for t in traced], samples),
         forward=_phase([t.forward for t in traced], [t.start_bytes for t in traced], samples),
         backward=_phase([t.backward for t in traced], ends, samples),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from .segments import bytes_line, is_idle, segments_of, with_offloaded, with_rec
 from .standin import CallRecord, block_key, call_key
 from .stored import release_of_stored
 from .twin import fake_twin
-from .units import modules_by_name, stretching_modules
+from .units import canonical_name, modules_by_name, stretching_modules
 from .wrapping import cast_floating, forward_replaced, recompute
 
 SAMPLES = (1, 2, 3)
@@ -151,6 +152,7 @@ class _Tracer:
         unit_of = {module: i for i, module in self._modules}
         self._modules += [(unit_of[shared], own) for own, shared in _untied_slices(twin).items()]
         blocks = {i for i, unit in enumerate(units) if unit.span is GatherSpan.USE}
+        self._whole_step = _whole_step_names(units)
         self._keys = {i: block_key(module) for i, module in self._modules if i in blocks} if shortcut else {}
 
     def run(self, batch: Mapping[str, Any]) -> list[Stretch]:
@@ -185,9 +187,10 @@ class _Tracer:
             for unit, module in self._modules:
                 recording = self._recording(module.forward, unit, module, recorder, known)
                 stack.enter_context(forward_replaced(module, self.reads.inside(unit, recording)))
-            for parameter in self._twin.parameters():
+            for name, parameter in self._twin.named_parameters():
                 if parameter.requires_grad:
-                    handle = parameter.register_post_accumulate_grad_hook(recorder.note_gradient)
+                    note = functools.partial(recorder.note_gradient, name=self._whole_step.get(canonical_name(name)))
+                    handle = parameter.register_post_accumulate_grad_hook(note)
                     stack.callback(handle.remove)
             yield
 
@@ -223,6 +226,13 @@ class _Tracer:
             return output
 
         return forward
+
+
+def _whole_step_names(units: Sequence[UnitDescription]) -> dict[str, str]:
+    """Every name of each parameter that is gathered for the whole step, with the one that its unit lists."""
+    whole = [unit for unit in units if unit.span is GatherSpan.STEP]
+    names = {p.name: p.name for unit in whole for p in unit.parameters}
+    return names | {name: shared[0] for unit in whole for shared in unit.shared for name in shared}
 
 
 def _untied_slices(twin: nn.Module) -> dict[nn.Module, nn.Module]:

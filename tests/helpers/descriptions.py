@@ -93,6 +93,7 @@ def at_random(
             segments.insert(place, _random_segment(dice, len(units) - 1))
     if dice.random() < 0.8:
         segments.append(_random_segment(dice, 0))
+    segments = _with_gradients(random.Random(seed), units, segments)
     return ModelDescription(
         model_name=f"random {seed}",
         model_class="Random",
@@ -102,6 +103,16 @@ def at_random(
         units=tuple(units),
         segments=tuple(segments),
     )
+
+
+def _with_gradients(dice: random.Random, units: list[UnitDescription], segments: list[Segment]) -> list[Segment]:
+    """Segments that say of some parameters gathered for the whole step where their gradients come: mostly in stretches of these units."""
+    names = [p.name for unit in units if unit.span is GatherSpan.STEP for p in unit.parameters if dice.random() < 0.5]
+    stretches = [i for i, segment in enumerate(segments) if units[segment.unit].span is GatherSpan.STEP]
+    for name in names if stretches else ():
+        index = dice.choice(stretches if dice.random() < 0.8 else range(len(segments)))
+        segments[index] = replace(segments[index], gradients=(*segments[index].gradients, name))
+    return segments
 
 
 def _random_segment(dice: random.Random, unit: int) -> Segment:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from hf_osdp.errors import InfeasibleError
-from hf_osdp.planner.costs import Batch, unit_bytes
+from hf_osdp.planner.costs import Batch, gradients_arriving, unit_bytes
 from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, Segment
 from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, Link
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
@@ -63,8 +63,8 @@ def instance(seed: int) -> tuple[ModelDescription, Hardware, TrainingJob]:
         precision=Precision.named(dice.choice(["no", "bf16"])),
         optimizer=OptimizerSpec(states=dice.choice([0, 2]), step=dice.choice(list(OptimizerStep))),
     )
-    # the last block has no reduction in flight before it, and where compute overlaps, the first has another window
-    return row_of(seed, SHORT_ROW + 3 if hardware.backend.overlaps else SHORT_ROW + 2), hardware, job
+    # where compute overlaps, the first block has another window
+    return row_of(seed, SHORT_ROW + 2 if hardware.backend.overlaps else SHORT_ROW + 1), hardware, job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,15 +134,14 @@ def _peaks(description: ModelDescription, job: TrainingJob, root, terms, choices
         buffer = of("gather_buffer", block)
         moment(level + costs(segment, "forward_peak") + buffer + of("gathered", block))
         level = level + of("kept", block) + costs(segment, "saved")
-    owed, tail = root.unsharded_gradients, 0
-    buffers = 0
+    arriving, tail, buffers = gradients_arriving(description, job), 0, 0
     for index in range(len(segments) - 1, -1, -1):
         segment = segments[index]
         ahead = next((of("prefetched", s.unit - 1) for s in reversed(segments[:index]) if s.unit), 0)
         if segment.unit == 0:
             compute, saved = segment.backward.peak_bytes.bytes(1), segment.saved_bytes.bytes(1)
             moment(level + compute + merging.get(index, 0) + ahead + tail)
-            level, owed = level - saved + owed, 0
+            level = level - saved + arriving[index]
             continue
         block, compute, saved = segment.unit - 1, costs(segment, "backward_peak"), costs(segment, "saved")
         gathered, kept = of("gathered", block), of("kept", block)
@@ -156,7 +155,7 @@ def _peaks(description: ModelDescription, job: TrainingJob, root, terms, choices
         moment(whole + after + reduced + of("last_gradient", block) + np.maximum(0, of("reduce_output", block) - reduced))
         level, buffers = level + after + reduced, buffers + reduced
         tail = of("reduce_tail", block)
-    level = level + owed + sum(of("gradients_settled", b) for b in blocks) - root.gathered
+    level = level + sum(of("gradients_settled", b) for b in blocks) - root.gathered
     moment(level + root.reduce_input)
     level = level + root.gradients_after + root.gradients_settled - root.unsharded_gradients
     moment(level + root.reduce_input + root.last_gradient + max(root.reduced_after, root.reduce_output))

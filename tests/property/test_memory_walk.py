@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import pytest
 from hypothesis import strategies as st
 
-from hf_osdp.planner.costs import Batch, Choice, choices_for, merged_gradients, reduce_tail, unit_bytes
+from hf_osdp.planner.costs import Batch, Choice, choices_for, merged_gradients, reduce_input, unit_bytes
 from hf_osdp.planner.description import Activations, Affine, GatherSpan, ModelDescription, Segment
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.memory import (
@@ -32,7 +32,7 @@ class Sums:
         self.description, self.job, self.samples = description, job, batch.micro_batch_size
         self.units = [unit_bytes(u, c, world_size, job, batch) for u, c in zip(description.units, choices, strict=True)]
         if world_size == 1 and any(choice.on_host for choice in choices):
-            tails = [reduce_tail(unit, 1, job, on_host=True) for unit in description.units]
+            tails = [reduce_input(unit, 1, job) for unit in description.units]
             self.units = [replace(unit, reduce_tail=tail) for unit, tail in zip(self.units, tails, strict=True)]
         spans = [unit.span for unit in description.units]
         self.where = [segment.unit for segment in description.segments]
@@ -78,9 +78,17 @@ class Sums:
     def gradients(self, i: int) -> int:
         """Those that are there when segment i begins its backward."""
         later = set(self.where[i + 1 :])
-        whole = sum(self.units[u].unsharded_gradients for u in self.whole if u in later)
+        parameters = [(u, p) for u in self.whole if u in self.where for p in self.description.units[u].parameters]
+        whole = sum(p.numel * self.job.precision.gathered_dtype(p).itemsize for u, p in parameters if self.comes(u, p.name) > i)
         reduced = sum(self.units[u].gradients_after for u in self.passing if self.first[u] > i)
         return whole + reduced + sum(self.units[u].waiting_gradients for u in self.passing if self.first[u] <= i and u in later)
+
+    def comes(self, unit: int, name: str) -> int:
+        """The segment from whose backward on there is a gradient of a parameter that is gathered for the whole step."""
+        in_blocks_too = [i for i, segment in enumerate(self.description.segments) if name in segment.gradients]
+        traced = max(in_blocks_too, default=max(i for i, u in enumerate(self.where) if u == unit))
+        stretches = [i for i, u in enumerate(self.where) if u in self.whole]
+        return min((i for i in stretches if i >= traced), default=max(stretches))
 
     def merging(self, i: int) -> int:
         """The sum of a parameter's gradients, in the segment that backward reaches last."""
