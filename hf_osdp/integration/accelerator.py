@@ -315,6 +315,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             for tracker in self.trackers:
                 tracker.finish()
             return
+        oom.rest()
         if self._watch is not None:
             self._watch.finish()
         if self._writer is not None:

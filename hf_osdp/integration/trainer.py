@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
@@ -20,8 +19,8 @@ from ..checkpoint.starts import begin_anew
 from ..checkpoint.writer import CheckpointWriter, Staging
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
+from ..runtime import oom
 from ..runtime.environment import hold_master_weights
-from ..runtime.oom import explained
 from ..runtime.state import free_gathered
 from ..runtime.stop_signal import StopSignal
 from .accelerator import OSDPAccelerator
@@ -37,7 +36,7 @@ from .plugin import OSDPPlugin, offloads
 from .samples import longest_sample
 from .stopping import StopCallback
 from .trainer_checkpoints import TrainerCheckpoints
-from .trainer_options import asked_config, plugin_options, refuse_unplanned
+from .trainer_options import asked_config, own_arguments, plugin_options, refuse_unplanned, samples_of_step, set_batch
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +70,8 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
         if self._osdp is not None:
             refuse_unplanned(given)
             arguments = given.get("args") or TrainingArguments(output_dir="tmp_trainer")
-            given["args"] = copy.copy(arguments)
+            given["args"] = own_arguments(arguments)
+            self._asked_batch = arguments.per_device_train_batch_size
             if given.get("train_dataset") is not None:
                 begin_anew(arguments.output_dir)  # before planning, which may be the end of this start
             self._datasets = (given.get("train_dataset"), given.get("eval_dataset"))
@@ -105,9 +105,7 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
             return
         if self._run is None:
             self._run = self._make_plan(self._osdp)
-            self.args.per_device_train_batch_size = self._run.plan.micro_batch_size
-            self.args.gradient_accumulation_steps = self._run.plan.accumulation_steps
-            self.args.auto_find_batch_size = False  # that was the planner's to find, without running out of memory first
+            set_batch(self.args, self._run.plan)
         with _accelerator_class(_TrainersAccelerator):
             super().create_accelerator_and_postprocess()
         self.accelerator.adopt(self._run)
@@ -150,7 +148,7 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
     def _global_batch_size(self, config: OSDPConfig) -> int:
         """Samples of a step as the arguments have them; a restart, which may have fewer processes, keeps those it began with."""
         args = self.args
-        given = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        given = samples_of_step(args)
         trains = self._datasets[0] is not None
         begun = recorded_batch(args.output_dir) if trains and config.resume_after_restart else None
         if begun in (None, given) or begun % args.world_size:
@@ -226,7 +224,7 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
         if self._osdp is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         try:
-            with explained():
+            with oom.training():
                 output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
         finally:
             self._stop.abandon()  # where an error ended training
