@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from .state import full_state_dict
 from .together import require_all
 
 _OWN = "__module__", "__qualname__", "__doc__"
+_REMEDY = "call model.save_pretrained(folder) on every rank, or save what accelerator.get_state_dict(model) gives on rank 0"
 
 
 def keep_class(module: nn.Module) -> None:
@@ -33,8 +36,10 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """FSDP2's subclass of a class, as `fully_shard` makes it, with the name and the methods that sharding would break."""
     methods: dict[str, Any] = {name: getattr(cls, name) for name in _OWN}
     methods |= {"__deepcopy__": _no_copy, "__reduce_ex__": _no_copy, "_is_fsdp_managed_module": True}  # the last: for `generate`
+    if cls.state_dict is nn.Module.state_dict:
+        methods["state_dict"] = _state_dict
     if hasattr(cls, "generate"):
-        methods["generate"] = _on_all_ranks(cls.generate)
+        methods["generate"] = _OnAllRanks(cls.generate)
     save = getattr(cls, "save_pretrained", None)
     if save is not None and {"state_dict", "kwargs"} & set(inspect.signature(save).parameters):
         methods["save_pretrained"] = _of_whole_weights(save)
@@ -42,21 +47,55 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _no_copy(self: nn.Module, *_: Any) -> NoReturn:
-    raise OSDPError(
-        f"A sharded {type(self).__name__} cannot be copied or pickled, as torch.save(model) does: it holds one rank's shards. Call"
-        " model.save_pretrained(folder) on every rank, or save what accelerator.get_state_dict(model) gives on rank 0."
-    )
+    raise OSDPError(f"torch.save, pickle and copy would get one rank's shards of a sharded {type(self).__name__}; {_REMEDY}.")
 
 
-def _on_all_ranks(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Raise where one rank calls a method that gathers parameters and others do not."""
+class _Shards(OrderedDict[str, Any]):
+    """The state dict of a sharded model: a file of it would lack the other ranks' shards."""
 
-    @functools.wraps(method)
-    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        require_all(f"{type(self).__name__}.{method.__name__}")
-        return method(self, *args, **kwargs)
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise OSDPError(f"torch.save and pickle would get one rank's shards of model.state_dict(); {_REMEDY}.")
 
-    return called
+    def __copy__(self) -> _Shards:
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Shards:
+        return _Shards((name, copy.deepcopy(value, memo)) for name, value in self.items())
+
+
+def _state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
+    """As stock; of the module that it is called on, one that is not pickled."""
+    state = nn.Module.state_dict(self, *args, **kwargs)
+    if args or kwargs.get("destination") is not None:
+        return state
+    shards = _Shards(state)
+    shards._metadata = state._metadata
+    return shards
+
+
+class _OnAllRanks:
+    """A method that gathers parameters: it raises where other ranks do not call it, before any hook that FSDP2 puts around it."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    def __set_name__(self, cls: type, name: str) -> None:
+        self._name, self._what = name, f"{cls.__name__}.{name}"
+
+    def __set__(self, module: nn.Module, method: Callable[..., Any]) -> None:
+        module.__dict__[self._name] = method  # of `register_fsdp_forward_method`, as the Trainer calls it
+
+    def __get__(self, module: nn.Module | None, cls: type) -> Callable[..., Any]:
+        if module is None:
+            return self._method
+        method = module.__dict__.get(self._name) or self._method.__get__(module, cls)
+
+        @functools.wraps(method)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            require_all(self._what)
+            return method(*args, **kwargs)
+
+        return called
 
 
 def _of_whole_weights(save: Callable[..., Any]) -> Callable[..., Any]:
