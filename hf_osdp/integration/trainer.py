@@ -40,8 +40,11 @@ from .trainer_options import asked_config, own_arguments, plugin_options, refuse
 
 _log = logging.getLogger(__name__)
 
+_Stock = transformers.Trainer
+"""`hf_osdp.run` puts ours under its name."""
 
-class Trainer(TrainerCheckpoints, transformers.Trainer):
+
+class Trainer(TrainerCheckpoints, _Stock):
     """`transformers.Trainer` that shards each unit of the model as a plan says.
 
     The plan is made when the Trainer is. The samples of one optimizer step stay as the arguments have them
@@ -60,13 +63,16 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
         InfeasibleError: no plan meets the memory limit.
     """
 
+    plans_unasked = False
+    """Whether OSDP is on where nobody says so, as under `hf_osdp.run`."""
+
     def __init__(self, *args: Any, osdp: OSDPConfig | Mapping[str, object] | bool | None = None, **kwargs: Any):
-        call = inspect.signature(transformers.Trainer.__init__).bind(self, *args, **kwargs)
+        call = inspect.signature(_Stock.__init__).bind(self, *args, **kwargs)
         given = call.arguments
         self._run: PlannedRun | None = None
         self._steps: StepCallback | None = None
         self._staging: Staging | None = None
-        self._osdp = asked_config(osdp, given.get("args"))
+        self._osdp = asked_config(osdp, given.get("args"), unasked=self.plans_unasked)
         if self._osdp is not None:
             refuse_unplanned(given)
             arguments = given.get("args") or TrainingArguments(output_dir="tmp_trainer")
@@ -78,7 +84,7 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
             self._takes_model_loss = (
                 given.get("compute_loss_func") is None
                 and not given["args"].label_smoothing_factor
-                and type(self).compute_loss is transformers.Trainer.compute_loss
+                and type(self).compute_loss is _Stock.compute_loss
             )
             self._optimizer_choice = (given.get("optimizers", (None, None))[0], given.get("optimizer_cls_and_kwargs"))
         super().__init__(*call.args[1:], **call.kwargs)

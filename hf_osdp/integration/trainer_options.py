@@ -26,13 +26,16 @@ _MOST_BYTES = 2**20
 _log = logging.getLogger(__name__)
 
 
-def asked_config(osdp: OSDPConfig | Mapping[str, object] | bool | None, args: TrainingArguments | None) -> OSDPConfig | None:
+def asked_config(
+    osdp: OSDPConfig | Mapping[str, object] | bool | None, args: TrainingArguments | None, *, unasked: bool = False
+) -> OSDPConfig | None:
     """What was asked for: by the argument, then by `fsdp_config`, then by the launcher; the first that says so switches it
     on or off, and each option comes from the first that sets it.
 
     Args:
         osdp: the Trainer's argument.
         args: the training arguments, whose `fsdp_config` may hold `osdp`.
+        unasked: whether it is on where none of them says so.
 
     Returns:
         The configuration, or None for the stock Trainer.
@@ -48,7 +51,7 @@ def asked_config(osdp: OSDPConfig | Mapping[str, object] | bool | None, args: Tr
     here, request = beside.get("osdp"), launch_request()
     if here is not None and not isinstance(here, (bool, Mapping)):
         raise ValueError(f"fsdp_config has osdp={here!r}; use true, false or a mapping of options.")
-    launched = request is not None and request.osdp
+    launched = unasked if request is None else request.osdp
     if osdp is None and (here is False or (here is None and not launched)):
         return None
     _refuse_ignored(beside)
