@@ -25,7 +25,7 @@ from ..preflight.devices import limit_within
 from ..preflight.findings import Finding
 from ..preflight.folder import RunFolder
 from ..preflight.model import check_model
-from ..profiling.batch import training_batch
+from ..profiling.batch import Inputs, check_inputs, training_batch
 from ..profiling.describe import describe
 from ..profiling.machine import hardware_of_run
 from ..quantities import format_bytes
@@ -172,6 +172,8 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
     check_model(model, trains=facts.trains)
     if config.recalibrate:
         _check_recalibration(facts)
+    if config.inputs is not None:
+        check_inputs(config.inputs, model)
 
     def described(cut: Cut) -> ModelDescription:
         return describe(
@@ -180,6 +182,7 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
             block_classes=config.block_classes,
             compute_dtype=facts.precision.compute,
             device_type=facts.device_type,
+            inputs=config.inputs,
             activation_checkpointing=facts.activation_checkpointing,
             cut=cut,
         )
@@ -206,7 +209,7 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
     rounds: tuple[Round, ...] = ()
     meshes: Meshes | None = None
     if config.recalibrate:
-        plan, rounds, problem, meshes = _tried(model, plan, problem, facts)
+        plan, rounds, problem, meshes = _tried(model, plan, problem, facts, config.inputs or training_batch(model, facts.sequence_length))
     first = not dist.is_initialized() or dist.get_rank() == 0
     run = PlannedRun(
         plan=plan,
@@ -223,7 +226,9 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
     return replace(run, findings=checked(run, model, config, facts))
 
 
-def _tried(model: nn.Module, plan: Plan, problem: Problem, facts: RunFacts) -> tuple[Plan, tuple[Round, ...], Problem, Meshes | None]:
+def _tried(
+    model: nn.Module, plan: Plan, problem: Problem, facts: RunFacts, inputs: Inputs
+) -> tuple[Plan, tuple[Round, ...], Problem, Meshes | None]:
     """The plan that stands after trials; what the problem is by what was seen, on rank 0; meshes of the plan."""
     device = torch.device("cuda", torch.cuda.current_device()) if facts.device_type == "cuda" else torch.device(facts.device_type)
     meshes = Meshes(facts.device_type) if dist.is_initialized() else None
@@ -231,7 +236,7 @@ def _tried(model: nn.Module, plan: Plan, problem: Problem, facts: RunFacts) -> t
         model=model,
         units=problem.description.units,
         job=problem.job,
-        inputs=training_batch(model, facts.sequence_length),
+        inputs=inputs,
         device=device,
         block_classes=problem.description.block_classes,
         activation_checkpointing=facts.activation_checkpointing,

@@ -10,7 +10,7 @@ from ..errors import OSDPError
 from .stores import are_several, start_space, wait_for
 
 TOGETHER_S = 30.0
-"""How long the ranks that came wait for the others, in seconds: longer than one rank saves or prints, and nothing a person takes for a hang."""
+"""How long the ranks that came wait for the others, in seconds: longer than one of them prints or logs beforehand."""
 
 
 def require_all(what: str) -> None:
@@ -37,7 +37,8 @@ def require_all(what: str) -> None:
         space.add(f"calls_of/{rank}", -1)
     if not came or set(called.values()) != {what}:
         alike = [other for other in called if called[other] == what]
+        missing = [other for other in ranks if other not in alike]
         raise OSDPError(
             f"{what} gathers a sharded model and must be called on every rank, but ranks {alike} called it and, within"
-            f" {TOGETHER_S:.0f} s, ranks {[other for other in ranks if other not in alike]} did not; call it on all, and use the result on one."
+            f" {TOGETHER_S:.0f} s, ranks {missing} did not; call it on all, and use the result on one."
         )

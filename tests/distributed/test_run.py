@@ -15,6 +15,7 @@ import torch
 from tests.helpers.distributed import run_ranks
 
 ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "accelerate_configs" / "osdp_cpu.yaml"
 MODEL = """
 import json, os, sys
 import torch
@@ -27,7 +28,7 @@ model = GPT2LMHeadModel(config).double()
 rows = torch.randint(0, 61, (32, 12), generator=torch.Generator().manual_seed(3))
 folder, batch = sys.argv[1], int(sys.argv[2])
 """
-TRAINER = MODEL + """
+TRAINER = """
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 class Own(Seq2SeqTrainer):
@@ -41,7 +42,7 @@ losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entr
 if trainer.is_world_process_zero():
     json.dump(losses, open(f"{folder}/losses.json", "w"))
 """
-LOOP = MODEL + """
+LOOP = """
 from accelerate import Accelerator
 from helper import optimizer_of
 
@@ -72,7 +73,7 @@ HELPER = "import torch\n\ndef optimizer_of(model):\n    return torch.optim.AdamW
 
 @pytest.fixture
 def scripts(tmp_path) -> Path:
-    for name, text in {"train.py": TRAINER, "loop.py": LOOP, "helper.py": HELPER}.items():
+    for name, text in {"train.py": MODEL + TRAINER, "loop.py": MODEL + LOOP, "helper.py": HELPER}.items():
         (tmp_path / name).write_text(text)
     return tmp_path
 
@@ -117,7 +118,7 @@ def launched(command: list[str], folder: Path, **more: str) -> subprocess.Comple
 @pytest.mark.parametrize(
     "command",
     [
-        ["accelerate.commands.launch", "--config_file", str(ROOT / "accelerate_configs" / "osdp_cpu.yaml"), "-m", "hf_osdp.run", "train.py"],
+        ["accelerate.commands.launch", "--config_file", str(CONFIG), "-m", "hf_osdp.run", "train.py"],
         ["torch.distributed.run", "--nproc-per-node", "2", "-m", "hf_osdp.run", "-m", "loop"],
     ],
 )
@@ -130,7 +131,8 @@ def test_launchers_start_it(scripts, command):
 
 
 def test_an_error_of_the_script_shows_the_script_s_own_traceback(tmp_path):
-    (tmp_path / "fails.py").write_text("import transformers\n\ndef inner():\n    raise KeyError(transformers.Trainer.__module__)\n\ninner()\n")
+    text = "import transformers\n\ndef inner():\n    raise KeyError(transformers.Trainer.__module__)\n\ninner()\n"
+    (tmp_path / "fails.py").write_text(text)
     done = launched(["hf_osdp.run", "fails.py"], tmp_path)
     lines = done.stderr.strip().splitlines()
     start = lines.index("Traceback (most recent call last):")

@@ -14,7 +14,7 @@ from hf_osdp.integration.config import OSDPConfig
 from hf_osdp.integration.launch import launched_world_size
 from hf_osdp.integration.trainer import Trainer
 from hf_osdp.planner.presets import preset
-from tests.distributed.test_integration_trainer import GLOBAL_BATCH, LENGTH, arguments, tiny_model, tokens
+from tests.distributed.test_integration_trainer import GLOBAL_BATCH, arguments, tiny_model, tokens
 from tests.helpers.distributed import run_ranks
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -104,5 +104,3 @@ def test_the_warning_at_resume_compares_what_the_user_set(tmp_path, batch):
     said = run_ranks(resumed, 2, str(tmp_path), batch, init=False)[0]
     assert bool(said) is (batch != 4)
     assert not said or "per_device_train_batch_size: 2 (from args) != 4 (from trainer_state.json)" in said[0]
-
-
