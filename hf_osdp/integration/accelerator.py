@@ -34,6 +34,7 @@ from ..runtime.scaler import OSDPGradScaler
 from ..runtime.state import full_state_dict
 from ..runtime.stop_signal import Stopped
 from ..runtime.watch import LoopWatch
+from .accelerator_options import accelerator_options
 from .announce import announce_plan, announce_result, shown_while_planning
 from .before_start import frozen_given, project_folder
 from .checkpoints import AcceleratorCheckpoints
@@ -61,11 +62,11 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     host.
 
     Args:
+        *args: as for `Accelerator`.
         osdp: what to plan for; what it leaves open comes from the file given to `accelerate launch`.
         osdp_plugin: an `OSDPPlugin`, where more than the plan is to be set.
-        fsdp_plugin: the same under Accelerate's name.
-        cpu: run on the CPU; None does so where the launcher asks for it or there is no accelerator.
-        **kwargs: as for `Accelerator`.
+        **kwargs: as for `Accelerator`. `fsdp_plugin` is another name for `osdp_plugin`; without `cpu=True` it runs on the CPU where the
+            launcher asks for it or there is no accelerator.
 
     Raises:
         ValueError: an option cannot be used, or several processes were started that would not know of each other.
@@ -76,26 +77,20 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     """Whether the loop's first steps are measured; the Trainer measures its own."""
 
     def __init__(
-        self,
-        *,
-        osdp: OSDPConfig | Mapping[str, object] | None = None,
-        osdp_plugin: OSDPPlugin | None = None,
-        fsdp_plugin: OSDPPlugin | None = None,
-        cpu: bool | None = None,
-        **kwargs: Any,
+        self, *args: Any, osdp: OSDPConfig | Mapping[str, object] | None = None, osdp_plugin: OSDPPlugin | None = None, **kwargs: Any
     ):
+        options = accelerator_options(args, kwargs)
         request = launch_request()
-        plugin = plugin_for(osdp, osdp_plugin, fsdp_plugin, request)
-        if cpu is None:
-            cpu = bool(request and request.use_cpu) or not torch.accelerator.is_available()
+        plugin = plugin_for(osdp, osdp_plugin, options.pop("fsdp_plugin", None), request)
+        cpu = options.pop("cpu", False) or bool(request and request.use_cpu) or not torch.accelerator.is_available()
         self._run: PlannedRun | None = None
         self._watch: LoopWatch | None = None
         self._measured: Observation | None = None
         self._writer: CheckpointWriter | None = None
         self._earlier_error = id(sys.exc_info()[1])  # that is being handled: a training that failed before this one
         formed = dist.is_initialized()
-        with nullcontext() if _meets_elsewhere(kwargs.get("kwargs_handlers")) else roll_call():
-            super().__init__(fsdp_plugin=plugin, cpu=cpu, **kwargs)
+        with nullcontext() if _meets_elsewhere(options.get("kwargs_handlers")) else roll_call():
+            super().__init__(fsdp_plugin=plugin, cpu=cpu, **options)
         if formed:  # by TrainingArguments, or by the script
             compare_versions()
         if self.num_processes == 1 and launched_world_size() > 1:
@@ -317,6 +312,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             for tracker in self.trackers:
                 tracker.finish()
             return
+        oom.rest()
         if self._watch is not None:
             self._watch.finish()
         if self._writer is not None:

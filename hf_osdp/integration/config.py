@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
@@ -53,6 +54,9 @@ class OSDPConfig:
     split_vocabulary: bool | None = None
     """Among these cuts may be the vocabulary projection with its loss, after which `outputs.logits` is None in training with labels.
     None allows it where the Trainer takes the loss from the model, and in no other loop."""
+    inputs: Callable[[int], Mapping[str, Any]] | None = None
+    """A function from a number of samples to forward's keyword arguments, labels included, for a model whose batch cannot be found
+    out; Python only. None makes one."""
     plan: Plan | str | Path | None = None
     """A plan, or the file of one, to run as it is instead of searching."""
     hardware: Hardware | str | None = None
@@ -92,6 +96,11 @@ class OSDPConfig:
                 raise ValueError(f"{name}={value!r} is not a switch; use true or false.")
         _check_type("plan", self.plan, (Plan, str, Path), "a Plan or the path of a plan file")
         _check_type("hardware", self.hardware, (Hardware, str), "a Hardware or the name of a preset")
+        if self.inputs is not None and not callable(self.inputs):
+            raise ValueError(
+                f"inputs={self.inputs!r} is of type {type(self.inputs).__name__}; give a function from a number of samples to forward's"
+                " keyword arguments, which a file cannot hold: OSDPConfig(inputs=...) in the script."
+            )
         _check_type("profile", self.profile, (Profile, str, Path), "a Profile or the path of a profile file")
         left = ("recompute", "host_offload", "offload_activations", "split_vocabulary")
         clashes = {

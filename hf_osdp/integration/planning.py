@@ -25,7 +25,7 @@ from ..preflight.devices import limit_within
 from ..preflight.findings import Finding
 from ..preflight.folder import RunFolder
 from ..preflight.model import check_model
-from ..profiling.batch import Inputs, Loss, training_batch
+from ..profiling.batch import Inputs, Loss, check_inputs, training_batch
 from ..profiling.describe import describe, is_by_formula
 from ..profiling.machine import hardware_of_run
 from ..quantities import format_bytes
@@ -178,6 +178,8 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
     check_model(model, trains=facts.trains)
     if config.recalibrate:
         _check_recalibration(facts)
+    if config.inputs is not None:
+        check_inputs(config.inputs, model)
 
     describer = _Describer(model, config, facts)
     described = describer.describe
@@ -203,7 +205,8 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
     rounds: tuple[Round, ...] = ()
     meshes: Meshes | None = None
     if config.recalibrate:
-        plan, rounds, problem, meshes = _tried(model, plan, problem, facts)
+        inputs = config.inputs or facts.inputs or training_batch(model, facts.sequence_length)
+        plan, rounds, problem, meshes = _tried(model, plan, problem, facts, inputs)
     first = not dist.is_initialized() or dist.get_rank() == 0
     run = PlannedRun(
         plan=plan,
@@ -225,8 +228,8 @@ class _Describer:
 
     def __init__(self, model: nn.Module, config: OSDPConfig, facts: RunFacts) -> None:
         self._model, self._config, self._facts = model, config, facts
-        self.ways: list[tuple[Inputs | None, Loss | None]] = [(facts.inputs, facts.loss)]
-        if facts.inputs is not None and _has_usual_batch(model):
+        self.ways: list[tuple[Inputs | None, Loss | None]] = [(config.inputs, None) if config.inputs else (facts.inputs, facts.loss)]
+        if config.inputs is None and facts.inputs is not None and _has_usual_batch(model):
             self.ways.append((None, None))
 
     def describe(self, cut: Cut) -> ModelDescription:
@@ -283,7 +286,9 @@ def _has_usual_batch(model: nn.Module) -> bool:
     return True
 
 
-def _tried(model: nn.Module, plan: Plan, problem: Problem, facts: RunFacts) -> tuple[Plan, tuple[Round, ...], Problem, Meshes | None]:
+def _tried(
+    model: nn.Module, plan: Plan, problem: Problem, facts: RunFacts, inputs: Inputs
+) -> tuple[Plan, tuple[Round, ...], Problem, Meshes | None]:
     """The plan that stands after trials; what the problem is by what was seen, on rank 0; meshes of the plan."""
     device = torch.device("cuda", torch.cuda.current_device()) if facts.device_type == "cuda" else torch.device(facts.device_type)
     meshes = Meshes(facts.device_type) if dist.is_initialized() else None
@@ -291,7 +296,7 @@ def _tried(model: nn.Module, plan: Plan, problem: Problem, facts: RunFacts) -> t
         model=model,
         units=problem.description.units,
         job=problem.job,
-        inputs=facts.inputs or training_batch(model, facts.sequence_length),
+        inputs=inputs,
         device=device,
         block_classes=problem.description.block_classes,
         activation_checkpointing=facts.activation_checkpointing,

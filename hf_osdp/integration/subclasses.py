@@ -15,6 +15,8 @@ from torch import nn
 from ..profiling.batch import without_adapters
 from ..profiling.units import canonical_name
 
+_Stock = transformers.Trainer
+"""`hf_osdp.run` puts ours under its name."""
 _OF_SINGLE_SAMPLES = ("SFTTrainer", "RewardTrainer")
 """Trainers with a loss of their own that is a sum over tokens or samples, whichever share a batch."""
 
@@ -26,8 +28,8 @@ def check_order(cls: type, ours: type) -> None:
         TypeError: names the other class and the right order.
     """
     order = cls.__mro__
-    between = order[order.index(ours) + 1 : order.index(transformers.Trainer)]
-    hidden = next((other for other in between if issubclass(other, transformers.Trainer)), None)
+    between = order[order.index(ours) + 1 : order.index(_Stock)]
+    hidden = next((other for other in between if issubclass(other, _Stock)), None)
     if hidden is not None:
         raise TypeError(
             f"{cls.__name__} lists hf_osdp's Trainer before {hidden.__name__}, whose methods it would hide;"
@@ -72,9 +74,9 @@ def batch_coupling(trainer: Any) -> str | None:
         return f"{without_adapters(trainer.model).__class__.__name__} compares the samples of a batch with each other"
     if names & set(_OF_SINGLE_SAMPLES):
         return None
-    if cls.compute_loss is not transformers.Trainer.compute_loss:
+    if cls.compute_loss is not _Stock.compute_loss:
         return f"{cls.__name__} computes its own loss, which may depend on the samples that share a batch"
-    if cls.get_train_dataloader is not transformers.Trainer.get_train_dataloader:
+    if cls.get_train_dataloader is not _Stock.get_train_dataloader:
         return f"{cls.__name__} makes its own batches"
     return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
@@ -22,9 +21,9 @@ from ..checkpoint.writer import CheckpointWriter, Staging
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
 from ..profiling.batch import Inputs
+from ..runtime import oom
 from ..runtime.agree import largest_of_ranks
 from ..runtime.environment import hold_master_weights
-from ..runtime.oom import explained
 from ..runtime.state import free_gathered
 from ..runtime.stop_signal import StopSignal
 from .accelerator import OSDPAccelerator
@@ -38,16 +37,19 @@ from .optimizers import spec_of_optimizer, spec_of_trainer_name
 from .own_loss import held_models, traced_loss
 from .planning import PlannedRun, RunFacts, plan_run
 from .plugin import OSDPPlugin, offloads
-from .samples import Batches, Looked, find_batches
+from .samples import Batches, Looked, find_batches, tokens_of
 from .stopping import StopCallback
 from .subclasses import batch_coupling, check_order, planning_at_the_end, vars_of_others, with_whole_weights
 from .trainer_checkpoints import TrainerCheckpoints
-from .trainer_options import asked_config, plugin_options, refuse_unplanned
+from .trainer_options import asked_config, own_arguments, plugin_options, refuse_unplanned, samples_of_step, set_batch
 
 _log = logging.getLogger(__name__)
 
+_Stock = transformers.Trainer
+"""`hf_osdp.run` puts ours under its name."""
 
-class Trainer(TrainerCheckpoints, transformers.Trainer):
+
+class Trainer(TrainerCheckpoints, _Stock):
     """`transformers.Trainer` that shards each unit of the model as a plan says.
 
     The plan is made when the Trainer is. The samples of one optimizer step stay as the arguments have them
@@ -66,6 +68,9 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
         InfeasibleError: no plan meets the memory limit.
     """
 
+    plans_unasked = False
+    """Whether OSDP is on where nobody says so, as under `hf_osdp.run`."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_order(cls, Trainer)
@@ -74,16 +79,18 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
             cls._save = with_whole_weights(cls._save)
 
     def __init__(self, *args: Any, osdp: OSDPConfig | Mapping[str, object] | bool | None = None, **kwargs: Any):
-        call = inspect.signature(transformers.Trainer.__init__).bind(self, *args, **kwargs)
+        call = inspect.signature(_Stock.__init__).bind(self, *args, **kwargs)
         given = call.arguments
         self._run: PlannedRun | None = None
         self._steps: StepCallback | None = None
         self._staging: Staging | None = None
-        self._osdp = asked_config(self.__dict__.pop("_asked_osdp", None) if osdp is None else osdp, given.get("args"))
+        asked = self.__dict__.pop("_asked_osdp", None) if osdp is None else osdp
+        self._osdp = asked_config(asked, given.get("args"), unasked=self.plans_unasked)
         if self._osdp is not None:
             refuse_unplanned(given)
             arguments = given.get("args") or TrainingArguments(output_dir="tmp_trainer")
-            given["args"] = copy.copy(arguments)
+            given["args"] = own_arguments(arguments)
+            self._asked_batch = arguments.per_device_train_batch_size
             if given.get("train_dataset") is not None:
                 begin_anew(arguments.output_dir)  # before planning, which may be the end of this start
             self._makes_folder = not Path(arguments.output_dir).exists()
@@ -101,9 +108,8 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
                 with suppress(OSError):  # it is gone, or holds something
                     Path(args.output_dir).rmdir()
             raise
-        args.per_device_train_batch_size = self._train_batch_size = self._run.plan.micro_batch_size
-        args.gradient_accumulation_steps = self._run.plan.accumulation_steps
-        args.auto_find_batch_size = False  # that was the planner's to find, without running out of memory first
+        set_batch(args, self._run.plan)
+        self._train_batch_size = args.train_batch_size
         self.accelerator.adopt(self._run)
         self.is_fsdp_enabled = self.is_fsdp_enabled or self.accelerator.is_fsdp2  # one process with units on the host
         if self.place_model_on_device and not self.is_fsdp_enabled:
@@ -152,7 +158,7 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
             precision=Precision.named(args.mixed_precision),
             sequence_length=sequence_length,
             inputs=batches,
-            loss=None if batches is None or self._model_makes_loss else traced_loss(self),
+            loss=None if batches is None or config.inputs or self._model_makes_loss else traced_loss(self),
             other_models=held_models(self),
             global_batch_size=config.global_batch_size or self._global_batch_size(config),
             micro_batch_size=config.micro_batch_size or self._kept_batch_size(),
@@ -177,7 +183,7 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
     def _global_batch_size(self, config: OSDPConfig) -> int:
         """Samples of a step as the arguments have them; a restart, which may have fewer processes, keeps those it began with."""
         args = self.args
-        given = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        given = samples_of_step(args)
         trains = self.train_dataset is not None
         begun = recorded_batch(args.output_dir) if trains and config.resume_after_restart else None
         if begun in (None, given) or begun % args.world_size:
@@ -193,7 +199,7 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
     @property
     def _model_makes_loss(self) -> bool:
         """Whether the loss is the model's own, of a batch's labels."""
-        stock = type(self).compute_loss is transformers.Trainer.compute_loss
+        stock = type(self).compute_loss is _Stock.compute_loss
         return stock and self.compute_loss_func is None and self.label_smoother is None
 
     def _batches(self, config: OSDPConfig) -> tuple[Inputs | None, int]:
@@ -202,6 +208,8 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
         Raises:
             ValueError: the length is known from nowhere.
         """
+        if config.inputs is not None:
+            return config.inputs, config.sequence_length or tokens_of(config.inputs(1)) or 1
         found = None
         for dataset in (self.train_dataset, self.eval_dataset):
             dataset = next(iter(dataset.values()), None) if isinstance(dataset, dict) else dataset
@@ -234,12 +242,13 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
         reason = batch_coupling(self)
         if reason is None:
             return None
+        size = samples_of_step(self.args) // (self.args.gradient_accumulation_steps * self.args.world_size)
         if self.args.process_index == 0:
             _log.warning(
                 "%s, so micro-batches stay at %d samples; OSDPConfig(micro_batch_size=...) sets another size.",
-                reason, self.args.per_device_train_batch_size,
+                reason, size,
             )  # fmt: skip
-        return self.args.per_device_train_batch_size
+        return size
 
     def _optimizer_spec(self) -> OptimizerSpec:
         """What the optimizer of this training will hold."""
@@ -296,7 +305,7 @@ class Trainer(TrainerCheckpoints, transformers.Trainer):
         if self._osdp is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         try:
-            with explained():
+            with oom.training():
                 output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
         finally:
             self._stop.abandon()  # where an error ended training
@@ -325,7 +334,7 @@ def with_osdp(trainer_class: type[transformers.Trainer]) -> type[transformers.Tr
     Raises:
         ValueError: it is no subclass of `transformers.Trainer`.
     """
-    if not isinstance(trainer_class, type) or not issubclass(trainer_class, transformers.Trainer):
+    if not isinstance(trainer_class, type) or not issubclass(trainer_class, _Stock):
         raise ValueError(f"with_osdp takes a subclass of transformers.Trainer; {trainer_class!r} is none.")
     if issubclass(trainer_class, Trainer):
         return trainer_class

@@ -9,6 +9,7 @@ from typing import Any
 
 import transformers.trainer
 from torch import nn
+from transformers import TrainerState, TrainingArguments
 
 from ..checkpoint.finding import check_checkpoint, last_checkpoint
 from ..checkpoint.folders import numbered_checkpoints, remove_checkpoint
@@ -128,6 +129,21 @@ class TrainerCheckpoints:
             return super()._finalize_training(*args, **kwargs)
         with replaced(self.args, load_best_model_at_end=False, save_total_limit=None):
             return super()._finalize_training(*args, **kwargs)
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """As stock, which warns where a checkpoint was saved with other arguments: what counts is the user's batch size, not the plan's."""
+        if self._osdp is None:
+            return super()._init_training_state(*args, **kwargs)
+
+        def compare(own: TrainingArguments, state: TrainerState) -> None:
+            with replaced(own, per_device_train_batch_size=self._asked_batch):
+                stock(own, state)
+
+        stock = transformers.trainer.compare_trainer_and_checkpoint_args
+        with replaced(transformers.trainer, compare_trainer_and_checkpoint_args=compare):
+            begun = super()._init_training_state(*args, **kwargs)
+        self.state.train_batch_size = self._asked_batch
+        return begun
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """As stock; ranks that were not there get states of their own."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import TrainingArguments
 
+from ..planner.plan import Plan
 from ..reading import read_json
 from .config import OSDPConfig, merged_config, stated_options
 from .fsdp_options import refuse_decided, with_block_classes
@@ -20,14 +23,19 @@ _ADDED = ("min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
 _MOST_BYTES = 2**20
 """Of a file of options."""
 
+_log = logging.getLogger(__name__)
 
-def asked_config(osdp: OSDPConfig | Mapping[str, object] | bool | None, args: TrainingArguments | None) -> OSDPConfig | None:
+
+def asked_config(
+    osdp: OSDPConfig | Mapping[str, object] | bool | None, args: TrainingArguments | None, *, unasked: bool = False
+) -> OSDPConfig | None:
     """What was asked for: by the argument, then by `fsdp_config`, then by the launcher; the first that says so switches it
     on or off, and each option comes from the first that sets it.
 
     Args:
         osdp: the Trainer's argument.
         args: the training arguments, whose `fsdp_config` may hold `osdp`.
+        unasked: whether it is on where none of them says so.
 
     Returns:
         The configuration, or None for the stock Trainer.
@@ -43,7 +51,7 @@ def asked_config(osdp: OSDPConfig | Mapping[str, object] | bool | None, args: Tr
     here, request = beside.get("osdp"), launch_request()
     if here is not None and not isinstance(here, (bool, Mapping)):
         raise ValueError(f"fsdp_config has osdp={here!r}; use true, false or a mapping of options.")
-    launched = request is not None and request.osdp
+    launched = unasked if request is None else request.osdp
     if osdp is None and (here is False or (here is None and not launched)):
         return None
     _refuse_ignored(beside)
@@ -78,6 +86,53 @@ def plugin_options(args: TrainingArguments) -> dict[str, Any]:
     if not args.fsdp:
         stated.update({name: value for name, value in _fsdp_config(args).items() if name in _PLUGIN_OPTIONS})
     return {name: stated[name] for name in _PLUGIN_OPTIONS if name in stated}
+
+
+def own_arguments(args: TrainingArguments) -> TrainingArguments:
+    """A copy of the training arguments that the planner may write into, with one number of accumulation steps in it.
+
+    Raises:
+        ValueError: the accumulation steps are set twice.
+    """
+    own = copy.copy(args)
+    own.accelerator_config = copy.deepcopy(args.accelerator_config)
+    steps = (own.accelerator_config.gradient_accumulation_kwargs or {}).pop("num_steps", None)
+    if steps is not None and args.gradient_accumulation_steps not in (1, steps):
+        raise ValueError(
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps} and num_steps={steps} of accelerator_config were both given;"
+            " leave one of the two out."
+        )
+    own.gradient_accumulation_steps = steps or args.gradient_accumulation_steps
+    return own
+
+
+def samples_of_step(args: TrainingArguments) -> int:
+    """Samples of one optimizer step over all processes. `split_batches` cuts each batch into a part for every process.
+
+    Raises:
+        ValueError: a batch cannot be split over the processes.
+    """
+    batch, splits = args.per_device_train_batch_size, args.accelerator_config.split_batches
+    if splits and batch % args.world_size:
+        raise ValueError(
+            f"split_batches=True splits batches of {batch} over {args.world_size} processes; use a per_device_train_batch_size that"
+            f" {args.world_size} divides."
+        )
+    return batch * args.gradient_accumulation_steps * (1 if splits else args.world_size)
+
+
+def set_batch(args: TrainingArguments, plan: Plan) -> None:
+    """Write the planner's batch sizes into the Trainer's own arguments; the batch stays one that `split_batches` splits."""
+    parts = args.world_size if args.accelerator_config.split_batches else 1
+    args.per_device_train_batch_size = plan.micro_batch_size * parts
+    args.gradient_accumulation_steps = plan.accumulation_steps
+    if args.auto_find_batch_size and args.process_index == 0:
+        _log.warning(
+            "auto_find_batch_size=True was switched off: the plan has the batch size, %d samples at once on each process, which fits by its"
+            " estimate.",
+            plan.micro_batch_size,
+        )
+    args.auto_find_batch_size = False
 
 
 def refuse_unplanned(given: Mapping[str, Any]) -> None:

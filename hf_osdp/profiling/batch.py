@@ -99,6 +99,28 @@ def output_of(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None = No
     return model(**batch) if loss is None else loss(model, batch)
 
 
+def check_inputs(inputs: Inputs, model: nn.Module) -> None:
+    """Refuse a function that makes no batch for this model; random states stay as they are.
+
+    Args:
+        inputs: the user's.
+        model: whose forward gets what it makes.
+
+    Raises:
+        ValueError: it gives no mapping, or names that forward does not take.
+    """
+    with torch.random.fork_rng(devices=[]):
+        batch = inputs(1)
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"inputs(1) gave a {type(batch).__name__}; it must give a mapping of forward's keyword arguments.")
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if not takes_any and (unknown := [name for name in batch if name not in parameters]):
+        raise ValueError(
+            f"inputs(1) has {unknown[0]!r}, which {_class_name(model)}.forward does not take; its names are {', '.join(parameters)}."
+        )
+
+
 @contextmanager
 def without_packing() -> Iterator[None]:
     """Keep transformers from building masks for packed sequences while fake tensors run.

@@ -24,6 +24,7 @@ from .agree import require_same
 from .broadcast import broadcast_parameters
 from .host_offload import offload_policy, uses_host
 from .mesh import SHARD_AXIS, Meshes, world_size
+from .sharded_class import keep_class
 from .weight_reads import watch_reads
 
 
@@ -104,6 +105,9 @@ def apply_plan(
         # Without a root, each unit would be a root of its own: no prefetch, no common streams.
         fully_shard(model, mesh=meshes.mesh(plan.world_size), reshard_after_forward=False, mp_policy=policy, ignored_params=ignored)
     watch_reads(model, units, scalars)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            keep_class(module)
     return model
 
 

@@ -91,7 +91,7 @@ class MemoryWatch:
             on_oom: `raise` or `replan`.
             device: where it runs.
         """
-        self._whereabouts = Whereabouts(model, units)
+        self.whereabouts = Whereabouts(model, units)
         self._plan, self._found_for, self._device = plan, problem, device
         self.replans = on_oom == "replan"
         self.safer: Safer | None = None
@@ -101,7 +101,7 @@ class MemoryWatch:
         """What there is to say of an error, in one line; `safer` is then set."""
         text = str(error)
         shortage = Shortage(
-            place=self._whereabouts.place_of(error), allocated_bytes=self._allocated(text), asked_bytes=_bytes_in(_ASKED, text)
+            place=self.whereabouts.place_of(error), allocated_bytes=self._allocated(text), asked_bytes=_bytes_in(_ASKED, text)
         )
         who = f"rank {dist.get_rank()} on {socket.gethostname()}" if dist.is_initialized() else socket.gethostname()
         said = f"Out of memory on {who} in {shortage.place}: the plan was estimated to need {self._estimate()}, {shortage}."
@@ -187,9 +187,28 @@ def watch(
     device: torch.device,
 ) -> None:
     """From now on an error of memory that nobody catches is explained; the latest model counts. Arguments as for `MemoryWatch`."""
+    rest()
     _Process.watch = MemoryWatch(model, plan, units, problem=problem, on_oom=on_oom, device=device)
     if _Process.excepthook is None:
         _Process.excepthook, sys.excepthook = sys.excepthook, _excepthook
+
+
+def rest() -> None:
+    """Take the hooks off the model that is watched: its training is over, for now."""
+    if _Process.watch is not None:
+        _Process.watch.whereabouts.detach()
+
+
+@contextmanager
+def training() -> Iterator[None]:
+    """`explained`, for the whole of a training: the hooks that tell a unit are on the model within alone."""
+    if _Process.watch is not None:
+        _Process.watch.whereabouts.attach()
+    try:
+        with explained():
+            yield
+    finally:
+        rest()
 
 
 @contextmanager

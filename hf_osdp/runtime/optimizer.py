@@ -119,14 +119,21 @@ def release_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.P
     Raises:
         OSDPError: the optimizer has state already, or holds a parameter that the model does not have; it is left as it was.
     """
-    if optimizer.state:
+    inner = unwrapped(optimizer)
+    if optimizer.state and not _is_new_adagrad(inner):
         raise OSDPError(
-            f"{type(optimizer).__name__} has state from before the model was sharded: it has taken steps, or makes state when it is"
-            " made, as Adagrad does; make it from the sharded model's parameters, or give a new AdamW, Adam, SGD or RMSprop."
+            f"{type(inner).__name__} has state from before the model was sharded: it has taken steps, or makes state when it is made;"
+            " make it from the sharded model's parameters, or give a new AdamW, Adam, SGD or RMSprop."
         )
     names = [[_name(parameter, old_names) for parameter in group["params"]] for group in optimizer.param_groups]
+    inner.state.clear()
     for group, group_names in zip(optimizer.param_groups, names, strict=True):
         group["params"] = group_names
+
+
+def _is_new_adagrad(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's state is what Adagrad makes when it is made; `rebind_parameters` makes it again."""
+    return type(optimizer) is torch.optim.Adagrad and not any(state["step"] for state in optimizer.state.values())
 
 
 def rebind_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Parameter, str], model: nn.Module) -> None:
@@ -150,6 +157,8 @@ def rebind_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Pa
     for group in optimizer.param_groups:
         group["params"] = [parameter for name in group["params"] for parameter in new[name]]
     inner = unwrapped(optimizer)  # Accelerate's wrapper has no hooks
+    if type(inner) is torch.optim.Adagrad:
+        inner.state = torch.optim.Adagrad([dict(group) for group in inner.param_groups], **inner.defaults).state
     step_by_place(inner, host_parameters(model))
     if split_names(model):
         keep_positions(inner, model)

@@ -87,10 +87,15 @@ def _start_name() -> str:
     return _start or ""
 
 
+def start_space(name: str) -> dist.Store:
+    """A part of the process group's store that no earlier start of the ranks wrote into; a collective where `call_space` is one."""
+    return dist.PrefixStore(f"hf_osdp/{name}/{_start_name()}", dist.distributed_c10d._get_default_store())
+
+
 def call_space() -> dist.Store:
     """An empty part of the process group's store, the same on every rank that calls this as often. It needs no collective, but for the
     first one where torchrun hosts the store and the group was not formed in `roll_call`."""
-    calls = dist.PrefixStore(f"hf_osdp/calls/{_start_name()}", dist.distributed_c10d._get_default_store())
+    calls = start_space("calls")
     number = calls.add(f"of_rank/{dist.get_rank()}", 1)
     return dist.PrefixStore(str(number), calls)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from ..planner.description import UnitDescription
 from ..profiling.units import canonical_name, modules_by_name
@@ -44,11 +45,24 @@ class Whereabouts:
         by_name = modules_by_name(model)
         self._labels: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._by_fqn = {name: unit.label for unit in units for name in (unit.fqn, *unit.module_names)}
-        self._in_backward: str | None = None
+        self.in_backward: str | None = None
+        """The label of the unit whose output had its gradient last."""
+        self._handles: list[RemovableHandle] = []
         for unit in units:
             for name in unit.module_names:
                 self._labels[by_name[name]] = unit.label
-                by_name[name].register_forward_hook(self._told_by_outputs(unit.label))
+        self.attach()
+
+    def attach(self) -> None:
+        """Put the hooks on the model, unless they are there."""
+        if not self._handles:
+            self._handles = [module.register_forward_hook(_Told(self, label)) for module, label in self._labels.items()]
+
+    def detach(self) -> None:
+        """Take the hooks off; the unit of an error in backward is then not known."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def place_of(self, error: BaseException) -> Place:
         """Where an error was raised, for one that was raised in a step of the model."""
@@ -64,21 +78,35 @@ class Whereabouts:
                 return Place(moment="recomputation" if in_backward else "forward", unit=self._labels[owner])
             if _IN_OPTIMIZERS in _file(frame):
                 return Place(moment="the optimizer's step")
-        return Place(moment="backward", unit=self._in_backward) if in_backward else Place(moment="what lies between model and optimizer")
+        return Place(moment="backward", unit=self.in_backward) if in_backward else Place(moment="what lies between model and optimizer")
 
-    def _told_by_outputs(self, label: str) -> Callable[..., None]:
-        """A forward hook: the unit's backward begins with the gradient of what it gave."""
 
-        def begins(gradient: torch.Tensor) -> None:
-            self._in_backward = label
+class _Told:
+    """A forward hook: the unit's backward begins with the gradient of what it gave. A copied or pickled model has it no more."""
 
-        def gave(module: nn.Module, args: Any, output: Any) -> None:
-            leaves = (output,) if isinstance(output, torch.Tensor) else tree_leaves(output)
-            first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)
-            if first is not None:
-                first.register_hook(begins)
+    def __init__(self, whereabouts: Whereabouts, label: str) -> None:
+        self._whereabouts, self._label = weakref.ref(whereabouts), label
 
-        return gave
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return _no_hook, ()
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        leaves = (output,) if isinstance(output, torch.Tensor) else tree_leaves(output)
+        first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)
+        if first is not None:
+            first.register_hook(self._begins)
+
+    def _begins(self, gradient: torch.Tensor) -> None:
+        if (whereabouts := self._whereabouts()) is not None:
+            whereabouts.in_backward = self._label
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*_: Any) -> None:
+    """What is in the place of a hook in a copy of a model."""
 
 
 def _frames(error: BaseException) -> Iterator[FrameType]:

@@ -23,7 +23,12 @@ def test_every_recommended_optimizer_can_be_rebound():
         rebind_parameters(optimizer, parameter_names(model), model)
 
 
-def test_an_optimizer_that_is_made_with_state_is_told_so():
+def test_a_new_adagrad_is_rebound_and_a_used_one_is_refused():
     model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    rebind_parameters(optimizer, parameter_names(model), model)
+    assert all(optimizer.state[parameter]["sum"].eq(0.5).all() for parameter in model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
     with pytest.raises(OSDPError, match=r"^Adagrad has state .* make it from the sharded model's parameters"):
-        rebind_parameters(torch.optim.Adagrad(model.parameters()), parameter_names(model), model)
+        rebind_parameters(optimizer, parameter_names(model), model)

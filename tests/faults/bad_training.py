@@ -50,7 +50,10 @@ def of_another_model() -> None:
 
 def with_state() -> None:
     layer = nn.Linear(4, 4)
-    release_parameters(torch.optim.Adagrad(layer.parameters()), parameter_names(layer))
+    used = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(1, 4)).sum().backward()
+    used.step()
+    release_parameters(used, parameter_names(layer))
 
 
 def optimizer(given: str, names: str, line: str, do: Callable[[], object]) -> None:
@@ -107,10 +110,10 @@ optimizer(
     of_another_model,
 )
 optimizer(
-    "torch.optim.Adagrad(...) before sharding",
-    "Adagrad",
-    "Adagrad has state from before the model was sharded: it has taken steps, or makes state when it is made, as "
-    "Adagrad does; make it from the sharded model's parameters, or give a new AdamW, Adam, SGD or RMSprop.",
+    "an optimizer that took steps before sharding",
+    "AdamW",
+    "AdamW has state from before the model was sharded: it has taken steps, or makes state when it is made; "
+    "make it from the sharded model's parameters, or give a new AdamW, Adam, SGD or RMSprop.",
     with_state,
 )
 

@@ -145,3 +145,12 @@ def test_a_split_that_is_forbidden_cannot_be_asked_for():
         OSDPConfig(split_vocabulary=True, operator_splitting=False)
     with pytest.raises(ValueError, match="split_vocabulary=True has no effect beside strategy='fsdp'"):
         OSDPConfig(split_vocabulary=True, strategy="fsdp")
+
+
+def test_inputs_is_a_function_which_no_file_can_hold():
+    def make(samples: int) -> dict[str, object]:
+        return {}
+
+    assert merged_config(OSDPConfig(inputs=make), {"compare": False}).inputs is make
+    with pytest.raises(ValueError, match=r"^inputs='batch.py' is of type str; give a function .* OSDPConfig\(inputs=...\) in the script.$"):
+        OSDPConfig.from_options({"inputs": "batch.py"})

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_osdp.errors import HardwareError, InfeasibleError, PlanError, ProfileError
@@ -166,3 +167,40 @@ def test_a_given_plan_that_keeps_units_on_the_device_is_not_offloaded(model):
 def test_the_cpu_has_no_host_beside_it(model, caplog):
     run = plan_run(model, OSDPConfig(hardware=HARDWARE), facts(cpu_offload=True))
     assert not any(unit.on_host for unit in run.plan.units) and "no effect on the CPU" in caplog.text
+
+
+class Scores(nn.Module):
+    """A model of one's own, whose batch nobody else knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+
+    def forward(self, features: torch.Tensor, wanted: torch.Tensor) -> dict[str, torch.Tensor]:
+        for block in self.blocks:
+            features = features + block(features).relu()
+        return {"loss": (features.sum(-1) - wanted).pow(2).mean()}
+
+
+def scores_batch(samples: int) -> dict[str, torch.Tensor]:
+    return {"features": torch.rand(samples, 8), "wanted": torch.rand(samples)}
+
+
+@pytest.mark.parametrize("recalibrate", [False, True])
+def test_the_users_inputs_are_planned_and_tried_with(recalibrate):
+    config = OSDPConfig(hardware=HARDWARE, compare=False, inputs=scores_batch, recalibrate=recalibrate, block_classes="Linear")
+    run = plan_run(Scores(), config, facts(sequence_length=8))
+    assert not run.description.trace.startswith("formula")
+    assert bool(run.rounds) is recalibrate
+
+
+@pytest.mark.parametrize(
+    ("inputs", "line"),
+    [
+        (lambda samples: [samples], r"inputs\(1\) gave a list; it must give a mapping of forward's keyword arguments"),
+        (lambda samples: {"input_ids": samples}, r"inputs\(1\) has 'input_ids', which Scores.forward does not take; .* features, wanted"),
+    ],
+)
+def test_inputs_that_make_no_batch_are_refused(inputs, line):
+    with pytest.raises(ValueError, match=line):
+        plan_run(Scores(), OSDPConfig(hardware=HARDWARE, inputs=inputs), facts())

@@ -1,0 +1,192 @@
+"""`python -m hf_osdp.run`: scripts that do not know hf_osdp train under a plan, as the stock classes train in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.distributed import run_ranks
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "accelerate_configs" / "osdp_cpu.yaml"
+MODEL = """
+import json, os, sys
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, set_seed
+
+set_seed(0)
+config = GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=61, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+                    bos_token_id=0, eos_token_id=0)
+model = GPT2LMHeadModel(config).double()
+rows = torch.randint(0, 61, (32, 12), generator=torch.Generator().manual_seed(3))
+folder, batch = sys.argv[1], int(sys.argv[2])
+"""
+TRAINER = """
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+class Own(Seq2SeqTrainer):
+    pass
+
+args = Seq2SeqTrainingArguments(output_dir=folder, per_device_train_batch_size=batch, max_steps=4, logging_steps=1, report_to="none",
+                                save_strategy="no", disable_tqdm=True, learning_rate=1e-2)
+trainer = Own(model=model, args=args, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
+trainer.train()
+losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+if trainer.is_world_process_zero():
+    json.dump(losses, open(f"{folder}/losses.json", "w"))
+"""
+LOOP = """
+from accelerate import Accelerator
+from helper import optimizer_of
+
+def main():
+    accelerator = Accelerator(True, cpu=False, project_dir=folder, mixed_precision=None, gradient_accumulation_steps=1)
+    optimizer = optimizer_of(model)
+    loader = torch.utils.data.DataLoader([{"input_ids": row, "labels": row} for row in rows], batch_size=batch)
+    trained, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for data in loader:
+        loss = trained(**data).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(trained.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach().double(), "mean").item())
+    accelerator.wait_for_everyone()
+    accelerator.unwrap_model(trained).save_pretrained(folder, is_main_process=accelerator.is_main_process, save_function=accelerator.save)
+    accelerator.end_training()
+    if accelerator.is_main_process:
+        json.dump(losses, open(f"{folder}/losses.json", "w"))
+
+if __name__ == "__main__":
+    main()
+"""
+HELPER = "import torch\n\ndef optimizer_of(model):\n    return torch.optim.AdamW(model.parameters(), lr=1e-2)\n"
+
+
+@pytest.fixture
+def scripts(tmp_path) -> Path:
+    for name, text in {"train.py": MODEL + TRAINER, "loop.py": MODEL + LOOP, "helper.py": HELPER}.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def stock_losses(script: Path, monkeypatch) -> list[float]:
+    """Of the script as it is, in this process."""
+    folder = script.parent / "stock"
+    folder.mkdir()
+    monkeypatch.setattr(sys, "argv", [str(script), str(folder), "8"])
+    monkeypatch.syspath_prepend(str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
+    assert not (folder / "osdp_report.json").exists()
+    return json.loads((folder / "losses.json").read_text())
+
+
+def run_main(script: str, folder: str) -> None:
+    from hf_osdp import run
+
+    run.main([script, folder, "4"])
+
+
+@pytest.mark.parametrize("name", ["train.py", "loop.py"])
+def test_an_unmodified_script_trains_under_a_plan_as_it_does_alone(scripts, monkeypatch, name):
+    folder = scripts / "planned"
+    folder.mkdir()
+    run_ranks(run_main, 2, str(scripts / name), str(folder), init=False)
+    report = json.loads((folder / "osdp_report.json").read_text())
+    assert report["plan"]["world_size"] == 2
+    got = json.loads((folder / "losses.json").read_text())
+    torch.testing.assert_close(got, stock_losses(scripts / name, monkeypatch), rtol=1e-5, atol=1e-5)
+
+
+def launched(command: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess:
+    env = {
+        **os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1", **more,
+    }  # fmt: skip
+    return subprocess.run([sys.executable, "-m", *command], cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["accelerate.commands.launch", "--config_file", str(CONFIG), "-m", "hf_osdp.run", "train.py"],
+        ["torch.distributed.run", "--nproc-per-node", "2", "-m", "hf_osdp.run", "-m", "loop"],
+    ],
+)
+def test_launchers_start_it(scripts, command):
+    (scripts / "out").mkdir()
+    done = launched([*command, "out", "4"], scripts)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((scripts / "out" / "osdp_report.json").read_text())["plan"]["world_size"] == 2
+    assert len(json.loads((scripts / "out" / "losses.json").read_text())) == 4
+
+
+def test_an_error_of_the_script_shows_the_script_s_own_traceback(tmp_path):
+    text = "import transformers\n\ndef inner():\n    raise KeyError(transformers.Trainer.__module__)\n\ninner()\n"
+    (tmp_path / "fails.py").write_text(text)
+    done = launched(["hf_osdp.run", "fails.py"], tmp_path)
+    lines = done.stderr.strip().splitlines()
+    start = lines.index("Traceback (most recent call last):")
+    assert done.returncode == 1 and lines[-1] == "KeyError: 'hf_osdp.integration.trainer'"
+    assert 'fails.py", line 6, in <module>' in lines[start + 1] and "runpy" not in done.stderr and "run.py" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "line"),
+    [
+        ([], {}, "hf_osdp.run needs a script or -m MODULE"),
+        (["-m"], {}, "hf_osdp.run needs a script or -m MODULE"),
+        (["nowhere.py"], {}, "There is no file nowhere.py"),
+        (["train.py"], {"ACCELERATE_USE_DEEPSPEED": "true"}, "The launcher's file asks for DeepSpeed"),
+        (["train.py"], {"ACCELERATE_USE_FSDP": "true"}, "The launcher's file asks for FSDP without OSDP"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_line(scripts, monkeypatch, capsys, arguments, variables, line):
+    from hf_osdp import run
+
+    monkeypatch.chdir(scripts)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        run.main(arguments)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith(f"error: {line}") and said.count("\n") == 1
+
+
+def test_a_class_made_from_the_stock_one_before_is_refused():
+    from hf_osdp.run import _replace
+
+    class Stock:
+        pass
+
+    class Early(Stock):
+        pass
+
+    with pytest.raises(ValueError, match=r"Early was made from Stock before hf_osdp.run could replace it; have .*test_run imported by the"):
+        _replace(Stock, type("Trainer", (), {}))
+
+
+def run_off(script: str, folder: str) -> str:
+    from hf_osdp import run
+
+    run.main([script, folder, "4"])
+    import accelerate
+    import transformers
+
+    return f"{transformers.Trainer.__module__} {accelerate.Accelerator.__module__}"
+
+
+def test_osdp_false_in_the_launcher_s_file_leaves_the_script_as_it_is(tmp_path):
+    (tmp_path / "nothing.py").write_text("")
+    env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": "{'osdp': False}"}
+    held = run_ranks(run_off, 2, str(tmp_path / "nothing.py"), str(tmp_path), init=False, env=env)
+    assert held == ["transformers.trainer accelerate.accelerator"] * 2
