@@ -35,11 +35,11 @@ def main(arguments: list[str] | None = None) -> int:
     from . import catalogue  # noqa: F401
 
     pattern = f"*{options.only or ''}*"
-    chosen = [row for row in ROWS.values() if fnmatch.fnmatch(f"{row.group}: {row.name}", pattern) and (row.daily or not options.daily)]
+    chosen = [row for row in ROWS.values() if fnmatch.fnmatch(row.label, pattern) and (row.daily or not options.daily)]
     if not chosen:
         parser.error(f"no row has {options.only!r} in its name; --list prints them")
     if options.list:
-        print("\n".join(f"{row.group}: {row.name}" for row in chosen))
+        print("\n".join(row.label for row in chosen))
         return 0
     results = []
     for number, row in enumerate(chosen, start=1):
@@ -50,13 +50,13 @@ def main(arguments: list[str] | None = None) -> int:
         options.write.write_text(page(results), encoding="utf-8")
     print(f"{len(results) - len(bad)} rows of {len(results)} are as expected, in {sum(result.seconds for result in results):.0f} s.")
     for result in bad:
-        print(f"{result.row.group}: {result.row.name}: {result.verdict.value}, expected {result.row.expected.value}. {result.detail}", file=sys.stderr)
+        print(f"{result.row.label}: {result.verdict.value}, expected {result.row.expected.value}. {result.detail}", file=sys.stderr)
     return bool(bad)
 
 
 def _tell(result: Result, number: str) -> None:
     mark = "" if result.is_good else "  <-- !"
-    print(f"{number} {result.row.group}: {result.row.name}: {result.verdict.value} ({result.seconds:.0f} s) {one_line(result.detail)}{mark}", flush=True)
+    print(f"{number} {result.row.label}: {result.verdict.value} ({result.seconds:.0f} s) {one_line(result.detail)}{mark}", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -52,6 +52,7 @@ class Row:
         expected: another verdict is a failure, a refusal where figures were equal before among them.
         loss_tolerance, norm_tolerance: relative, of losses and metrics, and of gradient norms.
         shift: which layout of the mixed plan the first unit takes.
+        config: options of OSDP that the row needs.
         daily: part of the sample that the tests run.
     """
 
@@ -63,7 +64,13 @@ class Row:
     loss_tolerance: float = 1e-4
     norm_tolerance: float = 1e-3
     shift: int = 0
+    config: Mapping[str, object] = field(default_factory=dict)
     daily: bool = False
+
+    @property
+    def label(self) -> str:
+        """Unlike the name alone, no other row's."""
+        return f"{self.group}: {self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,16 +90,17 @@ class Result:
 
 
 ROWS: dict[str, Row] = {}
-"""All rows by name, in the table's order; `catalogue` fills it."""
+"""All rows by label, in the table's order; `catalogue` fills it."""
 
 
 def row(name: str, group: str, **options: object) -> Callable[[Callable[[Side], Figures]], Callable[[Side], Figures]]:
     """Enter the decorated function as a row."""
 
     def enter(train: Callable[[Side], Figures]) -> Callable[[Side], Figures]:
-        if name in ROWS:
-            raise ValueError(f"There are two rows {name!r}; rename one.")
-        ROWS[name] = Row(name=name, group=group, train=train, **options)  # type: ignore[arg-type]
+        made = Row(name=name, group=group, train=train, **options)  # type: ignore[arg-type]
+        if made.label in ROWS:
+            raise ValueError(f"There are two rows {made.label!r}; rename one.")
+        ROWS[made.label] = made
         return train
 
     return enter

@@ -42,9 +42,12 @@ def run(row: Row) -> Result:
     """Both sides of a row, and what follows."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="compatibility_") as folder:
-        stock, stock_failure = _side(row, Path(folder, "stock"), is_stock=True)
         ours, failure = _side(row, Path(folder, "osdp"), is_stock=False)
-    verdict, detail = _judged(row, stock, stock_failure, ours, failure)
+        if ours and all(outcome.is_refusal for outcome in ours) and row.expected is not Verdict.NOT_APPLICABLE:
+            verdict, detail = Verdict.REFUSED, ours[0].error
+        else:
+            stock, stock_failure = _side(row, Path(folder, "stock"), is_stock=True)
+            verdict, detail = _judged(row, stock, stock_failure, ours, failure)
     return Result(row=row, verdict=verdict, detail=detail, seconds=time.monotonic() - began)
 
 
@@ -54,14 +57,14 @@ def _side(row: Row, folder: Path, *, is_stock: bool) -> tuple[list[Outcome], str
     world, failure = (row.oracle.processes if is_stock else 2), ""
     env = {"ACCELERATE_USE_FSDP": "true"} if is_stock and row.oracle is Oracle.FSDP2 else {}
     try:
-        run_ranks(train_row, world, row.name, str(folder), is_stock, init=False, timeout_s=LIMIT_S, env=env)
+        run_ranks(train_row, world, row.label, str(folder), is_stock, init=False, timeout_s=LIMIT_S, env=env)
     except RankFailure as error:
         failure = "hung" if error.error_type == "timeout" else str(error)
     outcomes = [pickle.loads(path.read_bytes()) for rank in range(world) if (path := _path(folder, rank)).exists()]
     return (outcomes if len(outcomes) == world else []), failure
 
 
-def train_row(name: str, folder: str, is_stock: bool) -> None:
+def train_row(label: str, folder: str, is_stock: bool) -> None:
     """One rank of one side. What becomes of it is written beside the folder's other files."""
     import warnings
 
@@ -72,9 +75,9 @@ def train_row(name: str, folder: str, is_stock: bool) -> None:
 
     logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
-    row, rank = ROWS[name], int(os.environ["RANK"])
+    row, rank = ROWS[label], int(os.environ["RANK"])
     work = Path(folder, "work")
-    side = Side(folder=work, oracle=row.oracle) if is_stock else Ours(folder=work, shift=row.shift)
+    side = Side(folder=work, oracle=row.oracle) if is_stock else Ours(folder=work, shift=row.shift, changes=row.config)
     steps, layouts = _watched()
     try:
         with side.prepared():
@@ -125,12 +128,8 @@ def _failed(error: BaseException, *, before_steps: bool) -> Outcome:
 def _judged(row: Row, stock: list[Outcome], stock_failure: str, ours: list[Outcome], failure: str) -> tuple[Verdict, str]:
     if stock_failure:
         what = next((f"{o.error_type}: {o.error}" for o in stock if o.error_type), stock_failure)
-        if row.expected is Verdict.NOT_APPLICABLE:
-            return Verdict.NOT_APPLICABLE, f"stock: {one_line(what)}"
-        if not (ours and all(outcome.is_refusal for outcome in ours)):
-            return Verdict.CRASHED, f"the stock side: {one_line(what)}"
-    if ours and all(outcome.is_refusal for outcome in ours):
-        return Verdict.REFUSED, ours[0].error
+        verdict = row.expected if row.expected is Verdict.NOT_APPLICABLE else Verdict.CRASHED
+        return verdict, f"the stock side: {one_line(what)}"
     if failure:
         error = next((o for o in ours if o.error_type), None)
         if error is None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,7 @@ class Ours(Side):
     """This package's side, under a plan in which neighbouring units have different layouts."""
 
     shift: int = 0
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_stock(self) -> bool:
@@ -122,7 +123,7 @@ class Ours(Side):
 
     def config(self, **changes: Any) -> dict[str, Any]:
         """Options of OSDP that keep the stock side's micro-batch."""
-        return {"hardware": preset("cpu", devices_per_node=2), "micro_batch_size": SAMPLES, "operator_splitting": False, "compare": False, **changes}
+        return {"hardware": preset("cpu", devices_per_node=2), "micro_batch_size": SAMPLES, "operator_splitting": False, "compare": False, **changes, **self.changes}
 
     def accelerator(self, **options: Any) -> Accelerator:
         return hf_osdp.OSDPAccelerator(osdp=self.config(micro_batch_size=None), cpu=True, **options)
