@@ -136,7 +136,9 @@ def _scheduled(side: Side) -> Figures:
 def _gathered(side: Side) -> Figures:
     accelerator = side.accelerator()
     model = tiny("BertForSequenceClassification")
-    model, optimizer, loader, other = accelerator.prepare(model, _adamw(model), _loader(side, classes()), _loader(side, classes(7), shuffle=False))
+    model, optimizer, loader, other = accelerator.prepare(
+        model, _adamw(model), _loader(side, classes()), _loader(side, classes(7), shuffle=False)
+    )
     figures = _loop(side, accelerator, model, optimizer, loader)
     return [*figures, _evaluated(accelerator, model, other)]
 
@@ -179,7 +181,10 @@ def _saved(side: Side) -> Figures:
     figures = _loop(side, accelerator, model, optimizer, loader)
     accelerator.wait_for_everyone()
     accelerator.unwrap_model(model).save_pretrained(
-        side.folder / "out", is_main_process=accelerator.is_main_process, save_function=accelerator.save, state_dict=accelerator.get_state_dict(model)
+        side.folder / "out",
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(model),
     )
     accelerator.wait_for_everyone()
     return [*figures, _sums(type(gpt2()).from_pretrained(side.folder / "out").state_dict())]
@@ -240,7 +245,9 @@ def _two_optimizers(side: Side) -> Figures:
     accelerator = side.accelerator()
     model = llama()
     head = torch.optim.SGD(model.lm_head.parameters(), lr=0.1)
-    model, body, head, loader = accelerator.prepare(model, torch.optim.AdamW(model.model.parameters(), lr=1e-2, eps=1e-5), head, _loader(side))
+    model, body, head, loader = accelerator.prepare(
+        model, torch.optim.AdamW(model.model.parameters(), lr=1e-2, eps=1e-5), head, _loader(side)
+    )
     figures: Figures = []
     for _, batch in zip(range(STEPS), loader, strict=False):
         loss = model(**batch).loss
@@ -315,6 +322,8 @@ def _head_read(model: Any, batch: Any) -> torch.Tensor:
 
 _entered("the loss reads the head's weight", make=llama, loss_of=_head_read, about={"daily": True})
 _entered("the loss reads the head's weight, other layouts", make=llama, loss_of=_head_read, about={"shift": 1})
+
+
 def _penalised(model: Any, batch: Any) -> torch.Tensor:
     inner = getattr(model, "module", model)
     embedded = inner.get_input_embeddings()(batch["input_ids"])
@@ -325,5 +334,8 @@ def _penalised(model: Any, batch: Any) -> torch.Tensor:
 
 
 _entered(
-    "gradient penalty by autograd.grad", make=partial(llama, attn_implementation="eager"), loss_of=_penalised, about={"oracle": Oracle.ALONE}
+    "gradient penalty by autograd.grad",
+    make=partial(llama, attn_implementation="eager"),
+    loss_of=_penalised,
+    about={"oracle": Oracle.ALONE},
 )

@@ -43,12 +43,12 @@ def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     }
 
 
-def masked(count: int = COUNT) -> list[dict[str, torch.Tensor]]:
-    """Masked language modelling: some positions count, not equally many in each sample."""
+def masked(count: int = COUNT, *, evenly: bool = False) -> list[dict[str, torch.Tensor]]:
+    """Masked language modelling: some positions count, in each sample equally many or not."""
     generator = _generator(5)
     samples = []
     for sample in tokens(count):
-        counts = torch.rand(LENGTH, generator=generator) < 0.4
+        counts = torch.arange(LENGTH) < 4 if evenly else torch.rand(LENGTH, generator=generator) < 0.4
         counts[0] = True
         samples.append({"input_ids": sample["input_ids"], "labels": torch.where(counts, sample["input_ids"], -100)})
     return samples

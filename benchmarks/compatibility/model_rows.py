@@ -16,8 +16,8 @@ from .side import Side, trained
 
 _GROUP = "Models"
 _CAUSAL = (
-    "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "OPTForCausalLM",
-    "Phi3ForCausalLM", "GPTNeoXForCausalLM", "BloomForCausalLM", "FalconForCausalLM",
+    "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM",
+    "OPTForCausalLM", "Phi3ForCausalLM", "GPTNeoXForCausalLM", "BloomForCausalLM", "FalconForCausalLM",
 )  # fmt: skip
 _MASKED = (
     "BertForMaskedLM", "RobertaForMaskedLM", "DistilBertForMaskedLM", "AlbertForMaskedLM", "ElectraForMaskedLM", "DebertaV2ForMaskedLM",
@@ -25,8 +25,13 @@ _MASKED = (
 _SPARE = {"ddp_find_unused_parameters": True}
 """For models some of whose parameters have no gradient, as an expert without tokens: DDP must be told."""
 
+_MEAN = {"average_tokens_across_devices": False}
+"""For models whose loss ignores the count of items: stock DDP multiplies it by the number of processes. A row of the options shows this."""
 
-def _model(name: str, make: Any, data: Any, *, given: dict[str, Any] | None = None, about: dict[str, Any] | None = None, **options: Any) -> None:
+
+def _model(
+    name: str, make: Any, data: Any, *, given: dict[str, Any] | None = None, about: dict[str, Any] | None = None, **options: Any
+) -> None:
     def train(side: Side) -> Figures:
         return trained(side, make(), data(), given=given, **options)
 
@@ -41,22 +46,22 @@ _model("Llama, untied, other layouts", llama, tokens, about={"shift": 1})
 for _name in _CAUSAL:
     _model(_name, partial(tiny, _name), tokens)
 for _name in _MASKED:
-    _model(_name, partial(tiny, _name), masked)
+    _model(_name, partial(tiny, _name), masked, **_MEAN)
 _model("MixtralForCausalLM", partial(tiny, "MixtralForCausalLM", output_router_logits=True), tokens, **_SPARE)
 _model("Qwen3MoeForCausalLM", partial(tiny, "Qwen3MoeForCausalLM"), tokens, **_SPARE)
 _model("MambaForCausalLM", models.mamba, tokens)
 _model("RecurrentGemmaForCausalLM", models.recurrent_gemma, tokens)
-_model("T5ForConditionalGeneration", partial(tiny, "T5ForConditionalGeneration"), tokens)
-_model("BartForConditionalGeneration", partial(tiny, "BartForConditionalGeneration"), tokens)
-_model("BertForSequenceClassification", partial(tiny, "BertForSequenceClassification"), classes)
-_model("DebertaV2ForSequenceClassification", models.deberta, classes, about={"daily": True})
-_model("GPT2ForSequenceClassification", lambda: models.made(*_gpt2_classifier()), classes)
-_model("ViTForImageClassification", partial(tiny, "ViTForImageClassification"), images, about={"daily": True})
-_model("SwinForImageClassification", partial(tiny, "SwinForImageClassification"), images)
-_model("ResNetForImageClassification", partial(tiny, "ResNetForImageClassification"), images)
-_model("CLIPModel, contrastive loss", models.clip, captions, given={"data_collator": with_return_loss}, about={"daily": True})
-_model("WhisperForConditionalGeneration", partial(tiny, "WhisperForConditionalGeneration"), speech)
-_model("Wav2Vec2ForCTC", models.wav2vec2, waves, about={"daily": True})
+_model("T5ForConditionalGeneration", partial(tiny, "T5ForConditionalGeneration"), tokens, **_MEAN)
+_model("BartForConditionalGeneration", partial(tiny, "BartForConditionalGeneration"), tokens, **_MEAN)
+_model("BertForSequenceClassification", partial(tiny, "BertForSequenceClassification"), classes, **_MEAN)
+_model("DebertaV2ForSequenceClassification", models.deberta, classes, **_MEAN, about={"daily": True})
+_model("GPT2ForSequenceClassification", lambda: models.made(*_gpt2_classifier()), classes, **_MEAN)
+_model("ViTForImageClassification", partial(tiny, "ViTForImageClassification"), images, **_MEAN, about={"daily": True})
+_model("SwinForImageClassification", partial(tiny, "SwinForImageClassification"), images, **_MEAN)
+_model("ResNetForImageClassification", partial(tiny, "ResNetForImageClassification"), images, **_MEAN)
+_model("CLIPModel, contrastive loss", models.clip, captions, given={"data_collator": with_return_loss}, **_MEAN, about={"daily": True})
+_model("WhisperForConditionalGeneration", partial(tiny, "WhisperForConditionalGeneration"), speech, **_MEAN)
+_model("Wav2Vec2ForCTC", models.wav2vec2, waves, **_MEAN, about={"daily": True})
 _model("a plain nn.Module with blocks", Plain, tokens, about={"daily": True})
 _model("a plain nn.Module without blocks", partial(Plain, blocks=0), tokens)
 _model("a plain nn.Module that holds a model", lambda: _Holding(), tokens)
@@ -127,4 +132,4 @@ def _low(side: Side) -> Figures:
 
 @row("a head of 3 rows over 2 processes", _GROUP)
 def _few_rows(side: Side) -> Figures:
-    return trained(side, tiny("BertForSequenceClassification", num_labels=3), classes())
+    return trained(side, tiny("BertForSequenceClassification", num_labels=3), classes(), **_MEAN)

@@ -52,7 +52,10 @@ def _group(name: str, results: list[Result]) -> str:
     lines += [f"| {result.row.name} | {result.verdict.value} | {_oracle(result)} |" for result in results]
     for result in results:
         if result.verdict is not Verdict.EQUAL:
-            lines += ["", *textwrap.wrap(f"- {result.row.name}, {result.verdict.value}: {_plain(result.detail)}", _WIDTH, subsequent_indent="  ")]
+            lines += [
+                "",
+                *textwrap.wrap(f"- {result.row.name}, {result.verdict.value}: {_plain(result.detail)}", _WIDTH, subsequent_indent="  "),
+            ]
     return "\n".join([*lines, ""])
 
 
@@ -60,7 +63,9 @@ def _oracle(result: Result) -> str:
     row = result.row
     if result.verdict is not Verdict.EQUAL:
         return ""
-    loose = f"; within {row.loss_tolerance:g} and {row.norm_tolerance:g}" if (row.loss_tolerance, row.norm_tolerance) != (1e-4, 1e-3) else ""
+    loose = (
+        f"; within {row.loss_tolerance:g} and {row.norm_tolerance:g}" if (row.loss_tolerance, row.norm_tolerance) != (1e-4, 1e-3) else ""
+    )
     return row.oracle.value + loose
 
 

@@ -27,7 +27,15 @@ def _batch(number: int) -> dict[str, torch.Tensor]:
 
 
 def _loop(
-    side: Side, *, make: Any = gpt2, micro: int = 1, loss_of: Any = None, optimizer_of: Any = None, then: Any = None, inputs: Any = None, **options: Any
+    side: Side,
+    *,
+    make: Any = gpt2,
+    micro: int = 1,
+    loss_of: Any = None,
+    optimizer_of: Any = None,
+    then: Any = None,
+    inputs: Any = None,
+    **options: Any,
 ) -> Figures:
     """Steps of `micro` micro-batches, clipped."""
     own = {} if inputs is None else {"inputs": inputs}

@@ -129,7 +129,9 @@ def worst_difference(got: Figures, want: Figures, row: Row) -> tuple[float, str]
 
 def _keys(mine: Mapping[str, float], theirs: Mapping[str, float]) -> str:
     less, more = sorted(theirs.keys() - mine.keys()), sorted(mine.keys() - theirs.keys())
-    return " and ".join(part for part in (f"no {', '.join(less)}" * bool(less), f"{', '.join(more)}, which stock has not" * bool(more)) if part)
+    return " and ".join(
+        part for part in (f"no {', '.join(less)}" * bool(less), f"{', '.join(more)}, which stock has not" * bool(more)) if part
+    )
 
 
 def _part_of_tolerance(name: str, mine: float, theirs: float, row: Row) -> float:

@@ -54,7 +54,13 @@ def _train(side: Side, *, loss: Any, data: Any, saves: bool = False, adapters: b
         return {"sum": float(abs(again.encode(sentences(4))).sum())}
 
     return trained(
-        side, model, data, base=SentenceTransformerTrainer, arguments=lambda **_: arguments, given={"loss": loss(model)}, then=then if saves else None
+        side,
+        model,
+        data,
+        base=SentenceTransformerTrainer,
+        arguments=lambda **_: arguments,
+        given={"loss": loss(model)},
+        then=then if saves else None,
     )
 
 

@@ -29,7 +29,7 @@ STEPS, SAMPLES = 4, 2
 """Optimizer steps of a row, and samples that one of two processes runs at once."""
 _LAYOUTS = ((2, False), (1, True), (2, True), (1, False))
 """(shard size, freed after forward): ZeRO-2, replicated, ZeRO-3, replicated and kept."""
-_TIMES = ("runtime", "per_second")
+_TIMES = ("runtime", "per_second", "preparation_time")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +62,8 @@ class Side:
         options: dict[str, Any] = {
             "output_dir": str(self.folder), "max_steps": STEPS, "logging_steps": 1, "learning_rate": 1e-2, "use_cpu": True,
             "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "seed": 5, "per_device_train_batch_size": self.samples,
-            "per_device_eval_batch_size": self.samples, "lr_scheduler_type": "linear", "weight_decay": 0.1, "adam_epsilon": 1e-5, "bf16": False,
-            "logging_nan_inf_filter": False, "gradient_checkpointing": False,
+            "per_device_eval_batch_size": self.samples, "lr_scheduler_type": "linear", "weight_decay": 0.1, "adam_epsilon": 1e-5,
+            "bf16": False, "logging_nan_inf_filter": False, "gradient_checkpointing": False,
         }  # fmt: skip
         return cls(**{**options, **self._own(), **changes})
 
@@ -123,7 +123,14 @@ class Ours(Side):
 
     def config(self, **changes: Any) -> dict[str, Any]:
         """Options of OSDP that keep the stock side's micro-batch."""
-        return {"hardware": preset("cpu", devices_per_node=2), "micro_batch_size": SAMPLES, "operator_splitting": False, "compare": False, **changes, **self.changes}
+        return {
+            "hardware": preset("cpu", devices_per_node=2),
+            "micro_batch_size": SAMPLES,
+            "operator_splitting": False,
+            "compare": False,
+            **changes,
+            **self.changes,
+        }
 
     def accelerator(self, **options: Any) -> Accelerator:
         return hf_osdp.OSDPAccelerator(osdp=self.config(micro_batch_size=None), cpu=True, **options)
@@ -151,7 +158,8 @@ def with_mixed_layouts(plan: Plan, shift: int) -> Plan:
     """The plan with layouts in turn, the first unit's being number `shift`."""
     layouts = islice(cycle(_LAYOUTS), shift, None)
     units = [
-        replace(unit, shard_size=size, reshard_after_forward=frees, stage_size=1) for unit, (size, frees) in zip(plan.units, layouts, strict=False)
+        replace(unit, shard_size=size, reshard_after_forward=frees, stage_size=1)
+        for unit, (size, frees) in zip(plan.units, layouts, strict=False)
     ]
     return replace(plan, units=tuple(units))
 

@@ -194,5 +194,3 @@ def _middle(side: Side) -> Figures:
         return mse_loss(hidden, torch.ones_like(hidden))
 
     return _train(side, loss=loss, make=llama, ddp_find_unused_parameters=True)
-
-

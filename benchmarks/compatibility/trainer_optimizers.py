@@ -45,8 +45,8 @@ for _name, _options in {
 @row("lr_scheduler_type=reduce_lr_on_plateau", _GROUP)
 def _plateau(side: Side) -> Figures:
     return trained(
-        side, gpt2(), tokens(), given={"eval_dataset": tokens(8)}, lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps", eval_steps=1,
-        lr_scheduler_kwargs={"patience": 0, "threshold": 0.5}, metric_for_best_model="eval_loss",
+        side, gpt2(), tokens(), given={"eval_dataset": tokens(8)}, lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps",
+        eval_steps=1, lr_scheduler_kwargs={"patience": 0, "threshold": 0.5}, metric_for_best_model="eval_loss",
     )  # fmt: skip
 
 
@@ -113,4 +113,6 @@ def _muon(side: Side) -> Figures:
 @row("optimizers=(torch.optim.Adam with foreach, None)", _GROUP, oracle=Oracle.DDP)
 def _foreach(side: Side) -> Figures:
     model = gpt2()
-    return trained(side, model, tokens(), given={"optimizers": (torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-5, foreach=True), None)})
+    return trained(
+        side, model, tokens(), given={"optimizers": (torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-5, foreach=True), None)}
+    )

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from .data import OneShotStream, Stream, padded, tokens, uneven_tokens
-from .models import gpt2, llama
+from .data import OneShotStream, Stream, masked, padded, tokens, uneven_tokens
+from .models import gpt2, llama, tiny
 from .row import Figures, Oracle, Verdict, row
 from .side import Side, trained
 
@@ -53,7 +53,9 @@ _option("samples of uneven length", _uneven, about={"daily": True})
 _option("average_tokens_across_devices=False", _uneven, average_tokens_across_devices=False)
 _option("train_sampling_strategy=group_by_length", _uneven, train_sampling_strategy="group_by_length")
 _option("train_sampling_strategy=sequential", _uneven, train_sampling_strategy="sequential")
-_option("accelerator_config: split_batches", about={"daily": True}, accelerator_config={"split_batches": True}, per_device_train_batch_size=4)
+_option(
+    "accelerator_config: split_batches", about={"daily": True}, accelerator_config={"split_batches": True}, per_device_train_batch_size=4
+)
 _option(
     "accelerator_config: num_steps=2", about={"daily": True},
     accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 2}},
@@ -81,6 +83,12 @@ _option("use_cache=True", use_cache=True)
 _option("torch_empty_cache_steps", torch_empty_cache_steps=1)
 _option("use_liger_kernel", about={"expected": Verdict.NOT_APPLICABLE}, use_liger_kernel=True)
 _option("deepspeed", about={"expected": Verdict.NOT_APPLICABLE}, deepspeed={"zero_optimization": {"stage": 2}})
+
+
+@row("average_tokens_across_devices, a model that ignores the count", _GROUP, oracle=Oracle.ALONE)
+def _ignored_count(side: Side) -> Figures:
+    """Stock DDP multiplies such a model's loss and gradients by the number of processes; one process has them right."""
+    return trained(side, tiny("BertForMaskedLM"), masked(evenly=True))
 
 
 @row("dropout", _GROUP, daily=True)

@@ -18,6 +18,8 @@ from .row import Figures, Oracle, row
 from .side import Side, logged, mean_over_ranks, trained
 
 _GROUP = "Trainer: evaluation, checkpoints, subclasses"
+_MEAN = {"average_tokens_across_devices": False}
+"""For models that do not average so; see the row about them among the options."""
 _EVALUATION = {"eval_strategy": "steps", "eval_steps": 2}
 
 
@@ -28,7 +30,12 @@ def _accuracy(prediction: Any) -> dict[str, float]:
 @row("eval_strategy=steps, metrics", _GROUP)
 def _metrics(side: Side) -> Figures:
     return trained(
-        side, tiny("BertForSequenceClassification"), classes(), given={"eval_dataset": classes(9), "compute_metrics": _accuracy}, **_EVALUATION
+        side,
+        tiny("BertForSequenceClassification"),
+        classes(),
+        given={"eval_dataset": classes(9), "compute_metrics": _accuracy},
+        **_MEAN,
+        **_EVALUATION,
     )
 
 
@@ -51,7 +58,7 @@ def _batch_metrics(side: Side) -> Figures:
         "eval_dataset": classes(8), "compute_metrics": metric,
         "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
     }  # fmt: skip
-    options = {"batch_eval_metrics": True, "eval_accumulation_steps": 1}
+    options = {"batch_eval_metrics": True, "eval_accumulation_steps": 1, **_MEAN}
     return trained(side, tiny("BertForSequenceClassification"), classes(), given=given, **options, **_EVALUATION)
 
 
@@ -71,7 +78,9 @@ def _around(side: Side) -> Figures:
 
 @row("bf16_full_eval", _GROUP, loss_tolerance=2e-2)
 def _low_evaluation(side: Side) -> Figures:
-    return trained(side, gpt2(), tokens(), then=lambda trainer: {"eval_loss": trainer.evaluate(tokens(8))["eval_loss"]}, bf16_full_eval=True)
+    return trained(
+        side, gpt2(), tokens(), then=lambda trainer: {"eval_loss": trainer.evaluate(tokens(8))["eval_loss"]}, bf16_full_eval=True
+    )
 
 
 @row("predict after training", _GROUP)
@@ -104,7 +113,7 @@ def _seq2seq(side: Side) -> Figures:
     def then(trainer: Any) -> dict[str, float]:
         return {"sum": float(trainer.predict(tokens(4)).predictions.sum())}
 
-    options = {"predict_with_generate": True, "generation_max_length": 6, **_EVALUATION}
+    options = {"predict_with_generate": True, "generation_max_length": 6, **_MEAN, **_EVALUATION}
     return trained(
         side, tiny("T5ForConditionalGeneration"), tokens(), base=Seq2SeqTrainer, arguments=Seq2SeqTrainingArguments,
         given={"eval_dataset": tokens(8)}, then=then, **options,
@@ -229,7 +238,7 @@ def _random_masks(side: Side) -> Figures:
     words.add_special_tokens({"mask_token": "<mask>"})
     samples = [dict(words(text)) for text in sentences(words=10)]
     collator = transformers.DataCollatorForLanguageModeling(words, mlm_probability=0.4, seed=3)
-    return trained(side, tiny("BertForMaskedLM"), samples, given={"data_collator": collator, "processing_class": words})
+    return trained(side, tiny("BertForMaskedLM"), samples, given={"data_collator": collator, "processing_class": words}, **_MEAN)
 
 
 @row("text tokenised in the collator", _GROUP)
@@ -249,7 +258,7 @@ def _masked(side: Side) -> Figures:
     def then(trainer: Any) -> dict[str, float]:
         return {"eval": mean_over_ranks(trainer.evaluate(masked(7))["eval_loss"])}
 
-    return trained(side, tiny("BertForMaskedLM"), masked(), then=then)
+    return trained(side, tiny("BertForMaskedLM"), masked(), then=then, **_MEAN)
 
 
 @row("save_model, then from_pretrained", _GROUP)
