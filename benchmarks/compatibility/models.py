@@ -62,9 +62,8 @@ def wav2vec2() -> nn.Module:
     """CTC loss; no time masking, which is random."""
     config = transformers.Wav2Vec2Config(
         **{**_TEXT, "vocab_size": 32}, num_hidden_layers=2, conv_dim=(16, 16), conv_stride=(5, 4), conv_kernel=(10, 8),
-        num_feat_extract_layers=2, num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, hidden_dropout=0.0, activation_dropout=0.0, attention_dropout=0.0,
-        feat_proj_dropout=0.0, final_dropout=0.0, layerdrop=0.0,
-        mask_time_prob=0.0,
+        num_feat_extract_layers=2, num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, hidden_dropout=0.0, activation_dropout=0.0,
+        attention_dropout=0.0, feat_proj_dropout=0.0, final_dropout=0.0, layerdrop=0.0, mask_time_prob=0.0,
         ctc_loss_reduction="mean", ctc_zero_infinity=True, pad_token_id=0,
     )  # fmt: skip
     return made(transformers.Wav2Vec2ForCTC, config)

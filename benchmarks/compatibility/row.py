@@ -107,24 +107,26 @@ def row(name: str, group: str, **options: object) -> Callable[[Callable[[Side], 
 
 
 def worst_difference(got: Figures, want: Figures, row: Row) -> tuple[float, str]:
-    """The difference that uses most of its tolerance.
+    """The differences that use most of their tolerances.
 
     Returns:
-        Its part of the tolerance, above 1 where the figures are not equal, and a text with both figures.
+        The part of its tolerance that the worst uses, above 1 where the figures are not equal, and a text with both figures; of further
+        names that differ, up to two.
     """
     if len(got) != len(want):
         return float("inf"), f"{len(got)} entries logged, stock logs {len(want)}"
-    worst, text = 0.0, "nothing was logged"
+    worst: dict[str, tuple[float, str]] = {}
     for number, (mine, theirs) in enumerate(zip(got, want, strict=True), start=1):
         if mine.keys() != theirs.keys():
             return float("inf"), f"entry {number} has {_keys(mine, theirs)}"
         for name, figure in theirs.items():
             part = _part_of_tolerance(name, mine[name], figure, row)
-            if not part <= worst or text == "nothing was logged":  # NaN counts as worse than all
-                worst, text = part, f"{name} {mine[name]:.6g}, stock {figure:.6g} (entry {number})"
-                if part != part:
-                    return float("inf"), text
-    return worst, text
+            if part > worst.get(name, (-1.0, ""))[0]:
+                worst[name] = part, f"{name} {mine[name]:.6g}, stock {figure:.6g} (entry {number})"
+    if not worst:
+        return float("inf"), "nothing was logged"
+    ordered = sorted(worst.values(), reverse=True)
+    return ordered[0][0], "; ".join(text for part, text in ordered[:3] if part > 1 or part is ordered[0][0])
 
 
 def _keys(mine: Mapping[str, float], theirs: Mapping[str, float]) -> str:
@@ -135,8 +137,9 @@ def _keys(mine: Mapping[str, float], theirs: Mapping[str, float]) -> str:
 
 
 def _part_of_tolerance(name: str, mine: float, theirs: float, row: Row) -> float:
-    """Above 1 where two figures differ. Both being NaN or the same infinity is no difference."""
+    """Above 1 where two figures differ; infinite where one is NaN, and the other not."""
     if mine == theirs or (mine != mine and theirs != theirs):
         return 0.0
     tolerance = row.norm_tolerance if "norm" in name else 1e-9 if name == "learning_rate" else row.loss_tolerance
-    return abs(mine - theirs) / (tolerance * max(abs(theirs), 1e-3))
+    part = abs(mine - theirs) / (tolerance * max(abs(theirs), 1e-3))
+    return part if part == part else float("inf")

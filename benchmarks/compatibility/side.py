@@ -20,7 +20,6 @@ from transformers import TrainingArguments
 
 import hf_osdp
 from hf_osdp.planner.plan import Plan
-from hf_osdp.planner.presets import preset
 from hf_osdp.runtime.recalibrate import Problem
 
 from .row import Figures, Oracle
@@ -124,7 +123,7 @@ class Ours(Side):
     def config(self, **changes: Any) -> dict[str, Any]:
         """Options of OSDP that keep the stock side's micro-batch."""
         return {
-            "hardware": preset("cpu", devices_per_node=2),
+            "hardware": "cpu",
             "micro_batch_size": SAMPLES,
             "operator_splitting": False,
             "compare": False,
