@@ -15,11 +15,9 @@ import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("OSDP_TEST_PRELOAD", "transformers.trainer,trl,sentence_transformers,peft,benchmarks.compatibility.catalogue")
-
 from .page import page
 from .row import ROWS, Result
-from .run import one_line, run
+from .run import PRELOAD, one_line, run
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--write makes the page of all rows; leave --only and --daily out")
     from . import catalogue  # noqa: F401
 
+    os.environ["OSDP_TEST_PRELOAD"] = PRELOAD
     pattern = f"*{options.only or ''}*"
     chosen = [row for row in ROWS.values() if fnmatch.fnmatch(row.label, pattern) and (row.daily or not options.daily)]
     if not chosen:

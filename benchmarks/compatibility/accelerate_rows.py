@@ -88,7 +88,7 @@ _entered("nlp_example", make=partial(tiny, "BertForSequenceClassification"), dat
 _entered("a plain nn.Module", make=Plain)
 _entered("bf16", mixed_precision="bf16", about=_ROUNDED)
 _entered("fp16", mixed_precision="fp16", about={**_ROUNDED, "config": {"hardware": None}})
-_entered("gradient_accumulation_steps=2", gradient_accumulation_steps=2, about={"daily": True})
+_entered("gradient_accumulation_steps=2", gradient_accumulation_steps=2)
 _entered("GradientAccumulationPlugin", gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False))
 _entered("clip_grad_norm_ to 0.1", clip=partial(_norm, greatest=0.1))
 _entered("clip_grad_value_", clip=_values)
@@ -161,7 +161,7 @@ def _evaluation(side: Side) -> Figures:
     return [_evaluated(accelerator, model, loader)]
 
 
-@row("save_state, load_state", _GROUP, daily=True)
+@row("save_state, load_state", _GROUP)
 def _states(side: Side) -> Figures:
     accelerator = side.accelerator()
     model = gpt2()

@@ -41,7 +41,7 @@ def _model(
 _PADDED = {"data_collator": padded}
 _model("GPT-2, padding", gpt2, uneven_tokens, given=_PADDED)
 _model("Llama, tied", partial(llama, tied=True), uneven_tokens, given=_PADDED)
-_model("Llama, untied", llama, uneven_tokens, given=_PADDED, about={"daily": True})
+_model("Llama, untied", llama, uneven_tokens, given=_PADDED)
 _model("Llama, untied, other layouts", llama, tokens, about={"shift": 1})
 for _name in _CAUSAL:
     _model(_name, partial(tiny, _name), tokens)
@@ -61,7 +61,7 @@ _model("SwinForImageClassification", partial(tiny, "SwinForImageClassification")
 _model("ResNetForImageClassification", partial(tiny, "ResNetForImageClassification"), images, **_MEAN)
 _model("CLIPModel, contrastive loss", models.clip, captions, given={"data_collator": with_return_loss}, **_MEAN, about={"daily": True})
 _model("WhisperForConditionalGeneration", partial(tiny, "WhisperForConditionalGeneration"), speech, **_MEAN)
-_model("Wav2Vec2ForCTC", models.wav2vec2, waves, **_MEAN, about={"daily": True})
+_model("Wav2Vec2ForCTC", models.wav2vec2, waves, **_MEAN)
 _model("a plain nn.Module with blocks", Plain, tokens, about={"daily": True})
 _model("a plain nn.Module without blocks", partial(Plain, blocks=0), tokens)
 _model("a plain nn.Module that holds a model", lambda: _Holding(), tokens)

@@ -101,7 +101,7 @@ def _whole_state(side: Side, model: Any) -> dict[str, float]:
     return {name: float(value.abs().sum()) for name, value in state.items()} if dist.get_rank() == 0 else {}
 
 
-_entered("GPT-2", about={"daily": True})
+_entered("GPT-2")
 _entered("Llama, 2 micro-batches", make=llama, micro=2)
 _entered("a module that is not from transformers", make=Plain, inputs=_inputs, about={"daily": True})
 _entered("a module without repeated blocks", make=partial(Plain, blocks=0), inputs=_inputs)

@@ -126,7 +126,7 @@ def worst_difference(got: Figures, want: Figures, row: Row) -> tuple[float, str]
     if not worst:
         return float("inf"), "nothing was logged"
     ordered = sorted(worst.values(), reverse=True)
-    return ordered[0][0], "; ".join(text for part, text in ordered[:3] if part > 1 or part is ordered[0][0])
+    return ordered[0][0], "; ".join(text for number, (part, text) in enumerate(ordered[:3]) if part > 1 or number == 0)
 
 
 def _keys(mine: Mapping[str, float], theirs: Mapping[str, float]) -> str:

@@ -16,6 +16,8 @@ from tests.helpers.distributed import RankFailure, run_ranks
 
 from .row import ROWS, Figures, Oracle, Result, Row, Verdict, worst_difference
 
+PRELOAD = "transformers.trainer,trl,sentence_transformers,peft,benchmarks.compatibility.catalogue"
+"""What every row needs, for OSDP_TEST_PRELOAD."""
 LIMIT_S = 150.0
 """Of one side of a row."""
 _PATIENCE_S = 20.0

@@ -107,8 +107,8 @@ def _eager_llama(**changes: Any) -> nn.Module:
 
 
 _tied = partial(llama, tied=True)
-_lost("compute_loss overridden", _usual, daily=True)
-_lost("the head's weight read, untied", _head_read, daily=True)
+_lost("compute_loss overridden", _usual)
+_lost("the head's weight read, untied", _head_read)
 _lost("the head's weight read, untied, other layouts", _head_read, shift=1, daily=True)
 _lost("the head's weight read, tied", _head_read, make=_tied)
 _lost("the head's weight read, tied, other layouts", _head_read, make=_tied, shift=1)

@@ -49,7 +49,7 @@ _option("max_grad_norm=0", max_grad_norm=0.0)
 _option("max_grad_norm=0.1", max_grad_norm=0.1)
 _option("label_smoothing_factor, causal", about={"daily": True}, label_smoothing_factor=0.1)
 _option("label_smoothing_factor, causal, uneven", _uneven, label_smoothing_factor=0.1)
-_option("samples of uneven length", _uneven, about={"daily": True})
+_option("samples of uneven length", _uneven)
 _option("average_tokens_across_devices=False", _uneven, average_tokens_across_devices=False)
 _option("train_sampling_strategy=group_by_length", _uneven, train_sampling_strategy="group_by_length")
 _option("train_sampling_strategy=sequential", _uneven, train_sampling_strategy="sequential")
@@ -57,7 +57,7 @@ _option(
     "accelerator_config: split_batches", about={"daily": True}, accelerator_config={"split_batches": True}, per_device_train_batch_size=4
 )
 _option(
-    "accelerator_config: num_steps=2", about={"daily": True},
+    "accelerator_config: num_steps=2",
     accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 2}},
 )  # fmt: skip
 _option(

@@ -108,7 +108,7 @@ def _generate(side: Side) -> Figures:
     return trained(side, llama(), tokens(), then=then)
 
 
-@row("Seq2SeqTrainer with predict_with_generate", _GROUP, daily=True)
+@row("Seq2SeqTrainer with predict_with_generate", _GROUP)
 def _seq2seq(side: Side) -> Figures:
     def then(trainer: Any) -> dict[str, float]:
         return {"sum": float(trainer.predict(tokens(4)).predictions.sum())}
@@ -145,7 +145,7 @@ def _resumed(side: Side, **options: Any) -> Figures:
     return [*logged(first), *logged(second)]
 
 
-@row("resume_from_checkpoint", _GROUP, daily=True)
+@row("resume_from_checkpoint", _GROUP)
 def _resume(side: Side) -> Figures:
     return _resumed(side)
 

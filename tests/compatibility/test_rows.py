@@ -11,13 +11,14 @@ pytest.importorskip("sentence_transformers", reason="needs the extra `trainers`"
 
 from benchmarks.compatibility import catalogue  # noqa: F401
 from benchmarks.compatibility.row import ROWS, Row, Verdict, worst_difference
-from benchmarks.compatibility.run import run
+from benchmarks.compatibility.run import PRELOAD, run
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 
 @pytest.mark.parametrize("label", [pytest.param(r.label, marks=() if r.daily else pytest.mark.slow) for r in ROWS.values()])
-def test_row_is_as_expected(label):
+def test_row_is_as_expected(label, monkeypatch):
+    monkeypatch.setenv("OSDP_TEST_PRELOAD", PRELOAD)
     result = run(ROWS[label])
     assert result.is_good, f"{result.verdict.value}, expected {result.row.expected.value}: {result.detail}"
 
