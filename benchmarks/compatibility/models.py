@@ -24,7 +24,7 @@ def tiny(name: str, **changes: Any) -> nn.Module:
 
 def gpt2(**changes: Any) -> nn.Module:
     """Embedding tied to the head."""
-    return tiny("GPT2LMHeadModel", initializer_range=0.1, **changes)
+    return tiny("GPT2LMHeadModel", **{"initializer_range": 0.1, **changes})
 
 
 def llama(*, tied: bool = False, **changes: Any) -> nn.Module:

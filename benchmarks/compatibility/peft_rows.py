@@ -44,7 +44,7 @@ _entered("LoRA, gradient checkpointing", _lora, gradient_checkpointing=True)
 _entered("LoRA, dropout", partial(_lora, lora_dropout=0.1))
 _entered(
     "LoRA, classifier", lambda: peft.LoraConfig(r=4, lora_dropout=0.0, task_type="SEQ_CLS", target_modules=["query", "value"]),
-    make=partial(tiny, "BertForSequenceClassification"), data=classes,
+    make=partial(tiny, "BertForSequenceClassification"), data=classes, average_tokens_across_devices=False,
 )  # fmt: skip
 _entered("IA3", lambda: peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]))
 _entered("prompt tuning", lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))

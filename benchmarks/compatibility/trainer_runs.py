@@ -67,8 +67,9 @@ def _on_start(side: Side) -> Figures:
     return trained(side, gpt2(), tokens(), given={"eval_dataset": tokens(8)}, eval_on_start=True, **_EVALUATION)
 
 
-@row("evaluate before and after training", _GROUP)
+@row("evaluate before and after training", _GROUP, oracle=Oracle.ALONE)
 def _around(side: Side) -> Figures:
+    """Two stock processes evaluate first and then train without reducing gradients; one process shows what is right."""
     trainer = side.trainer()(model=gpt2(), args=side.arguments(), train_dataset=tokens(), eval_dataset=tokens(8))
     trainer.evaluate()
     trainer.train()
