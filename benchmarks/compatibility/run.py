@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class Outcome:
     is_refusal: bool = False
     """Raised by this package on purpose, in one line, before the first optimizer step."""
     trace: str = ""
+    at_s: float = field(default_factory=time.time)
+    """When it was said: the ranks that lose the one that failed say so later."""
 
 
 def run(row: Row) -> Result:
@@ -129,11 +131,12 @@ def _failed(error: BaseException, *, before_steps: bool) -> Outcome:
 
 def _judged(row: Row, stock: list[Outcome], stock_failure: str, ours: list[Outcome], failure: str) -> tuple[Verdict, str]:
     if stock_failure:
-        what = next((f"{o.error_type}: {o.error}" for o in stock if o.error_type), stock_failure)
+        error = _first_error(stock)
+        what = f"{error.error_type}: {error.error}" if error else stock_failure
         verdict = row.expected if row.expected is Verdict.NOT_APPLICABLE else Verdict.CRASHED
         return verdict, f"the stock side: {one_line(what)}"
     if failure:
-        error = next((o for o in ours if o.error_type), None)
+        error = _first_error(ours)
         if error is None:
             return (Verdict.HUNG, f"no end within {LIMIT_S:.0f} s") if failure == "hung" else (Verdict.CRASHED, failure[-1500:])
         return Verdict.CRASHED, f"{error.error_type}: {one_line(error.error)}\n{error.trace}"
@@ -143,6 +146,10 @@ def _judged(row: Row, stock: list[Outcome], stock_failure: str, ours: list[Outco
     if part > 1:
         return Verdict.DIFFERENT, text
     return Verdict.EQUAL, f"largest difference: {text}"
+
+
+def _first_error(outcomes: list[Outcome]) -> Outcome | None:
+    return min((o for o in outcomes if o.error_type), key=lambda outcome: outcome.at_s, default=None)
 
 
 def one_line(text: str) -> str:
