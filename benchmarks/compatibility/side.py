@@ -28,7 +28,7 @@ STEPS, SAMPLES = 4, 2
 """Optimizer steps of a row, and samples that one of two processes runs at once."""
 _LAYOUTS = ((2, False), (1, True), (2, True), (1, False))
 """(shard size, freed after forward): ZeRO-2, replicated, ZeRO-3, replicated and kept."""
-_TIMES = ("runtime", "per_second", "preparation_time")
+_TIMES = ("runtime", "per_second", "_time")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
