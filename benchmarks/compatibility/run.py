@@ -47,11 +47,8 @@ def run(row: Row) -> Result:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="compatibility_") as folder:
         ours, failure = _side(row, Path(folder, "osdp"), is_stock=False)
-        if ours and all(outcome.is_refusal for outcome in ours) and row.expected is not Verdict.NOT_APPLICABLE:
-            verdict, detail = Verdict.REFUSED, ours[0].error
-        else:
-            stock, stock_failure = _side(row, Path(folder, "stock"), is_stock=True)
-            verdict, detail = _judged(row, stock, stock_failure, ours, failure)
+        stock, stock_failure = ([], "") if _is_refused(row, ours) else _side(row, Path(folder, "stock"), is_stock=True)
+    verdict, detail = judged(row, stock, stock_failure, ours, failure)
     return Result(row=row, verdict=verdict, detail=detail, seconds=time.monotonic() - began)
 
 
@@ -129,7 +126,16 @@ def _failed(error: BaseException, *, before_steps: bool) -> Outcome:
     )
 
 
-def _judged(row: Row, stock: list[Outcome], stock_failure: str, ours: list[Outcome], failure: str) -> tuple[Verdict, str]:
+def judged(row: Row, stock: list[Outcome], stock_failure: str, ours: list[Outcome], failure: str) -> tuple[Verdict, str]:
+    """The verdict and its detail.
+
+    Args:
+        row: what was run.
+        stock, ours: what each rank said; empty where not all did.
+        stock_failure, failure: what went wrong with the processes; empty where nothing did, `hung` for those without an end.
+    """
+    if _is_refused(row, ours):
+        return Verdict.REFUSED, ours[0].error
     if stock_failure:
         error = _first_error(stock)
         what = f"{error.error_type}: {error.error}" if error else stock_failure
@@ -146,6 +152,11 @@ def _judged(row: Row, stock: list[Outcome], stock_failure: str, ours: list[Outco
     if part > 1:
         return Verdict.DIFFERENT, text
     return Verdict.EQUAL, f"largest difference: {text}"
+
+
+def _is_refused(row: Row, ours: list[Outcome]) -> bool:
+    """Every rank has refused; what stock does is then of interest only where stock is expected to fail."""
+    return bool(ours) and all(outcome.is_refusal for outcome in ours) and row.expected is not Verdict.NOT_APPLICABLE
 
 
 def _first_error(outcomes: list[Outcome]) -> Outcome | None:

@@ -11,7 +11,7 @@ pytest.importorskip("sentence_transformers", reason="needs the extra `trainers`"
 
 from benchmarks.compatibility import catalogue  # noqa: F401
 from benchmarks.compatibility.row import ROWS, Row, Verdict, worst_difference
-from benchmarks.compatibility.run import PRELOAD, run
+from benchmarks.compatibility.run import PRELOAD, Outcome, judged, run
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
@@ -50,6 +50,29 @@ def a_row(**options) -> Row:
 def test_figures_that_differ_are_told_from_rounding(mine, theirs, differs):
     part, text = worst_difference(mine, theirs, a_row())
     assert (part > 1) is differs, text
+
+
+TRAINED = Outcome(figures=[{"loss": 1.0}], layouts=3)
+REFUSED = Outcome(error="Leave it out.", error_type="ValueError", is_refusal=True)
+CRASHED = Outcome(error="mixed tensors", error_type="RuntimeError")
+
+
+@pytest.mark.parametrize(
+    ("stock_failure", "ours", "failure", "verdict"),
+    [
+        ("", [TRAINED, TRAINED], "", Verdict.EQUAL),
+        ("", [REFUSED, REFUSED], "rank 0", Verdict.REFUSED),
+        ("", [REFUSED, CRASHED], "rank 0", Verdict.CRASHED),
+        ("", [CRASHED, CRASHED], "rank 0", Verdict.CRASHED),
+        ("", [], "rank 0 died", Verdict.CRASHED),
+        ("", [], "hung", Verdict.HUNG),
+        ("rank 0", [TRAINED, TRAINED], "", Verdict.CRASHED),
+        ("", [Outcome(figures=[{"loss": 1.0}]), TRAINED], "", Verdict.DIFFERENT),
+        ("", [Outcome(figures=[{"loss": 2.0}], layouts=3), TRAINED], "", Verdict.DIFFERENT),
+    ],
+)
+def test_verdict_tells_refusals_crashes_and_trainings_without_a_plan_apart(stock_failure, ours, failure, verdict):
+    assert judged(a_row(), [TRAINED, TRAINED], stock_failure, ours, failure)[0] is verdict
 
 
 def test_worst_difference_names_each_figure_that_differs():
