@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 from torch.utils.data import IterableDataset
 
 from .models import VOCABULARY
@@ -132,6 +135,17 @@ def preference_dataset(count: int = COUNT) -> Dataset:
     return Dataset.from_dict(
         {"prompt": sentences(count, words=4), "chosen": sentences(count, words=4, seed=8), "rejected": sentences(count, words=4, seed=9)}
     )
+
+
+def on_disk(folder: Path, made: Dataset) -> Dataset:
+    """The dataset from a folder that all processes share, and with it a cache: some trainers write what one of them found there."""
+    if os.environ["RANK"] == "0":
+        partial = folder.with_name("partial")
+        made.save_to_disk(partial)
+        partial.rename(folder)
+    while not folder.exists():
+        time.sleep(0.05)
+    return load_from_disk(folder)
 
 
 def judged_dataset(count: int = COUNT) -> Dataset:

@@ -23,7 +23,7 @@ from trl import (
     SFTTrainer,
 )
 
-from .data import completion_dataset, judged_dataset, preference_dataset, sentences, text_dataset, tokenizer
+from .data import completion_dataset, judged_dataset, on_disk, preference_dataset, sentences, text_dataset, tokenizer
 from .models import gpt2, llama, made
 from .row import Figures, Oracle, row
 from .side import Side, trained
@@ -67,7 +67,8 @@ _entered("SFT, bf16", _sft, with_lora=False, bf16=True, about={"oracle": Oracle.
 
 def _dpo(side: Side, *, reference: bool = False, adapters: bool = False, **options: Any) -> Figures:
     given = {"processing_class": tokenizer(), **(lora() if adapters else {}), **({"ref_model": llama()} if reference else {})}
-    return trained(side, llama(), preference_dataset(), base=DPOTrainer, arguments=DPOConfig, given=given, **{**_QUIET, **options})
+    data = on_disk(side.folder / "data", preference_dataset())
+    return trained(side, llama(), data, base=DPOTrainer, arguments=DPOConfig, given=given, **{**_QUIET, **options})
 
 
 _entered("DPO, reference model given", _dpo, reference=True, with_lora=False, about={"daily": True})
