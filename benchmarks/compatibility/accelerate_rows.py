@@ -84,7 +84,7 @@ def _entered(name: str, *, about: dict[str, Any] | None = None, **options: Any) 
 
 
 _ROUNDED = {"loss_tolerance": 2e-2, "norm_tolerance": 5e-2}
-_entered("nlp_example", make=partial(tiny, "BertForSequenceClassification"), data=classes(), about={"daily": True})
+_entered("nlp_example", make=partial(tiny, "BertForSequenceClassification"), data=classes())
 _entered("a plain nn.Module", make=Plain)
 _entered("bf16", mixed_precision="bf16", about=_ROUNDED)
 _entered("fp16", mixed_precision="fp16", about={**_ROUNDED, "config": {"hardware": None}})
@@ -173,7 +173,7 @@ def _states(side: Side) -> Figures:
     return [*first, *second, *_loop(side, accelerator, model, optimizer, loader)]
 
 
-@row("get_state_dict, unwrap_model, save_pretrained", _GROUP, daily=True)
+@row("get_state_dict, unwrap_model, save_pretrained", _GROUP)
 def _saved(side: Side) -> Figures:
     accelerator = side.accelerator()
     model = gpt2()

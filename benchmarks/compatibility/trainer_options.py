@@ -34,7 +34,7 @@ def _option(name: str, train: Any = _even, *, about: dict[str, Any] | None = Non
     row(name, _GROUP, **(about or {}))(partial(train, **options))
 
 
-_option("none, float32", about={"daily": True})
+_option("none, float32")
 _option("bf16", about=_ROUNDED, bf16=True)
 _option("fp16", about={**_ROUNDED, "config": {"hardware": None}}, fp16=True)
 _option("gradient_checkpointing, not reentrant", gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -53,9 +53,7 @@ _option("samples of uneven length", _uneven)
 _option("average_tokens_across_devices=False", _uneven, average_tokens_across_devices=False)
 _option("train_sampling_strategy=group_by_length", _uneven, train_sampling_strategy="group_by_length")
 _option("train_sampling_strategy=sequential", _uneven, train_sampling_strategy="sequential")
-_option(
-    "accelerator_config: split_batches", about={"daily": True}, accelerator_config={"split_batches": True}, per_device_train_batch_size=4
-)
+_option("accelerator_config: split_batches", accelerator_config={"split_batches": True}, per_device_train_batch_size=4)
 _option(
     "accelerator_config: num_steps=2",
     accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 2}},
@@ -91,7 +89,7 @@ def _ignored_count(side: Side) -> Figures:
     return trained(side, tiny("BertForMaskedLM"), masked(evenly=True))
 
 
-@row("dropout", _GROUP, daily=True)
+@row("dropout", _GROUP)
 def _dropout(side: Side) -> Figures:
     """Equal only where nothing else has drawn from the random state."""
     return trained(side, gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1), tokens())
