@@ -150,7 +150,7 @@ class Rank:
 
 def _ask(request: dict[str, Any]) -> Any:
     """One question to the process whose forks the ranks are."""
-    process = _forking()
+    process = _forking(os.environ.get("OSDP_TEST_PRELOAD", ""))
     process.stdin.write(json.dumps(request).encode() + b"\n")
     process.stdin.flush()
     line = process.stdout.readline()
@@ -160,11 +160,12 @@ def _ask(request: dict[str, Any]) -> Any:
 
 
 @functools.cache
-def _forking() -> subprocess.Popen:
-    """Started once, at the first use; it ends when its input does, with this process."""
+def _forking(preload: str) -> subprocess.Popen:
+    """Started at the first use, one for each list of packages; it ends when its input does, with this process."""
     return subprocess.Popen(
         [sys.executable, "-m", "tests.helpers.forking"],
-        cwd=_ROOT, env={**os.environ, **_FIXED}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+        cwd=_ROOT, env={**os.environ, **_FIXED, "OSDP_TEST_PRELOAD": preload}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        start_new_session=True,
     )  # fmt: skip
 
 

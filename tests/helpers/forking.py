@@ -6,6 +6,7 @@ process would be after the same imports.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -17,10 +18,14 @@ from . import rank as rank_module
 
 
 def preload() -> None:
-    """What nearly every rank imports, in seconds. Not `transformers.Trainer`: it brings packages that start threads."""
+    """What nearly every rank imports, in seconds. Not `transformers.Trainer`: it brings packages that start threads. Whoever runs
+    hundreds of ranks that need more names it in OSDP_TEST_PRELOAD, with commas."""
     import torch.distributed.checkpoint
     import torch.distributed.fsdp  # noqa: F401
     from transformers import BertForMaskedLM, GPT2LMHeadModel, LlamaForCausalLM  # noqa: F401
+
+    for name in filter(None, os.environ.get("OSDP_TEST_PRELOAD", "").split(",")):
+        importlib.import_module(name)
 
 
 def serve() -> None:

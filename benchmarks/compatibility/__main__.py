@@ -1,0 +1,62 @@
+"""Trains the same thing by the stock stack and by this package, row by row, and compares what they log.
+
+    python -m benchmarks.compatibility [--only PATTERN] [--write docs/compatibility.md]
+
+Each row runs on two gloo processes of the CPU on this package's side, under a plan in which neighbouring units have different layouts
+(replicated, ZeRO-2, ZeRO-3), with the stock side's micro-batch. Loss, gradient norm, learning rate and metrics of every step are
+compared. Exit code 1 where a row is silently different, crashes or hangs, or is not what it is expected to be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import os
+import sys
+from pathlib import Path
+
+from .page import page
+from .row import ROWS, Result
+from .run import PRELOAD, one_line, run
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run rows, print each as it ends, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="PATTERN", help="rows whose `group: name` has this in it; with * and ? as a shell has them")
+    parser.add_argument("--daily", action="store_true", help="the rows that the tests run")
+    parser.add_argument("--list", action="store_true", help="print the rows and run none")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page there; needs all rows")
+    options = parser.parse_args(arguments)
+    if options.write is not None and (options.only or options.daily):
+        parser.error("--write makes the page of all rows; leave --only and --daily out")
+    from . import catalogue  # noqa: F401
+
+    os.environ["OSDP_TEST_PRELOAD"] = PRELOAD
+    pattern = f"*{options.only or ''}*"
+    chosen = [row for row in ROWS.values() if fnmatch.fnmatch(row.label, pattern) and (row.daily or not options.daily)]
+    if not chosen:
+        parser.error(f"no row has {options.only!r} in its name; --list prints them")
+    if options.list:
+        print("\n".join(row.label for row in chosen))
+        return 0
+    results = []
+    for number, row in enumerate(chosen, start=1):
+        results.append(run(row))
+        _tell(results[-1], f"{number}/{len(chosen)}")
+    bad = [result for result in results if not result.is_good]
+    if options.write is not None:
+        options.write.write_text(page(results), encoding="utf-8")
+    print(f"{len(results) - len(bad)} rows of {len(results)} are as expected, in {sum(result.seconds for result in results):.0f} s.")
+    for result in bad:
+        print(f"{result.row.label}: {result.verdict.value}, expected {result.row.expected.value}. {result.detail}", file=sys.stderr)
+    return bool(bad)
+
+
+def _tell(result: Result, number: str) -> None:
+    mark = "" if result.is_good else "  <-- !"
+    print(f"{number} {result.row.label}: {result.verdict.value} ({result.seconds:.0f} s) {one_line(result.detail)}{mark}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

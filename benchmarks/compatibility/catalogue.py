@@ -1,0 +1,9 @@
+"""Imports every group of rows; their order here is the order of the table."""
+
+from importlib import import_module
+
+for _name in (
+    "trainer_options", "trainer_optimizers", "trainer_runs", "trainer_losses", "model_rows", "trl_rows", "sentence_rows", "peft_rows",
+    "accelerate_rows", "plain_rows", "saving_rows",
+):  # fmt: skip
+    import_module(f"{__package__}.{_name}")

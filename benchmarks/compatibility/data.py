@@ -1,0 +1,166 @@
+"""Data made on the spot: the same at each call."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, load_from_disk
+from torch.utils.data import IterableDataset
+
+from .models import VOCABULARY
+
+LENGTH, COUNT = 12, 32
+_WORDS = "the a cat dog bird sees likes finds eats red small old and then fish tree house .".split()
+
+
+def _generator(seed: int = 3) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def tokens(count: int = COUNT, *, length: int = LENGTH, vocabulary: int = VOCABULARY) -> list[dict[str, torch.Tensor]]:
+    """Samples of one length for a causal model; ids 0 to 2 are left to special tokens."""
+    rows = torch.randint(3, vocabulary, (count, length), generator=_generator())
+    return [{"input_ids": row, "labels": row.clone()} for row in rows]
+
+
+def uneven_tokens(count: int = COUNT) -> list[dict[str, list[int]]]:
+    """Samples of many lengths, so that processes hold different numbers of tokens; the longest is the first."""
+    lengths = torch.randint(4, LENGTH + 1, (count,), generator=_generator(4)).tolist()
+    lengths[0] = LENGTH
+    return [{"input_ids": sample["input_ids"][:length].tolist()} for sample, length in zip(tokens(count), lengths, strict=True)]
+
+
+def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Collate samples of many lengths, padding to the longest; padding counts in no loss."""
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    rows = [list(sample["input_ids"]) for sample in samples]
+    return {
+        "input_ids": torch.tensor([row + [0] * (longest - len(row)) for row in rows]),
+        "attention_mask": torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows]),
+        "labels": torch.tensor([row + [-100] * (longest - len(row)) for row in rows]),
+    }
+
+
+def masked(count: int = COUNT, *, evenly: bool = False) -> list[dict[str, torch.Tensor]]:
+    """Masked language modelling: some positions count, in each sample equally many or not."""
+    generator = _generator(5)
+    samples = []
+    for sample in tokens(count):
+        counts = torch.arange(LENGTH) < 4 if evenly else torch.rand(LENGTH, generator=generator) < 0.4
+        counts[0] = True
+        samples.append({"input_ids": sample["input_ids"], "labels": torch.where(counts, sample["input_ids"], -100)})
+    return samples
+
+
+def classes(count: int = COUNT, *, labels: int = 3) -> list[dict[str, torch.Tensor]]:
+    """A sentence and its class."""
+    targets = torch.randint(0, labels, (count,), generator=_generator(6))
+    return [{"input_ids": s["input_ids"], "labels": t} for s, t in zip(tokens(count), targets, strict=True)]
+
+
+def images(count: int = COUNT, *, labels: int = 5) -> list[dict[str, torch.Tensor]]:
+    """An image and its class."""
+    pixels = torch.randn(count, 3, 32, 32, generator=_generator())
+    targets = torch.randint(0, labels, (count,), generator=_generator(6))
+    return [{"pixel_values": p, "labels": t} for p, t in zip(pixels, targets, strict=True)]
+
+
+def captions(count: int = COUNT) -> list[dict[str, torch.Tensor]]:
+    """Images and their texts, each of which ends with the end token."""
+    samples = []
+    for image, text in zip(images(count), tokens(count, vocabulary=VOCABULARY - 1), strict=True):
+        ids = text["input_ids"].clone()
+        ids[-1] = VOCABULARY - 1
+        samples.append({"pixel_values": image["pixel_values"], "input_ids": ids, "return_loss": True})
+    return samples
+
+
+def with_return_loss(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Collate `captions`: `return_loss` is one word for the whole batch."""
+    return {"return_loss": True, **{name: torch.stack([s[name] for s in samples]) for name in ("pixel_values", "input_ids")}}
+
+
+def speech(count: int = COUNT) -> list[dict[str, torch.Tensor]]:
+    """Spectrograms and their transcripts, for Whisper."""
+    features = torch.randn(count, 8, 60, generator=_generator())
+    return [{"input_features": f, "labels": s["input_ids"]} for f, s in zip(features, tokens(count), strict=True)]
+
+
+def waves(count: int = COUNT) -> list[dict[str, torch.Tensor]]:
+    """Waves and their letters, for CTC."""
+    values = torch.randn(count, 2000, generator=_generator())
+    return [{"input_values": v, "labels": s["input_ids"]} for v, s in zip(values, tokens(count, length=6, vocabulary=32), strict=True)]
+
+
+class Stream(IterableDataset):
+    """Samples without a length; every pass begins anew."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(tokens())
+
+
+class OneShotStream(IterableDataset):
+    """Goes on where the last reader stopped, as a queue or a socket does: whoever looks takes."""
+
+    def __init__(self) -> None:
+        self._rest = iter(tokens(400))
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return self._rest
+
+
+def sentences(count: int = COUNT, *, words: int = 6, seed: int = 7) -> list[str]:
+    """Sentences of a tiny language."""
+    picks = torch.randint(0, len(_WORDS), (count, words), generator=_generator(seed)).tolist()
+    return [" ".join(_WORDS[p] for p in row) for row in picks]
+
+
+def text_dataset(count: int = COUNT) -> Dataset:
+    """For SFT."""
+    return Dataset.from_dict({"text": sentences(count, words=8)})
+
+
+def completion_dataset(count: int = COUNT) -> Dataset:
+    """Prompts and what follows."""
+    return Dataset.from_dict({"prompt": sentences(count, words=4), "completion": sentences(count, words=4, seed=8)})
+
+
+def preference_dataset(count: int = COUNT) -> Dataset:
+    """Prompts with a better and a worse continuation."""
+    return Dataset.from_dict(
+        {"prompt": sentences(count, words=4), "chosen": sentences(count, words=4, seed=8), "rejected": sentences(count, words=4, seed=9)}
+    )
+
+
+def on_disk(folder: Path, made: Dataset) -> Dataset:
+    """The dataset from a folder that all processes share, and with it a cache: some trainers write what one of them found there."""
+    if os.environ["RANK"] == "0":
+        partial = folder.with_name("partial")
+        made.save_to_disk(partial)
+        partial.rename(folder)
+    while not folder.exists():
+        time.sleep(0.05)
+    return load_from_disk(folder)
+
+
+def judged_dataset(count: int = COUNT) -> Dataset:
+    """Prompts with one continuation, good or bad in turns."""
+    return completion_dataset(count).add_column("label", [number % 2 == 0 for number in range(count)])
+
+
+def tokenizer() -> Any:
+    """A word-level tokenizer of the tiny language."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<s>", "</s>", "<unk>", *_WORDS]
+    made = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>")

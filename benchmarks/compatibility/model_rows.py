@@ -1,0 +1,135 @@
+"""Rows: architectures under the Trainer, each with its own loss."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import models
+from .data import captions, classes, images, masked, padded, speech, tokens, uneven_tokens, waves, with_return_loss
+from .models import Plain, gpt2, llama, tiny
+from .row import Figures, row
+from .side import Side, trained
+
+_GROUP = "Models"
+_CAUSAL = (
+    "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM",
+    "OPTForCausalLM", "Phi3ForCausalLM", "GPTNeoXForCausalLM", "BloomForCausalLM", "FalconForCausalLM",
+)  # fmt: skip
+_MASKED = (
+    "BertForMaskedLM", "RobertaForMaskedLM", "DistilBertForMaskedLM", "AlbertForMaskedLM", "ElectraForMaskedLM", "DebertaV2ForMaskedLM",
+)  # fmt: skip
+_SPARE = {"ddp_find_unused_parameters": True}
+"""For models some of whose parameters have no gradient, as an expert without tokens: DDP must be told."""
+
+_MEAN = {"average_tokens_across_devices": False}
+"""For models whose loss ignores the count of items: stock DDP multiplies it by the number of processes. A row of the options shows this."""
+
+
+def _model(
+    name: str, make: Any, data: Any, *, given: dict[str, Any] | None = None, about: dict[str, Any] | None = None, **options: Any
+) -> None:
+    def train(side: Side) -> Figures:
+        return trained(side, make(), data(), given=given, **options)
+
+    row(name, _GROUP, **(about or {}))(train)
+
+
+_PADDED = {"data_collator": padded}
+_model("GPT-2, padding", gpt2, uneven_tokens, given=_PADDED)
+_model("Llama, tied", partial(llama, tied=True), uneven_tokens, given=_PADDED)
+_model("Llama, untied", llama, uneven_tokens, given=_PADDED)
+_model("Llama, untied, other layouts", llama, tokens, about={"shift": 1})
+for _name in _CAUSAL:
+    _model(_name, partial(tiny, _name), tokens)
+for _name in _MASKED:
+    _model(_name, partial(tiny, _name), masked, **_MEAN)
+_model("MixtralForCausalLM", partial(tiny, "MixtralForCausalLM", output_router_logits=True), tokens, **_SPARE)
+_model("Qwen3MoeForCausalLM", partial(tiny, "Qwen3MoeForCausalLM"), tokens, **_SPARE)
+_model("MambaForCausalLM", models.mamba, tokens)
+_model("RecurrentGemmaForCausalLM", models.recurrent_gemma, tokens)
+_model("T5ForConditionalGeneration", partial(tiny, "T5ForConditionalGeneration"), tokens, **_MEAN)
+_model("BartForConditionalGeneration", partial(tiny, "BartForConditionalGeneration"), tokens, **_MEAN)
+_model("BertForSequenceClassification", partial(tiny, "BertForSequenceClassification"), classes, **_MEAN)
+_model("DebertaV2ForSequenceClassification", models.deberta, classes, **_MEAN, about={"daily": True})
+_model("GPT2ForSequenceClassification", lambda: models.made(*_gpt2_classifier()), classes, **_MEAN)
+_model("ViTForImageClassification", partial(tiny, "ViTForImageClassification"), images, **_MEAN, about={"daily": True})
+_model("SwinForImageClassification", partial(tiny, "SwinForImageClassification"), images, **_MEAN)
+_model("ResNetForImageClassification", partial(tiny, "ResNetForImageClassification"), images, **_MEAN)
+_model("CLIPModel, contrastive loss", models.clip, captions, given={"data_collator": with_return_loss}, **_MEAN, about={"daily": True})
+_model("WhisperForConditionalGeneration", partial(tiny, "WhisperForConditionalGeneration"), speech, **_MEAN)
+_model("Wav2Vec2ForCTC", models.wav2vec2, waves, **_MEAN)
+_model("a plain nn.Module with blocks", Plain, tokens, about={"daily": True})
+_model("a plain nn.Module without blocks", partial(Plain, blocks=0), tokens)
+_model("a plain nn.Module that holds a model", lambda: _Holding(), tokens)
+
+
+def _gpt2_classifier() -> tuple[type[nn.Module], Any]:
+    import transformers
+
+    from tests.helpers.architectures import tiny_config
+
+    return transformers.GPT2ForSequenceClassification, tiny_config("GPT2LMHeadModel", num_labels=3, pad_token_id=0)
+
+
+class _Holding(nn.Module):
+    """A model of transformers as a part, with a head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = gpt2().transformer
+        self.norm = nn.BatchNorm1d(32)
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        value = self.head(self.norm(self.backbone(input_ids=input_ids).last_hidden_state.mean(1)))
+        return {"loss": value.pow(2).mean(), "logits": value}
+
+
+@row("frozen embeddings and first block", _GROUP)
+def _frozen(side: Side) -> Figures:
+    model = gpt2()
+    for part in (model.transformer.wte, model.transformer.wpe, model.transformer.h[0]):
+        part.requires_grad_(False)
+    return trained(side, model, tokens())
+
+
+@row("only the head trained", _GROUP)
+def _head_alone(side: Side) -> Figures:
+    model = llama()
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    return trained(side, model, tokens())
+
+
+@row("single weights of a block frozen", _GROUP)
+def _partly(side: Side) -> Figures:
+    model = llama()
+    for layer in model.model.layers:
+        layer.self_attn.requires_grad_(False)
+    return trained(side, model, tokens())
+
+
+@row("embeddings resized", _GROUP)
+def _resized(side: Side) -> Figures:
+    model = gpt2()
+    model.resize_token_embeddings(113, mean_resizing=False)
+    return trained(side, model, tokens(vocabulary=113))
+
+
+@row("float64", _GROUP, loss_tolerance=1e-6, norm_tolerance=1e-6)
+def _double(side: Side) -> Figures:
+    return trained(side, gpt2().double(), tokens())
+
+
+@row("bf16 weights, no mixed precision", _GROUP, loss_tolerance=2e-2, norm_tolerance=5e-2)
+def _low(side: Side) -> Figures:
+    return trained(side, gpt2().to(torch.bfloat16), tokens())
+
+
+@row("a head of 3 rows over 2 processes", _GROUP)
+def _few_rows(side: Side) -> Figures:
+    return trained(side, tiny("BertForSequenceClassification", num_labels=3), classes(), **_MEAN)

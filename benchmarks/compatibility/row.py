@@ -1,0 +1,145 @@
+"""One row of the table: a training that is written once and run twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .side import Side
+
+Figures = list[dict[str, float]]
+"""What a training logged, entry after entry: loss, gradient norm, learning rate, metrics."""
+
+
+class Verdict(Enum):
+    """What became of a row."""
+
+    EQUAL = "equal to stock"
+    REFUSED = "refused"
+    NOT_APPLICABLE = "not applicable"
+    DIFFERENT = "SILENTLY DIFFERENT"
+    CRASHED = "CRASHED"
+    HUNG = "HUNG"
+
+    @property
+    def may_stand(self) -> bool:
+        """Nobody is left with another training, or without a word."""
+        return self in (Verdict.EQUAL, Verdict.REFUSED, Verdict.NOT_APPLICABLE)
+
+
+class Oracle(Enum):
+    """Which stock run gives the figures."""
+
+    DDP = "DDP, 2 processes"
+    ALONE = "1 process"
+    FSDP2 = "FSDP2, 2 processes"
+
+    @property
+    def processes(self) -> int:
+        """How many it takes."""
+        return 1 if self is Oracle.ALONE else 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A training, and what is expected of it.
+
+    Attributes:
+        train: what both sides run; the `Side` gives it trainer, arguments and accelerator.
+        expected: another verdict is a failure, a refusal where figures were equal before among them.
+        loss_tolerance, norm_tolerance: relative, of losses and metrics, and of gradient norms.
+        shift: which layout of the mixed plan the first unit takes.
+        config: options of OSDP that the row needs.
+        daily: part of the sample that the tests run.
+    """
+
+    name: str
+    group: str
+    train: Callable[[Side], Figures]
+    expected: Verdict = Verdict.EQUAL
+    oracle: Oracle = Oracle.DDP
+    loss_tolerance: float = 1e-4
+    norm_tolerance: float = 1e-3
+    shift: int = 0
+    config: Mapping[str, object] = field(default_factory=dict)
+    daily: bool = False
+
+    @property
+    def label(self) -> str:
+        """Unlike the name alone, no other row's."""
+        return f"{self.group}: {self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a row showed."""
+
+    row: Row
+    verdict: Verdict
+    detail: str
+    """The largest difference, the line of the refusal, or what stock says."""
+    seconds: float
+
+    @property
+    def is_good(self) -> bool:
+        """The verdict is one that may stand, and the expected one."""
+        return self.verdict.may_stand and self.verdict is self.row.expected
+
+
+ROWS: dict[str, Row] = {}
+"""All rows by label, in the table's order; `catalogue` fills it."""
+
+
+def row(name: str, group: str, **options: object) -> Callable[[Callable[[Side], Figures]], Callable[[Side], Figures]]:
+    """Enter the decorated function as a row."""
+
+    def enter(train: Callable[[Side], Figures]) -> Callable[[Side], Figures]:
+        made = Row(name=name, group=group, train=train, **options)  # type: ignore[arg-type]
+        if made.label in ROWS:
+            raise ValueError(f"There are two rows {made.label!r}; rename one.")
+        ROWS[made.label] = made
+        return train
+
+    return enter
+
+
+def worst_difference(got: Figures, want: Figures, row: Row) -> tuple[float, str]:
+    """The differences that use most of their tolerances.
+
+    Returns:
+        The part of its tolerance that the worst uses, above 1 where the figures are not equal, and a text with both figures; of further
+        names that differ, up to two.
+    """
+    if len(got) != len(want):
+        return float("inf"), f"{len(got)} entries logged, stock logs {len(want)}"
+    worst: dict[str, tuple[float, str]] = {}
+    for number, (mine, theirs) in enumerate(zip(got, want, strict=True), start=1):
+        if mine.keys() != theirs.keys():
+            return float("inf"), f"entry {number} has {_keys(mine, theirs)}"
+        for name, figure in theirs.items():
+            part = _part_of_tolerance(name, mine[name], figure, row)
+            if part > worst.get(name, (-1.0, ""))[0]:
+                worst[name] = part, f"{name} {mine[name]:.6g}, stock {figure:.6g} (entry {number})"
+    if not worst:
+        return float("inf"), "nothing was logged"
+    ordered = sorted(worst.values(), reverse=True)
+    return ordered[0][0], "; ".join(text for number, (part, text) in enumerate(ordered[:3]) if part > 1 or number == 0)
+
+
+def _keys(mine: Mapping[str, float], theirs: Mapping[str, float]) -> str:
+    less, more = sorted(theirs.keys() - mine.keys()), sorted(mine.keys() - theirs.keys())
+    return " and ".join(
+        part for part in (f"no {', '.join(less)}" * bool(less), f"{', '.join(more)}, which stock has not" * bool(more)) if part
+    )
+
+
+def _part_of_tolerance(name: str, mine: float, theirs: float, row: Row) -> float:
+    """Above 1 where two figures differ; infinite where one is NaN, and the other not."""
+    if mine == theirs or (mine != mine and theirs != theirs):
+        return 0.0
+    tolerance = row.norm_tolerance if "norm" in name else 1e-9 if name == "learning_rate" else row.loss_tolerance
+    part = abs(mine - theirs) / (tolerance * max(abs(theirs), 1e-3))
+    return part if part == part else float("inf")

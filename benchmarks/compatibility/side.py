@@ -1,0 +1,219 @@
+"""What differs between the two sides of a row: trainer, arguments, accelerator, and how a plain model is wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch import nn
+from transformers import TrainingArguments
+
+import hf_osdp
+from hf_osdp.planner.plan import Plan
+from hf_osdp.runtime.recalibrate import Problem
+
+from .row import Figures, Oracle
+
+STEPS, SAMPLES = 4, 2
+"""Optimizer steps of a row, and samples that one of two processes runs at once."""
+_LAYOUTS = ((2, False), (1, True), (2, True), (1, False))
+"""(shard size, freed after forward): ZeRO-2, replicated, ZeRO-3, replicated and kept."""
+_TIMES = ("runtime", "per_second", "_time")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """The stock side. `Ours` is the other.
+
+    Attributes:
+        folder: for what the training writes; the same on every rank.
+    """
+
+    folder: Path
+    oracle: Oracle = Oracle.DDP
+
+    @property
+    def is_stock(self) -> bool:
+        """For the rare row that has to write something in another way."""
+        return True
+
+    @property
+    def samples(self) -> int:
+        """Samples that this process runs at once."""
+        return SAMPLES * 2 // self.oracle.processes
+
+    def trainer(self, base: type = transformers.Trainer) -> type:
+        """The trainer class."""
+        return base
+
+    def arguments(self, cls: type = TrainingArguments, **changes: Any) -> Any:
+        """Training arguments that log every step."""
+        options: dict[str, Any] = {
+            "output_dir": str(self.folder), "max_steps": STEPS, "logging_steps": 1, "learning_rate": 1e-2, "use_cpu": True,
+            "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "seed": 5, "per_device_train_batch_size": self.samples,
+            "per_device_eval_batch_size": self.samples, "lr_scheduler_type": "linear", "weight_decay": 0.1, "adam_epsilon": 1e-5,
+            "bf16": False, "logging_nan_inf_filter": False, "gradient_checkpointing": False,
+        }  # fmt: skip
+        return cls(**{**options, **self._own(), **changes})
+
+    def _own(self) -> dict[str, Any]:
+        if self.oracle is Oracle.FSDP2:
+            return {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+        return {}
+
+    def accelerator(self, **options: Any) -> Accelerator:
+        """An accelerator on the CPU."""
+        return Accelerator(cpu=True, **options)
+
+    def wrapped(self, model: nn.Module, **options: Any) -> nn.Module:
+        """A model for a plain loop."""
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        return nn.parallel.DistributedDataParallel(model)
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """What must be in place before a training begins."""
+        if self.oracle is not Oracle.FSDP2:
+            yield
+            return
+        stock = transformers.trainer.Accelerator
+        transformers.trainer.Accelerator = _ShardedOnCpu
+        try:
+            yield
+        finally:
+            transformers.trainer.Accelerator = stock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ours(Side):
+    """This package's side, under a plan in which neighbouring units have different layouts."""
+
+    shift: int = 0
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_stock(self) -> bool:
+        return False
+
+    @property
+    def samples(self) -> int:
+        return SAMPLES
+
+    def trainer(self, base: type = transformers.Trainer) -> type:
+        if base is transformers.Trainer:
+            return hf_osdp.Trainer
+        if "with_osdp" in hf_osdp.__all__:
+            return hf_osdp.with_osdp(base)
+        return type(base.__name__, (base, hf_osdp.Trainer), {})
+
+    def _own(self) -> dict[str, Any]:
+        return {"fsdp_config": {"osdp": self.config()}}
+
+    def config(self, **changes: Any) -> dict[str, Any]:
+        """Options of OSDP that keep the stock side's micro-batch."""
+        return {
+            "hardware": "cpu",
+            "micro_batch_size": SAMPLES,
+            "operator_splitting": False,
+            "compare": False,
+            **changes,
+            **self.changes,
+        }
+
+    def accelerator(self, **options: Any) -> Accelerator:
+        return hf_osdp.OSDPAccelerator(osdp=self.config(micro_batch_size=None), cpu=True, **options)
+
+    def wrapped(self, model: nn.Module, **options: Any) -> nn.Module:
+        own = {name: value for name, value in self.config().items() if name != "compare"}
+        return hf_osdp.OptimalShardedDataParallel(model, **own, **options)
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Every plan that a search finds gets several layouts."""
+        stock = Problem.solve
+
+        def solve(problem: Problem) -> Plan:
+            return with_mixed_layouts(stock(problem), self.shift)
+
+        Problem.solve = solve
+        try:
+            yield
+        finally:
+            Problem.solve = stock
+
+
+def with_mixed_layouts(plan: Plan, shift: int) -> Plan:
+    """The plan with layouts in turn, the first unit's being number `shift`."""
+    layouts = islice(cycle(_LAYOUTS), shift, None)
+    units = [
+        replace(unit, shard_size=size, reshard_after_forward=frees, stage_size=1)
+        for unit, (size, frees) in zip(plan.units, layouts, strict=False)
+    ]
+    return replace(plan, units=tuple(units))
+
+
+class _ShardedOnCpu(Accelerator):
+    """Accelerate's own, told that CPU processes are FSDP's to shard: left alone it takes them for plain copies."""
+
+    def __init__(self, *args: Any, fsdp_plugin: Any = None, **kwargs: Any):
+        super().__init__(*args, fsdp_plugin=fsdp_plugin, **kwargs)
+        AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
+        AcceleratorState._shared_state["fsdp_plugin"] = fsdp_plugin
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def trained(
+    side: Side,
+    model: nn.Module | None,
+    data: Any,
+    *,
+    base: type = transformers.Trainer,
+    arguments: type = TrainingArguments,
+    given: dict[str, Any] | None = None,
+    then: Callable[[Any], dict[str, float]] | None = None,
+    **options: Any,
+) -> Figures:
+    """Train under a Trainer.
+
+    Args:
+        model: what it trains; None where `given` has a `model_init`.
+        base: the stock trainer's class.
+        arguments: its arguments' class.
+        given: further arguments of the trainer.
+        then: called with the trainer after training; what it returns is compared too.
+        **options: training arguments.
+    """
+    if model is not None:
+        given = {"model": model, **(given or {})}
+    trainer = side.trainer(base)(args=side.arguments(arguments, **options), train_dataset=data, **(given or {}))
+    trainer.train()
+    more = [] if then is None else [then(trainer)]
+    return [*logged(trainer), *more]
+
+
+def logged(trainer: Any) -> Figures:
+    """The figures of a trainer's log, without times."""
+    return [
+        {name: float(value) for name, value in entry.items() if isinstance(value, (int, float)) and not any(t in name for t in _TIMES)}
+        for entry in trainer.state.log_history
+    ]
+
+
+def mean_over_ranks(value: torch.Tensor | float) -> float:
+    """The mean of a scalar over all processes."""
+    total = torch.as_tensor(value, dtype=torch.float64).detach().clone()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+        total /= dist.get_world_size()
+    return total.item()

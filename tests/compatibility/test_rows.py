@@ -1,0 +1,84 @@
+"""Rows of docs/compatibility.md: what trains under a plan logs what the stock stack logs, or is refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl", reason="needs the extra `trainers`")
+pytest.importorskip("sentence_transformers", reason="needs the extra `trainers`")
+
+from benchmarks.compatibility import catalogue  # noqa: F401
+from benchmarks.compatibility.row import ROWS, Row, Verdict, worst_difference
+from benchmarks.compatibility.run import PRELOAD, Outcome, judged, run
+
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+
+
+@pytest.mark.parametrize("label", [pytest.param(r.label, marks=() if r.daily else pytest.mark.slow) for r in ROWS.values()])
+def test_row_is_as_expected(label, monkeypatch):
+    monkeypatch.setenv("OSDP_TEST_PRELOAD", PRELOAD)
+    result = run(ROWS[label])
+    assert result.is_good, f"{result.verdict.value}, expected {result.row.expected.value}: {result.detail}"
+
+
+def test_page_has_every_row_and_no_other():
+    listed = [line.split(" | ")[0].removeprefix("| ") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    assert [name for name in listed if name not in ("training", "---")] == [row.name for row in ROWS.values()]
+
+
+def a_row(**options) -> Row:
+    return Row(name="one", group="none", train=lambda side: [], **options)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "differs"),
+    [
+        ([{"loss": 1.0, "grad_norm": 2.0}], [{"loss": 1.00001, "grad_norm": 2.0005}], False),
+        ([{"loss": 1.0}], [{"loss": 1.001}], True),
+        ([{"grad_norm": 1.0}], [{"grad_norm": 1.01}], True),
+        ([{"learning_rate": 1e-3}], [{"learning_rate": 1.0001e-3}], True),
+        ([{"loss": float("nan")}], [{"loss": 1.0}], True),
+        ([{"loss": float("nan")}], [{"loss": float("nan")}], False),
+        ([{"loss": 1.0}], [{"loss": 1.0}, {"loss": 1.0}], True),
+        ([{"loss": 1.0}], [{"loss": 1.0, "grad_norm": 1.0}], True),
+        ([{"loss": 1.0, "grad_norm": 1.0}], [{"loss": 1.0}], True),
+        ([], [], True),
+    ],
+)
+def test_figures_that_differ_are_told_from_rounding(mine, theirs, differs):
+    part, text = worst_difference(mine, theirs, a_row())
+    assert (part > 1) is differs, text
+
+
+TRAINED = Outcome(figures=[{"loss": 1.0}], layouts=3)
+REFUSED = Outcome(error="Leave it out.", error_type="ValueError", is_refusal=True)
+CRASHED = Outcome(error="mixed tensors", error_type="RuntimeError")
+
+
+@pytest.mark.parametrize(
+    ("stock_failure", "ours", "failure", "verdict"),
+    [
+        ("", [TRAINED, TRAINED], "", Verdict.EQUAL),
+        ("", [REFUSED, REFUSED], "rank 0", Verdict.REFUSED),
+        ("", [REFUSED, CRASHED], "rank 0", Verdict.CRASHED),
+        ("", [CRASHED, CRASHED], "rank 0", Verdict.CRASHED),
+        ("", [], "rank 0 died", Verdict.CRASHED),
+        ("", [], "hung", Verdict.HUNG),
+        ("rank 0", [TRAINED, TRAINED], "", Verdict.CRASHED),
+        ("", [Outcome(figures=[{"loss": 1.0}]), TRAINED], "", Verdict.DIFFERENT),
+        ("", [Outcome(figures=[{"loss": 2.0}], layouts=3), TRAINED], "", Verdict.DIFFERENT),
+    ],
+)
+def test_verdict_tells_refusals_crashes_and_trainings_without_a_plan_apart(stock_failure, ours, failure, verdict):
+    assert judged(a_row(), [TRAINED, TRAINED], stock_failure, ours, failure)[0] is verdict
+
+
+def test_worst_difference_names_each_figure_that_differs():
+    _, text = worst_difference([{"loss": 1.0, "grad_norm": 3.0}], [{"loss": 2.0, "grad_norm": 1.0}], a_row())
+    assert "loss 1, stock 2 (entry 1)" in text and "grad_norm 3, stock 1 (entry 1)" in text
+
+
+def test_only_equal_refused_and_not_applicable_may_stand():
+    assert [verdict for verdict in Verdict if verdict.may_stand] == [Verdict.EQUAL, Verdict.REFUSED, Verdict.NOT_APPLICABLE]
