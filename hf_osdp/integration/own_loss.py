@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..profiling.twin import fake_like
+from ..profiling.twin import DEVICE, fake_like
 from ..runtime.host_offload import parameter_groups
 
 _CONTAINERS = (dict, list, set, deque)
@@ -33,10 +33,10 @@ def traced_loss(trainer: Any) -> Loss:
 
     def loss(twin: nn.Module, batch: Mapping[str, Any]) -> Any:
         shadow = _shadow(trainer, twin)
-        labels = batch.get("labels")
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
         items = max(1, labels.numel()) if isinstance(labels, torch.Tensor) else 1
         counted = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-        return shadow.compute_loss(twin, dict(batch), num_items_in_batch=items if counted else None)
+        return shadow.compute_loss(twin, batch, num_items_in_batch=items if counted else None)
 
     return loss
 
@@ -44,8 +44,7 @@ def traced_loss(trainer: Any) -> Loss:
 def held_models(trainer: Any) -> dict[str, int]:
     """Return the bytes that other models take on this device, by the name of the trainer's attribute.
 
-    Sharded ones count with their shards and what is gathered: a root keeps that after forward, and of the units inside the
-    largest is gathered at a time.
+    Sharded ones count with their shards, and a root that stays gathered after forward whole beside them.
     """
     seen = {id(tensor) for tensor in _tensors(trainer.model)}
     found = {}
@@ -57,7 +56,9 @@ def held_models(trainer: Any) -> dict[str, int]:
 
 
 class _Alone:
-    """An accelerator whose collectives are of one process."""
+    """An accelerator of one process, on the device that fake tensors claim to be on."""
+
+    device = DEVICE
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -142,9 +143,10 @@ def _bytes_on_device(module: nn.Module, seen: set[int]) -> int:
 
 
 def _gathered_bytes(module: nn.Module) -> int:
-    groups = [(child is module, group) for child in module.modules() for group in parameter_groups(child)]
-    sizes = [(is_root, sum(_whole_bytes(parameter) for parameter in group.fsdp_params)) for is_root, group in groups]
-    return sum(size for is_root, size in sizes if is_root) + max((size for is_root, size in sizes if not is_root), default=0)
+    """Bytes of a root that FSDP2 leaves gathered after forward: one that nobody told to free them."""
+    if not isinstance(module, FSDPModule) or module._get_fsdp_state()._auto_reshard_after_forward is False:
+        return 0
+    return sum(_whole_bytes(parameter) for group in parameter_groups(module) for parameter in group.fsdp_params)
 
 
 def _whole_bytes(parameter: Any) -> int:

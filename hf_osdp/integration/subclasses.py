@@ -81,6 +81,15 @@ def batch_coupling(trainer: Any) -> str | None:
     return None
 
 
+def tokens_to_generate(trainer: Any, sample: Any) -> int | None:
+    """Return the tokens of a prompt and of what is generated for it, as TRL's online trainers name them; None elsewhere."""
+    completion = getattr(trainer.args, "max_completion_length", None)
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    if completion is None or tokenizer is None or not isinstance(sample, Mapping) or "prompt" not in sample:
+        return None
+    return completion + len(tokenizer(str(sample["prompt"]))["input_ids"])
+
+
 def with_whole_weights(save: Callable[..., None]) -> Callable[..., None]:
     """Show a `_save` whole weights in the model: it may write the model's own, and not the state that it is given."""
 

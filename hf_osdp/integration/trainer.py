@@ -39,7 +39,7 @@ from .planning import PlannedRun, RunFacts, plan_run
 from .plugin import OSDPPlugin, offloads
 from .samples import Batches, Looked, find_batches, tokens_of
 from .stopping import StopCallback
-from .subclasses import batch_coupling, check_order, planning_at_the_end, vars_of_others, with_whole_weights
+from .subclasses import batch_coupling, check_order, planning_at_the_end, tokens_to_generate, vars_of_others, with_whole_weights
 from .trainer_checkpoints import TrainerCheckpoints
 from .trainer_options import asked_config, own_arguments, plugin_options, refuse_unplanned, samples_of_step, set_batch
 
@@ -203,7 +203,7 @@ class Trainer(TrainerCheckpoints, _Stock):
         return stock and self.compute_loss_func is None and self.label_smoother is None
 
     def _batches(self, config: OSDPConfig) -> tuple[Inputs | None, int]:
-        """Batches as the data gives them, and the tokens of a row; None for batches where the data cannot be looked at.
+        """Batches as the data gives them, and the tokens of a row; None for batches where the data does not show what will run.
 
         Raises:
             ValueError: the length is known from nowhere.
@@ -213,29 +213,37 @@ class Trainer(TrainerCheckpoints, _Stock):
         found = None
         for dataset in (self.train_dataset, self.eval_dataset):
             dataset = next(iter(dataset.values()), None) if isinstance(dataset, dict) else dataset
-            found = found or self._batches_of(dataset)
-        if found is None:
-            if config.sequence_length is None:
-                raise ValueError("The sequence length cannot be read from the dataset; give OSDPConfig(sequence_length=...).")
-            return None, config.sequence_length
-        batches, looked = found
+            found = found or find_batches(*self._rows_and_collator(dataset))
+        if found is not None and isinstance(found[0](1), Mapping):
+            return self._of_wanted_length(*found, config.sequence_length)
+        generated = None if found is None else tokens_to_generate(self, found[0].sample)
+        if config.sequence_length is None and generated is None:
+            raise ValueError("The sequence length cannot be read from the dataset; give OSDPConfig(sequence_length=...).")
+        if found is not None and self.args.process_index == 0:
+            _log.warning(
+                "%s makes its batches in the step itself, as by generation: the estimate is that of the model's own loss, without what it"
+                " takes to make them; a lower memory_limit leaves room.", type(self).__name__,
+            )  # fmt: skip
+        return None, config.sequence_length or largest_of_ranks(generated)
+
+    def _of_wanted_length(self, batches: Batches, looked: Looked, sequence_length: int | None) -> tuple[Inputs, int]:
+        """The batches with rows as long as they are asked to be, or as the longest that any rank found."""
         tokens = largest_of_ranks(batches.tokens or 1)
-        wanted = config.sequence_length or tokens
-        if config.sequence_length is None and not looked.is_whole and batches.tokens and self.args.process_index == 0:
+        if sequence_length is None and not looked.is_whole and batches.tokens and self.args.process_index == 0:
             _log.warning(
                 "Planned for %d tokens, the longest of %d samples that were looked at; where longer ones come, give"
                 " OSDPConfig(sequence_length=...).", tokens, looked.seen,
             )  # fmt: skip
+        wanted = sequence_length or tokens
         return replace(batches, wanted_tokens=wanted if batches.tokens else None), wanted
 
-    def _batches_of(self, dataset: Any) -> tuple[Batches, Looked] | None:
-        """The same for one dataset, with the columns that the Trainer keeps."""
-        collate = self.data_collator
+    def _rows_and_collator(self, dataset: Any) -> tuple[Any, Any]:
+        """A dataset with the columns that the Trainer keeps, and what makes batches of its rows."""
+        if type(self).get_train_dataloader is not _Stock.get_train_dataloader:
+            return dataset, self.data_collator
         if transformers.trainer.is_datasets_available() and isinstance(dataset, transformers.trainer.datasets.Dataset):
-            dataset = self._remove_unused_columns(dataset)
-        else:
-            collate = self._get_collator_with_removed_columns(collate)
-        return find_batches(dataset, collate)
+            return self._remove_unused_columns(dataset), self.data_collator
+        return dataset, self._get_collator_with_removed_columns(self.data_collator)
 
     def _kept_batch_size(self) -> int | None:
         """Samples of a micro-batch where the loss may depend on which samples share one; None leaves them to the planner."""

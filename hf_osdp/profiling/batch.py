@@ -189,9 +189,10 @@ def _token_rows(config: Any, samples: int, length: int) -> torch.Tensor:
     row = [_plain_token(text)] * length
     sep, end = getattr(text, "sep_token_id", None), getattr(text, "eos_token_id", None)
     end = end[0] if isinstance(end, (list, tuple)) and end else end
-    ends = [token for token in dict.fromkeys((sep, end)) if isinstance(token, int)]
+    known = range(getattr(text, "vocab_size", None) or 0)  # a configuration may keep another's token for a smaller vocabulary
+    ends = [token for token in dict.fromkeys((sep, end)) if token in known]
     if length > 4:
-        row[1:3] = [sep] * 2 if isinstance(sep, int) else row[1:3]
+        row[1:3] = [sep] * 2 if sep in known else row[1:3]
         row[length - len(ends) :] = ends
     return torch.tensor([row] * samples)
 
