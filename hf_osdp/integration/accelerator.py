@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -241,6 +241,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As `Accelerator.prepare`; a model may also come without an optimizer, for evaluation."""
         model = next((a for a in args if isinstance(a, nn.Module)), None)
+        self._check_models([a for a in args if isinstance(a, nn.Module)])
         if model is not None and not isinstance(model, FSDPModule):
             if self._run is None:
                 self._plan_for(args)
@@ -259,6 +260,15 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             skips = self.scaler is not None and self.scaler.is_enabled()
             self._watch = watch_loop(self._models[-1], self._run.plan, self._tell, device=self.device, skips=skips)
         return result
+
+    def _check_models(self, models: Sequence[nn.Module]) -> None:
+        """Refuse a second model: the plan is for one."""
+        others = {id(model) for model in (*self._models, *models)}
+        if self.is_fsdp2 and models and len(others) > 1:
+            raise ValueError(
+                f"{len(others)} models were given to prepare, but an OSDPAccelerator plans for one; make them modules of one model, or move"
+                " a model that is not trained to accelerator.device by hand."
+            )
 
     def _check_loaders(self, objects: Iterable[Any]) -> None:
         """Refuse training batches that the plan was not made for. The first loader trains; others may be for evaluation."""
@@ -279,8 +289,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         models = [index for index, o in enumerate(result) if isinstance(o, nn.Module)]
         if not models:
             return tuple(result)
-        if len(models) > 1:
-            raise ValueError(f"{len(models)} models were given to prepare; one OSDPAccelerator shards one.")
         model = result[models[0]]
         optimizers = [o for o in result if isinstance(o, torch.optim.Optimizer)]
         if isinstance(model, FSDPModule):

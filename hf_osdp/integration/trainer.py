@@ -122,6 +122,12 @@ class Trainer(TrainerCheckpoints, _Stock):
         if self._osdp.save_on_sigterm:
             self.add_callback(StopCallback(self._stop))
 
+    def _validate_args(self) -> None:
+        """As stock, which takes no optimizer under FSDP; here it is handed the shards of its parameters."""
+        fsdp, self.is_fsdp_enabled = self.is_fsdp_enabled, self.is_fsdp_enabled and self._osdp is None
+        super()._validate_args()
+        self.is_fsdp_enabled = fsdp
+
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         """As stock; the model that is trained moves when the plan says which units live on the host."""
         if self._osdp is None or self._run is not None:

@@ -142,7 +142,7 @@ def refuse_unplanned(given: Mapping[str, Any]) -> None:
         given: the Trainer's arguments by name.
 
     Raises:
-        ValueError: for `model_init`, DeepSpeed or torch.compile.
+        ValueError: for `model_init`, DeepSpeed, torch.compile, or weights that are converted for evaluation.
     """
     args: TrainingArguments | None = given.get("args")
     if given.get("model") is None:
@@ -153,6 +153,11 @@ def refuse_unplanned(given: Mapping[str, Any]) -> None:
         raise ValueError("deepspeed and OSDP both decide how the model is sharded; leave one of them out.")
     if args.torch_compile:
         raise ValueError("torch_compile=True is not planned for yet; leave it out.")
+    if (full := next((name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(args, name)), None)) and args.world_size > 1:
+        raise ValueError(
+            f"{full}=True converts the weights for evaluation, which FSDP2's shards do not allow; leave it out:"
+            f" {full.partition('_')[0]}=True computes evaluations in that precision too."
+        )
 
 
 def _fsdp_config(args: TrainingArguments | None) -> dict[str, Any]:

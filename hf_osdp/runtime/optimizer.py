@@ -169,5 +169,8 @@ def _name(parameter: nn.Parameter | str, old_names: Mapping[nn.Parameter, str]) 
         return parameter
     if parameter not in old_names:
         shape = tuple(parameter.shape)
-        raise OSDPError(f"The optimizer holds a parameter of shape {shape} that the model does not have; make it from model.parameters().")
+        raise OSDPError(
+            f"The optimizer holds a parameter of shape {shape} that the model does not have; make it from model.parameters(), and where a"
+            " loss has parameters of its own, make it a module of the model."
+        )
     return old_names[parameter]
