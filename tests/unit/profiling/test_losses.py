@@ -73,7 +73,7 @@ def test_a_loss_that_reads_a_weight_of_the_model_it_knows_is_refused(gpt2):
     def loss(model, batch):
         return model(**batch).loss + gpt2.lm_head.weight.square().sum()
 
-    with pytest.raises(DescriptionError, match="lm_head.weight of a model that it keeps; use the model that is passed"):
+    with pytest.raises(DescriptionError, match=r"lm_head\.weight of a model that it keeps; use the model that is passed"):
         trace_segments(gpt2, units, inputs, compute_dtype=None, fused_kernels=False, loss=loss)
     assert gpt2.lm_head.weight.grad is None
 
