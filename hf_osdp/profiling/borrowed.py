@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -44,7 +44,8 @@ class Borrowed(TorchDispatchMode):
         if isinstance(tensor, FakeTensor):
             return tensor
         if tensor not in self._fakes:
-            made = fake_like(tensor, self._mode, None)
+            with _disable_current_modes():  # or it would count
+                made = fake_like(tensor, self._mode, None)
             self._known.know(made, tensor)
             self._fakes[tensor] = made
         return self._fakes[tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 
@@ -65,6 +66,20 @@ def test_a_loss_that_calls_the_model_it_knows_runs_the_fake_one(gpt2):
     known = describe(gpt2, sequence_length=TOKENS, recomputation=False, loss=lambda model, batch: gpt2(**batch))
     assert known == describe(gpt2, sequence_length=TOKENS, recomputation=False)
     assert all(parameter.grad is None for parameter in gpt2.parameters()) and "forward" not in vars(gpt2)
+
+
+def test_a_reference_model_runs_wherever_its_weights_are_and_they_count_nowhere(gpt2):
+    reference = copy.deepcopy(gpt2).to("meta")
+
+    def compared(model, batch):
+        with torch.no_grad():
+            wanted = reference(**batch).logits
+        return (model(**batch).logits - wanted).square().mean()
+
+    alone, both = (describe(gpt2, sequence_length=TOKENS, recomputation=False, loss=loss) for loss in (None, compared))
+    assert both.trace == alone.trace and spans(both) == spans(alone)
+    weights = sum(parameter.nbytes for parameter in reference.parameters())
+    assert saved(both, 0) < saved(alone, 0) + weights / 10
 
 
 def test_a_loss_that_reads_a_weight_of_the_model_it_knows_is_refused(gpt2):
