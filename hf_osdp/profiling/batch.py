@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -137,6 +138,24 @@ def without_packing() -> Iterator[None]:
         yield
     finally:
         masking.find_packed_sequence_indices = original
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Let a model draw the same numbers at each run, as all ranks have to see the same; afterwards every state is as it was."""
+    numpy = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), numpy and numpy.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(0)
+        if numpy:
+            numpy.random.seed(0)
+        torch.default_generator.manual_seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy:
+                numpy.random.set_state(numpy_state)
 
 
 def check_sequence_length(model: nn.Module, sequence_length: int) -> None:

@@ -144,11 +144,10 @@ class KnownValues(TorchDispatchMode):
         """A collective's answer: what is gathered is what was given, as often as there is room for it."""
         from torch._C._distributed_c10d import FakeWork
 
-        written = list(_written(func, args, {}))
-        given = [tensor for tensor in tensors_in(args) if not any(tensor is other for other in written)]
-        for tensor in written if given else ():
+        given = list(tensors_in(args[1]))  # none where it is reduced or sent in place
+        for tensor in tensors_in(args[0]) if given else ():
             source, target = self.value(given[0]), self.value(tensor)
-            if source is None or target is None or target.numel() % source.numel():
+            if len(given) > 1 or source is None or target is None or target.numel() % source.numel():
                 self._forget(tensor.untyped_storage()._cdata)
                 continue
             with _disable_current_modes():

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_map_only
 from ..errors import DescriptionError
 from ..planner.description import Affine, GatherSpan, Segment, UnitDescription
 from ..splitting.head import SplitHead
-from .batch import Inputs, Loss, output_of, without_packing
+from .batch import Inputs, Loss, output_of, same_random_numbers, without_packing
+from .borrowed import Borrowed
 from .build import checkpoint_blocks
 from .fused import FusedKernels
 from .known_values import KnownValues
@@ -161,6 +162,7 @@ class _Tracer:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(without_packing())
+            stack.enter_context(same_random_numbers())
             stack.enter_context(self._mode)
             known = stack.enter_context(KnownValues(alone=True))
             fakes = known.fakes_of(batch, self._mode, self._compute_dtype)
@@ -168,6 +170,7 @@ class _Tracer:
             recorder = stack.enter_context(Recorder(live))
             if self._fused_kernels:
                 stack.enter_context(FusedKernels(recorder.count_flops))
+            stack.enter_context(Borrowed(self._mode, known))
             stack.enter_context(self._wrapped(recorder))
             output = output_of(self._twin, fakes, self._loss)
             loss = loss_of(output)

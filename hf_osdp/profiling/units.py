@@ -217,7 +217,8 @@ def _find_blocks(
     if block_classes is not None:
         found = _of_classes(modules, set(block_classes))
     else:
-        found = _hinted(model, modules) or _listed(modules)
+        hinted, listed = _hinted(model, modules), _listed(modules)
+        found = listed if not hinted or _each_has_one(listed, hinted) else hinted
     split_ties = [tie for tie in ties if not _inside_one(tie.owners, found)]
     owners = {name for tie in split_ties for name in tie.owners}
     blocks = [name for name in found if name and name not in owners and any(True for _ in modules[name].parameters())]
@@ -249,6 +250,12 @@ def _hinted(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:
         return counts[cls] > 1 and not any(isinstance(child, nn.Embedding) for child in modules[name].modules())
 
     return [name for name in found if is_block(name)]
+
+
+def _each_has_one(outer: Sequence[str], inner: Sequence[str]) -> bool:
+    """Whether the inner modules are parts of the outer ones, one of each: Longformer names its attention, which leaves the MLP."""
+    around = [[name for name in outer if _is_within(part, name) and part != name] for part in inner]
+    return all(len(names) == 1 for names in around) and sorted(name for names in around for name in names) == sorted(outer)
 
 
 def _listed(modules: dict[str, nn.Module]) -> list[str]:

@@ -21,7 +21,7 @@ from ..planner.description import ModelDescription
 from ..planner.job import TrainingJob
 from ..planner.memory import MemoryBreakdown
 from ..planner.plan import Plan
-from ..profiling.batch import Inputs, Loss, training_batch, without_packing
+from ..profiling.batch import Inputs, Loss, same_random_numbers, training_batch, without_packing
 from ..profiling.build import build_on_meta, checkpoint_blocks
 from ..profiling.fused import FusedKernels
 from ..profiling.host_ledger import HostLedger
@@ -94,6 +94,7 @@ def simulate(
         meshes = Meshes("cpu")
         meshes.prepare(plan)  # ranks cannot be read from fake tensors
         stack.enter_context(without_packing())
+        stack.enter_context(same_random_numbers())
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         known = stack.enter_context(KnownValues(alone=False))
         twin = fake_copy(model, mode)

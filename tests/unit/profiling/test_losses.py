@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 
@@ -67,13 +68,27 @@ def test_a_loss_that_calls_the_model_it_knows_runs_the_fake_one(gpt2):
     assert all(parameter.grad is None for parameter in gpt2.parameters()) and "forward" not in vars(gpt2)
 
 
+def test_a_reference_model_runs_wherever_its_weights_are_and_they_count_nowhere(gpt2):
+    reference = copy.deepcopy(gpt2).to("meta")
+
+    def compared(model, batch):
+        with torch.no_grad():
+            wanted = reference(**batch).logits
+        return (model(**batch).logits - wanted).square().mean()
+
+    alone, both = (describe(gpt2, sequence_length=TOKENS, recomputation=False, loss=loss) for loss in (None, compared))
+    assert both.trace == alone.trace and spans(both) == spans(alone)
+    weights = sum(parameter.nbytes for parameter in reference.parameters())
+    assert saved(both, 0) < saved(alone, 0) + weights / 10
+
+
 def test_a_loss_that_reads_a_weight_of_the_model_it_knows_is_refused(gpt2):
     units, inputs = find_units(gpt2), training_batch(gpt2, TOKENS)
 
     def loss(model, batch):
         return model(**batch).loss + gpt2.lm_head.weight.square().sum()
 
-    with pytest.raises(DescriptionError, match="lm_head.weight of a model that it keeps; use the model that is passed"):
+    with pytest.raises(DescriptionError, match=r"lm_head\.weight of a model that it keeps; use the model that is passed"):
         trace_segments(gpt2, units, inputs, compute_dtype=None, fused_kernels=False, loss=loss)
     assert gpt2.lm_head.weight.grad is None
 

@@ -89,6 +89,20 @@ def test_no_matching_class_names_the_classes_there_are(meta_model):
         find_units(meta_model("GPT2LMHeadModel"), ["BertLayer"])
 
 
+def test_layers_are_blocks_where_the_model_names_only_a_part_of_each():
+    class Inner(nn.Linear):
+        pass
+
+    class Model(nn.Module):
+        _no_split_modules = ("Inner",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(Inner(2, 2), nn.Linear(2, 2)) for _ in range(3))
+
+    assert [unit.fqn for unit in find_units(Model())] == ["", "layers.0", "layers.1", "layers.2"]
+
+
 def test_a_model_without_repetition_is_one_unit():
     (root,) = find_units(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     assert (root.fqn, root.numel, root.span) == ("", 6, GatherSpan.STEP)

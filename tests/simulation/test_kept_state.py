@@ -1,0 +1,88 @@
+"""Modules that store tensors in themselves: what recomputation leaves alive is in the estimate; scalars and single units, too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from hf_osdp.planner.costs import Batch, Choice
+from hf_osdp.planner.description import Activations, ModelDescription
+from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.memory import estimate_memory
+from hf_osdp.planner.plan import Plan
+from hf_osdp.profiling.describe import describe
+from hf_osdp.runtime.simulate import simulate
+from tests.helpers.simulation import choices_of_layout
+
+WORLD, WIDTH, ROWS = 8, 64, 128
+BATCH = Batch(micro_batch_size=4, accumulation_steps=1)
+JOB = TrainingJob(global_batch_size=4 * WORLD, micro_batch_size=4)
+
+
+class Block(nn.Module):
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.inner, self.outer, self.keeps, self.state = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), keeps, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x).tanh().exp()
+        if self.keeps:
+            self.state = y.square().sum(-1).sqrt()
+        return x + self.outer(y)
+
+
+class Stack(nn.Module):
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(keeps) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def rows(samples: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.zeros(samples, ROWS, WIDTH)}
+
+
+def relative_error(model: nn.Module, description: ModelDescription, choices: list[Choice]) -> float:
+    estimated = estimate_memory(description, choices, WORLD, JOB, BATCH).peak_bytes
+    plan = Plan.of(description, choices, BATCH, world_size=WORLD, strategy="osdp")
+    return estimated / simulate(model, plan, description=description, job=JOB, inputs=rows).peak_bytes - 1
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_state_that_keeps_the_recomputed_graph_alive_is_in_the_estimate(keeps):
+    model = Stack(keeps)
+    description = describe(model, sequence_length=ROWS, inputs=rows)
+    choices = [
+        replace(choice, activations=Activations.RECOMPUTE if index in description.recomputable else Activations.SAVE)
+        for index, choice in enumerate(choices_of_layout("zero3", description, WORLD))
+    ]
+    again = [segment.recomputed for segment in description.segments if segment.recomputed is not None]
+    grows = again[0].gradient_bytes(4) > again[-1].gradient_bytes(4) + 4 * ROWS * WIDTH * 4
+    assert grows is keeps
+    assert -0.01 <= relative_error(model, description, choices) <= 0.03
+
+
+class Scaled(nn.Module):
+    """No repeated blocks, and a parameter without dimensions, as CLIP's `logit_scale`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).tanh() * self.scale.exp()
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero3"])
+def test_a_parameter_without_dimensions_has_an_estimate(layout):
+    description = describe(Scaled(), sequence_length=ROWS, inputs=rows)
+    estimate = estimate_memory(description, choices_of_layout(layout, description, WORLD), WORLD, JOB, BATCH)
+    assert [unit.fqn for unit in description.units] == [""] and description.numel == WIDTH * WIDTH + WIDTH + 1
+    assert estimate.peak_bytes > 4 * 4 * ROWS * WIDTH
