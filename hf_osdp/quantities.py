@@ -41,6 +41,20 @@ def parse_bytes(value: int | float | str, *, name: str = "memory_limit") -> int:
     return int(amount)
 
 
+def whole_bytes(value: int | float, *, name: str = "memory_limit_bytes") -> int:
+    """A number of bytes that must be one already, without a unit.
+
+    Raises:
+        ValueError: it is not a finite number, or not between 1 byte and 2**60 bytes.
+    """
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 1 <= value < 2**60:
+        raise ValueError(
+            f'{name}={value!r} must be a number of bytes from 1 to 2**60; give one, for example 8 * 2**30 or parse_bytes("8GiB").'
+        )
+    return int(value)
+
+
 def format_bytes(count: int | float) -> str:
     """`1536` → `"1.5 KiB"`. Binary units, as device memory is counted."""
     sign, amount = ("-", -count) if count < 0 else ("", count)

@@ -344,14 +344,13 @@ def _unsharded(parameters: Iterable[ParameterSpec], job: TrainingJob) -> int:
 def _beside_gathered(unit: UnitDescription, choice: Choice, job: TrainingJob) -> int:
     """What parameters that are cast or come from the host take beyond the gathered ones and the gather's buffer.
 
-    Shards are brought over and cast all at once, and stay beside the gather's buffer until it has been issued; so does what lies between
-    its two stages. Where the gather runs ahead, the parameters of the unit before are still there, about as large as those gathered.
-    Replicas are, one after the other, brought to the device, cast there, and copied.
+    Shards are cast and brought over all at once, before anything of their unit is gathered: never more than what is there then.
+    What lies between two stages of a gather that runs ahead is there beside the parameters of the unit that backward met before; they
+    are taken for as large as the unit's own. Replicas are, one after the other, brought to the device, cast there, and copied.
     """
     if (g := choice.shard_size) > 1:
         shards = _total(unit.parameters, lambda p: p.sharded_numel(g) * job.precision.gathered_dtype(p).itemsize)
-        source = shards if choice.on_host or _casts(unit, job) else 0
-        return source + (g // choice.stage_size * shards if choice.stage_size > 1 else 0)
+        return g // choice.stage_size * shards if choice.stage_size > 1 else 0
     highest = done = 0
     for p in unit.parameters:
         whole, cast = p.numel * job.precision.gathered_dtype(p).itemsize, job.precision.gathered_dtype(p) is not p.dtype

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import HardwareError, InfeasibleError, OSDPError
-from ..quantities import format_bytes
+from ..quantities import format_bytes, whole_bytes
 from .bounds import frugal_choices, in_order, peak_floor
 from .costs import Batch, Choice
 from .description import GatherSpan, ModelDescription
@@ -80,9 +80,9 @@ def search(
 
     Raises:
         InfeasibleError: no plan fits; it gives the tightest limit that could be met and what would help.
-        ValueError: unknown strategy, or a global batch that the world size does not divide.
+        ValueError: unknown strategy, a limit that is no number of bytes, or a global batch that the world size does not divide.
     """
-    strategy = Strategy.parse(strategy)
+    strategy, memory_limit_bytes = Strategy.parse(strategy), whole_bytes(memory_limit_bytes)
     candidates = _sorted_candidates(description, hardware, job, strategy)
     found = _fastest(description, hardware, job, memory_limit_bytes, strategy, candidates)
     if found is None:
@@ -92,6 +92,7 @@ def search(
 
 def search_or_floor(description: ModelDescription, hardware: Hardware, job: TrainingJob, memory_limit_bytes: int) -> SearchResult | int:
     """What `search` finds, or where nothing fits a bound below every plan's peak, in bytes; it takes less time than the error."""
+    memory_limit_bytes = whole_bytes(memory_limit_bytes)
     candidates = _sorted_candidates(description, hardware, job, Strategy.OSDP)
     found = _fastest(description, hardware, job, memory_limit_bytes, Strategy.OSDP, candidates)
     return min(c.floor_bytes for c in candidates) + hardware.device.reserved_bytes if found is None else found
@@ -155,7 +156,7 @@ def compare_strategies(
         One row a strategy; a strategy that cannot run here has a reason instead of a result. Two stages have a row where
         there are several nodes of several devices.
     """
-    rows = []
+    rows, memory_limit_bytes = [], whole_bytes(memory_limit_bytes)
     several = 1 < hardware.devices_per_node < hardware.world_size
     for strategy in (one for one in Strategy if several or one is not Strategy.TWO_STAGE):
         try:
@@ -257,10 +258,16 @@ def _infeasible(description, hardware, job, limit, strategy, candidates: Sequenc
     ways = remedies_for(description, hardware, job, limit, strategy, needed)
     message = (
         f"No plan fits {format_bytes(limit)} per device: the least that {strategy.value} needs on {hardware.world_size}"
-        f" device{'s' if hardware.world_size > 1 else ''} is {format_bytes(needed)}, at micro-batch size"
+        f" device{'s' if hardware.world_size > 1 else ''} is {format_bytes(needed)}{_difference(needed, limit)}, at micro-batch size"
         f" {batch.micro_batch_size} in {peak.phase} of {peak.unit} ({largest}). Use {'; or '.join(ways)}."
     )
     return InfeasibleError(message, memory_limit_bytes=limit, least_peak_bytes=needed, remedies=tuple(ways))
+
+
+def _difference(needed: int, limit: int) -> str:
+    """Bytes that are missing, where both figures read the same."""
+    missing = needed - limit
+    return f" ({missing:,} byte{'s' if missing > 1 else ''} more)" if format_bytes(needed) == format_bytes(limit) else ""
 
 
 def _least(description, hardware, job, candidates: Sequence[_Candidate]) -> tuple[Batch, MemoryEstimate]:

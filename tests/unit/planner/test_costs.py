@@ -92,7 +92,7 @@ def test_unit_sharded_over_all():
 
 def test_two_stages_take_memory_between_them_and_nothing_else():
     flat, staged = terms(g=4), unit_bytes(UNIT, Choice(shard_size=4, keep=False, stage_size=2), 4, job_of(), ONCE)
-    assert staged == replace(flat, reduce_stage=64), "half of what is reduced inside a node of two"
+    assert staged == replace(flat, reduce_stage=64, cast_buffer=64), "half of what is reduced or gathered inside a node of two"
     half = unit_bytes(UNIT, Choice(shard_size=4, keep=False, stage_size=2), 8, job_of("bf16"), ONCE)
     assert (half.reduce_stage, half.last_gradient) == (64, 16), "reduced in float32, made in bfloat16"
     assert half.reduce_work == 64 + 16 + max(0, half.reduce_output - half.reduced_after)
@@ -127,9 +127,10 @@ def test_rows_are_padded_where_dimension_0_does_not_divide():
     assert padded.unsharded_gradients == 120
 
 
-def test_tail_is_padded_as_for_the_largest_group_whatever_the_choice():
-    unit = unit_of(parameter("w", 10, 3))
-    assert {terms(unit, g=g).reduce_tail for g in (1, 2, 4)} == {144}
+@pytest.mark.parametrize(("g", "rows"), [(1, 10), (2, 10), (4, 12)])
+def test_reduce_buffer_in_flight_is_padded_to_the_shard_group(g, rows):
+    found = terms(unit_of(parameter("w", 10, 3)), g=g)
+    assert found.reduce_tail == found.reduce_input == rows * 3 * 4
 
 
 def test_scalar_is_never_cut():

@@ -50,6 +50,24 @@ def test_a_row_says_what_a_strategy_would_need():
     assert (row.result.plan.peak_bytes, row.reason, row.least_peak_bytes) == (least, "", None)
 
 
+@pytest.mark.parametrize("limit", [float("nan"), float("inf"), None, "8GiB", -1, 0, True, 2**60])
+@pytest.mark.parametrize("ask", [search, search_or_floor, compare_strategies])
+def test_search_refuses_limit_that_is_no_number_of_bytes(ask, limit):
+    with pytest.raises(ValueError) as caught:
+        ask(MODEL, machine(1, 4), JOB, limit)
+    assert str(caught.value) == (
+        f'memory_limit_bytes={limit!r} must be a number of bytes from 1 to 2**60; give one, for example 8 * 2**30 or parse_bytes("8GiB").'
+    )
+
+
+def test_search_says_missing_bytes_where_limit_and_least_read_the_same():
+    least = least_memory(MODEL, machine(1, 4), JOB)
+    with pytest.raises(InfeasibleError, match=rf"needs on 4 devices is {re.escape(format_bytes(least))} \(1 byte more\), at micro-batch"):
+        search(MODEL, machine(1, 4), JOB, least - 1)
+    with pytest.raises(InfeasibleError, match=rf"is {re.escape(format_bytes(least))}, at micro-batch"):
+        search(MODEL, machine(1, 4), JOB, least // 2)
+
+
 def test_a_comparison_is_of_the_model_as_osdp_has_it_cut():
     other = transformer(layers=1)
     rows = compare_strategies(MODEL, machine(1, 4), JOB, AMPLE, cut=other)
