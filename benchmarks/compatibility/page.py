@@ -24,6 +24,10 @@ compared.
 - **refused**: an error of one line, on every process, before the first step. The line stands below the table.
 - **not applicable**: the stock stack does not run it either; its reason stands below the table.
 
+Where stock DDP itself is off, one process is the measure: it multiplies the loss of models that ignore the number of items by the
+number of processes (`average_tokens_across_devices`; rows of such models switch that off), and does not reduce gradients where an
+evaluation came before training.
+
 A row that is silently different, crashes or hangs makes the command fail, and has no place here. Made by
 
 ```bash
