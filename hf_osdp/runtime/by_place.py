@@ -41,7 +41,7 @@ def step_new_optimizers_by_place(model: nn.Module) -> None:
     """`step_by_place` for every optimizer of this model when it first steps: in a plain loop nobody tells us of them.
 
     Args:
-        model: sharded, with units on the host, showing shards; the hook goes with it.
+        model: sharded, with units on the host or parameters without dimensions, showing shards; the hook goes with it.
     """
     host = host_parameters(model)
     ids = {id(parameter) for parameter in model.parameters()}

@@ -194,7 +194,7 @@ class OptimalShardedDataParallel(nn.Module):
         watch(self.module, self.plan, units, problem=problem, on_oom=on_oom, device=training_device())
         if self.plan.world_size > 1:
             check_new_optimizers(self.module)
-        if uses_host(self.plan):
+        if uses_host(self.plan) or any(not parameter.dim() for parameter in self.module.parameters()):
             step_new_optimizers_by_place(self.module)
         skips = self._precision.compute is DType.FLOAT16
         self._watch = LoopWatch(self.module, training_device(), self._tell, micro_steps=self.plan.accumulation_steps if skips else None)

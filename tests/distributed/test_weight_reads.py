@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import LAYOUTS, plan_of
-from tests.helpers.models import tiny_loss, tiny_model
+from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 from tests.helpers.training import Trained, train_sharded, train_whole, wrap_blocks
 
 TOLERANCE = 1e-12
@@ -253,3 +253,33 @@ def test_guard_is_needed_for_every_way_to_read():
 def test_guard_raises_for_a_gradient_after_the_units_own_reduction():
     for found in found_without_the_fix():
         assert "Unit 'model.layers.1' got a gradient for its weight that was not reduced" in found["llama-late"]
+
+
+def run_evaluations() -> dict[str, list[float]]:
+    from hf_osdp.profiling.units import find_units
+    from hf_osdp.runtime.apply import apply_plan
+    from hf_osdp.runtime.mesh import Meshes
+    from hf_osdp.runtime.state import full_state_dict
+
+    meshes = Meshes("cpu")
+    found = {}
+    for kind, (_, loss_of) in KINDS.items():
+        model = _model("llama", kind)
+        units = find_units(model)
+        apply_plan(model, plan_of(units, meshes.world_size, "mixed"), units, meshes=meshes)
+        found[kind] = []
+        for _ in range(2):  # the second after what the first has left gathered
+            with torch.no_grad():
+                found[kind].append(loss_of(model, tiny_batch(0)).item())
+            full_state_dict(model)
+            model.to(torch.float64)
+        found[kind].append(sum(not isinstance(p, DTensor) for p in model.parameters() if p.dim()))
+    return found
+
+
+def test_evaluation_reads_whole_weights_and_leaves_shards():
+    found = run_ranks(run_evaluations, 2, timeout_s=120)[0]
+    for kind, (first, second, gathered) in found.items():
+        with torch.no_grad():
+            alone = KINDS[kind][1](_model("llama", kind), tiny_batch(0)).item()
+        assert abs(first - alone) < TOLERANCE and first == second and not gathered, kind
