@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import CheckpointingError, DescriptionError, HardwareError, PlanError
+from ..errors import HardwareError, PlanError
 from ..planner.cut import WHOLE_BLOCKS, Cut
 from ..planner.description import Activations, DType, ModelDescription
 from ..planner.evaluate import estimate_plan
@@ -26,7 +26,6 @@ from ..preflight.findings import Finding
 from ..preflight.folder import RunFolder
 from ..preflight.model import check_model
 from ..profiling.batch import Inputs, Loss, check_inputs, training_batch
-from ..profiling.describe import describe, is_by_formula
 from ..profiling.machine import hardware_of_run
 from ..quantities import format_bytes
 from ..runtime.again import limit_after_oom
@@ -37,6 +36,7 @@ from ..runtime.probe import Trial, probe
 from ..runtime.recalibrate import Problem, Round, recalibrate
 from .before_start import checked
 from .config import OSDPConfig
+from .describing import Describer
 
 _log = logging.getLogger(__name__)
 
@@ -181,8 +181,7 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
     if config.inputs is not None:
         check_inputs(config.inputs, model)
 
-    describer = _Describer(model, config, facts)
-    described = describer.describe
+    described = Describer(model, config, facts).describe
     if config.plan is not None:
         run = _given(config, facts, job, described, started)
         return replace(run, findings=checked(run, model, config, facts))
@@ -221,69 +220,6 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
         meshes=meshes,
     )
     return replace(run, findings=checked(run, model, config, facts))
-
-
-class _Describer:
-    """Describes the model, in the way that is nearest to what will run: with the loop's own loss where that can be traced."""
-
-    def __init__(self, model: nn.Module, config: OSDPConfig, facts: RunFacts) -> None:
-        self._model, self._config, self._facts = model, config, facts
-        self.ways: list[tuple[Inputs | None, Loss | None]] = [(config.inputs, None) if config.inputs else (facts.inputs, facts.loss)]
-        if config.inputs is None and facts.inputs is not None and _has_usual_batch(model):
-            self.ways.append((None, None))
-
-    def describe(self, cut: Cut) -> ModelDescription:
-        """Describe the model as it is when cut so.
-
-        Raises:
-            DescriptionError: it cannot be described in any way.
-        """
-        while len(self.ways) > 1:
-            try:
-                description = self._described(cut, *self.ways[0])
-            except CheckpointingError:
-                raise
-            except DescriptionError as error:
-                if not cut.is_none:
-                    raise
-                reason = str(error)
-            else:
-                if not is_by_formula(description):
-                    return description
-                reason = description.trace
-            _log.warning(
-                "What %s computes from its batches cannot be traced (%s): the estimate is that of the model's own loss on %d tokens;"
-                " OSDPConfig(recalibrate=True) measures the model, and a lower memory_limit leaves room.",
-                "the loop's own loss" if self._facts.loss else "the model",
-                reason,
-                self._facts.sequence_length,
-            )
-            del self.ways[0]
-        return self._described(cut, *self.ways[0])
-
-    def _described(self, cut: Cut, inputs: Inputs | None, loss: Loss | None) -> ModelDescription:
-        facts = self._facts
-        description = describe(
-            self._model,
-            sequence_length=facts.sequence_length,
-            block_classes=self._config.block_classes,
-            compute_dtype=facts.precision.compute,
-            device_type=facts.device_type,
-            activation_checkpointing=facts.activation_checkpointing,
-            inputs=inputs,
-            loss=loss,
-            cut=cut,
-        )
-        return replace(description, other_bytes=sum(facts.other_models.values()))
-
-
-def _has_usual_batch(model: nn.Module) -> bool:
-    """Whether a batch can be made for the model without data."""
-    try:
-        training_batch(model, 1)
-    except (DescriptionError, AttributeError):
-        return False
-    return True
 
 
 def _tried(
