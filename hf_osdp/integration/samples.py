@@ -80,6 +80,7 @@ def find_batches(dataset: Any, collate: Collate) -> tuple[Batches, Looked] | Non
     Returns:
         Batches by number of samples and what was looked at; None where the dataset is empty, or cannot be looked at.
     """
+    collate = _copied(collate)
     with kept_random_states():
         looked = look(dataset)
         if looked is None:
@@ -163,6 +164,22 @@ def kept_random_states() -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
+
+
+def _copied(collate: Collate) -> Collate:
+    """A copy of a collator, which may hold a generator of its own; models and tokenizers that it holds are not copied."""
+    memo: dict[int, Any] = {}
+    holders = [collate]
+    for holder in holders:
+        for value in vars(holder).values() if hasattr(holder, "__dict__") else ():
+            if isinstance(value, nn.Module) or hasattr(value, "save_pretrained"):
+                memo[id(value)] = value
+            elif callable(value) and len(holders) < 8:  # a collator inside another
+                holders.append(value)
+    try:
+        return copy.deepcopy(collate, memo)
+    except Exception:  # it holds a file, say
+        return collate
 
 
 def _collated(collate: Collate, samples: Sequence[Any]) -> Any:

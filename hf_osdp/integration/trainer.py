@@ -26,6 +26,7 @@ from ..runtime.agree import largest_of_ranks
 from ..runtime.environment import hold_master_weights
 from ..runtime.state import free_gathered
 from ..runtime.stop_signal import StopSignal
+from ..runtime.weight_reads import mixing_explained
 from .accelerator import OSDPAccelerator
 from .announce import announce_plan, announce_result, shown_while_planning
 from .before_start import frozen_given, trainer_folder
@@ -319,7 +320,7 @@ class Trainer(TrainerCheckpoints, _Stock):
         if self._osdp is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         try:
-            with oom.training():
+            with oom.training(), mixing_explained():
                 output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
         finally:
             self._stop.abandon()  # where an error ended training

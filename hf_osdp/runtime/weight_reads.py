@@ -11,6 +11,7 @@ After each backward every unit is checked: a gradient that no reduction has take
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from ..errors import UnreducedGradientError
+from ..errors import OSDPError, UnreducedGradientError
 from ..planner.description import UnitDescription
 from ..profiling.units import modules_by_name
 from .host_offload import parameter_groups
@@ -32,6 +33,8 @@ _REMEDY = (
     "read weights as attributes of their module (model.lm_head.weight) within the forward or the loss, and not through"
     " model.parameters(), full_tensor() or a reference that was kept from before"
 )
+_MIXED = ("got mixed torch.Tensor and DTensor", "inputs with different meshes")
+"""What torch says of operators on shards and whole tensors, or on shards of several layouts."""
 
 
 class WeightReads:
@@ -61,6 +64,7 @@ class WeightReads:
             if isinstance(module, FSDPModule):
                 state = module._get_fsdp_state()
                 state._root_post_backward_final_callback = partial(self._backward_ends, state)
+                state._pre_backward = partial(_refuse_second_gradients, state._pre_backward)
                 if module is not root:
                     module.register_forward_pre_hook(self._unit_begins, prepend=True)
         root.register_forward_pre_hook(self._forward_begins)  # after FSDP2's, which reads shards to set itself up
@@ -252,6 +256,28 @@ def _refuser(label: str, parameter: Any) -> Callable[[torch.Tensor], None]:
         )
 
     return refuse
+
+
+def _refuse_second_gradients(pre_backward: Callable[[torch.Tensor], torch.Tensor], gradient: torch.Tensor) -> torch.Tensor:
+    """FSDP2's hook before a unit's backward, which frees the unit's weights after it: a second backward through them would read
+    freed memory."""
+    if torch.is_grad_enabled():
+        raise OSDPError(
+            "create_graph=True asks for gradients of gradients, which need weights that are freed by then; leave it out (a penalty on"
+            " gradients), or train this loss with osdp=False."
+        )
+    return pre_backward(gradient)
+
+
+@contextmanager
+def mixing_explained() -> Iterator[None]:
+    """Say what to do where a loss mixes whole tensors with shards, of which torch says only that it cannot."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(text in str(error) for text in _MIXED):
+            raise
+        raise OSDPError(f"The loss mixes whole tensors with shards of weights; {_REMEDY}.") from error
 
 
 def _wait(*unused: Any) -> None:
