@@ -15,6 +15,8 @@ import torch
 from tests.helpers.distributed import run_ranks
 
 ROOT = Path(__file__).parents[2]
+NO_FSDP = {"ACCELERATE_USE_FSDP": "false"}
+"""An Accelerator of another test may have left it switched on in this process."""
 CONFIG = ROOT / "accelerate_configs" / "osdp_cpu.yaml"
 MODEL = """
 import json, os, sys
@@ -78,15 +80,10 @@ def scripts(tmp_path) -> Path:
     return tmp_path
 
 
-def stock_losses(script: Path, monkeypatch) -> list[float]:
-    """Of the script as it is, in this process."""
-    folder = script.parent / "stock"
-    folder.mkdir()
-    monkeypatch.setattr(sys, "argv", [str(script), str(folder), "8"])
-    monkeypatch.syspath_prepend(str(script.parent))
-    runpy.run_path(str(script), run_name="__main__")
-    assert not (folder / "osdp_report.json").exists()
-    return json.loads((folder / "losses.json").read_text())
+def run_stock(script: str, folder: str) -> None:
+    sys.argv = [script, folder, "8"]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
 
 
 def run_main(script: str, folder: str) -> None:
@@ -96,20 +93,22 @@ def run_main(script: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["train.py", "loop.py"])
-def test_an_unmodified_script_trains_under_a_plan_as_it_does_alone(scripts, monkeypatch, name):
-    folder = scripts / "planned"
-    folder.mkdir()
-    run_ranks(run_main, 2, str(scripts / name), str(folder), init=False)
-    report = json.loads((folder / "osdp_report.json").read_text())
-    assert report["plan"]["world_size"] == 2
-    got = json.loads((folder / "losses.json").read_text())
-    torch.testing.assert_close(got, stock_losses(scripts / name, monkeypatch), rtol=1e-5, atol=1e-5)
+def test_an_unmodified_script_trains_under_a_plan_as_it_does_alone(scripts, name):
+    losses = {}
+    for how, world, more in ((run_main, 2, {}), (run_stock, 1, {"LOCAL_RANK": "-1"})):
+        folder = scripts / how.__name__
+        folder.mkdir()
+        run_ranks(how, world, str(scripts / name), str(folder), init=False, env={**NO_FSDP, **more})
+        losses[how] = json.loads((folder / "losses.json").read_text())
+    report = json.loads((scripts / "run_main" / "osdp_report.json").read_text())
+    assert report["plan"]["world_size"] == 2 and not (scripts / "run_stock" / "osdp_report.json").exists()
+    torch.testing.assert_close(losses[run_main], losses[run_stock], rtol=1e-5, atol=1e-5)
 
 
-def launched(command: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess:
+def launched(command: list[str], folder: Path) -> subprocess.CompletedProcess:
     env = {
-        **os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-        "HF_HUB_OFFLINE": "1", **more,
+        **os.environ, **NO_FSDP, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     return subprocess.run([sys.executable, "-m", *command], cwd=folder, env=env, capture_output=True, text=True, timeout=240)
 
