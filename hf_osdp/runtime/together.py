@@ -9,8 +9,8 @@ import torch.distributed as dist
 from ..errors import OSDPError
 from .stores import are_several, start_space, wait_for
 
-TOGETHER_S = 30.0
-"""How long the ranks that came wait for the others, in seconds: longer than one of them prints or logs beforehand."""
+TOGETHER_S = 300.0
+"""How long the ranks that came wait for the others, in seconds: longer than one of them logs or writes beforehand, and less than NCCL waits."""
 
 
 def require_all(what: str) -> None:

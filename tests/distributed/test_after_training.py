@@ -63,7 +63,7 @@ def used_after_training(folder: str) -> dict[str, object]:
         found["alone"] = line_of(lambda: model.generate(PROMPT, max_new_tokens=2))
         found["saved alone"] = line_of(lambda: model.save_pretrained(f"{folder}/alone"))
     dist.barrier()
-    together.TOGETHER_S = 30.0
+    together.TOGETHER_S = 300.0
     found["again"] = model.generate(PROMPT, max_new_tokens=6, do_sample=False)
     return found
 
