@@ -10,7 +10,7 @@ from ..errors import OSDPError
 from .stores import are_several, start_space, wait_for
 
 TOGETHER_S = 300.0
-"""How long the ranks that came wait for the others, in seconds: longer than one of them logs or writes beforehand, and less than NCCL waits."""
+"""How long the ranks that came wait for the others, in seconds: longer than one of them logs or writes beforehand, less than NCCL waits."""
 
 
 def require_all(what: str) -> None:

@@ -26,6 +26,7 @@ from ..planner.description import UnitDescription
 from ..profiling.units import modules_by_name
 from .host_offload import parameter_groups
 from .mesh import collective_device, world_size
+from .together import require_all
 
 _IN_CALL = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
 """States of a unit whose module runs forward, or is recomputed in backward: its own reads."""
@@ -52,6 +53,8 @@ class WeightReads:
         """
         self.active = False
         """Between the first forward of the root or a unit and the end of backward."""
+        self._after_evaluation = False
+        """The root's forward without gradients has ended; a loss may follow."""
         self._root = root
         self._scalars = tuple(scalars)
         self._labels = _labelled_groups(root, units)
@@ -71,19 +74,17 @@ class WeightReads:
         root.register_forward_hook(self._forward_ends)
         root._apply = self._end_step_before(root._apply)
 
-    def read(self, group: Any) -> bool:
+    def read(self, group: Any) -> None:
         """Prepare a unit for a read of one of its parameters. Collective where the unit shows shards.
 
         Args:
             group: the unit's parameter group of FSDP2.
-
-        Returns:
-            Whether another tensor stands in the place of the parameter now.
         """
         if not self.active or group._training_state in _IN_CALL:
-            return False
-        sharded = not group.is_unsharded
-        if sharded:
+            return
+        if not group.is_unsharded:
+            if self._after_evaluation:  # where one rank alone may look at a weight
+                require_all(f"Reading a weight of {self._labels[group]} after forward")
             group.unshard()
             group.wait_for_unshard()
             self._gathered.append(group)
@@ -92,7 +93,6 @@ class WeightReads:
             group.post_backward, group.reshard = _wait, _wait
             self._pinned.append(group)
             self._hook(group, "_unsharded_param", lambda parameter: self._end_is_due)
-        return sharded
 
     def end_step(self) -> None:
         """Let go of what reads have gathered, where no backward follows."""
@@ -105,7 +105,7 @@ class WeightReads:
 
     def _unit_begins(self, module: nn.Module, args: Any) -> None:
         """A unit is called; perhaps without the root, as `model.base_model(...)` or `model.get_input_embeddings()(ids)` do."""
-        if not self.active:
+        if not self.active or self._after_evaluation:
             self._root._get_fsdp_state()._lazy_init()
             self._forward_begins(module, args)
 
@@ -114,14 +114,14 @@ class WeightReads:
             return
         if not self._pinned:  # else an earlier forward of the same step has read them
             self.end_step()
-        self.active = True
+        self.active, self._after_evaluation = True, False
         for group, label in self._labels.items():  # loading may have put new parameters in the place of others
             self._hook(group, "sharded_param", lambda parameter, label=label: _refuser(label, parameter))
 
     def _forward_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled() and not self._pinned:
             self.end_step()
-            self.active = True  # a loss may follow
+            self.active = self._after_evaluation = True
 
     def _end_is_due(self, gradient: torch.Tensor) -> None:
         """Have backward's end looked at, also where no module was called."""
