@@ -28,6 +28,8 @@ _MOST_KNOWN_FLOATS = 2**12
 _UNKNOWN = object()
 _LIKE = frozenset({aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full})
 """They take shape and dtype of their first argument, and no value."""
+_UNSET = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided})
+"""They make memory whose values nobody knows."""
 _INDEXED = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index, aten._unsafe_index_put})
 """Their second argument is a list of indices."""
 
@@ -74,8 +76,9 @@ class KnownValues(TorchDispatchMode):
         """The values of a tensor, in memory that its views share, or None."""
         if not isinstance(tensor, FakeTensor):
             return tensor.detach() if tensor.device == DEVICE and _is_small(tensor) else None
-        known = self._values.get(tensor.untyped_storage()._cdata)
-        if known is None:
+        storage = tensor.untyped_storage()
+        known = self._values.get(storage._cdata)
+        if known is None or known.nbytes() != storage.nbytes():  # storages of parameters are resized
             return None
         with _disable_current_modes():
             return torch.empty(0, dtype=tensor.dtype).set_(known, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -120,14 +123,17 @@ class KnownValues(TorchDispatchMode):
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operator's result for known values, or `_UNKNOWN`."""
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags or func._overloadpacket in _UNSET:
             return _UNKNOWN
         with _disable_current_modes(), torch.no_grad():
             if func._overloadpacket in _LIKE:  # of the first argument's shape and dtype, and not of its values
                 args = (torch.zeros((), dtype=args[0].dtype).expand(args[0].shape), *args[1:])
             if any(self.value(tensor) is None for tensor in tensors_in((args, kwargs))):
                 return _UNKNOWN
-            return func(*tree_map_only(torch.Tensor, self.value, args), **tree_map_only(torch.Tensor, self.value, kwargs))
+            try:
+                return func(*tree_map_only(torch.Tensor, self.value, args), **tree_map_only(torch.Tensor, self.value, kwargs))
+            except (RuntimeError, IndexError):  # ids of another vocabulary, for example, which do no harm to a trace
+                return _UNKNOWN
 
     def _made_fake(self, real: torch.Tensor) -> torch.Tensor:
         fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=DEVICE)

@@ -92,6 +92,10 @@ def test_what_activations_have_been_written_into_is_known_no_more(ids):
     assert (counts > 0).nonzero().shape == (4, 1)
 
 
+def test_memory_that_nobody_has_written_is_not_known(ids):
+    assert (torch.empty(4, dtype=torch.long) > 0).nonzero().shape == (4, 1)
+
+
 def test_real_values_cost_no_memory_and_no_operator(ids):
     with LiveBytes(block_bytes=1) as live:
         mask = ids.eq(7)
