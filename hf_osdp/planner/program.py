@@ -14,7 +14,6 @@ from .job import OptimizerStep, TrainingJob
 from .relaxation import solve_relaxation
 from .stations import Call, Group, Line, Option, Stretch
 
-_MOST_TAIL = 2**50
 _MOST_WORK = 8.0
 """Of one solution for an objective, in CP-SAT's deterministic seconds, which are some of a clock's: models with dozens of unlike
 units may need more, and then get the best plan found."""
@@ -43,6 +42,8 @@ class Program:
         self._last: dict[Group, list] = {}
         for group in line.groups:
             self._declare(group)
+        named = 8 * sum(len(group.options) for group in line.groups if len(group.units) > 1)
+        self._most_bytes = 2**61 // max(2**8, named)  # of each variable that stands for bytes: CP-SAT's whole numbers hold their sum
         self._stations = [self._of_its_group(station) if isinstance(station, Call) else station for station in line.stations]
         self._constrain_host()
         level = self._constrain_forward()
@@ -189,11 +190,11 @@ class Program:
     def _constrain_forward_runs(self, group: Group, level) -> None:
         """Forward only raises the level: each run's peak is at its last unit."""
         rows = list(zip(group.options, self._counts[group], self._used[group], strict=True))[::-1]
-        for k, (option, x, used) in enumerate(rows):
-            for earlier in range(k):
-                if nbytes := _gather_buffer(rows[earlier][0]):
-                    between = [~u for _, _, u in rows[earlier + 1 : k]]
-                    self._fits(level + nbytes + option.copy_out_peak, used, rows[earlier][2], *between)
+        before = 0
+        for option, x, used in rows:
+            level = self._named(level)
+            self._fits(level + before + option.copy_out_peak, used)
+            before = self._latest(used, _gather_buffer(option), before)
             level = level + option.left_by_forward * x
             self._fits(level - option.left_by_forward + option.forward_peak, used)
             if nbytes := _gather_buffer(option):
@@ -254,8 +255,8 @@ class Program:
 
     def _constrain_runs(self, group: Group, level, tail: int) -> None:
         """Within a run the level moves evenly: its peak is at its first unit or near its last."""
-        for k, option in enumerate(group.options):
-            x, used = self._counts[group][k], self._used[group][k]
+        for option, x, used, following in self._backward_runs(group, 0):
+            level = self._named(level)
             change, prefetched, peak = _change(option), _prefetched(option), option.backward_peak
             end = level + change * x
             self._fits(level + max(option.gather_peak + tail, peak), used)
@@ -264,14 +265,13 @@ class Program:
                 twice = self._at_least(x, 2)
                 self._fits(level + peak + prefetched, twice)
                 self._fits(end - 2 * change + peak + prefetched, twice)
-            for later, nbytes, unused in self._next_gathers(group, k):
-                self._fits(end - change + peak + nbytes, used, later, *unused)
+            self._fits(end - change + peak + following, used)
             level = end
 
     def _constrain_unlike_runs(self, group: Group, level, tail, ahead) -> None:
         """The same where options leave unlike reduce buffers in flight: a run's first unit meets that of the run before."""
-        for k, option in enumerate(group.options):
-            x, used, own = self._counts[group][k], self._used[group][k], option.bytes.reduce_tail
+        for option, x, used, following in self._backward_runs(group, ahead):
+            level, own = self._named(level), _reduce_tail(option)
             change, prefetched = _change(option), _prefetched(option)
             end, twice, thrice = level + change * x, self._at_least(x, 2), self._at_least(x, 3)
             both = max(option.gather_peak, option.compute_peak)
@@ -286,29 +286,35 @@ class Program:
                 self._fits(level + change + option.compute_peak + prefetched + own, thrice)
                 self._fits(end - 2 * change + option.compute_peak + prefetched + own, thrice)
                 self._fits(end - 2 * change + option.reduce_peak + prefetched, twice)
-            nexts = [*self._next_gathers(group, k), (self._first[group][k], ahead, ())]
-            for later, nbytes, unused in nexts:
-                self._fits(level + option.compute_peak + nbytes + tail, used, ~twice, later, *unused)
-                self._fits(end - change + option.compute_peak + nbytes + own, twice, later, *unused)
-                self._fits(end - change + option.reduce_peak + nbytes, used, later, *unused)
-            level, tail = end, self._tail_after(group, k, tail)
+            self._fits(level + option.compute_peak + following + tail, used, ~twice)
+            self._fits(end - change + option.compute_peak + following + own, twice)
+            self._fits(end - change + option.reduce_peak + following, used)
+            level, tail = end, self._latest(used, own, tail)
 
-    def _next_gathers(self, group: Group, k: int) -> list[tuple]:
-        """Runs that may come after the k-th in backward: whether one does, what it gathers ahead, and that none between them does."""
-        used = self._used[group]
-        return [
-            (used[later], nbytes, [~u for u in used[k + 1 : later]])
-            for later in range(k + 1, len(used))
-            if (nbytes := _prefetched(group.options[later]))
-        ]
+    def _backward_runs(self, group: Group, ahead) -> list[tuple]:
+        """A group's runs in the order of backward: option, count, whether it is used, and what the unit after the run gathers ahead."""
+        runs = []
+        for option, x, used in list(zip(group.options, self._counts[group], self._used[group], strict=True))[::-1]:
+            runs.append((option, x, used, ahead))
+            ahead = self._latest(used, _prefetched(option), ahead)
+        return runs[::-1]
 
-    def _tail_after(self, group: Group, k: int, tail):
-        """What is in flight after the k-th run: its own reduce buffer, or where it has no unit, the one that was there before."""
-        used, own = self._used[group][k], group.options[k].bytes.reduce_tail
-        after = self._model.new_int_var(0, _MOST_TAIL, "")
-        self._model.add(after >= own).only_enforce_if(used)
-        self._model.add(after >= tail).only_enforce_if(~used)
-        return after
+    def _latest(self, used, nbytes: int, otherwise):
+        """At least `nbytes` where a run is used, else at least what the run beside it gave."""
+        if isinstance(otherwise, int) and otherwise == nbytes:
+            return nbytes
+        latest = self._model.new_int_var(0, self._most_bytes, "")
+        self._model.add(latest >= nbytes).only_enforce_if(used)
+        self._model.add(latest >= otherwise).only_enforce_if(~used)
+        return latest
+
+    def _named(self, level):
+        """A variable for a level, so that constraints on it stay short."""
+        if isinstance(level, int):
+            return level
+        named = self._model.new_int_var(-self._most_bytes, self._most_bytes, "")
+        self._model.add(named == level)
+        return named
 
     def _constrain_finish(self, level) -> None:
         """Reductions of what is gathered for the whole step, one after the other, then the optimizer step."""
