@@ -148,7 +148,7 @@ def judged(row: Row, stock: list[Outcome], stock_failure: str, ours: list[Outcom
     if failure:
         error = _first_error(ours)
         if error is None:
-            return (Verdict.HUNG, f"no end within {LIMIT_S:.0f} s") if failure == "hung" else (Verdict.CRASHED, failure[max(failure.find("Fatal"), 0) :][:1500])
+            return (Verdict.HUNG, f"no end within {LIMIT_S:.0f} s") if failure == "hung" else (Verdict.CRASHED, failure.splitlines()[0])
         return Verdict.CRASHED, f"{error.error_type}: {one_line(error.error)}\n{error.trace}"
     if not all(outcome.layouts for outcome in ours):
         return Verdict.DIFFERENT, "no plan ran: the model was not sharded"
