@@ -16,7 +16,7 @@ from transformers import get_linear_schedule_with_warmup
 
 from .data import Stream, classes, tokens
 from .models import Plain, gpt2, llama, tiny
-from .row import Figures, Oracle, Verdict, row
+from .row import Figures, Verdict, row
 from .side import STEPS, Side, mean_over_ranks
 
 _GROUP = "Accelerate loops"
@@ -337,5 +337,5 @@ _entered(
     "gradient penalty by autograd.grad",
     make=partial(llama, attn_implementation="eager"),
     loss_of=_penalised,
-    about={"oracle": Oracle.ALONE},
+    about=_REFUSED,
 )

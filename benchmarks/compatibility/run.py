@@ -22,6 +22,10 @@ LIMIT_S = 150.0
 """Of one side of a row."""
 _PATIENCE_S = 20.0
 """How long a rank that failed waits for the others to say what became of them."""
+_ENV = {
+    Oracle.FSDP2: {"ACCELERATE_USE_FSDP": "true"},
+    Oracle.ALONE: {"LOCAL_RANK": "-1"},  # else Accelerate wraps one process in DDP
+}
 _LINE = 400
 """Characters of a refusal at most."""
 
@@ -56,7 +60,7 @@ def _side(row: Row, folder: Path, *, is_stock: bool) -> tuple[list[Outcome], str
     """What each rank said, and what went wrong with the processes, if anything did."""
     folder.mkdir()
     world, failure = (row.oracle.processes if is_stock else 2), ""
-    env = {"ACCELERATE_USE_FSDP": "true"} if is_stock and row.oracle is Oracle.FSDP2 else {}
+    env = _ENV.get(row.oracle, {}) if is_stock else {}
     try:
         run_ranks(train_row, world, row.label, str(folder), is_stock, init=False, timeout_s=LIMIT_S, env=env)
     except RankFailure as error:
@@ -144,7 +148,7 @@ def judged(row: Row, stock: list[Outcome], stock_failure: str, ours: list[Outcom
     if failure:
         error = _first_error(ours)
         if error is None:
-            return (Verdict.HUNG, f"no end within {LIMIT_S:.0f} s") if failure == "hung" else (Verdict.CRASHED, failure[-1500:])
+            return (Verdict.HUNG, f"no end within {LIMIT_S:.0f} s") if failure == "hung" else (Verdict.CRASHED, failure.splitlines()[0])
         return Verdict.CRASHED, f"{error.error_type}: {one_line(error.error)}\n{error.trace}"
     if not all(outcome.layouts for outcome in ours):
         return Verdict.DIFFERENT, "no plan ran: the model was not sharded"

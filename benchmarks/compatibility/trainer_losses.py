@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, kl_div, linear, log_softmax, mse_
 
 from .data import tokens
 from .models import gpt2, llama
-from .row import Figures, Oracle, row
+from .row import Figures, Oracle, Verdict, row
 from .side import Side, trained
 
 _GROUP = "Losses, and weights read without a call"
@@ -119,13 +119,13 @@ for _shift in (0, 1, 2):
     _lost(f"a block's weight read, layouts {_shift}", partial(_penalised, name="model.layers.0.mlp.up_proj.weight"), shift=_shift)
     _lost(f"the embedding's weight read, layouts {_shift}", partial(_penalised, name="model.embed_tokens.weight"), shift=_shift)
 _lost("a norm's weight read", partial(_penalised, name="model.norm.weight"))
-_lost("all weights read", _all_penalised, daily=True)
+_lost("all weights read", _all_penalised, daily=True, expected=Verdict.REFUSED)
 _lost("the embedding called by the loss", _embedded_outside)
 _lost("the embedding called by the loss, tied", _embedded_outside, make=_tied)
 _lost("the head called twice", _head_called_twice)
 _lost("the model called twice", _model_called_twice)
 _lost("the model teaches itself", _distilled)
-_lost("gradient penalty", _gradient_penalty, make=_eager_llama, oracle=Oracle.ALONE)
+_lost("gradient penalty", _gradient_penalty, make=_eager_llama, expected=Verdict.REFUSED)
 
 
 @row("compute_loss_func", _GROUP)
