@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 
 from ..profiling.batch import without_adapters
+from ..profiling.batch_norm import has_running_statistics
 from ..profiling.units import canonical_name
 
 _Stock = transformers.Trainer
@@ -68,10 +69,14 @@ def batch_coupling(trainer: Any) -> str | None:
 
     The planner then leaves the size of micro-batches as it is: splitting one would train something else.
     """
-    cls = type(trainer)
+    cls, model = type(trainer), without_adapters(trainer.model)
     names = {base.__name__ for base in cls.__mro__}
-    if "return_loss" in inspect.signature(without_adapters(trainer.model).forward).parameters:
-        return f"{without_adapters(trainer.model).__class__.__name__} compares the samples of a batch with each other"
+    if "return_loss" in inspect.signature(model.forward).parameters:
+        return f"{type(model).__name__} compares the samples of a batch with each other"
+    if has_running_statistics(model):
+        return f"{type(model).__name__} has batch normalisation, which takes the statistics of a micro-batch"
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        return f"{type(model).__name__} balances its experts over the tokens of a micro-batch"
     if names & set(_OF_SINGLE_SAMPLES):
         return None
     if cls.compute_loss is not _Stock.compute_loss:

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,12 +90,18 @@ def describe(
     offloadable = choosable if device_type == "cuda" and not cut.operators else frozenset()
 
     def traced(recomputable: frozenset[int], offloadable: frozenset[int]) -> Trace:
-        return trace_segments(
-            model, units, inputs, compute_dtype=_torch_dtype(compute_dtype), fused_kernels=device_type == "cuda",
+        trace = partial(
+            trace_segments, model, units, inputs, compute_dtype=_torch_dtype(compute_dtype), fused_kernels=device_type == "cuda",
             checkpointed_blocks=found_classes if activation_checkpointing else None, recomputable=recomputable, offloadable=offloadable,
             shortcut=not cut.operators,  # parts of a block keep what others hand them, which stand-ins do not
             loss=loss,
         )  # fmt: skip
+        try:
+            return trace()
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            return trace(samples=(2, 3, 4))  # batch norm of pooled features trains on no single sample
 
     try:
         segments, outputs, read_outside = _traced_or_plain(traced, again, offloadable)
