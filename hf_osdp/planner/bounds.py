@@ -30,7 +30,8 @@ def peak_floor(description: ModelDescription, line: Line, job: TrainingJob, batc
 
 def frugal_choices(line: Line) -> dict[int, Choice]:
     """For each unit the option that needs least memory; most often no plan needs less."""
-    return {unit: min(group.options, key=_need).choice for group in line.groups for unit in group.units}
+    units = sum(len(group.units) for group in line.groups)
+    return {unit: min(group.options, key=lambda o: _need(o, units)).choice for group in line.groups for unit in group.units}
 
 
 def in_order(choices: dict[int, Choice]) -> Sequence[Choice]:
@@ -38,6 +39,8 @@ def in_order(choices: dict[int, Choice]) -> Sequence[Choice]:
     return [choices[index] for index in range(len(choices))]
 
 
-def _need(option: Option) -> tuple[int, int, float]:
+def _need(option: Option, units: int) -> tuple[int, float]:
+    """Bytes where so many units take the option: what stays is there for all of them, what passes for one."""
     transient = max(option.gather_peak + option.bytes.reduce_tail, option.backward_peak + option.bytes.prefetched)
-    return option.bytes.held + option.left_by_forward + option.left_by_backward, transient, option.seconds
+    stays = option.bytes.held + option.left_by_forward + option.left_by_backward
+    return units * stays + max(transient, option.forward_peak, option.copy_out_peak), option.seconds

@@ -25,15 +25,16 @@ class Program:
     Args:
         line: stations with their options.
         job: which optimizer step runs.
-        limit_bytes: bytes that no moment may pass.
+        limit_bytes: bytes that no moment may pass; None makes it a variable, to be minimized.
         linear: leave out the constraints that hold only for runs that exist; it is then a relaxation, for `relax`.
     """
 
-    def __init__(self, line: Line, job: TrainingJob, limit_bytes: int, *, linear: bool = False):
+    def __init__(self, line: Line, job: TrainingJob, limit_bytes: int | None, *, linear: bool = False):
         from ortools.sat.python import cp_model
 
-        self._line, self._job, self._limit_bytes, self._linear = line, job, limit_bytes, linear
+        self._line, self._job, self._linear = line, job, linear
         self._model, self._solver = cp_model.CpModel(), cp_model.CpSolver()
+        self.limit = self._model.new_int_var(0, 2**60, "") if limit_bytes is None else limit_bytes
         self.gave_up = False
         """The last `solve` found nothing, and did not prove that there is nothing."""
         self._counts: dict[Group, list] = {}
@@ -146,7 +147,7 @@ class Program:
     # moments
 
     def _fits(self, level, *literals) -> None:
-        constraint = self._model.add(level <= self._limit_bytes)
+        constraint = self._model.add(level <= self.limit)
         if literals:
             constraint.only_enforce_if(list(literals))
 

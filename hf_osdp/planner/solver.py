@@ -27,6 +27,8 @@ _FEW, _MORE = 12, 4
 _SAME = 1e-7
 """Part of a step's time by which a plan must be quicker to be another's better: no rate or link is known so well, and to tell apart plans
 that are nearer takes long."""
+_ROUNDED = 1e-6
+"""Part of a bound by which rounding in the linear solver may have raised it."""
 _ROUNDING = 2**22
 """Steps of the objective by which a reduced cost may be off."""
 
@@ -55,6 +57,8 @@ def fastest(line: Line, job: TrainingJob, limit_bytes: int, *, cutoff_s: float |
         The optimum, or None where nothing fits (or nothing is faster than the cutoff). Where the solver gave up, what it had found by
         then, not proven; that may be nothing, at infinite cost.
     """
+    if (line := line.within(limit_bytes)) is None:
+        return None
     largest = sum(len(g.units) * max(o.seconds for o in g.options) for g in line.groups) or 1.0
     scale = _RESOLUTION / largest
     relaxed = _relaxed(line, job, limit_bytes, scale)
@@ -120,9 +124,20 @@ def _solve(line: Line, job: TrainingJob, limit_bytes: int, scale: float, best: f
 
 def any_within(line: Line, job: TrainingJob, limit_bytes: int) -> dict[int, Choice] | None:
     """Some choice for each unit with every moment within the limit, or None where there is none."""
-    frugal = {group: set(undominated(group.options, Option.fits_where)) for group in line.groups}
-    found = Program(line.keeping(frugal), job, limit_bytes).solve()
+    possible = line.within(limit_bytes)
+    if possible is None:
+        return None
+    frugal = {group: set(undominated(group.options, Option.fits_where)) for group in possible.groups}
+    found = Program(possible.keeping(frugal), job, limit_bytes).solve()
     return None if found is None else found[0]
+
+
+def _peak_bound(line: Line, job: TrainingJob) -> int:
+    """Bytes below which no plan's peak lies: the least limit that the linear relaxation meets, less what rounding may have added."""
+    program = Program(line, job, None, linear=True)
+    program.minimize(program.limit)
+    relaxed = program.relax()
+    return 0 if relaxed is None else math.floor(relaxed[0] * (1 - _ROUNDED))
 
 
 def least_peak(
@@ -143,7 +158,7 @@ def least_peak(
     Returns:
         The choices and their peak in bytes.
     """
-    best, highest, impossible, attempt = start, peak_of(start), floor_bytes - 1, 0
+    best, highest, impossible, attempt = start, peak_of(start), max(floor_bytes, _peak_bound(line, job)) - 1, 0
     while highest - impossible > 1:
         limit = highest - 1 if attempt % 2 == 0 else (highest + impossible) // 2
         choices = any_within(line, job, limit)

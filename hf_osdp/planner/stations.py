@@ -58,6 +58,17 @@ class Option:
         return max(self.compute_peak + self.bytes.reduce_tail, self.reduce_peak)
 
     @property
+    def lowest_level(self) -> int:
+        """What it adds to the level of forward and backward at least, at every moment."""
+        return self.bytes.held + min(0, self.left_by_forward, self.left_by_backward)
+
+    @property
+    def own_peak(self) -> int:
+        """Its highest moment above the level before its forward, whatever its neighbours have."""
+        backward = self.left_by_forward + max(self.gather_peak, self.compute_peak, self.reduce_peak)
+        return max(0, self.copy_out_peak, self.forward_peak, backward)
+
+    @property
     def highest(self) -> int:
         """The largest of its terms, whatever its sign."""
         own = (self.left_by_forward, self.left_by_backward, self.copy_out_peak, self.forward_peak, self.gather_peak, self.backward_peak)
@@ -185,6 +196,16 @@ class Line:
             whole_step=tuple(map(less, self.whole_step)),
             idle=tuple(map(less, self.idle)),
         )
+
+    def within(self, limit_bytes: int) -> Line | None:
+        """The line without options that alone pass a limit though all other units take what adds least; None where a group has no other."""
+        least = {group: min(option.lowest_level for option in group.options) for group in self.groups}
+        level = self.model_bytes + sum(min(0, s.saved) for s in self.stations if isinstance(s, Stretch))
+        level += sum(len(group.units) * nbytes for group, nbytes in least.items())
+        level += sum(min(option.bytes.gathered for option in group.options) for group in self.whole_step)
+        room = {group: limit_bytes - level + nbytes for group, nbytes in least.items()}
+        kept = {group: {o for o in group.options if o.lowest_level + o.own_peak <= room[group]} for group in self.groups}
+        return self.keeping(kept) if all(kept.values()) else None
 
     def fits_host(self, choices: dict[int, Choice]) -> bool:
         """Whether the host has memory for what these choices move there."""
