@@ -32,11 +32,17 @@ def traced_loss(trainer: Any) -> Loss:
     """
 
     def loss(twin: nn.Module, batch: Mapping[str, Any]) -> Any:
-        shadow = _shadow(trainer, twin)
+        last: list[Any] = []
+        shadow = _shadow(trainer, twin, last)
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         items = max(1, labels.numel()) if isinstance(labels, torch.Tensor) else 1
         counted = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-        return shadow.compute_loss(twin, batch, num_items_in_batch=items if counted else None)
+        handle = twin.register_forward_hook(lambda module, args, output: last.__setitem__(slice(None), [output]))
+        try:
+            return shadow.compute_loss(twin, batch, num_items_in_batch=items if counted else None)
+        finally:
+            handle.remove()
+            last.clear()  # what is held through backward is the loss's affair
 
     return loss
 
@@ -79,11 +85,9 @@ class _Alone:
         return tensor
 
 
-def _shadow(trainer: Any, twin: nn.Module) -> Any:
+def _shadow(trainer: Any, twin: nn.Module, last: list[Any]) -> Any:
+    """Copy a trainer, with the twin as its model; `last` gets the twin's last output."""
     shadow = copy.copy(trainer)
-    last: list[Any] = []
-    handle = twin.register_forward_hook(lambda module, args, output: last.append(output))
-    twin.__dict__["_shadow_hook"] = handle
     for name, value in vars(trainer).items():
         if value is trainer.model or name in ("model", "model_wrapped"):
             setattr(shadow, name, twin)
