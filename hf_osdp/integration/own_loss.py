@@ -148,7 +148,7 @@ def _bytes_on_device(module: nn.Module, seen: set[int]) -> int:
 
 def _gathered_bytes(module: nn.Module) -> int:
     """Bytes of a root that FSDP2 leaves gathered after forward: one that nobody told to free them."""
-    if not isinstance(module, FSDPModule) or module._get_fsdp_state()._auto_reshard_after_forward is False:
+    if not isinstance(module, FSDPModule) or getattr(module._get_fsdp_state(), "_auto_reshard_after_forward", None) is False:
         return 0
     return sum(_whole_bytes(parameter) for group in parameter_groups(module) for parameter in group.fsdp_params)
 
