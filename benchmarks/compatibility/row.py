@@ -52,6 +52,7 @@ class Row:
         expected: another verdict is a failure, a refusal where figures were equal before among them.
         loss_tolerance, norm_tolerance: relative, of losses and metrics, and of gradient norms.
         shift: which layout of the mixed plan the first unit takes.
+        is_refused_late: what may be refused comes after training.
         config: options of OSDP that the row needs.
         daily: part of the sample that the tests run.
     """
@@ -64,6 +65,7 @@ class Row:
     loss_tolerance: float = 1e-4
     norm_tolerance: float = 1e-3
     shift: int = 0
+    is_refused_late: bool = False
     config: Mapping[str, object] = field(default_factory=dict)
     daily: bool = False
 

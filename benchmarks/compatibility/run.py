@@ -40,7 +40,7 @@ class Outcome:
     error: str = ""
     error_type: str = ""
     is_refusal: bool = False
-    """Raised by this package on purpose, in one line, before the first optimizer step."""
+    """Raised by this package on purpose, in one line, before the first optimizer step or what the row says."""
     trace: str = ""
     at_s: float = field(default_factory=time.time)
     """When it was said: the ranks that lose the one that failed say so later."""
@@ -88,7 +88,7 @@ def train_row(label: str, folder: str, is_stock: bool) -> None:
         with side.prepared():
             figures = row.train(side)
     except BaseException as error:
-        _write(folder, rank, _failed(error, before_steps=not steps))
+        _write(folder, rank, _failed(error, in_time=row.is_refused_late or not steps))
         _await_others(folder)
         raise
     _write(folder, rank, Outcome(figures=figures, layouts=len(set().union(*layouts)) if layouts else 0))
@@ -114,7 +114,7 @@ def _watched() -> tuple[list[int], list[set[Any]]]:
     return steps, layouts
 
 
-def _failed(error: BaseException, *, before_steps: bool) -> Outcome:
+def _failed(error: BaseException, *, in_time: bool) -> Outcome:
     """An outcome that tells a refusal from a crash."""
     from hf_osdp.errors import OSDPError
 
@@ -125,7 +125,7 @@ def _failed(error: BaseException, *, before_steps: bool) -> Outcome:
     return Outcome(
         error=line,
         error_type=type(error).__name__,
-        is_refusal=isinstance(error, (ValueError, OSDPError)) and ours and is_line and before_steps,
+        is_refusal=isinstance(error, (ValueError, OSDPError)) and ours and is_line and in_time,
         trace="".join(traceback.format_exception(error)[-4:]),
     )
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from .data import tokens
 from .models import gpt2, llama
-from .row import Figures, row
+from .row import Figures, Verdict, row
 from .side import Side, trained
 
 _GROUP = "Saving and using the model"
@@ -72,7 +72,7 @@ def _entered(name: str, then: Any, **about: Any) -> None:
 
 _entered("model.save_pretrained", _pretrained, daily=True)
 _entered("accelerator.get_state_dict, torch.save", _saved_state)
-_entered("torch.save(model)", _saved_module)
+_entered("torch.save(model)", _saved_module, expected=Verdict.REFUSED, is_refused_late=True)
 _entered("the model called after training", _called)
 _entered("a weight read after training", _read)
 
