@@ -207,7 +207,7 @@ def _sums(state: dict[str, torch.Tensor]) -> dict[str, float]:
     return {name: float(value.double().abs().sum()) for name, value in state.items()}
 
 
-@row("objects prepared one by one", _GROUP)
+@row("objects prepared one by one", _GROUP, **_REFUSED)
 def _singly(side: Side) -> Figures:
     accelerator = side.accelerator()
     model = gpt2()
@@ -216,7 +216,7 @@ def _singly(side: Side) -> Figures:
     return _loop(side, accelerator, model, optimizer, loader)
 
 
-@row("the model prepared first, then the optimizer of its parameters", _GROUP)
+@row("the model prepared first, then the optimizer of its parameters", _GROUP, refused_by="accelerate", **_REFUSED)
 def _model_first(side: Side) -> Figures:
     accelerator = side.accelerator()
     model, loader = accelerator.prepare(gpt2(), _loader(side))
@@ -259,7 +259,7 @@ def _two_optimizers(side: Side) -> Figures:
     return figures
 
 
-@row("LocalSGD", _GROUP, **_REFUSED)
+@row("LocalSGD", _GROUP, refused_by="accelerate", **_REFUSED)
 def _local(side: Side) -> Figures:
     accelerator = side.accelerator()
     model = gpt2()

@@ -53,6 +53,7 @@ class Row:
         loss_tolerance, norm_tolerance: relative, of losses and metrics, and of gradient norms.
         shift: which layout of the mixed plan the first unit takes.
         is_refused_late: what may be refused comes after training.
+        refused_by: the package whose error is the refusal.
         config: options of OSDP that the row needs.
         daily: part of the sample that the tests run.
     """
@@ -66,6 +67,7 @@ class Row:
     norm_tolerance: float = 1e-3
     shift: int = 0
     is_refused_late: bool = False
+    refused_by: str = "hf_osdp"
     config: Mapping[str, object] = field(default_factory=dict)
     daily: bool = False
 

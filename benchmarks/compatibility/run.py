@@ -40,7 +40,7 @@ class Outcome:
     error: str = ""
     error_type: str = ""
     is_refusal: bool = False
-    """Raised by this package on purpose, in one line, before the first optimizer step or what the row says."""
+    """Raised on purpose by this package, or the one that the row names, in one line, before the first optimizer step or what the row says."""
     trace: str = ""
     at_s: float = field(default_factory=time.time)
     """When it was said: the ranks that lose the one that failed say so later."""
@@ -88,7 +88,7 @@ def train_row(label: str, folder: str, is_stock: bool) -> None:
         with side.prepared():
             figures = row.train(side)
     except BaseException as error:
-        _write(folder, rank, _failed(error, in_time=row.is_refused_late or not steps))
+        _write(folder, rank, _failed(error, row, in_time=row.is_refused_late or not steps))
         _await_others(folder)
         raise
     _write(folder, rank, Outcome(figures=figures, layouts=len(set().union(*layouts)) if layouts else 0))
@@ -114,18 +114,18 @@ def _watched() -> tuple[list[int], list[set[Any]]]:
     return steps, layouts
 
 
-def _failed(error: BaseException, *, in_time: bool) -> Outcome:
+def _failed(error: BaseException, row: Row, *, in_time: bool) -> Outcome:
     """An outcome that tells a refusal from a crash."""
     from hf_osdp.errors import OSDPError
 
     frames = traceback.extract_tb(error.__traceback__)
-    ours = bool(frames) and "hf_osdp" in Path(frames[-1].filename).parts
+    is_from = bool(frames) and row.refused_by in Path(frames[-1].filename).parts
     line = str(error)
     is_line = "\n" not in line and 0 < len(line) <= _LINE
     return Outcome(
         error=line,
         error_type=type(error).__name__,
-        is_refusal=isinstance(error, (ValueError, OSDPError)) and ours and is_line and in_time,
+        is_refusal=isinstance(error, (ValueError, OSDPError, NotImplementedError)) and is_from and is_line and in_time,
         trace="".join(traceback.format_exception(error)[-4:]),
     )
 

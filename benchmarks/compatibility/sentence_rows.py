@@ -17,7 +17,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 
 from .data import COUNT, sentences, tokenizer
 from .models import tiny
-from .row import Figures, row
+from .row import Figures, Verdict, row
 from .side import Side, trained
 
 _GROUP = "sentence-transformers"
@@ -70,7 +70,7 @@ row("CoSENTLoss", _GROUP)(partial(_train, loss=losses.CoSENTLoss, data=_pairs(Tr
 row("CachedMultipleNegativesRankingLoss", _GROUP)(
     partial(_train, loss=partial(losses.CachedMultipleNegativesRankingLoss, mini_batch_size=1), data=_pairs(False))
 )
-row("SoftmaxLoss, which has parameters of its own", _GROUP)(
+row("SoftmaxLoss, which has parameters of its own", _GROUP, expected=Verdict.REFUSED)(
     partial(
         _train, data=_pairs(False).add_column("label", [number % 3 for number in range(COUNT)]),
         loss=lambda model: losses.SoftmaxLoss(model, sentence_embedding_dimension=32, num_labels=3),
