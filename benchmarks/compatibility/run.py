@@ -40,7 +40,7 @@ class Outcome:
     error: str = ""
     error_type: str = ""
     is_refusal: bool = False
-    """Raised on purpose by this package, or the one that the row names, in one line, before the first optimizer step or what the row says."""
+    """Raised on purpose, by the package that the row names, in one line, in time."""
     trace: str = ""
     at_s: float = field(default_factory=time.time)
     """When it was said: the ranks that lose the one that failed say so later."""
