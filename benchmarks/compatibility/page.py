@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
+from importlib.metadata import version
 from itertools import groupby
 
 from hf_osdp.report.run_report import package_versions
@@ -14,14 +16,14 @@ _WIDTH = 136
 _HEAD = """\
 # Compatibility
 
-Does training under a plan log what the stock stack logs? Each row below is one small training that is run twice on this machine's CPU:
-by transformers, TRL, sentence-transformers or Accelerate as they are, and by this package, on two gloo processes, under a plan in which
-neighbouring units have different layouts (replicated, ZeRO-2, ZeRO-3). Loss, gradient norm, learning rate and metrics of every step are
-compared.
+Does training under a plan log what the stock stack logs? Each row below is one small training that is run twice on the CPU: by transformers, TRL,
+sentence-transformers or Accelerate as they are, and by this package, on two gloo processes, under a plan in which neighbouring units have
+different layouts (replicated, ZeRO-2, ZeRO-3). Loss, gradient norm, learning rate and metrics of every step are compared.
 
 - **equal to stock**: no figure differs by more than float32 rounding (1e-4 of a loss, 1e-3 of a gradient norm, unless the row says
   otherwise). Stock is DDP on two processes, or what the row names.
-- **refused**: an error of one line, on every process, before the first step. The line stands below the table.
+- **refused**: an error of one line, on every process, before the first step (or when it is asked for, after training). The line stands
+  below the table.
 - **not applicable**: the stock stack does not run it either; its reason stands below the table.
 
 Where stock DDP itself is off, one process is the measure: it multiplies the loss of models that ignore the number of items by the
@@ -48,7 +50,8 @@ def page(results: list[Result]) -> str:
 
 
 def _versions() -> str:
-    return ", ".join(f"{name} {version}" for name, version in package_versions().items())
+    found = {**package_versions(), **{name: version(name) for name in ("trl", "sentence-transformers", "peft")}}
+    return ", ".join(f"{name} {text}" for name, text in found.items())
 
 
 def _group(name: str, results: list[Result]) -> str:
@@ -75,7 +78,7 @@ def _oracle(result: Result) -> str:
 
 def _plain(text: str) -> str:
     """Without what Markdown would read as markup."""
-    return " ".join(text.split()).replace("*", r"\*").replace("_", r"\_").replace("<", r"\<")
+    return re.sub(r"(?<!\w)_|_(?!\w)|[*<]", lambda found: "\\" + found[0], " ".join(text.split()))
 
 
 def _wrapped(text: str) -> str:
