@@ -16,9 +16,10 @@ _WIDTH = 136
 _HEAD = """\
 # Compatibility
 
-Does training under a plan log what the stock stack logs? Each row below is one small training that is run twice on the CPU: by transformers, TRL,
-sentence-transformers or Accelerate as they are, and by this package, on two gloo processes, under a plan in which neighbouring units have
-different layouts (replicated, ZeRO-2, ZeRO-3). Loss, gradient norm, learning rate and metrics of every step are compared.
+Does training under a plan log what the stock stack logs? Each row below is one small training that is run twice on the CPU: by
+transformers, TRL, sentence-transformers or Accelerate as they are, and by this package, on two gloo processes, under a plan in which
+neighbouring units have different layouts (replicated, ZeRO-2, ZeRO-3). Loss, gradient norm, learning rate and metrics of every step are
+compared.
 
 - **equal to stock**: no figure differs by more than float32 rounding (1e-4 of a loss, 1e-3 of a gradient norm, unless the row says
   otherwise). Stock is DDP on two processes, or what the row names.
