@@ -64,7 +64,7 @@ _model("WhisperForConditionalGeneration", partial(tiny, "WhisperForConditionalGe
 _model("Wav2Vec2ForCTC", models.wav2vec2, waves, **_MEAN)
 _model("a plain nn.Module with blocks", Plain, tokens, about={"daily": True})
 _model("a plain nn.Module without blocks", partial(Plain, blocks=0), tokens)
-_model("a plain nn.Module that holds a model", lambda: _Holding(), tokens)
+_model("a plain nn.Module that holds a model", lambda: _Holding().double(), tokens)
 
 
 def _gpt2_classifier() -> tuple[type[nn.Module], Any]:
@@ -76,7 +76,7 @@ def _gpt2_classifier() -> tuple[type[nn.Module], Any]:
 
 
 class _Holding(nn.Module):
-    """A model of transformers as a part, with a head of its own."""
+    """A model of transformers as a part, with a head of its own. Batch norm of two samples makes much of rounding: train it in float64."""
 
     def __init__(self) -> None:
         super().__init__()
