@@ -44,7 +44,8 @@ class Program:
         for group in line.groups:
             self._declare(group)
         named = 8 * sum(len(group.options) for group in line.groups if len(group.units) > 1)
-        self._most_bytes = 2**61 // max(2**8, named)  # of each variable that stands for bytes: CP-SAT's whole numbers hold their sum
+        most = 2**61 // max(2**8, named)  # of each variable that stands for bytes: CP-SAT's whole numbers hold their sum
+        self._most_bytes = most if limit_bytes is None else min(most, max(0, limit_bytes))
         self._stations = [self._of_its_group(station) if isinstance(station, Call) else station for station in line.stations]
         self._constrain_host()
         level = self._constrain_forward()
@@ -69,7 +70,8 @@ class Program:
 
         parameters = self._solver.parameters
         parameters.num_workers, parameters.random_seed = 1, 0  # so that the same question always gets the same answer
-        parameters.cp_model_presolve = False  # with it, OR-tools 9.15 calls some feasible programs of these infeasible
+        # with either of these, OR-tools 9.15 calls some feasible programs of these infeasible
+        parameters.cp_model_presolve, parameters.cut_level = False, 0
         if self._model.has_objective():
             parameters.max_deterministic_time = _MOST_WORK
         status = self._solver.solve(self._model)
@@ -305,7 +307,7 @@ class Program:
         if isinstance(otherwise, int) and otherwise == nbytes:
             return nbytes
         latest = self._model.new_int_var(0, self._most_bytes, "")
-        self._model.add(latest >= nbytes).only_enforce_if(used)
+        self._model.add(latest >= min(nbytes, self._most_bytes)).only_enforce_if(used)  # an option with more has no unit
         self._model.add(latest >= otherwise).only_enforce_if(~used)
         return latest
 
