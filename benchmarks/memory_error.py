@@ -1,13 +1,14 @@
 """Estimated peak memory against the real FSDP2 step, simulated on fake tensors.
 
-    python benchmarks/memory_error.py [--quick] [--only layouts|ways] [--sample N] [--jobs N] [--json FILE] [--markdown FILE]
+    python benchmarks/memory_error.py [--quick] [--only layouts|ways] [--models NAME ...] [--sample N] [--jobs N] [--json FILE]
+        [--markdown FILE]
 
-Nine models, worlds of 2, 8 and 64 devices, seven layouts, float32 and bfloat16, with and without activation checkpointing;
+Thirteen models, worlds of 2, 8 and 64 devices, seven layouts, float32 and bfloat16, with and without activation checkpointing;
 kernels and allocation granularity as on CUDA, dropout as the configurations have it, 4 samples of up to 512 tokens.
 Beside these layouts, on 8 and 64 devices, the other ways to fit: all blocks recomputed under ZeRO-3; every decision in turn
 (layout, recomputation, states and activations on the host, gradients held over three micro-steps); and of models of 4 blocks,
 operator units, operators in slices, and a vocabulary projection in 4 slices with its loss, untied or tied.
-The aim: mean error at most 1 %, worst at most 3 %, never more than 1 % under. Exit code 1 where it is missed.
+The aim: mean error at most 0.5 %, worst at most 3 %, never more than 1 % under. Exit code 1 where it is missed.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+import torch
 import transformers
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from torch import nn
 from transformers.utils import logging
 
 from hf_osdp.planner.costs import Batch, Choice
@@ -51,7 +54,7 @@ from hf_osdp.quantities import format_bytes
 from hf_osdp.report.run_report import package_versions
 from hf_osdp.runtime.simulate import simulate
 
-MEAN_AIM, WORST_AIM, UNDER_AIM = 0.01, 0.03, -0.01
+MEAN_AIM, WORST_AIM, UNDER_AIM = 0.005, 0.03, -0.01
 TOKENS, SAMPLES = 512, 4
 MODELS = {
     "GPT-2 small": ("GPT2LMHeadModel", "GPT2Config", {}),
@@ -68,8 +71,17 @@ MODELS = {
                  {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
                   "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True}),
     "ViT base": ("ViTForImageClassification", "ViTConfig", {"num_labels": 1000}),
+    "Mixtral 8 experts": ("MixtralForCausalLM", "MixtralConfig",
+                          {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 8, "num_attention_heads": 16,
+                           "num_key_value_heads": 4}),
+    "CLIP base": ("CLIPModel", "CLIPConfig", {}),
+    "Recurrent Gemma": ("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig",
+                        {"hidden_size": 1024, "lru_width": 1024, "intermediate_size": 6144, "num_hidden_layers": 12,
+                         "num_attention_heads": 8, "vocab_size": 32000}),
+    "plain module": (None, None, {}),
 }  # fmt: skip
-"""Class, configuration class, and what differs from its defaults: the published sizes."""
+"""Class, configuration class, and what differs from its defaults: the published sizes, and smaller ones of kinds that are unlike
+these: experts with fewer rows than ranks, large parameters in the root, and states that modules keep. `PlainModel` has neither class."""
 WORLDS = (2, 8, 64)
 PER_NODE = {2: 2, 8: 4, 64: 8}
 """Ranks of a node, for two stages."""
@@ -87,6 +99,25 @@ CUTS = {
 WAYS_WORLDS = (8, 64)
 PRECISIONS = ("no", "bf16")
 QUICK = {"models": ("GPT-2 small", "T5 base"), "worlds": (8,), "layouts": ("zero3", "mixed"), "precisions": ("no",)}
+
+
+class PlainModel(nn.Module):
+    """A model that is none of transformers, most of which is an embedding in the root."""
+
+    def __init__(self, *, vocabulary: int = 100_000, width: int = 512, blocks: int = 6) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, 100)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True) for _ in range(blocks))
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return {"loss": nn.functional.cross_entropy(self.head(hidden.mean(1)), labels)}
+
+    @staticmethod
+    def inputs(samples: int) -> dict[str, torch.Tensor]:
+        return {"tokens": torch.zeros(samples, TOKENS, dtype=torch.long), "labels": torch.zeros(samples, dtype=torch.long)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,14 +234,15 @@ def run(work: Sequence[Case], *, jobs: int) -> list[Row]:
 def measure(setting: Setting, world: int, layout: str) -> Row:
     """Estimate and simulate one case."""
     started = time.perf_counter()
-    config, description, job = _described(setting, world)
+    model, description, job = _described(setting, world)
     batch = Batch(micro_batch_size=SAMPLES, accumulation_steps=3 if layout == "mixed_ways" else 1)
     job = replace(job, global_batch_size=world * SAMPLES * batch.accumulation_steps)
     plan = Plan.of(description, layout_choices(layout, description, job, world), batch, world_size=world, strategy=layout)
     estimate = estimate_memory(description, choices_of(plan, description), world, job, batch)
     simulation = simulate(
-        config, plan, description=description, job=job, device_type="cuda", activation_checkpointing=setting.checkpointing
-    )
+        model, plan, description=description, job=job, device_type="cuda", activation_checkpointing=setting.checkpointing,
+        inputs=getattr(model, "inputs", None),
+    )  # fmt: skip
     return Row(
         **asdict(setting), world=world, layout=layout,
         estimated_bytes=estimate.peak_bytes, simulated_bytes=simulation.peak_bytes,
@@ -263,21 +295,34 @@ def _searched(description: ModelDescription, job: TrainingJob, world: int) -> li
     return list(choices_of(result.plan, description))
 
 
-def _described(setting: Setting, world: int) -> tuple[transformers.PretrainedConfig, ModelDescription, TrainingJob]:
-    config, description = _description(setting)
+def _described(setting: Setting, world: int) -> tuple[transformers.PretrainedConfig | PlainModel, ModelDescription, TrainingJob]:
+    model, description = _description(setting)
     job = TrainingJob(global_batch_size=SAMPLES * world, micro_batch_size=SAMPLES, precision=Precision.named(setting.precision))
-    return config, description, job
+    return model, description, job
 
 
 @lru_cache(maxsize=4)
-def _description(setting: Setting) -> tuple[transformers.PretrainedConfig, ModelDescription]:
-    architecture, config_class, sizes = MODELS[setting.model]
-    config = getattr(transformers, config_class)(**sizes | _of_cut(setting, sizes), architectures=[architecture])
+def _description(setting: Setting) -> tuple[transformers.PretrainedConfig | PlainModel, ModelDescription]:
+    model = _model(setting)
     description = describe(
-        config, sequence_length=TOKENS, compute_dtype=Precision.named(setting.precision).compute, device_type="cuda",
-        activation_checkpointing=setting.checkpointing, cut=_cut(setting.cut, config),
+        model, sequence_length=_tokens(model), compute_dtype=Precision.named(setting.precision).compute, device_type="cuda",
+        activation_checkpointing=setting.checkpointing, cut=_cut(setting.cut, model), inputs=getattr(model, "inputs", None),
     )  # fmt: skip
-    return config, description
+    return model, description
+
+
+def _model(setting: Setting) -> transformers.PretrainedConfig | PlainModel:
+    architecture, config_class, sizes = MODELS[setting.model]
+    if config_class is None:
+        with torch.device("meta"):
+            return PlainModel()
+    return getattr(transformers, config_class)(**sizes | _of_cut(setting, sizes), architectures=[architecture])
+
+
+def _tokens(model: transformers.PretrainedConfig | PlainModel) -> int:
+    """Tokens of a sample: fewer where the model has fewer positions."""
+    text = getattr(model, "text_config", None)
+    return TOKENS if text is None else min(TOKENS, text.max_position_embeddings)
 
 
 def _of_cut(setting: Setting, sizes: dict) -> dict:
@@ -387,7 +432,7 @@ def headline(rows: Sequence[Row]) -> tuple[str, bool]:
     mean, worst, under = _mean(rows), max(abs(row.error) for row in rows), min(row.error for row in rows)
     met = mean <= MEAN_AIM and worst <= WORST_AIM and under >= UNDER_AIM
     return (
-        f"peak memory, estimate against simulation, {len(rows)} cases: mean error {mean:.2%} (aim {MEAN_AIM:.0%}), worst {worst:.2%}"
+        f"peak memory, estimate against simulation, {len(rows)} cases: mean error {mean:.2%} (aim {MEAN_AIM:.1%}), worst {worst:.2%}"
         f" (aim {WORST_AIM:.0%}), most under {min(0.0, under):.2%} (aim {UNDER_AIM:.0%}): {'met' if met else 'MISSED'}"
     ), met
 

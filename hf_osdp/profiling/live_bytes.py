@@ -12,6 +12,8 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from .operators import call_operator
+
 CUDA_BLOCK_BYTES = 512
 """The CUDA caching allocator rounds each allocation up to this (`kMinBlockSize` in c10/cuda/CUDACachingAllocator.cpp)."""
 
@@ -84,7 +86,7 @@ class LiveBytes(TorchDispatchMode):
         if any(map(is_dtensor, types)):
             return NotImplemented  # let it unfold into operators on local tensors, which come here again
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = call_operator(func, args, kwargs)
         before: set[int] | None = None
         for tensor in tensors_in(result):
             for local in plain_tensors(tensor):

@@ -1,0 +1,83 @@
+"""Experts with fewer rows than ranks, and large parameters in the root: what FSDP2 allocates for them is in the estimate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, CLIPConfig, CLIPModel, MixtralConfig
+
+from hf_osdp.planner.costs import Batch
+from hf_osdp.planner.description import GatherSpan
+from hf_osdp.planner.job import Precision, TrainingJob
+from hf_osdp.planner.memory import estimate_memory
+from hf_osdp.planner.plan import Plan
+from hf_osdp.profiling.describe import describe
+from hf_osdp.runtime.simulate import simulate
+from tests.helpers.simulation import choices_of_layout
+
+WORLD, TOKENS = 8, 32
+BATCH = Batch(micro_batch_size=1, accumulation_steps=1)
+MOST_UNDER, MOST_OVER = -0.01, 0.01
+
+
+def relative_error(model, layout: str, precision: str, **options) -> float:
+    job = TrainingJob(global_batch_size=WORLD, precision=Precision.named(precision))
+    description = describe(model, sequence_length=TOKENS, compute_dtype=job.precision.compute, device_type="cuda", **options)
+    assert "formula" not in description.trace
+    choices = choices_of_layout(layout, description, WORLD)
+    plan = Plan.of(description, choices, BATCH, world_size=WORLD)
+    simulated = simulate(model, plan, description=description, job=job, device_type="cuda", **options).peak_bytes
+    return estimate_memory(description, choices, WORLD, job, BATCH).peak_bytes / simulated - 1
+
+
+@pytest.mark.parametrize(("layout", "precision"), [("hsdp", "bf16"), ("ddp", "no"), ("two_stage", "bf16"), ("mixed", "bf16")])
+def test_reduce_buffers_of_experts_are_padded_to_their_shard_group(layout, precision):
+    experts = MixtralConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=4, vocab_size=500, max_position_embeddings=64,
+    )  # fmt: skip
+    error = relative_error(experts, layout, precision, auto_class=AutoModelForCausalLM)
+    assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
+
+
+class LargeEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20_000, 128), nn.Linear(128, 10)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 128)) for _ in range(4))
+
+    def forward(self, tokens, labels):
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return {"loss": nn.functional.cross_entropy(self.head(hidden.mean(1)), labels)}
+
+
+def tokens_and_labels(samples: int) -> dict[str, torch.Tensor]:
+    return {"tokens": torch.zeros(samples, TOKENS, dtype=torch.long), "labels": torch.zeros(samples, dtype=torch.long)}
+
+
+@pytest.mark.parametrize(("layout", "precision"), [("zero3", "no"), ("ddp", "no"), ("zero3", "bf16")])
+def test_gradient_of_a_large_embedding_in_the_root_counts_once_from_where_it_comes(layout, precision):
+    with torch.device("meta"):
+        model = LargeEmbedding()
+    error = relative_error(model, layout, precision, inputs=tokens_and_labels)
+    assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
+
+
+def test_gradients_of_clip_s_root_count_where_each_tower_ends():
+    sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4)
+    text = dict(sizes, vocab_size=10_000, max_position_embeddings=TOKENS)
+    config = CLIPConfig(text_config=text, vision_config=dict(sizes, image_size=32, patch_size=16), projection_dim=64)
+    error = relative_error(config, "zero3", "no", auto_class=CLIPModel)
+    assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
+
+
+def test_segments_name_parameters_of_the_root_whose_gradients_come_in_their_backward():
+    with torch.device("meta"):
+        model = LargeEmbedding()
+    description = describe(model, sequence_length=TOKENS, inputs=tokens_and_labels)
+    first, *_, last = [s for s in description.segments if description.units[s.unit].span is GatherSpan.STEP]
+    assert first.gradients == ("embedding.weight",)
+    assert set(last.gradients) == {"head.weight", "head.bias"}
