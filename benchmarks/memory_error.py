@@ -76,7 +76,7 @@ MODELS = {
                            "num_key_value_heads": 4}),
     "CLIP base": ("CLIPModel", "CLIPConfig", {}),
     "Recurrent Gemma": ("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig",
-                        {"hidden_size": 1024, "lru_width": 1024, "intermediate_size": 6144, "num_hidden_layers": 12,
+                        {"hidden_size": 1024, "lru_width": 1024, "intermediate_size": 6144, "num_hidden_layers": 6,
                          "num_attention_heads": 8, "vocab_size": 32000}),
     "plain module": (None, None, {}),
 }  # fmt: skip
@@ -320,7 +320,9 @@ def _model(setting: Setting) -> transformers.PretrainedConfig | PlainModel:
 
 
 def _tokens(model: transformers.PretrainedConfig | PlainModel) -> int:
-    """Tokens of a sample: fewer where the model has fewer positions."""
+    """Tokens of a sample: fewer where the model has fewer positions, or runs a loop over them, which takes minutes to trace."""
+    if hasattr(model, "lru_width"):
+        return TOKENS // 8
     text = getattr(model, "text_config", None)
     return TOKENS if text is None else min(TOKENS, text.max_position_embeddings)
 
