@@ -186,10 +186,12 @@ def plan_first(limit: str):
     assert accelerator.gradient_state.plugin_kwargs["sync_each_batch"] is False
     loader = DataLoader(tokens(), batch_size=plan.micro_batch_size)
     other = DataLoader(tokens(), batch_size=plan.micro_batch_size + 1)  # for evaluation, in batches of another size
-    model, optimizer, loader, _ = accelerator.prepare(model, optimizer, loader, other)
-    losses, _ = train_loop(accelerator, model, optimizer, loader)
     with pytest.raises(ValueError, match=f"use batch_size={plan.micro_batch_size}"):
         accelerator.prepare(tiny_model(), DataLoader(tokens(), batch_size=plan.micro_batch_size + 1))
+    model, optimizer, loader, _ = accelerator.prepare(model, optimizer, loader, other)
+    losses, _ = train_loop(accelerator, model, optimizer, loader)
+    with pytest.raises(ValueError, match="2 models were given to prepare, but an OSDPAccelerator plans for one"):
+        accelerator.prepare(tiny_model())
     return plan.fingerprint, losses
 
 

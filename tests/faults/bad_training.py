@@ -106,7 +106,8 @@ optimizer(
 optimizer(
     "an optimizer of another model",
     "(4, 4)",
-    "The optimizer holds a parameter of shape (4, 4) that the model does not have; make it from model.parameters().",
+    "The optimizer holds a parameter of shape (4, 4) that the model does not have; make it from model.parameters(), and where a"
+    " loss has parameters of its own, make it a module of the model.",
     of_another_model,
 )
 optimizer(
