@@ -24,7 +24,6 @@ from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
 from ..runtime import oom
 from ..runtime.accumulation import micro_step
-from ..runtime.agree import largest_of_ranks
 from ..runtime.clip import clip_grad_norm_
 from ..runtime.environment import form_process_group, prepare_model
 from ..runtime.host_offload import uses_host
@@ -44,7 +43,7 @@ from .measuring import watch_loop
 from .optimizers import spec_of_optimizer, spec_of_trainer_name
 from .planning import PlannedRun, RunFacts, plan_run
 from .plugin import OSDPPlugin, offloads, plugin_for, precision_of
-from .samples import Batches, batch_size_of, find_batches, takes_keywords
+from .samples import batch_size_of, batches_of_loader
 from .sharding import change_alone, check_bound, shard_model
 
 
@@ -179,7 +178,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         length, micro, inputs = config.sequence_length, config.micro_batch_size, None
         global_batch = config.global_batch_size
         if loader is not None:
-            inputs, length = _batches_of(loader, model, length)
+            inputs, length = batches_of_loader(loader, model, length)
             size = batch_size_of(loader, share=self.num_processes if self.split_batches else 1)
             if micro not in (None, size):
                 raise ValueError(f"micro_batch_size={micro}, but the DataLoader's batches hold {size}; make them agree.")
@@ -401,19 +400,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
         self.scaler = OSDPGradScaler(device=self.device.type, **options)
         self.native_amp = True
-
-
-def _batches_of(loader: DataLoader, model: nn.Module, sequence_length: int | None) -> tuple[Batches | None, int | None]:
-    """Batches that the loop gives to the model by keywords, and the tokens of a row; None where the loop does something else."""
-    found = None if loader.collate_fn is None else find_batches(loader.dataset, loader.collate_fn)
-    if found is None:
-        return None, sequence_length
-    batches = found[0]
-    tokens = None if batches.tokens is None else largest_of_ranks(batches.tokens)
-    length = sequence_length or tokens
-    if not takes_keywords(model, batches(1)):
-        return None, length
-    return replace(batches, wanted_tokens=length if tokens else None), length or 1
 
 
 def _meets_elsewhere(handlers: Iterable[Any] | None) -> bool:

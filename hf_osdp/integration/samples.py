@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
+
+from ..runtime.agree import largest_of_ranks
 
 _MOST_OF_A_STREAM = 256
 """Samples of a stream that are looked at."""
@@ -151,6 +153,28 @@ def batch_size_of(loader: DataLoader, *, share: int) -> int | None:
     """
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     return None if size is None else size // share
+
+
+def batches_of_loader(loader: DataLoader, model: nn.Module, sequence_length: int | None) -> tuple[Batches | None, int | None]:
+    """Look for the batches that a loop gives to the model by keywords. Collective.
+
+    Args:
+        loader: not yet prepared.
+        model: that the loop trains.
+        sequence_length: tokens that rows are to have; None takes those of the longest that any rank finds.
+
+    Returns:
+        The batches, None where the loop cannot give them by keywords, and the tokens of a row, None where they are not known.
+    """
+    found = None if loader.collate_fn is None else find_batches(loader.dataset, loader.collate_fn)
+    if found is None:
+        return None, sequence_length
+    batches = found[0]
+    tokens = None if batches.tokens is None else largest_of_ranks(batches.tokens)
+    length = sequence_length or tokens
+    if not takes_keywords(model, batches(1)):
+        return None, length
+    return replace(batches, wanted_tokens=length if tokens else None), length or 1
 
 
 @contextmanager

@@ -126,7 +126,7 @@ CASES = {
     for suffix, options in (("", {}), ("-accumulate", {"accumulation_steps": 2}), ("-checkpointing", {"checkpointing": True}))
 }
 EVERYDAY = {
-    2: {f"llama-{kind}-{layout}" for kind in KINDS for layout in ("mixed", "zero2", "zero3", "replicate")}
+    2: {f"llama-{kind}-{layout}" for kind in KINDS for layout in ("mixed", "zero3")}
     | {f"gpt2-{kind}-mixed-checkpointing" for kind in KINDS},
     4: {f"llama-{kind}-everything-accumulate" for kind in KINDS} | {f"gpt2-{kind}-mixed" for kind in KINDS},
 }
