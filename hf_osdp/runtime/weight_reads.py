@@ -124,7 +124,16 @@ class WeightReads:
             self.active = self._after_evaluation = True
 
     def _end_is_due(self, gradient: torch.Tensor) -> None:
-        """Have backward's end looked at, also where no module was called."""
+        """Have backward's end looked at, also where no module was called.
+
+        Raises:
+            OSDPError: backward is to run again through a weight that was read, which is freed at its end.
+        """
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            raise OSDPError(
+                "retain_graph=True lets backward run again through a weight that the loss reads, but it is freed after the first; add the"
+                " losses up and call backward once."
+            )
         self._root._get_fsdp_state()._register_root_post_backward_final_callback()
 
     def _backward_ends(self, state: Any) -> None:

@@ -256,6 +256,27 @@ def test_guard_raises_for_a_gradient_after_the_units_own_reduction():
         assert "Unit 'model.layers.1' got a gradient for its weight that was not reduced" in found["llama-late"]
 
 
+def run_twice() -> str:
+    from hf_osdp.errors import OSDPError
+    from hf_osdp.profiling.units import find_units
+    from hf_osdp.runtime.apply import apply_plan
+    from hf_osdp.runtime.mesh import Meshes
+
+    meshes, model = Meshes("cpu"), tiny_model("llama")
+    units = find_units(model)
+    apply_plan(model, plan_of(units, meshes.world_size, "zero3"), units, meshes=meshes)
+    tiny_loss(model, tiny_batch(0)).backward(retain_graph=True)  # nothing was read
+    try:
+        loss_reads_head(model, tiny_batch(0)).backward(retain_graph=True)
+    except OSDPError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_second_backward_through_a_read_weight_is_refused():
+    assert all("retain_graph=True lets backward run again" in said for said in run_ranks(run_twice, 2))
+
+
 def run_evaluations() -> dict[str, list[float]]:
     from hf_osdp.profiling.units import find_units
     from hf_osdp.runtime.apply import apply_plan
