@@ -57,7 +57,7 @@ class Describer:
                 reason = description.trace
             _log.warning(
                 "What %s computes from its batches cannot be traced (%s): the estimate is that of the model's own loss on %d tokens;"
-                " OSDPConfig(recalibrate=True) measures the model, and a lower memory_limit leaves room.",
+                " a lower memory_limit leaves room for what is missing.",
                 "the loop's own loss" if self._facts.loss else "the model",
                 reason,
                 self._facts.sequence_length,

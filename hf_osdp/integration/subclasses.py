@@ -70,14 +70,14 @@ def batch_coupling(trainer: Any) -> str | None:
     The planner then leaves the size of micro-batches as it is: splitting one would train something else.
     """
     cls, model = type(trainer), without_adapters(trainer.model)
-    names = {base.__name__ for base in cls.__mro__}
+    owner = next(base.__name__ for base in cls.__mro__ if "compute_loss" in vars(base))  # a subclass may have a loss of its own again
     if "return_loss" in inspect.signature(model.forward).parameters:
         return f"{type(model).__name__} compares the samples of a batch with each other"
     if has_running_statistics(model):
         return f"{type(model).__name__} has batch normalisation, which takes the statistics of a micro-batch"
-    if getattr(getattr(model, "config", None), "output_router_logits", False):
+    if getattr(getattr(model, "config", None), "output_router_logits", False) or getattr(trainer, "aux_loss_enabled", False):
         return f"{type(model).__name__} balances its experts over the tokens of a micro-batch"
-    if names & set(_OF_SINGLE_SAMPLES):
+    if owner in _OF_SINGLE_SAMPLES:
         return None
     if cls.compute_loss is not _Stock.compute_loss:
         return f"{cls.__name__} computes its own loss, which may depend on the samples that share a batch"

@@ -107,6 +107,16 @@ def test_micro_batches_stay_where_a_loss_may_couple_samples(tmp_path, caplog):
     assert batch_coupling(hf_osdp.Trainer(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)) is None
 
 
+def test_own_loss_of_a_subclass_of_sft_couples_again():
+    sft = type("SFTTrainer", (transformers.Trainer,), {"compute_loss": lambda *args: None})
+    trainers = [object.__new__(cls) for cls in (sft, type("Mine", (sft,), {"compute_loss": lambda *args: None}))]
+    for trainer in trainers:
+        trainer.model = model()
+    assert batch_coupling(trainers[0]) is None and "Mine computes its own loss" in batch_coupling(trainers[1])
+    trainers[0].aux_loss_enabled = True
+    assert "balances its experts" in batch_coupling(trainers[0])
+
+
 def test_loss_that_cannot_be_traced_falls_back_and_says_so(tmp_path, caplog):
     class Odd(transformers.Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
