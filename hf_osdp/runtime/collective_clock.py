@@ -155,9 +155,12 @@ def _group(args: Sequence[Any]) -> dist.ProcessGroup:
 
 
 def _waited(result: Any) -> Any:
-    """A collective's result, once it is there (on CUDA: for the current stream)."""
-    for work in result if isinstance(result, (tuple, list)) else (result,):
-        if isinstance(work, torch.ScriptObject):
+    """A collective's result, once it is there (on CUDA: for the current stream).
+
+    NCCL's work is null where it was not asked for one (torch 2.8 and later): `unbox` says so, where a call of its methods ends the process.
+    """
+    for boxed in result if isinstance(result, (tuple, list)) else (result,):
+        if isinstance(boxed, torch.ScriptObject) and (work := dist.Work.unbox(boxed)) is not None:
             work.wait()
     return result
 
