@@ -1,8 +1,9 @@
-"""Bytes and seconds as a person writes and reads them. Inside the package they are plain `int` and `float`."""
+"""Bytes, seconds and a launcher's numbers as they are written and read. Inside the package they are plain `int` and `float`."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 _UNIT_BYTES = {
     "b": 1,
@@ -10,6 +11,8 @@ _UNIT_BYTES = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_MOST_DIGITS = 9
+"""Of a variable of the launcher."""
 
 
 def parse_bytes(value: int | float | str, *, name: str = "memory_limit") -> int:
@@ -83,3 +86,21 @@ def format_count(count: int | float) -> str:
         if abs(count) >= limit:
             return f"{count / limit:.1f}{suffix}"
     return f"{count:.0f}"
+
+
+def whole_number(environment: Mapping[str, str], name: str, default: int) -> int:
+    """A variable of the launcher as a number.
+
+    Args:
+        environment: variables by name.
+        name: `RANK`, `WORLD_SIZE` and the like.
+        default: where it is not set.
+
+    Raises:
+        ValueError: it is not a whole number of at least 0.
+    """
+    text = environment.get(name, str(default))
+    number = int(text) if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS else -1
+    if number < 0:
+        raise ValueError(f"{name}={text[:40]!r} is not a whole number of at least 0; it is for the launcher to set.")
+    return number

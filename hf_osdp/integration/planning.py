@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..collectives.own_gpu import own_gpu
 from ..errors import HardwareError, PlanError
 from ..planner.cut import WHOLE_BLOCKS, Cut
 from ..planner.description import Activations, DType, ModelDescription
@@ -226,7 +227,7 @@ def _tried(
     model: nn.Module, plan: Plan, problem: Problem, facts: RunFacts, inputs: Inputs
 ) -> tuple[Plan, tuple[Round, ...], Problem, Meshes | None]:
     """The plan that stands after trials; what the problem is by what was seen, on rank 0; meshes of the plan."""
-    device = torch.device("cuda", torch.cuda.current_device()) if facts.device_type == "cuda" else torch.device(facts.device_type)
+    device = own_gpu() if facts.device_type == "cuda" else torch.device(facts.device_type)
     meshes = Meshes(facts.device_type) if dist.is_initialized() else None
     trial = Trial(
         model=model,

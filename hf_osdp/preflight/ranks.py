@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..collectives.own_gpu import own_gpu
 from ..collectives.topology import find_topology
 from ..planner.hardware import DeviceSpec
 from .devices import DeviceMemory, native_bf16
@@ -25,9 +26,9 @@ def device_memory(device_type: str, model: nn.Module | None = None) -> DeviceMem
     if device_type == "cuda":
         if not torch.cuda.is_available():
             return None
-        device = torch.cuda.current_device()
+        device = own_gpu()
         free, total = torch.cuda.mem_get_info(device)
-        name = f"{torch.cuda.get_device_name(device)} {device}"
+        name = f"{torch.cuda.get_device_name(device)} {device.index}"
         return DeviceMemory(name=name, total_bytes=total, free_bytes=free, own_bytes=torch.cuda.memory_reserved(device))
     import psutil
 
@@ -42,7 +43,7 @@ def bf16_on(device: DeviceSpec | None, device_type: str) -> str | None:
     if device is not None:
         return device.name if native_bf16(device) else None
     if device_type == "cuda" and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False):
-        return torch.cuda.get_device_name()
+        return torch.cuda.get_device_name(own_gpu())
     return None
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from ..collectives.own_gpu import own_gpu
 from ..collectives.topology import find_topology
 from ..errors import HardwareError
 from ..planner.description import DType
@@ -111,7 +112,7 @@ def measuring_device(device_type: str) -> torch.device:
         raise ValueError(f"device_type={device_type!r} is not known; use cpu or cuda.")
     if device_type == "cuda" and not torch.cuda.is_available():
         raise HardwareError("device_type=cuda, but torch sees no CUDA device here; use cpu, or a preset of the hardware to plan for.")
-    return torch.device("cpu") if device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device_type == "cpu" else own_gpu()
 
 
 def _measure_device(device: torch.device, local: int, seconds: float, allocated_before: int) -> DeviceSpec:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..collectives.own_gpu import own_gpu
 from ..errors import (
     CheckpointError,
     CheckpointingError,
@@ -183,7 +184,7 @@ def _own_device(device_type: object) -> tuple[str, int] | None:
     """Name and MiB of this rank's GPU; None without one. Processors and their memory may differ."""
     if device_type != "cuda" or not torch.cuda.is_available():
         return None
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    found = torch.cuda.get_device_properties(own_gpu())
     return found.name, round(found.total_memory / 2**20)
 
 

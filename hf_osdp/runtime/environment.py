@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ..collectives.own_gpu import own_gpu
 from ..planner.description import DType
 from ..planner.job import Precision
 from ..profiling.batch_norm import has_running_statistics
 from .apply import default_device_type
-from .launched import whole_number
 from .roll_call import compare_versions, roll_call
 
 _log = logging.getLogger(__name__)
@@ -27,11 +27,12 @@ def form_process_group(*, needed: bool) -> None:
         LaunchError: ranks are missing, or run different versions.
     """
     if dist.is_initialized():
+        training_device()
         compare_versions()
         return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
-        torch.cuda.set_device(whole_number(os.environ, "LOCAL_RANK", 0))
+        own_gpu()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         with roll_call():
             dist.init_process_group(backend)
@@ -41,9 +42,9 @@ def form_process_group(*, needed: bool) -> None:
 
 
 def training_device() -> torch.device:
-    """This process's device: CUDA where the process group moves CUDA tensors or, without one, where there is CUDA."""
+    """This process's device, made the current one: CUDA where the process group moves CUDA tensors or, without one, where there is CUDA."""
     device_type = default_device_type() if dist.is_initialized() else ("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+    return own_gpu() if device_type == "cuda" else torch.device("cpu")
 
 
 def hold_master_weights(model: nn.Module, precision: Precision) -> None:

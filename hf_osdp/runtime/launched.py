@@ -6,12 +6,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..quantities import whole_number
 from .rank_reports import TIMEOUT_VARIABLE
 
 DEFAULT_TIMEOUT_S = 300.0
 """What torch's own stores wait, as `TCPStore` has it by default."""
-
-_MOST_DIGITS = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,24 +72,6 @@ def launch_timeout_s(timeout_s: float | None = None) -> float:
         source = TIMEOUT_VARIABLE if timeout_s is None else "timeout_s"
         raise ValueError(f"{source}={given} is not a number of seconds above 0; give one, such as 300, or leave it out.")
     return limit
-
-
-def whole_number(environment: Mapping[str, str], name: str, default: int) -> int:
-    """A variable of the launcher as a number.
-
-    Args:
-        environment: variables by name.
-        name: `RANK`, `WORLD_SIZE` and the like.
-        default: where it is not set.
-
-    Raises:
-        ValueError: it is not a whole number of at least 0.
-    """
-    text = environment.get(name, str(default))
-    number = int(text) if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS else -1
-    if number < 0:
-        raise ValueError(f"{name}={text[:40]!r} is not a whole number of at least 0; it is for the launcher to set.")
-    return number
 
 
 def local_rank(environment: Mapping[str, str] | None = None) -> int | None:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..collectives.fsdp import Stages
+from ..collectives.own_gpu import own_gpu
 from ..planner.job import divisors
 from ..planner.plan import Plan
 
@@ -158,5 +159,5 @@ def rank() -> int:
 def collective_device() -> torch.device:
     """The device on which tensors must lie for a collective of the default process group."""
     if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
-        return torch.device("cuda", torch.cuda.current_device())
+        return own_gpu()
     return torch.device("cpu")

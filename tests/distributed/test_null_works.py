@@ -136,7 +136,7 @@ def scaled(path: str) -> list[float]:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    return weight.tolist() + [scaler.get_scale()]
+    return [*weight.tolist(), scaler.get_scale()]
 
 
 def test_scaler_skips_a_step_on_all_ranks(library):

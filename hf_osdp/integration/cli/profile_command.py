@@ -91,14 +91,14 @@ def _process_group(device_type: str) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    from ...runtime.launched import whole_number
+    from ...collectives.own_gpu import own_gpu
     from ...runtime.roll_call import roll_call
 
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield
         return
     if device_type == "cuda" and torch.cuda.is_available():
-        torch.cuda.set_device(whole_number(os.environ, "LOCAL_RANK", 0))
+        own_gpu()
     with roll_call():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" and torch.cuda.is_available() else "gloo")
     try:
