@@ -62,8 +62,8 @@ def apply_plan(
         OSDPError: the model is sharded already.
         ValueError: `mp_policy` is given, but there is no process group. For units on the host one process forms its own.
     """
-    device_type = default_device_type() if meshes is None else meshes.device_type
     if broadcast:
+        device_type = default_device_type() if meshes is None else meshes.device_type
         units_text = f"{_as_description(model, units).fingerprint} in {len(units)} units"
         require_same({"the plan": plan.fingerprint, "the model": units_text, "the device": device_type})
     if plan.cut.splits and not is_split(model):
@@ -81,7 +81,7 @@ def apply_plan(
         from .environment import form_process_group
 
         form_process_group(needed=True)
-    meshes = meshes or Meshes(device_type)
+    meshes = meshes or Meshes(default_device_type())  # of the group, which may have been formed just now
     meshes.prepare(plan)
     if broadcast:
         broadcast_parameters(model)
