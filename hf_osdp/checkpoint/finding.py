@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ..collectives.waiting import waiting_group
 from ..errors import CheckpointError
 from ..runtime.agree import on_rank_zero
 from ..runtime.mesh import rank, world_size
@@ -98,7 +99,7 @@ def found_damage(folder: Path) -> str | None:
     if world_size() == 1:
         return damage(folder, files)
     problems: list[str | None] = [None] * world_size()
-    dist.all_gather_object(problems, damage(folder, files[rank() :: world_size()]))
+    dist.all_gather_object(problems, damage(folder, files[rank() :: world_size()]), group=waiting_group())
     return next(filter(None, problems), None)
 
 

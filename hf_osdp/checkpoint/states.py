@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.fsdp import FSDPModule
 
+from ..collectives.waiting import waiting_group
 from ..errors import CheckpointError
 from ..profiling.units import canonical_name
 from ..runtime.agree import on_rank_zero
@@ -91,7 +92,7 @@ def write_shards(path: Path, state: dict[str, Any], files: FileSystem | None) ->
         writer.fs = files
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # where there is one process
-        _together(lambda: dcp.save(state, storage_writer=writer), path, writes=True)
+        _together(lambda: dcp.save(state, storage_writer=writer, process_group=waiting_group()), path, writes=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------- loading
@@ -177,7 +178,7 @@ def _saved_names(path: Path, prefix: str, *, parents: bool = False) -> set[str]:
 
 def _read_shards(path: Path, state: dict[str, Any]) -> None:
     reader, planner = SafeReader(path), SafePlanner()
-    _together(lambda: dcp.load(state, storage_reader=reader, planner=planner), path, writes=False)
+    _together(lambda: dcp.load(state, storage_reader=reader, planner=planner, process_group=waiting_group()), path, writes=False)
 
 
 # ------------------------------------------------------------------------------------------------------------------- names

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from ..collectives.waiting import wait_for_ranks, waiting_group
 from ..errors import CheckpointError
 from ..planner.plan import Plan
 from ..runtime.agree import on_rank_zero
@@ -115,7 +116,7 @@ class CheckpointWriter:
                 shutil.rmtree(staged, ignore_errors=True)
             raise
         if isinstance(system, HeldFileSystem):
-            _barrier()  # rank 0 sums what others wrote to the disk
+            wait_for_ranks()  # rank 0 sums what others wrote to the disk
             self._thread = threading.Thread(target=self._finish, args=(staging, plan, rank(), world_size()), name="checkpoint")
             self._thread.start()
             began(self.wait)
@@ -243,7 +244,7 @@ def _gathered(mine: Part | str | None) -> list[Part]:
     """
     said: list[Any] = [mine] * world_size()
     if world_size() > 1:
-        dist.all_gather_object(said, mine)
+        dist.all_gather_object(said, mine, group=waiting_group())
     return _sound(said)
 
 
@@ -252,8 +253,3 @@ def _sound(said: list[Any]) -> list[Part]:
     if error := next((part for part in said if isinstance(part, str)), None):
         raise CheckpointError(error)
     return said
-
-
-def _barrier() -> None:
-    if world_size() > 1:
-        dist.barrier()

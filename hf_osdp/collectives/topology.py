@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from ..errors import HardwareError
+from .waiting import waiting_group
 
 _found: WeakKeyDictionary[dist.ProcessGroup, Topology] = WeakKeyDictionary()
 
@@ -41,7 +42,7 @@ def find_topology() -> Topology:
     group = dist.group.WORLD
     if group not in _found:
         names = [""] * dist.get_world_size()
-        dist.all_gather_object(names, node_name())
+        dist.all_gather_object(names, node_name(), group=waiting_group())
         _found[group] = topology_of(names)
     return _found[group]
 

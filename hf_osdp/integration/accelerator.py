@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from ..checkpoint.writer import CheckpointWriter
+from ..collectives.waiting import wait_for_ranks
 from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
 from ..runtime import oom
@@ -306,6 +307,10 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         if self.project_dir is not None:
             Path(self.project_dir).mkdir(parents=True, exist_ok=True)
         announce_result(self._run, measured, output_dir=self.project_dir, is_rank_zero=self.is_main_process)
+
+    def wait_for_everyone(self) -> None:
+        """As stock, but on the host: a rank may save for longer than NCCL waits, and sees perhaps no GPU of its local rank's number."""
+        wait_for_ranks()
 
     def end_training(self) -> None:
         """As stock; the last checkpoint is complete then, and a loop of fewer steps than are watched tells its estimate beside its

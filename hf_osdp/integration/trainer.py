@@ -18,6 +18,7 @@ from transformers import TrainingArguments
 from ..checkpoint.finding import recorded_batch
 from ..checkpoint.starts import begin_anew
 from ..checkpoint.writer import CheckpointWriter, Staging
+from ..collectives.waiting import wait_for_ranks
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
 from ..profiling.batch import Inputs
@@ -300,10 +301,12 @@ class Trainer(TrainerCheckpoints, _Stock):
         sharded = self._osdp is not None and self._writes_shards()
         if not sharded or _internal_call:
             super().save_model(output_dir, _internal_call)
-            return
-        self._save(output_dir or self.args.output_dir, state_dict=self.accelerator.get_state_dict(self.model))
-        if self.args.push_to_hub:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        else:
+            self._save(output_dir or self.args.output_dir, state_dict=self.accelerator.get_state_dict(self.model))
+            if self.args.push_to_hub:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        if self._osdp is not None:
+            wait_for_ranks()  # stock goes on to collectives while rank 0 writes
 
     # ------------------------------------------------------------------------------------------------------- measuring
 

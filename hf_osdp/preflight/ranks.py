@@ -11,6 +11,7 @@ from torch import nn
 
 from ..collectives.own_gpu import own_gpu
 from ..collectives.topology import find_topology
+from ..collectives.waiting import waiting_group
 from ..planner.hardware import DeviceSpec
 from .devices import DeviceMemory, native_bf16
 from .findings import Finding, refuse_errors
@@ -62,7 +63,7 @@ def agreed(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     by_rank: list[Sequence[Finding]] = [tuple(findings)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         by_rank = [()] * dist.get_world_size()
-        dist.all_gather_object(by_rank, tuple(findings))
+        dist.all_gather_object(by_rank, tuple(findings), group=waiting_group())
     first: dict[tuple[object, object], Finding] = {}
     for rank, found in enumerate(by_rank):
         for finding in found:

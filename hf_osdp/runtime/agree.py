@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..collectives.own_gpu import own_gpu
+from ..collectives.waiting import waiting_group
 from ..errors import (
     CheckpointError,
     CheckpointingError,
@@ -62,9 +63,10 @@ def on_rank_zero(fn: Callable[[], T]) -> T:
         return fn()
     message: list[bytes | None] = [None]
     cause: BaseException | None = None
+    group = waiting_group()
     if dist.get_rank() == 0:
         message[0], cause = _outcome(fn)
-    dist.broadcast_object_list(message, src=0)
+    dist.broadcast_object_list(message, src=0, group=group)
     assert message[0] is not None
     outcome = pickle.loads(message[0])  # of rank 0 of this run, by the process group: no file
     if "error" in outcome:
@@ -138,7 +140,7 @@ def largest_of_ranks(value: int) -> int:
     """Return the largest of all ranks' values. Collective."""
     values = [value] * world_size()
     if len(values) > 1:
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=waiting_group())
     return max(values)
 
 

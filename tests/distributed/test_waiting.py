@@ -1,0 +1,151 @@
+"""Ranks wait for one that works longer than the group's collectives may take, and no longer for one that has died."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from hf_osdp.checkpoint import writer as writer_module
+from hf_osdp.checkpoint.finding import check_checkpoint
+from hf_osdp.checkpoint.loop import load_loop, save_loop
+from hf_osdp.checkpoint.safe import SafeReader
+from hf_osdp.checkpoint.writer import CheckpointWriter
+from hf_osdp.collectives.topology import find_topology
+from hf_osdp.integration.accelerator import OSDPAccelerator
+from hf_osdp.integration.config import OSDPConfig
+from hf_osdp.integration.trainer import Trainer
+from hf_osdp.planner.presets import preset
+from hf_osdp.preflight.ranks import agreed
+from hf_osdp.runtime.agree import largest_of_ranks, on_rank_zero
+from tests.distributed.test_recalibrate import trained
+from tests.helpers import null_works
+from tests.helpers.checkpointed import Leg, built
+from tests.helpers.distributed import RankFailure, run_ranks
+
+TIMEOUT_S, WORK_S = 3.0, 5.0
+"""Of the group's collectives, and what one rank does meanwhile."""
+
+
+@pytest.fixture(scope="module")
+def library() -> str:
+    return null_works.library()
+
+
+def work(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(WORK_S)
+
+
+@contextmanager
+def slow(owner: object, name: str, rank: int) -> Iterator[None]:
+    """The first call of a function takes long on one rank; it must be called."""
+    stock, calls = getattr(owner, name), []
+
+    @wraps(stock)
+    def working(*args, **kwargs):
+        if not calls:
+            work(rank)
+        calls.append(1)
+        return stock(*args, **kwargs)
+
+    with mock.patch.object(owner, name, working):
+        yield
+    assert calls or dist.get_rank() != rank, name
+
+
+def late(act: Callable[[], object], rank: int) -> object:
+    work(rank)
+    return act()
+
+
+def agreements() -> None:
+    """Searches, and what ranks tell each other before training."""
+    assert on_rank_zero(lambda: late(lambda: 7, 0)) == 7
+    assert late(lambda: largest_of_ranks(dist.get_rank()), 1) == 1
+    assert late(lambda: agreed(()), 0) == ()
+    assert late(find_topology, 0).world_size == 2
+
+
+def checkpoints(folder: str, sharded: bool, in_background: bool) -> None:
+    """One rank writes, hashes or reads long."""
+    model, optimizer, plan = built(Leg(steps=0, layout="mixed"), 0)
+    writer = CheckpointWriter(in_background=in_background)
+    save = partial(save_loop, writer, folder, model, optimizer, others={}, progress={"step": 1}, sharded=sharded, plan=plan)
+    held = writer_module.HeldFileSystem if in_background else FileSystem
+    with slow(held, "create_stream", 1) if sharded else slow(torch, "save", 0), slow(writer_module, "complete", 0):
+        save()
+        writer.wait()
+    with slow(SafeReader, "read_data", 1) if sharded else slow(torch, "load", 0):
+        late(lambda: check_checkpoint(Path(folder)), 1)
+        assert load_loop(folder, model, optimizer, others={}) == {"step": 1}
+
+
+def whole_runs(folder: str) -> None:
+    """The Trainer plans and saves on rank 0."""
+    hardware = preset("cpu", devices_per_node=2)
+    osdp = OSDPConfig(hardware=hardware, memory_limit="4MiB", operator_splitting=False, compare=True)
+    with slow(Trainer, "_save", 0), mock.patch("hf_osdp.integration.planning._comparison", compared):
+        *_, trainer = trained(folder, osdp)
+        trainer.save_model(folder)
+        dist.all_reduce(torch.ones(1))
+    assert isinstance(trainer.accelerator, OSDPAccelerator)
+    late(trainer.accelerator.wait_for_everyone, 1)
+
+
+def compared(*args: object) -> None:
+    """Rank 0 compares with other strategies before all ranks tell what they found."""
+    time.sleep(WORK_S)
+
+
+def act(path: str, scene: str, *arguments: object) -> None:
+    null_works.form(path, timeout_s=TIMEOUT_S)
+    globals()[scene](*arguments)
+    dist.all_reduce(torch.ones(1))
+
+
+def test_ranks_wait_for_searches(library):
+    run_ranks(act, 2, library, "agreements", init=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sharded", "in_background"), [(True, False), (True, True), (False, False)])
+def test_ranks_wait_for_checkpoints(library, tmp_path, sharded, in_background):
+    run_ranks(act, 2, library, "checkpoints", str(tmp_path / "checkpoint-1"), sharded, in_background, init=False)
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_a_trainers_plan_and_model(library, tmp_path):
+    run_ranks(act, 2, library, "whole_runs", str(tmp_path), init=False)
+    assert (tmp_path / "model.safetensors").is_file()
+
+
+def dying(path: str, noted: str) -> None:
+    """Rank 0 dies while the others wait for it."""
+    null_works.form(path)
+
+    def die() -> None:
+        time.sleep(1.0)
+        Path(noted, "died").touch()
+        os._exit(9)
+
+    try:
+        on_rank_zero(die)
+    finally:
+        Path(noted, f"rank {dist.get_rank()}").touch()
+
+
+def test_waiting_ends_with_the_rank_that_is_waited_for(library, tmp_path):
+    with pytest.raises(RankFailure):
+        run_ranks(dying, 3, library, str(tmp_path), init=False, timeout_s=60)
+    died, *ended = (path.stat().st_mtime for path in [tmp_path / "died", tmp_path / "rank 1", tmp_path / "rank 2"])
+    assert max(ended) - died < 2
