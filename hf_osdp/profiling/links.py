@@ -14,6 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from ..collectives.fsdp import Stages, flat_collectives, two_stage_collectives
 from ..planner.hardware import Collective, CollectiveTiming
+from ..planner.job import divisors
 from ..planner.lines import fit_line
 from .together import largest, rounds, synchronize, typical, wait_for_all
 
@@ -24,10 +25,12 @@ _SIZES_BYTES = {"cpu": (2**16, 2**19, 2**21, 2**23, 2**25), "cuda": (2**20, 2**2
 _LEAST_SIZES = 3
 """Sizes that are timed however long they take: the largest of them tells bandwidth from what a busy machine adds to each call."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 25
+_MOST_FOR_ALL = 8
+"""Ranks up to which every size is measured: 12 groups."""
 
 
 def measure_collectives(
-    device: torch.device, group_sizes: Sequence[int], seconds: float, *, local_world_size: int | None = None
+    device: torch.device, sizes: GroupSizes, seconds: float, *, local_world_size: int | None = None
 ) -> tuple[CollectiveTiming, ...]:
     """Time all-gather, reduce-scatter and all-reduce, as FSDP2 will issue them under a plan. Every rank must call this, with
     the same arguments.
@@ -38,24 +41,57 @@ def measure_collectives(
 
     Args:
         device: where the tensors are.
-        group_sizes: sizes to measure, each a divisor of the world size above 1.
+        sizes: of the groups to measure.
         seconds: about how long to measure, all together.
         local_world_size: ranks on each node; None takes all to be on one.
 
     Returns:
         Timings of the slowest rank, the same on every rank.
     """
-    if not group_sizes:
-        return ()
     local = local_world_size or dist.get_world_size()
     with ExitStack() as stack:
-        tests = [_Test(collective, size, call) for (collective, size), call in _calls(group_sizes, local, device, stack).items()]
+        tests = [_Test(collective, size, call) for (collective, size), call in _calls(sizes, local, device, stack).items()]
         _choose_sizes(tests, device, seconds)
         for _ in rounds(seconds, device, least=_LEAST_ROUNDS, most=_MOST_ROUNDS):
             for test in tests:
                 for nbytes, taken in test.taken.items():
                     taken.append(test.timed(nbytes, device))
     return tuple(test.timing(device, local) for test in tests)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSizes:
+    """Sizes of groups, each a divisor of the world size above 1."""
+
+    shards: tuple[int, ...]
+    """Of groups that gather and scatter."""
+    replicas: tuple[int, ...]
+    """Of groups that reduce replicas."""
+
+
+def few_sizes(world: int, local: int) -> GroupSizes:
+    """The groups of which links and collectives in two stages consist: the world, a node, and ranks of one place in all nodes.
+
+    Forming a group takes all ranks a barrier in the store and its own ranks a communicator, so that every divisor (250 groups of 128 ranks
+    in nodes of 8) would hold up each start; up to 8 ranks there are few. Other sizes follow from the links (`planner/collectives.py`).
+
+    Args:
+        world: number of ranks.
+        local: ranks on each node.
+    """
+    if world <= _MOST_FOR_ALL:
+        return all_sizes(world)
+    return GroupSizes(shards=_above_one(local, world), replicas=_above_one(world // local, world))
+
+
+def all_sizes(world: int) -> GroupSizes:
+    """Every divisor of the world size."""
+    sizes = _above_one(*divisors(world))
+    return GroupSizes(shards=sizes, replicas=sizes)
+
+
+def _above_one(*sizes: int) -> tuple[int, ...]:
+    return tuple(sorted({size for size in sizes if size > 1}))
 
 
 @dataclass(slots=True)
@@ -137,7 +173,7 @@ class _Call:
     run: Callable[[torch.Tensor, torch.Tensor], object]
 
 
-def _calls(group_sizes: Sequence[int], local: int, device: torch.device, stack: ExitStack) -> dict[tuple[Collective, int], _Call]:
+def _calls(sizes: GroupSizes, local: int, device: torch.device, stack: ExitStack) -> dict[tuple[Collective, int], _Call]:
     """What is timed, in groups that are given back when the stack is left. Collective.
 
     Gathers and reductions of one size share a group, as they do in FSDP2, which has one for each axis of a mesh.
@@ -155,12 +191,14 @@ def _calls(group_sizes: Sequence[int], local: int, device: torch.device, stack: 
             stack.callback(dist.destroy_process_group, formed[key])
         return formed[key]
 
-    for size in group_sizes:
-        shards, replicas = group_of(_members(Collective.ALL_GATHER, size)), group_of(_members(Collective.ALL_REDUCE, size))
+    for size in sizes.replicas:
+        replicas = group_of(_members(Collective.ALL_REDUCE, size))
+        calls[Collective.ALL_REDUCE, size] = _Call(replicas, lambda whole, part, group=replicas: dist.all_reduce(whole, group=group))
+    for size in sizes.shards:
+        shards = group_of(_members(Collective.ALL_GATHER, size))
         gather, scatter = flat_collectives(shards, device.type)
         calls[Collective.ALL_GATHER, size] = _Call(shards, partial(_gather, gather, shards))
         calls[Collective.REDUCE_SCATTER, size] = _Call(shards, partial(_scatter, scatter, shards))
-        calls[Collective.ALL_REDUCE, size] = _Call(replicas, lambda whole, part, group=replicas: dist.all_reduce(whole, group=group))
         if 1 < local < size and size % local == 0:
             stages = Stages(between=group_of(_places(size, local)), within=group_of(_members(Collective.ALL_GATHER, local)))
             gather, scatter = two_stage_collectives(stages, device.type)

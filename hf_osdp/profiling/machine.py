@@ -16,7 +16,7 @@ from ..planner.hardware import Backend, Collective, CollectiveTiming, DeviceSpec
 from ..planner.presets import preset
 from .handling import measure_handling
 from .host import measure_host
-from .links import measure_collectives
+from .links import GroupSizes, few_sizes, measure_collectives
 from .rates import copy_rate, matmul_rates, operator_seconds
 from .together import distributed, smallest, wait_for_all, world_size
 
@@ -31,7 +31,8 @@ def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Seq
         device_type: `"cpu"` or `"cuda"`.
         seconds: about how long compute is measured, again the collectives, a third of it what FSDP2 does beside them, and on
             CUDA a fifth of it the host; setting up groups comes on top.
-        group_sizes: sizes of the groups whose collectives are measured; None takes every divisor of the world size.
+        group_sizes: sizes of the groups whose collectives are measured; None takes every divisor of up to 8 ranks, and of more the
+            few from which the links follow (`few_sizes`).
 
     Returns:
         Figures of the slowest rank, the same on every rank. With one process there are no timings of collectives, and the
@@ -44,7 +45,7 @@ def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Seq
     device = measuring_device(device_type)
     world = world_size()
     local = find_topology().ranks_per_node
-    sizes = _group_sizes(world, group_sizes)
+    sizes = _group_sizes(world, local, group_sizes)
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     timings = measure_collectives(device, sizes, seconds, local_world_size=local) if world > 1 else ()
     spec = _measure_device(device, local, seconds, before)
@@ -166,14 +167,15 @@ def _agreed_name(device: torch.device) -> str:
     return names[0]
 
 
-def _group_sizes(world: int, asked: Sequence[int] | None) -> tuple[int, ...]:
+def _group_sizes(world: int, local: int, asked: Sequence[int] | None) -> GroupSizes:
     """Group sizes above 1, the world's own included."""
     if asked is None:
-        return tuple(size for size in range(2, world + 1) if world % size == 0)
+        return few_sizes(world, local)
     for size in asked:
         if size < 1 or world % size:
             raise ValueError(f"group_sizes has {size}, which does not divide the {world} processes; use divisors of {world}.")
-    return tuple(sorted({size for size in asked if size > 1} | ({world} if world > 1 else set())))
+    sizes = tuple(sorted({size for size in (*asked, world) if size > 1}))
+    return GroupSizes(shards=sizes, replicas=sizes)
 
 
 def _links(spec: DeviceSpec, timings: Sequence[CollectiveTiming], *, local: int, world: int) -> tuple[Link, Link]:

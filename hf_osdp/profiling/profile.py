@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..planner.description import DType
+from ..planner.job import divisors
 from ..planner.profile import HostLink, Profile
 from .block_times import measure_block_times
 from .host_link import measure_host_link
@@ -60,7 +61,9 @@ def measure_profile(
         raise ValueError("A model's blocks are timed at one sequence length; give sequence_length.")
     device = measuring_device(device_type)
     machine_s = seconds if model_or_config is None else seconds / 2
-    hardware = measure_hardware(device_type=device_type, seconds=machine_s / 2.4)  # compute, collectives, FSDP2's own work
+    hardware = measure_hardware(  # compute, collectives, FSDP2's own work
+        device_type=device_type, seconds=machine_s / 2.4, group_sizes=divisors(world_size())
+    )  # fmt: skip
     host = hardware.host
     if host is None:
         host_link = measure_host_link(device, 0.05 * machine_s)
