@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from hf_osdp.collectives.waiting import waiting_group
 from hf_osdp.planner.evaluate import estimate_plan
 from hf_osdp.planner.hardware import Collective
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
@@ -76,6 +77,7 @@ def tried(precision: str, checkpointing: bool, on_meta: bool, as_on_cuda: bool =
     )
     meshes = Meshes("cpu")
     meshes.prepare(plan)
+    waiting_group()  # formed once for each process group
     before, formed = state_of_everything(model), groups()
     observed = probe(plan, trial, meshes, timed_steps=1)
     unchanged = same(before, state_of_everything(model)) if not on_meta else True
