@@ -30,6 +30,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ..collectives.waiting import waiting_group
 from ..errors import LaunchError
 from . import lifeline
 from .launched import Launch, launch_timeout_s
@@ -90,14 +91,21 @@ def roll_call(*, timeout_s: float | None = None) -> Iterator[None]:
     space = meet(store, launch, mine, limit_s)
     lifeline.join(space, rank=launch.rank, world_size=launch.world_size, address=launch.address)
     try:
-        with _empty_store(space.get(_NAME).decode()):
+        with _empty_store(space.get(_NAME).decode()), _gloo_explained(mine):
             yield
+    finally:
+        del store  # not before: the group's own store has joined the server by now
+
+
+@contextmanager
+def _gloo_explained(mine: RankReport) -> Iterator[None]:
+    """Say what to do where gloo does not reach other ranks."""
+    try:
+        yield
     except RuntimeError as failed:
         if any(sign in str(failed) for sign in _GLOO_SIGNS):
             raise LaunchError(gloo_line(mine, interface=os.environ.get("GLOO_SOCKET_IFNAME"), reason=str(failed))) from failed
         raise
-    finally:
-        del store  # not before: the group's own store has joined the server by now
 
 
 @contextmanager
@@ -149,16 +157,20 @@ def meet(store: dist.Store, launch: Launch, mine: RankReport, limit_s: float) ->
 def compare_versions() -> None:
     """Where a process group exists already: hold the ranks' versions against each other, and a lifeline between them. Collective.
 
+    The group may be NCCL's alone: ranks wait for each other over gloo (`waiting_group`), which is formed here, where its failure is told.
+
     Raises:
-        LaunchError: they differ; the same line on every rank.
+        LaunchError: they differ, in the same line on every rank; or gloo does not reach other ranks.
     """
     if not are_several():
         return
     rank, space = dist.get_rank(), call_space()
-    mine = json.dumps(asdict(_own_report(rank)))
-    if line := confer(space, mine, lambda said: difference_line([RankReport.read(text) for text in said])):
+    mine = _own_report(rank)
+    if line := confer(space, json.dumps(asdict(mine)), lambda said: difference_line([RankReport.read(text) for text in said])):
         raise LaunchError(line)
     lifeline.join(space, rank=rank, world_size=dist.get_world_size(), address=os.environ.get("MASTER_ADDR"))
+    with _gloo_explained(mine):
+        waiting_group()
 
 
 def own_versions() -> dict[str, str]:

@@ -21,12 +21,14 @@ from hf_osdp.checkpoint.loop import load_loop, save_loop
 from hf_osdp.checkpoint.safe import SafeReader
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.collectives.topology import find_topology
+from hf_osdp.errors import LaunchError
 from hf_osdp.integration.accelerator import OSDPAccelerator
 from hf_osdp.integration.config import OSDPConfig
 from hf_osdp.integration.trainer import Trainer
 from hf_osdp.planner.presets import preset
 from hf_osdp.preflight.ranks import agreed
 from hf_osdp.runtime.agree import largest_of_ranks, on_rank_zero
+from hf_osdp.runtime.roll_call import compare_versions
 from tests.distributed.test_recalibrate import trained
 from tests.helpers import null_works
 from tests.helpers.checkpointed import Leg, built
@@ -127,6 +129,20 @@ def test_ranks_wait_for_checkpoints(library, tmp_path, sharded, in_background):
 def test_ranks_wait_for_a_trainers_plan_and_model(library, tmp_path):
     run_ranks(act, 2, library, "whole_runs", str(tmp_path), init=False)
     assert (tmp_path / "model.safetensors").is_file()
+
+
+def unreachable(path: str) -> str:
+    """The process group is there, and gloo is told an interface that is not."""
+    null_works.form(path)
+    os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
+    with pytest.raises(LaunchError) as raised:
+        compare_versions()
+    return str(raised.value)
+
+
+def test_gloo_that_does_not_reach_other_ranks_is_told_at_the_start(library):
+    for line in run_ranks(unreachable, 2, library, init=False):
+        assert "cannot connect to other ranks over gloo" in line and "nowhere0" in line
 
 
 def dying(path: str, noted: str) -> None:
