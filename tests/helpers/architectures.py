@@ -108,7 +108,7 @@ def tiny_architecture(name: str) -> nn.Module:
 def _no_float32() -> Iterator[None]:
     """Where Gemma's norm asks for float32, in which sums depend on their order in the 8th digit, it gets float64."""
     stock = torch.Tensor.float
-    torch.Tensor.float = torch.Tensor.double
+    torch.Tensor.float = lambda tensor: tensor.double() if tensor.is_floating_point() else stock(tensor)  # positions stay as they are
     try:
         yield
     finally:

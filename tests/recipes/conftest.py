@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from transformers import TrainingArguments
 from transformers.integrations import is_tensorboard_available
 
 from tests.recipes.ranks import Run, run_together
@@ -139,14 +140,18 @@ def classifier(tmp_path: Path) -> Recipe:
     return Recipe("run_glue", tmp_path)
 
 
+_CHECKPOINTING = "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
+"""transformers 5.23 gave `gradient_checkpointing` this name."""
+
+
 @pytest.fixture(scope="session")
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Pretrained:
     """A small BERT that two ranks train on a stream: bf16, checkpointed blocks, two micro-batches a step, a cosine, a tracker."""
     recipe = Recipe("run_mlm", tmp_path_factory.mktemp("pretrained"))
     tracker = "tensorboard" if is_tensorboard_available() else "none"
     job = recipe.job(
-        "out", streaming=True, bf16=True, activation_checkpointing=True, micro_batch_size=2, lr_scheduler_type="cosine", warmup_steps=2,
-        report_to=tracker, max_steps=20, max_train_samples=None, logging_steps=1,
+        "out", streaming=True, bf16=True, micro_batch_size=2, lr_scheduler_type="cosine", warmup_steps=2,
+        report_to=tracker, max_steps=20, max_train_samples=None, logging_steps=1, **{_CHECKPOINTING: True},
     )  # fmt: skip
     return Pretrained(output=recipe.output, printed=run_together(recipe.folder, [job])[0], tracker=tracker)
 

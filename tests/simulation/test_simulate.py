@@ -21,7 +21,7 @@ from hf_osdp.planner.search import search
 from hf_osdp.profiling.describe import describe
 from hf_osdp.runtime.apply import apply_plan
 from hf_osdp.runtime.mesh import Meshes
-from hf_osdp.runtime.simulate import simulate
+from hf_osdp.runtime.simulate import _shapes_apart, simulate
 from hf_osdp.runtime.simulated_search import search_and_simulate
 
 WORLD = 8
@@ -72,7 +72,8 @@ def test_torchs_own_tracker_finds_the_same_peak_to_the_byte():
     plan = sharded_plan(description)
     simulated = simulate(config, plan, description=description, job=JOB).peak_bytes
     peak_by_torch(config, description, plan)  # the first time, the tracker counts what DTensor makes to find out shapes
-    assert simulated == peak_by_torch(config, description, plan)
+    with _shapes_apart():  # torch 2.11 makes them every time, as long as the whole parameters: 338 MB here that no device allocates
+        assert simulated == peak_by_torch(config, description, plan)
 
 
 def test_kinds_of_bytes_add_up_to_what_the_plan_holds(description):
