@@ -73,6 +73,9 @@ class DeviceSpec:
     """Seconds that dispatching an operator adds to its work; 0 where kernels are queued ahead, as on a busy GPU."""
     reserved_bytes: int = 0
     """Device memory that no tensor can have: CUDA context, NCCL buffers."""
+    capability: tuple[int, int] | None = None
+    """CUDA compute capability, which decides on the attention kernel (docs.nvidia.com: CUDA GPU Compute Capability); None where it is not
+    known, or for a CPU."""
     communicator_bytes: int = 0
     """Of these, each of NCCL's communicators; `Hardware.scaled` counts them anew."""
 

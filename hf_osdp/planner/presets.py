@@ -51,6 +51,7 @@ def _v100(memory_gib: int, usable_gib: float) -> DeviceSpec:
         reserved_bytes=_kept(memory_gib, usable_gib),
         flops_per_s={DType.FLOAT16: 125 * TERA, DType.BFLOAT16: 15.7 * TERA, DType.FLOAT32: 15.7 * TERA, DType.FLOAT64: 7.8 * TERA},
         memory_bytes_per_s=900 * GB,
+        capability=(7, 0),
         source="NVIDIA V100 SXM2 data sheet (2020); bfloat16 has no tensor cores and runs at the float32 rate",
     )
 
@@ -72,6 +73,7 @@ def _a100(memory_gib: int, memory_gb_per_s: float, usable_gib: float) -> DeviceS
         reserved_bytes=_kept(memory_gib, usable_gib),
         flops_per_s={DType.BFLOAT16: 312 * TERA, DType.FLOAT16: 312 * TERA, DType.FLOAT32: 19.5 * TERA, DType.FLOAT64: 19.5 * TERA},
         memory_bytes_per_s=memory_gb_per_s * GB,
+        capability=(8, 0),
         source="NVIDIA A100 SXM data sheet (2021), dense; float32 without TF32, as torch multiplies by default",
     )
 
@@ -82,6 +84,7 @@ _TITAN_RTX = DeviceSpec(
     reserved_bytes=_kept(24, 23.64),  # of an RTX 4090, 3DTopia/Phidias-Diffusion#8
     flops_per_s={DType.FLOAT16: 130.5 * TERA, DType.BFLOAT16: 16.3 * TERA, DType.FLOAT32: 16.3 * TERA},
     memory_bytes_per_s=672 * GB,
+    capability=(7, 5),
     source="NVIDIA TITAN RTX data sheet (2018) and Turing whitepaper; bfloat16 has no tensor cores and runs at the float32 rate",
 )
 _RTX_3090 = DeviceSpec(
@@ -90,6 +93,7 @@ _RTX_3090 = DeviceSpec(
     reserved_bytes=_kept(24, 23.69),  # ucwxb/GraphAvatar#4
     flops_per_s={DType.FLOAT16: 71 * TERA, DType.BFLOAT16: 71 * TERA, DType.FLOAT32: 35.6 * TERA},
     memory_bytes_per_s=936 * GB,
+    capability=(8, 6),
     source="NVIDIA GA102 whitepaper (2020), dense, tensor cores that sum in float32; float32 without TF32",
 )
 _RTX_4090 = DeviceSpec(
@@ -98,6 +102,7 @@ _RTX_4090 = DeviceSpec(
     reserved_bytes=_kept(24, 23.52),  # pytorch/torchchat#1341
     flops_per_s={DType.FLOAT16: 165.2 * TERA, DType.BFLOAT16: 165.2 * TERA, DType.FLOAT32: 82.6 * TERA},
     memory_bytes_per_s=1008 * GB,
+    capability=(8, 9),
     source="NVIDIA Ada GPU architecture whitepaper (2022), dense, tensor cores that sum in float32; float32 without TF32",
 )
 _H100 = DeviceSpec(
@@ -106,6 +111,7 @@ _H100 = DeviceSpec(
     reserved_bytes=_kept(80, 79.14, HOPPER_CUBLAS_BYTES),
     flops_per_s={DType.BFLOAT16: 989.4 * TERA, DType.FLOAT16: 989.4 * TERA, DType.FLOAT32: 66.9 * TERA, DType.FLOAT64: 66.9 * TERA},
     memory_bytes_per_s=3350 * GB,
+    capability=(9, 0),
     source="NVIDIA H100 SXM5 data sheet and Hopper whitepaper (2022), dense; float32 without TF32",
 )
 _H200 = replace(

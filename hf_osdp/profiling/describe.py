@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import CheckpointingError, DescriptionError
 from ..planner.cut import WHOLE_BLOCKS, Cut
 from ..planner.description import Affine, DType, GatherSpan, ModelDescription, Segment, UnitDescription
+from .attention import ASSUMED_CAPABILITY, AttentionCall, Capability, Kernel, capability_here, warning_of_math
 from .batch import Inputs, Loss, check_sequence_length, plain_batch, training_batch
 from .batch_norm import has_running_statistics
 from .build import build_on_meta, is_checkpointed
@@ -34,6 +35,7 @@ def describe(
     block_classes: Sequence[str] | None = None,
     compute_dtype: DType | None = None,
     device_type: str = "cpu",
+    capability: Capability | None = None,
     auto_class: Any = None,
     inputs: Inputs | None = None,
     activation_checkpointing: bool = False,
@@ -52,6 +54,8 @@ def describe(
         block_classes: class names of the blocks, see `find_units`.
         compute_dtype: dtype of gathered parameters and activations; None keeps the parameters' own.
         device_type: `"cpu"` or `"cuda"`: whose attention and dropout kernels, and whose allocation granularity, count.
+        capability: compute capability of the CUDA device (`DeviceSpec.capability`), which decides on the attention kernel; None takes
+            that of this machine's GPU, or where there is none (8, 6), whose rules are the narrowest from Ampere on.
         auto_class: for a configuration, which class to build, see `build_on_meta`.
         inputs: from a number of samples to forward's keyword arguments, labels included, or to what `loss` takes; None makes a
             training batch for a transformers model.
@@ -92,6 +96,7 @@ def describe(
     def traced(recomputable: frozenset[int], offloadable: frozenset[int]) -> Trace:
         trace = partial(
             trace_segments, model, units, inputs, compute_dtype=_torch_dtype(compute_dtype), fused_kernels=device_type == "cuda",
+            capability=capability,
             checkpointed_blocks=found_classes if activation_checkpointing else None, recomputable=recomputable, offloadable=offloadable,
             shortcut=not cut.operators,  # parts of a block keep what others hand them, which stand-ins do not
             loss=loss,
@@ -104,8 +109,8 @@ def describe(
             return trace(samples=(2, 3, 4))  # batch norm of pooled features trains on no single sample
 
     try:
-        segments, outputs, read_outside = _traced_or_plain(traced, again, offloadable)
-        trace = _how_traced(model, device_type, activation_checkpointing)
+        segments, outputs, read_outside, kernels = _traced_or_plain(traced, again, offloadable)
+        trace = _how_traced(model, device_type, capability, kernels, activation_checkpointing)
     except CheckpointingError:
         raise
     except Exception as error:  # a model may raise anything under fake tensors
@@ -116,6 +121,9 @@ def describe(
         outputs, read_outside = Affine(), frozenset()
         segments = _segments_by_formula(model, units, found_classes, sequence_length, dtype, error, activation_checkpointing)
         trace = f"{_FORMULA} ({SOURCE}); the trace failed with {type(error).__name__}"
+    else:
+        if Kernel.MATH in kernels and cut.is_none:
+            _log.warning(warning_of_math(kernels[Kernel.MATH], capability or capability_here() or ASSUMED_CAPABILITY))
     units = _never_freed(units, segments, read_outside)
     given, cast = _input_lines(inputs, _torch_dtype(compute_dtype))
     return ModelDescription(
@@ -224,12 +232,20 @@ def _segments_by_formula(
     return formula_segments(units, block_classes, shape, checkpointed=checkpointed)
 
 
-def _how_traced(model: nn.Module, device_type: str, activation_checkpointing: bool) -> str:
+def _how_traced(
+    model: nn.Module, device_type: str, capability: Capability | None, kernels: Mapping[Kernel, AttentionCall], checkpointed: bool
+) -> str:
+    """A line for tables, which names the attention kernels of CUDA that were estimated."""
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     parts = [f"fake tensors, device {device_type}"]
-    parts += [f"attention {attention}"] if attention else []
-    parts += ["fused kernels emulated"] if device_type == "cuda" else []
-    parts += ["blocks checkpointed"] if activation_checkpointing or is_checkpointed(model) else []
+    if kernels:
+        assumed = capability is None and capability_here() is None
+        where = f" (compute capability {ASSUMED_CAPABILITY[0]}.{ASSUMED_CAPABILITY[1]} assumed)" if assumed else ""
+        saves = ", which saves every score" if Kernel.MATH in kernels else ""
+        parts += [f"attention {attention or 'sdpa'} by {' and '.join(sorted(kernels))} kernel{where}{saves}"]
+    elif attention:
+        parts += [f"attention {attention}"]
+    parts += ["blocks checkpointed"] if checkpointed or is_checkpointed(model) else []
     return ", ".join(parts)
 
 

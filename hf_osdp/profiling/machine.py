@@ -134,6 +134,7 @@ def _measure_device(device: torch.device, local: int, seconds: float, allocated_
         source="measured",
         reserved_bytes=int(-agreed[2]),
         operator_s=-agreed[3],
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
     )
 
 
