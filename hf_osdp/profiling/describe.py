@@ -34,6 +34,7 @@ def describe(
     sequence_length: int,
     block_classes: Sequence[str] | None = None,
     compute_dtype: DType | None = None,
+    autocast: bool = False,
     device_type: str = "cpu",
     capability: Capability | None = None,
     auto_class: Any = None,
@@ -53,6 +54,7 @@ def describe(
         sequence_length: tokens of one sample.
         block_classes: class names of the blocks, see `find_units`.
         compute_dtype: dtype of gathered parameters and activations; None keeps the parameters' own.
+        autocast: compute in it under `torch.autocast`, as one process does (`Precision.autocast`), and leave the parameters as they are.
         device_type: `"cpu"` or `"cuda"`: whose attention and dropout kernels, and whose allocation granularity, count.
         capability: compute capability of the CUDA device (`DeviceSpec.capability`), which decides on the attention kernel; None takes
             that of this machine's GPU, or where there is none (8, 6), whose rules are the narrowest from Ampere on.
@@ -81,7 +83,8 @@ def describe(
     check_sequence_length(model, sequence_length)
     if cut.splits:
         model = cut_copy(model, cut)
-    units = find_units(model, block_classes, operators=cut.operators, low_precision=compute_dtype is not None)
+    cast_dtype = None if autocast else _torch_dtype(compute_dtype)  # of parameters and inputs, as FSDP2 casts them
+    units = find_units(model, block_classes, operators=cut.operators, low_precision=cast_dtype is not None)
     if inputs is None:
         inputs = _default_inputs(model, sequence_length)
     dtype = compute_dtype or _main_dtype(units)
@@ -95,8 +98,8 @@ def describe(
 
     def traced(recomputable: frozenset[int], offloadable: frozenset[int]) -> Trace:
         trace = partial(
-            trace_segments, model, units, inputs, compute_dtype=_torch_dtype(compute_dtype), fused_kernels=device_type == "cuda",
-            capability=capability,
+            trace_segments, model, units, inputs, compute_dtype=cast_dtype, fused_kernels=device_type == "cuda",
+            capability=capability, autocast=_torch_dtype(compute_dtype) if autocast else None,
             checkpointed_blocks=found_classes if activation_checkpointing else None, recomputable=recomputable, offloadable=offloadable,
             shortcut=not cut.operators,  # parts of a block keep what others hand them, which stand-ins do not
             loss=loss,
@@ -110,7 +113,7 @@ def describe(
 
     try:
         segments, outputs, read_outside, kernels = _traced_or_plain(traced, again, offloadable)
-        trace = _how_traced(model, device_type, capability, kernels, activation_checkpointing)
+        trace = _how_traced(model, device_type, capability, kernels, autocast, activation_checkpointing)
     except CheckpointingError:
         raise
     except Exception as error:  # a model may raise anything under fake tensors
@@ -125,7 +128,7 @@ def describe(
         if Kernel.MATH in kernels and cut.is_none:
             _log.warning(warning_of_math(kernels[Kernel.MATH], capability or capability_here() or ASSUMED_CAPABILITY))
     units = _never_freed(units, segments, read_outside)
-    given, cast = _input_lines(inputs, _torch_dtype(compute_dtype))
+    given, cast = _input_lines(inputs, cast_dtype)
     return ModelDescription(
         model_name=getattr(getattr(model, "config", None), "_name_or_path", "") or class_of(model).__name__,
         model_class=class_of(model).__name__,
@@ -233,7 +236,8 @@ def _segments_by_formula(
 
 
 def _how_traced(
-    model: nn.Module, device_type: str, capability: Capability | None, kernels: Mapping[Kernel, AttentionCall], checkpointed: bool
+    model: nn.Module, device_type: str, capability: Capability | None, kernels: Mapping[Kernel, AttentionCall], autocast: bool,
+    checkpointed: bool,
 ) -> str:
     """A line for tables, which names the attention kernels of CUDA that were estimated."""
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
@@ -245,6 +249,7 @@ def _how_traced(
         parts += [f"attention {attention or 'sdpa'} by {' and '.join(sorted(kernels))} kernel{where}{saves}"]
     elif attention:
         parts += [f"attention {attention}"]
+    parts += ["under autocast"] if autocast else []
     parts += ["blocks checkpointed"] if checkpointed or is_checkpointed(model) else []
     return ", ".join(parts)
 

@@ -13,11 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from .attention import ASSUMED_CAPABILITY, AttentionCall, Capability, Kernel, attention_kernel, capability_here
 from .operators import attention_backward_flops, attention_flops
 
 CountFlops = Callable[[int], None]
+
+_IN_FLOAT32 = frozenset({
+    "binary_cross_entropy_with_logits", "cosine_similarity", "cross_entropy", "cumprod", "cumsum", "exp", "expm1", "group_norm", "kl_div",
+    "l1_loss", "layer_norm", "log", "log10", "log1p", "log2", "log_softmax", "logsumexp", "mse_loss", "nll_loss", "norm", "normalize",
+    "pow", "__pow__", "__rpow__", "prod", "reciprocal", "rsqrt", "smooth_l1_loss", "huber_loss", "softmax", "softplus", "sum",
+})  # fmt: skip
+"""What CUDA's autocast computes in float32 and the CPU's does not (AT_FORALL_FP32 in ATen/autocast_mode.h), by Python's names."""
 
 
 class FusedKernels(TorchFunctionMode):
@@ -40,6 +48,8 @@ class FusedKernels(TorchFunctionMode):
         if func is torch.Tensor.backward and not any(kwargs.values()):
             with self:  # torch leaves the mode while it handles a call, but blocks that are recomputed in backward need it
                 return _backward(*args)
+        if torch.is_autocast_enabled("cpu") and getattr(func, "__name__", "") in _IN_FLOAT32:
+            args, kwargs = _cast((args, kwargs), torch.float32)
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if func is torch.dropout:
@@ -59,6 +69,8 @@ class FusedKernels(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            query, key, value, attn_mask = _cast((query, key, value, attn_mask), torch.get_autocast_dtype("cpu"))
         call = AttentionCall(
             dtype=query.dtype, query=tuple(query.shape), key=tuple(key.shape), value=tuple(value.shape), has_mask=attn_mask is not None,
             is_causal=is_causal, dropout=dropout_p, enable_gqa=enable_gqa,
@@ -70,13 +82,20 @@ class FusedKernels(TorchFunctionMode):
         if attn_mask is not None and attn_mask.dtype is torch.bool:
             attn_mask = torch.empty(attn_mask.shape, dtype=query.dtype)  # the kernels take an additive bias
         if kernel is Kernel.MATH:
-            return _math(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+            with torch.autocast("cpu", enabled=False):
+                return _math(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
         size = value.shape[-1]
         if kernel is Kernel.FLASH and size % 8:
             query, key, value = (F.pad(tensor, (0, -size % 8)) for tensor in (query, key, value))
         if attn_mask is not None and kernel is Kernel.EFFICIENT and (short := -attn_mask.shape[-1] % 16):
             attn_mask = F.pad(attn_mask, (0, short))
         return _FusedAttention.apply(query, key, value, attn_mask, kernel, self._count_flops)[..., :size]
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """What autocast does to the arguments of an operator: none in float64."""
+    known = (torch.float32, torch.bfloat16, torch.float16)
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.dtype in known else tensor, value)
 
 
 def _backward(loss: torch.Tensor) -> None:

@@ -30,7 +30,7 @@ from .standin import CallRecord, block_key, call_key
 from .stored import release_of_stored
 from .twin import fake_twin
 from .units import canonical_name, modules_by_name, stretching_modules
-from .wrapping import cast_floating, forward_replaced, recompute
+from .wrapping import cast_floating, forward_replaced, recompute, under_autocast
 
 SAMPLES = (1, 2, 3)
 """Micro-batch sizes that are traced: lines go through the last two, and are raised where the first lies above them.
@@ -63,6 +63,7 @@ def trace_segments(
     compute_dtype: torch.dtype | None,
     fused_kernels: bool,
     capability: Capability | None = None,
+    autocast: torch.dtype | None = None,
     checkpointed_blocks: Sequence[str] | None = None,
     recomputable: Collection[int] = (),
     offloadable: Collection[int] = (),
@@ -79,6 +80,7 @@ def trace_segments(
         compute_dtype: dtype of gathered parameters and of floating-point inputs; None leaves both.
         fused_kernels: allocate as CUDA's attention and dropout do, else as the CPU does.
         capability: of the CUDA device, see `FusedKernels`.
+        autocast: run forward under autocast in this dtype, with parameters as they are.
         checkpointed_blocks: classes whose activations are recomputed in backward, see `checkpoint_blocks`; None for none.
         recomputable: indices of units, of one module each, that are traced once more as recomputed (`Segment.recomputed`).
         offloadable: indices of units, of one module each, of which what they save is traced as gone between forward and backward
@@ -115,6 +117,8 @@ def trace_segments(
         with ExitStack() as stack:
             stack.enter_context(host_memory(lambda like: None))
             stack.enter_context(tracer.reads)
+            if autocast is not None:
+                stack.enter_context(forward_replaced(twin, under_autocast(twin.forward, autocast)))
             if loss is not None:  # which may call the model that it knows, as trainers do with `self.model`
                 stack.enter_context(forward_replaced(model, twin.__call__))
             segments = segments_of([tracer.run(batch) for batch in batches], samples)

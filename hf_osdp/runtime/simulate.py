@@ -30,6 +30,7 @@ from ..profiling.known_values import KnownValues
 from ..profiling.ledger import Kind
 from ..profiling.live_bytes import CUDA_BLOCK_BYTES
 from ..profiling.twin import fake_copy
+from ..profiling.wrapping import forward_replaced, under_autocast
 from .apply import apply_plan
 from .environment import mp_policy
 from .host_offload import host_parameters
@@ -111,6 +112,9 @@ def simulate(
         stack.enter_context(_shapes_apart())
         if on_cuda:
             stack.enter_context(FusedKernels(lambda flops: None, capability))
+        if job.precision.autocast:
+            autocast = under_autocast(twin.forward, getattr(torch, job.precision.compute.value))
+            stack.enter_context(forward_replaced(twin, autocast))
         _run_step(twin, fakes, plan, job, ledger, loss)
         at_peak = {kind.value: nbytes for kind, nbytes in ledger.at_peak.items()}
         return Simulation(

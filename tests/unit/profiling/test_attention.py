@@ -136,7 +136,7 @@ def test_grouped_heads_in_float32_save_square_scores_and_say_so(configuration, c
     with caplog.at_level(logging.WARNING):
         short, trace = of_block(configuration, "LlamaForCausalLM", 32)
     long, _ = of_block(configuration, "LlamaForCausalLM", 64)
-    assert "attention sdpa by math kernel, which saves every score" in trace
+    assert "attention sdpa by math kernel" in trace and "which saves every score" in trace
     assert "saves 2 x 32 x 32 scores" in caplog.text and "train in bf16 or fp16" in caplog.text
     assert long - 2 * short == pytest.approx(2 * 4 * (64**2 - 2 * 32**2), rel=0.1)  # two heads of float32, in blocks of 512 bytes
     caplog.clear()
@@ -148,7 +148,7 @@ def test_grouped_heads_in_float32_save_square_scores_and_say_so(configuration, c
 def test_description_names_the_kernel_of_the_device(configuration):
     for capability, expected in {H100: "cuDNN", A100: "flash", V100: "math"}.items():
         _, trace = of_block(configuration, "LlamaForCausalLM", 32, compute_dtype=DType.BFLOAT16, capability=capability)
-        assert trace.endswith(f"attention sdpa by {expected} kernel")
+        assert f"attention sdpa by {expected} kernel" in trace and "assumed" not in trace
 
 
 def test_padding_mask_of_bert_takes_the_memory_efficient_kernel(configuration):
