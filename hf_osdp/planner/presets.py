@@ -22,6 +22,10 @@ CUBLAS_BYTES, HOPPER_CUBLAS_BYTES = 8_519_680 + 4 * MIB, 2 * 32 * MIB
 """Workspaces that torch keeps in its allocator for cuBLAS (`:4096:2:16:8`; discuss.pytorch.org/t/178671 shows the bytes) and for
 cuBLASLt; NVIDIA recommends 4 MiB, on Hopper 32 MiB (cuBLAS documentation of cublasSetWorkspace; pytorch/pytorch#120925)."""
 
+OPERATOR_S, UNIT_S = 5e-6, 1e-3
+"""CPU beside a GPU, until `hf-osdp profile` measures it: an operator of eager torch takes 2 to 7 microseconds (pytorch/pytorch#41383),
+FSDP2 about a millisecond before each unit's forward (torch 2.10, Xeon: pytorch/pytorch#173680)."""
+
 _NCCL_LATENCY = "hop latency: NCCL 2.18 src/graph/tuning.cc, ring, Simple protocol"
 _PCIE3_X16 = Link(latency_s=5.7e-6, bytes_per_s=15.75 * GB, source=f"PCI Express Base 3.0, 16 lanes; {_NCCL_LATENCY}")
 _PCIE4_X16 = Link(latency_s=5.7e-6, bytes_per_s=31.5 * GB, source=f"PCI Express Base 4.0, 16 lanes; {_NCCL_LATENCY}")
@@ -221,6 +225,6 @@ def preset(name: str, *, nodes: int = 1, devices_per_node: int = 1) -> Hardware:
         raise HardwareError(f"Hardware {name!r} is not known; use one of {', '.join(_PRESETS)}, or measure this machine.")
     device, intra_node, inter_node, backend = _PRESETS[key]
     if backend is Backend.NCCL:
-        device = replace(device, communicator_bytes=COMMUNICATOR_BYTES)
+        device = replace(device, communicator_bytes=COMMUNICATOR_BYTES, operator_s=OPERATOR_S, unit_s=UNIT_S)
     alone = Hardware(device=device, intra_node=intra_node, inter_node=inter_node, backend=backend, host=_HOSTS.get(key))
     return alone.scaled(nodes=nodes, devices_per_node=devices_per_node)

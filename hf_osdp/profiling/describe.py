@@ -236,7 +236,11 @@ def _segments_by_formula(
 
 
 def _how_traced(
-    model: nn.Module, device_type: str, capability: Capability | None, kernels: Mapping[Kernel, AttentionCall], autocast: bool,
+    model: nn.Module,
+    device_type: str,
+    capability: Capability | None,
+    kernels: Mapping[Kernel, AttentionCall],
+    autocast: bool,
     checkpointed: bool,
 ) -> str:
     """A line for tables, which names the attention kernels of CUDA that were estimated."""
