@@ -1,8 +1,12 @@
 """One process in bf16 under autocast: the estimate, the simulation and real steps hold the same bytes."""
 
+from collections import Counter
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
@@ -95,3 +99,34 @@ def test_operators_in_float32_are_those_of_cudas_autocast():
             assert {F.linear(value.float(), weight).dtype, torch.relu(value).dtype, (value * 2).dtype} == {torch.bfloat16}
             heads = torch.randn(2, 4, 16, 8)
             assert F.scaled_dot_product_attention(heads, heads, heads).dtype is torch.bfloat16
+
+
+def kept_by_autograd(config, device: str, fused: bool) -> Counter:
+    """Dtype and bytes of each storage that autograd keeps of a forward on fake tensors under the device's autocast."""
+    transformers = pytest.importorskip("transformers")
+    kept: dict[int, torch.Tensor] = {}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with torch.device(device):
+            model = transformers.GPT2LMHeadModel(config).train()
+        own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        tokens = torch.zeros(2, TOKENS, dtype=torch.long, device=device)
+        torch.set_autocast_enabled(device, True)  # `torch.autocast` wants a GPU
+        torch.set_autocast_dtype(device, torch.bfloat16)
+        torch.autocast_increment_nesting()
+        try:
+            hooks = torch.autograd.graph.saved_tensors_hooks(
+                lambda tensor: kept.setdefault(tensor.untyped_storage()._cdata, tensor), lambda tensor: tensor
+            )
+            with FusedKernels(lambda flops: None) if fused else nullcontext(), hooks:
+                model(input_ids=tokens, labels=tokens)
+        finally:
+            torch.autocast_decrement_nesting()
+            torch.clear_autocast_cache()
+            torch.set_autocast_enabled(device, False)
+    return Counter((tensor.dtype, tensor.untyped_storage().nbytes()) for key, tensor in kept.items() if key not in own)
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="torch is built without CUDA, whose autocast takes no fake tensors then")
+def test_what_is_kept_under_cudas_autocast_is_what_torchs_own_keeps(configuration):
+    config = configuration("GPT2LMHeadModel", **SMALL["GPT2LMHeadModel"], attn_implementation="eager", use_cache=False)
+    assert kept_by_autograd(config, "cpu", fused=True) == kept_by_autograd(config, "cuda", fused=False)
