@@ -161,10 +161,12 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     def adopt(self, run: PlannedRun) -> None:
         """Run this plan. When gradients are reduced is then up to `no_sync`, not to Accelerate.
 
-        Units on the host are FSDP2's to run, and so FSDP takes charge of a single process, too, where the plan has any.
+        Units on the host are FSDP2's to run, and so is its mixed precision where the plan was made for that and not for autocast: FSDP
+        then takes charge of a single process, too.
         """
         self._run = run
-        if uses_host(run.plan) and not self.is_fsdp2:
+        precision = run.job.precision
+        if not self.is_fsdp2 and (uses_host(run.plan) or (precision.compute is not None and not precision.autocast)):
             form_process_group(needed=True)
             self._join_fsdp(self.plugin, alone=True)
             self._choose_scaler()
@@ -221,7 +223,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         return RunFacts(
             world_size=self.num_processes,
             device_type=device_type,
-            precision=precision_of(self.mixed_precision, self.plugin.mixed_precision_policy),
+            precision=precision_of(self.mixed_precision, self.plugin.mixed_precision_policy, alone=not self.is_fsdp2),
             sequence_length=sequence_length,
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,

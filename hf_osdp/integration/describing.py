@@ -72,6 +72,7 @@ class Describer:
             sequence_length=facts.sequence_length,
             block_classes=self._config.block_classes,
             compute_dtype=facts.precision.compute,
+            autocast=facts.precision.autocast,
             device_type=facts.device_type,
             activation_checkpointing=facts.activation_checkpointing,
             inputs=inputs,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..collectives.own_gpu import own_gpu
-from ..errors import HardwareError, PlanError
+from ..errors import HardwareError, InfeasibleError, PlanError
 from ..planner.cut import WHOLE_BLOCKS, Cut
 from ..planner.description import Activations, DType, ModelDescription
 from ..planner.evaluate import estimate_plan
@@ -32,6 +32,7 @@ from ..quantities import format_bytes
 from ..runtime.again import limit_after_oom
 from ..runtime.agree import broadcast_plan, on_rank_zero, require_same_run
 from ..runtime.given import check_given, refuse_a_host_of_the_cpu, warn_of_other_nodes
+from ..runtime.host_offload import uses_host
 from ..runtime.mesh import Meshes
 from ..runtime.probe import Trial, probe
 from ..runtime.recalibrate import Problem, Round, recalibrate
@@ -172,6 +173,20 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
         PreflightError: the run would fail, or train something else than was meant.
         ValueError: sizes do not fit together, or a name is not known.
     """
+    if facts.precision.autocast and not (facts.offloads_all or config.host_offload):
+        try:
+            run = _plan_run(model, config, facts)
+            if not uses_host(run.plan):
+                return run
+        except InfeasibleError:
+            if facts.device_type == "cpu":
+                raise
+    # units on the host are FSDP2's to run, in its own mixed precision
+    return _plan_run(model, config, replace(facts, precision=replace(facts.precision, autocast=False)))
+
+
+def _plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
+    """`plan_run` in the precision of the facts."""
     started = time.perf_counter()
     require_same_run(model, config, facts)
     job = facts.job(config)

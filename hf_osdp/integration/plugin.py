@@ -111,18 +111,19 @@ def offloads(plugin: OSDPPlugin) -> bool:
     return isinstance(plugin.cpu_offload, CPUOffloadPolicy)
 
 
-def precision_of(mixed_precision: str, policy: MixedPrecisionPolicy | None) -> Precision:
-    """The planner's form of what FSDP2 will be told.
+def precision_of(mixed_precision: str, policy: MixedPrecisionPolicy | None, *, alone: bool) -> Precision:
+    """The planner's form of what FSDP2 will be told, or of the autocast that one process runs without it.
 
     Args:
         mixed_precision: Accelerate's name, `no`, `bf16` or `fp16`.
         policy: a policy that the user set, which counts before the name.
+        alone: this is the only process, and FSDP2 is not in charge of it.
 
     Raises:
         ValueError: another name.
     """
     if policy is None:
-        return Precision.named(mixed_precision)
+        return Precision.named(mixed_precision, autocast=alone)
 
     def planned(dtype: torch.dtype | None) -> DType | None:
         return None if dtype is None else dtype_of(dtype)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 import transformers.trainer
 from transformers import TrainingArguments
@@ -163,7 +164,7 @@ class Trainer(TrainerCheckpoints, _Stock):
         facts = RunFacts(
             world_size=args.world_size,
             device_type=args.device.type,
-            precision=Precision.named(args.mixed_precision),
+            precision=Precision.named(args.mixed_precision, autocast=args.world_size == 1 and not dist.is_initialized()),
             sequence_length=sequence_length,
             inputs=batches,
             loss=None if batches is None or config.inputs or self._model_makes_loss else traced_loss(self),

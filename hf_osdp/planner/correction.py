@@ -46,7 +46,9 @@ class Correction:
         """The description, with every phase's time on this hardware scaled by the factor."""
 
         def scaled(phase: PhaseCost) -> PhaseCost:
-            return replace(phase, seconds=phase_affine(phase, description, hardware).scaled(self.compute_factor, constants=True))
+            work = phase_affine(phase, description, hardware)  # and operators, which a GPU may wait for
+            seconds, operators = (line.scaled(self.compute_factor, constants=True) for line in (work, phase.operators))
+            return replace(phase, seconds=seconds, operators=operators)
 
         segments = (
             segment.each(lambda costs: replace(costs, forward=scaled(costs.forward), backward=scaled(costs.backward)))

@@ -325,8 +325,8 @@ def _update_seconds(tensors: int, nbytes: int, hardware: Hardware, job: Training
     else:
         share = optimizer.traffic_per_element / OptimizerSpec().traffic_per_element  # AdamW was measured
         update = share * hardware.handling.updates[optimizer.step](tensors, nbytes)
-    clipping = 3 * nbytes / device.memory_bytes_per_s + 2 * tensors * device.operator_s if job.clips_gradients else 0.0
-    return update + clipping
+    dispatch = 0.0 if hardware.backend.overlaps else 2 * tensors * device.operator_s
+    return update + (3 * nbytes / device.memory_bytes_per_s + dispatch if job.clips_gradients else 0.0)
 
 
 def _total(parameters: Iterable[ParameterSpec], value) -> int:

@@ -70,9 +70,15 @@ class DeviceSpec:
     memory_bytes_per_s: float
     source: str
     operator_s: float = 0.0
-    """Seconds that dispatching an operator adds to its work; 0 where kernels are queued ahead, as on a busy GPU."""
+    """Seconds that the CPU takes to issue an operator, views included, forward and backward together. On a CPU they add to its work; a GPU
+    waits for them only where it would run out of work."""
+    unit_s: float = 0.0
+    """Seconds that the CPU takes for FSDP2's hooks around a unit in forward, and again in backward, on a GPU."""
     reserved_bytes: int = 0
     """Device memory that no tensor can have: CUDA context, NCCL buffers."""
+    capability: tuple[int, int] | None = None
+    """CUDA compute capability, which decides on the attention kernel (docs.nvidia.com: CUDA GPU Compute Capability); None where it is not
+    known, or for a CPU."""
     communicator_bytes: int = 0
     """Of these, each of NCCL's communicators; `Hardware.scaled` counts them anew."""
 
@@ -82,8 +88,10 @@ class DeviceSpec:
             raise ValueError(f"Device {self.name!r}: memory, memory bandwidth and FLOP/s must be positive and finite.")
         if self.memory_bytes > _MOST_MEMORY_BYTES:
             raise ValueError(f"Device {self.name!r}: {self.memory_bytes} bytes of memory; the most are {_MOST_MEMORY_BYTES}.")
-        if not _finite(self.operator_s, self.reserved_bytes, self.communicator_bytes):
-            raise ValueError(f"Device {self.name!r}: operator_s, reserved_bytes and communicator_bytes must be finite and at least 0.")
+        if not _finite(self.operator_s, self.unit_s, self.reserved_bytes, self.communicator_bytes):
+            raise ValueError(
+                f"Device {self.name!r}: operator_s, unit_s, reserved_bytes and communicator_bytes must be finite and at least 0."
+            )
         object.__setattr__(self, "flops_per_s", MappingProxyType(dict(self.flops_per_s)))
 
     def rate(self, dtype: DType) -> float:

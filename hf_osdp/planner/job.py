@@ -13,24 +13,31 @@ _MOST_SAMPLES = 2**40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """FSDP2's mixed precision: what gathered parameters and reduced gradients are held in."""
+    """FSDP2's mixed precision, what gathered parameters and reduced gradients are held in; or one process's autocast."""
 
     compute: DType | None = None
     """Dtype of gathered parameters and activations; None keeps each parameter's own."""
     reduce: DType | None = None
     """Dtype of the gradient reduction; None takes the compute dtype."""
+    autocast: bool = False
+    """One process computes in `compute` under `torch.autocast`, as Accelerate runs it: parameters and gradients keep their dtype, and the
+    copies that are multiplied count as activations."""
 
     def gathered_dtype(self, parameter: ParameterSpec) -> DType:
         """Dtype of the unsharded parameter and of its unreduced gradient."""
-        return parameter.dtype if parameter.keeps_dtype else self.compute or parameter.dtype
+        return parameter.dtype if parameter.keeps_dtype or self.autocast else self.compute or parameter.dtype
 
     def reduced_dtype(self, parameter: ParameterSpec) -> DType:
         """Dtype in which the gradient crosses the links."""
-        return parameter.dtype if parameter.keeps_dtype else self.reduce or self.gathered_dtype(parameter)
+        return parameter.dtype if parameter.keeps_dtype or self.autocast else self.reduce or self.gathered_dtype(parameter)
 
     @classmethod
-    def named(cls, name: str) -> Precision:
+    def named(cls, name: str, *, autocast: bool = False) -> Precision:
         """`no` (own dtype), `bf16` or `fp16` (compute in it, reduce in float32), as Accelerate names them.
+
+        Args:
+            name: one of these.
+            autocast: where it computes in less than its own dtype, `torch.autocast` does that.
 
         Raises:
             ValueError: another name.
@@ -39,9 +46,9 @@ class Precision:
             case "no" | "fp32":
                 return cls()
             case "bf16":
-                return cls(compute=DType.BFLOAT16, reduce=DType.FLOAT32)
+                return cls(compute=DType.BFLOAT16, reduce=DType.FLOAT32, autocast=autocast)
             case "fp16":
-                return cls(compute=DType.FLOAT16, reduce=DType.FLOAT32)
+                return cls(compute=DType.FLOAT16, reduce=DType.FLOAT32, autocast=autocast)
         raise ValueError(f"mixed_precision={name!r} is not known; use no, bf16 or fp16.")
 
 

@@ -22,6 +22,10 @@ CUBLAS_BYTES, HOPPER_CUBLAS_BYTES = 8_519_680 + 4 * MIB, 2 * 32 * MIB
 """Workspaces that torch keeps in its allocator for cuBLAS (`:4096:2:16:8`; discuss.pytorch.org/t/178671 shows the bytes) and for
 cuBLASLt; NVIDIA recommends 4 MiB, on Hopper 32 MiB (cuBLAS documentation of cublasSetWorkspace; pytorch/pytorch#120925)."""
 
+OPERATOR_S, UNIT_S = 5e-6, 1e-3
+"""CPU beside a GPU, until `hf-osdp profile` measures it: an operator of eager torch takes 2 to 7 microseconds (pytorch/pytorch#41383),
+FSDP2 about a millisecond before each unit's forward (torch 2.10, Xeon: pytorch/pytorch#173680)."""
+
 _NCCL_LATENCY = "hop latency: NCCL 2.18 src/graph/tuning.cc, ring, Simple protocol"
 _PCIE3_X16 = Link(latency_s=5.7e-6, bytes_per_s=15.75 * GB, source=f"PCI Express Base 3.0, 16 lanes; {_NCCL_LATENCY}")
 _PCIE4_X16 = Link(latency_s=5.7e-6, bytes_per_s=31.5 * GB, source=f"PCI Express Base 4.0, 16 lanes; {_NCCL_LATENCY}")
@@ -51,6 +55,7 @@ def _v100(memory_gib: int, usable_gib: float) -> DeviceSpec:
         reserved_bytes=_kept(memory_gib, usable_gib),
         flops_per_s={DType.FLOAT16: 125 * TERA, DType.BFLOAT16: 15.7 * TERA, DType.FLOAT32: 15.7 * TERA, DType.FLOAT64: 7.8 * TERA},
         memory_bytes_per_s=900 * GB,
+        capability=(7, 0),
         source="NVIDIA V100 SXM2 data sheet (2020); bfloat16 has no tensor cores and runs at the float32 rate",
     )
 
@@ -72,6 +77,7 @@ def _a100(memory_gib: int, memory_gb_per_s: float, usable_gib: float) -> DeviceS
         reserved_bytes=_kept(memory_gib, usable_gib),
         flops_per_s={DType.BFLOAT16: 312 * TERA, DType.FLOAT16: 312 * TERA, DType.FLOAT32: 19.5 * TERA, DType.FLOAT64: 19.5 * TERA},
         memory_bytes_per_s=memory_gb_per_s * GB,
+        capability=(8, 0),
         source="NVIDIA A100 SXM data sheet (2021), dense; float32 without TF32, as torch multiplies by default",
     )
 
@@ -82,6 +88,7 @@ _TITAN_RTX = DeviceSpec(
     reserved_bytes=_kept(24, 23.64),  # of an RTX 4090, 3DTopia/Phidias-Diffusion#8
     flops_per_s={DType.FLOAT16: 130.5 * TERA, DType.BFLOAT16: 16.3 * TERA, DType.FLOAT32: 16.3 * TERA},
     memory_bytes_per_s=672 * GB,
+    capability=(7, 5),
     source="NVIDIA TITAN RTX data sheet (2018) and Turing whitepaper; bfloat16 has no tensor cores and runs at the float32 rate",
 )
 _RTX_3090 = DeviceSpec(
@@ -90,6 +97,7 @@ _RTX_3090 = DeviceSpec(
     reserved_bytes=_kept(24, 23.69),  # ucwxb/GraphAvatar#4
     flops_per_s={DType.FLOAT16: 71 * TERA, DType.BFLOAT16: 71 * TERA, DType.FLOAT32: 35.6 * TERA},
     memory_bytes_per_s=936 * GB,
+    capability=(8, 6),
     source="NVIDIA GA102 whitepaper (2020), dense, tensor cores that sum in float32; float32 without TF32",
 )
 _RTX_4090 = DeviceSpec(
@@ -98,6 +106,7 @@ _RTX_4090 = DeviceSpec(
     reserved_bytes=_kept(24, 23.52),  # pytorch/torchchat#1341
     flops_per_s={DType.FLOAT16: 165.2 * TERA, DType.BFLOAT16: 165.2 * TERA, DType.FLOAT32: 82.6 * TERA},
     memory_bytes_per_s=1008 * GB,
+    capability=(8, 9),
     source="NVIDIA Ada GPU architecture whitepaper (2022), dense, tensor cores that sum in float32; float32 without TF32",
 )
 _H100 = DeviceSpec(
@@ -106,6 +115,7 @@ _H100 = DeviceSpec(
     reserved_bytes=_kept(80, 79.14, HOPPER_CUBLAS_BYTES),
     flops_per_s={DType.BFLOAT16: 989.4 * TERA, DType.FLOAT16: 989.4 * TERA, DType.FLOAT32: 66.9 * TERA, DType.FLOAT64: 66.9 * TERA},
     memory_bytes_per_s=3350 * GB,
+    capability=(9, 0),
     source="NVIDIA H100 SXM5 data sheet and Hopper whitepaper (2022), dense; float32 without TF32",
 )
 _H200 = replace(
@@ -215,6 +225,6 @@ def preset(name: str, *, nodes: int = 1, devices_per_node: int = 1) -> Hardware:
         raise HardwareError(f"Hardware {name!r} is not known; use one of {', '.join(_PRESETS)}, or measure this machine.")
     device, intra_node, inter_node, backend = _PRESETS[key]
     if backend is Backend.NCCL:
-        device = replace(device, communicator_bytes=COMMUNICATOR_BYTES)
+        device = replace(device, communicator_bytes=COMMUNICATOR_BYTES, operator_s=OPERATOR_S, unit_s=UNIT_S)
     alone = Hardware(device=device, intra_node=intra_node, inter_node=inter_node, backend=backend, host=_HOSTS.get(key))
     return alone.scaled(nodes=nodes, devices_per_node=devices_per_node)

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from ..errors import ProfileError
 from ..reading import parse_json, read_bytes
-from .description import Affine, DType, ModelDescription, Segment
+from .description import Affine, DType, ModelDescription, PhaseCost, Segment
 from .files import plain, validated, write_whole
 from .hardware import Hardware
 from .lines import fit_line
@@ -222,12 +222,16 @@ def _timed(segment: Segment, description: ModelDescription, profile: Profile) ->
         raise ProfileError(_mismatch(segment, description, profile))
 
     forward, backward = found.line("forward_s"), found.line("backward_s")
-    timed = replace(segment, forward=replace(segment.forward, seconds=forward), backward=replace(segment.backward, seconds=backward))
+
+    def measured(phase: PhaseCost, seconds: Affine) -> PhaseCost:
+        return replace(phase, seconds=seconds, operators=Affine())  # what the CPU takes to issue them is in the time
+
+    timed = replace(segment, forward=measured(segment.forward, forward), backward=measured(segment.backward, backward))
     again = segment.recomputed
     if again is None:
         return timed
     both = {"forward": forward, "backward": backward.plus(forward)}
-    phases = {name: replace(getattr(again, name), seconds=seconds) for name, seconds in both.items()}
+    phases = {name: measured(getattr(again, name), seconds) for name, seconds in both.items()}
     return replace(timed, recomputed=replace(again, **phases))
 
 

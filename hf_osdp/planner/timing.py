@@ -16,9 +16,14 @@ The second takes the steady state of a run of equal units: while one computes, t
 reduced, and the two share the links. Under gloo nothing overlaps, so F = B = 0. What is gathered first and reduced last
 (root, shared embedding) is exposed as a whole. Compute is what was measured; without a measurement it is a roofline:
 matrix products at the device's rate for the compute dtype, everything else at its memory bandwidth, and on the CPU the
-cost of dispatching each operator. Copies (with all that FSDP2 does beside collectives) and update are measured terms of
-the form `call + tensors * per tensor + bytes * per byte` where the hardware has them (`Hardware.handling`), else copies
-at the speed of memory.
+cost of dispatching each operator. A GPU works while the CPU issues what comes next, and
+waits where a micro-step has less work than that takes:
+
+    Σ passes = max(Σ work, Σ issue)    issue = operators * operator_s + unit_s (FSDP2's hooks, once for each unit in each pass)
+
+with the wait shared out among the passes that lack work. Copies (with all that FSDP2 does beside collectives) and update are
+measured terms of the form `call + tensors * per tensor + bytes * per byte` where the hardware has them
+(`Hardware.handling`), else copies at the speed of memory.
 """
 
 from __future__ import annotations
@@ -75,14 +80,14 @@ class TimeEstimate:
 
 
 def phase_affine(phase: PhaseCost, description: ModelDescription, hardware: Hardware) -> Affine:
-    """Seconds of a phase on one device against samples: measured where it was, else a roofline with the cost of dispatching."""
+    """Seconds of a phase's work on one device against samples: measured where it was, else a roofline, on the CPU with dispatching."""
     if phase.seconds is not None:
         return phase.seconds
     device = hardware.device
     parts = (
         (phase.matmul_flops, 1 / device.rate(description.compute_dtype)),
         (phase.traffic_bytes, 1 / device.memory_bytes_per_s),
-        (phase.operators, device.operator_s),
+        (phase.operators, 0.0 if hardware.backend.overlaps else device.operator_s),
     )
     return Affine(
         constant=sum(part.constant * seconds for part, seconds in parts),
@@ -91,8 +96,29 @@ def phase_affine(phase: PhaseCost, description: ModelDescription, hardware: Hard
 
 
 def phase_seconds(phase: PhaseCost, samples: int, description: ModelDescription, hardware: Hardware) -> float:
-    """Time of a phase on one device, in seconds."""
+    """Time of a phase's work on one device, in seconds."""
     return max(0.0, phase_affine(phase, description, hardware)(samples))
+
+
+def passes(
+    description: ModelDescription, hardware: Hardware, samples: int, activations: Activations = Activations.SAVE
+) -> list[tuple[float, float]]:
+    """Seconds of each segment's forward and backward in one micro-step, all units under one choice about activations: the work, and what
+    a GPU waits for the CPU."""
+    work, lacking, issued_s = [], [], 0.0
+    hooked: set[int] = set()
+    for segment in description.segments:
+        costs = segment.under(activations)
+        hooks_s = hardware.device.unit_s if hardware.world_size > 1 and segment.unit not in hooked else 0.0
+        hooked.add(segment.unit)
+        for phase in (costs.forward, costs.backward):
+            work.append(phase_seconds(phase, samples, description, hardware))
+            issue_s = phase.operators(samples) * hardware.device.operator_s + hooks_s
+            issued_s += issue_s
+            lacking.append(max(0.0, issue_s - work[-1]))
+    share = max(0.0, issued_s - sum(work)) / (sum(lacking) or 1.0) if hardware.backend.overlaps else 0.0
+    seconds = [done + share * lack for done, lack in zip(work, lacking, strict=True)]
+    return list(zip(seconds[::2], seconds[1::2], strict=True))
 
 
 def overlap_windows(
@@ -104,11 +130,10 @@ def overlap_windows(
     """
     calls: list[list[Windows]] = [[] for _ in description.units]
     before, overlaps = 0.0, hardware.backend.overlaps
-    for segment in description.segments:
+    for segment, (forward, backward) in zip(description.segments, passes(description, hardware, samples, activations), strict=True):
         if description.units[segment.unit].span is not GatherSpan.STEP:
-            backward = phase_seconds(segment.under(activations).backward, samples, description, hardware)
             calls[segment.unit].append(Windows(forward=before, backward=backward) if overlaps else Windows())
-        before = phase_seconds(segment.forward, samples, description, hardware)
+        before = forward
     return tuple(replace(first, later=tuple(later)) for first, *later in (windows or [Windows()] for windows in calls))
 
 
@@ -117,10 +142,8 @@ def compute_seconds(
 ) -> tuple[float, ...]:
     """Forward and backward compute of each unit in one micro-step, under its own choice about activations."""
     seconds = [0.0] * len(description.units)
-    for segment in description.segments:
-        costs = segment.under(activations)
-        for phase in (costs.forward, costs.backward):
-            seconds[segment.unit] += phase_seconds(phase, samples, description, hardware)
+    for segment, both in zip(description.segments, passes(description, hardware, samples, activations), strict=True):
+        seconds[segment.unit] += sum(both)
     return tuple(seconds)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import CheckpointingError, DescriptionError
 from ..planner.cut import WHOLE_BLOCKS, Cut
 from ..planner.description import Affine, DType, GatherSpan, ModelDescription, Segment, UnitDescription
+from .attention import ASSUMED_CAPABILITY, AttentionCall, Capability, Kernel, capability_here, warning_of_math
 from .batch import Inputs, Loss, check_sequence_length, plain_batch, training_batch
 from .batch_norm import has_running_statistics
 from .build import build_on_meta, is_checkpointed
@@ -33,7 +34,9 @@ def describe(
     sequence_length: int,
     block_classes: Sequence[str] | None = None,
     compute_dtype: DType | None = None,
+    autocast: bool = False,
     device_type: str = "cpu",
+    capability: Capability | None = None,
     auto_class: Any = None,
     inputs: Inputs | None = None,
     activation_checkpointing: bool = False,
@@ -51,7 +54,10 @@ def describe(
         sequence_length: tokens of one sample.
         block_classes: class names of the blocks, see `find_units`.
         compute_dtype: dtype of gathered parameters and activations; None keeps the parameters' own.
+        autocast: compute in it under `torch.autocast`, as one process does (`Precision.autocast`), and leave the parameters as they are.
         device_type: `"cpu"` or `"cuda"`: whose attention and dropout kernels, and whose allocation granularity, count.
+        capability: compute capability of the CUDA device (`DeviceSpec.capability`), which decides on the attention kernel; None takes
+            that of this machine's GPU, or where there is none (8, 6), whose rules are the narrowest from Ampere on.
         auto_class: for a configuration, which class to build, see `build_on_meta`.
         inputs: from a number of samples to forward's keyword arguments, labels included, or to what `loss` takes; None makes a
             training batch for a transformers model.
@@ -77,7 +83,8 @@ def describe(
     check_sequence_length(model, sequence_length)
     if cut.splits:
         model = cut_copy(model, cut)
-    units = find_units(model, block_classes, operators=cut.operators, low_precision=compute_dtype is not None)
+    cast_dtype = None if autocast else _torch_dtype(compute_dtype)  # of parameters and inputs, as FSDP2 casts them
+    units = find_units(model, block_classes, operators=cut.operators, low_precision=cast_dtype is not None)
     if inputs is None:
         inputs = _default_inputs(model, sequence_length)
     dtype = compute_dtype or _main_dtype(units)
@@ -91,7 +98,8 @@ def describe(
 
     def traced(recomputable: frozenset[int], offloadable: frozenset[int]) -> Trace:
         trace = partial(
-            trace_segments, model, units, inputs, compute_dtype=_torch_dtype(compute_dtype), fused_kernels=device_type == "cuda",
+            trace_segments, model, units, inputs, compute_dtype=cast_dtype, fused_kernels=device_type == "cuda",
+            capability=capability, autocast=_torch_dtype(compute_dtype) if autocast else None,
             checkpointed_blocks=found_classes if activation_checkpointing else None, recomputable=recomputable, offloadable=offloadable,
             shortcut=not cut.operators,  # parts of a block keep what others hand them, which stand-ins do not
             loss=loss,
@@ -104,8 +112,8 @@ def describe(
             return trace(samples=(2, 3, 4))  # batch norm of pooled features trains on no single sample
 
     try:
-        segments, outputs, read_outside = _traced_or_plain(traced, again, offloadable)
-        trace = _how_traced(model, device_type, activation_checkpointing)
+        segments, outputs, read_outside, kernels = _traced_or_plain(traced, again, offloadable)
+        trace = _how_traced(model, device_type, capability, kernels, autocast, activation_checkpointing)
     except CheckpointingError:
         raise
     except Exception as error:  # a model may raise anything under fake tensors
@@ -116,8 +124,11 @@ def describe(
         outputs, read_outside = Affine(), frozenset()
         segments = _segments_by_formula(model, units, found_classes, sequence_length, dtype, error, activation_checkpointing)
         trace = f"{_FORMULA} ({SOURCE}); the trace failed with {type(error).__name__}"
+    else:
+        if Kernel.MATH in kernels and cut.is_none:
+            _log.warning(warning_of_math(kernels[Kernel.MATH], capability or capability_here() or ASSUMED_CAPABILITY))
     units = _never_freed(units, segments, read_outside)
-    given, cast = _input_lines(inputs, _torch_dtype(compute_dtype))
+    given, cast = _input_lines(inputs, cast_dtype)
     return ModelDescription(
         model_name=getattr(getattr(model, "config", None), "_name_or_path", "") or class_of(model).__name__,
         model_class=class_of(model).__name__,
@@ -224,12 +235,26 @@ def _segments_by_formula(
     return formula_segments(units, block_classes, shape, checkpointed=checkpointed)
 
 
-def _how_traced(model: nn.Module, device_type: str, activation_checkpointing: bool) -> str:
+def _how_traced(
+    model: nn.Module,
+    device_type: str,
+    capability: Capability | None,
+    kernels: Mapping[Kernel, AttentionCall],
+    autocast: bool,
+    checkpointed: bool,
+) -> str:
+    """A line for tables, which names the attention kernels of CUDA that were estimated."""
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     parts = [f"fake tensors, device {device_type}"]
-    parts += [f"attention {attention}"] if attention else []
-    parts += ["fused kernels emulated"] if device_type == "cuda" else []
-    parts += ["blocks checkpointed"] if activation_checkpointing or is_checkpointed(model) else []
+    if kernels:
+        assumed = capability is None and capability_here() is None
+        where = f" (compute capability {ASSUMED_CAPABILITY[0]}.{ASSUMED_CAPABILITY[1]} assumed)" if assumed else ""
+        saves = ", which saves every score" if Kernel.MATH in kernels else ""
+        parts += [f"attention {attention or 'sdpa'} by {' and '.join(sorted(kernels))} kernel{where}{saves}"]
+    elif attention:
+        parts += [f"attention {attention}"]
+    parts += ["under autocast"] if autocast else []
+    parts += ["blocks checkpointed"] if checkpointed or is_checkpointed(model) else []
     return ", ".join(parts)
 
 

@@ -1,7 +1,7 @@
-"""Stand-ins for CUDA's fused kernels, so that a trace without a GPU allocates what they allocate.
+"""Stand-ins for CUDA's kernels, so that a trace without a GPU allocates what they allocate.
 
 On the CPU attention with dropout falls back to explicit products, and dropout keeps its noise in the activations' dtype.
-CUDA runs FlashAttention or memory-efficient attention whatever the dropout, and keeps dropout's mask in bool.
+CUDA has kernels of its own for attention (`attention.py` says which one runs), and keeps dropout's mask in bool.
 """
 
 from __future__ import annotations
@@ -13,10 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
+from .attention import ASSUMED_CAPABILITY, AttentionCall, Capability, Kernel, attention_kernel, capability_here
 from .operators import attention_backward_flops, attention_flops
 
 CountFlops = Callable[[int], None]
+
+_IN_FLOAT32 = frozenset({
+    "binary_cross_entropy_with_logits", "cosine_similarity", "cross_entropy", "cumprod", "cumsum", "exp", "expm1", "group_norm", "kl_div",
+    "l1_loss", "layer_norm", "log", "log10", "log1p", "log2", "log_softmax", "logsumexp", "mse_loss", "nll_loss", "norm", "normalize",
+    "pow", "__pow__", "__rpow__", "prod", "reciprocal", "rsqrt", "smooth_l1_loss", "huber_loss", "softmax", "softplus", "sum",
+})  # fmt: skip
+"""What CUDA's autocast computes in float32 and the CPU's does not (AT_FORALL_FP32 in ATen/autocast_mode.h), by Python's names."""
 
 
 class FusedKernels(TorchFunctionMode):
@@ -24,17 +33,23 @@ class FusedKernels(TorchFunctionMode):
 
     Args:
         count_flops: called with the FLOPs of each attention, in forward and in backward.
+        capability: compute capability of the device; None takes this machine's, or where it has none `ASSUMED_CAPABILITY`.
     """
 
-    def __init__(self, count_flops: CountFlops) -> None:
+    def __init__(self, count_flops: CountFlops, capability: Capability | None = None) -> None:
         super().__init__()
         self._count_flops = count_flops
+        self._capability = capability or capability_here() or ASSUMED_CAPABILITY
+        self.kernels: dict[Kernel, AttentionCall] = {}
+        """The attention kernels that were stood in for, each with its first call."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.backward and not any(kwargs.values()):
             with self:  # torch leaves the mode while it handles a call, but blocks that are recomputed in backward need it
                 return _backward(*args)
+        if torch.is_autocast_enabled("cpu") and getattr(func, "__name__", "") in _IN_FLOAT32:
+            args, kwargs = _cast((args, kwargs), torch.float32)
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if func is torch.dropout:
@@ -54,9 +69,33 @@ class FusedKernels(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            query, key, value, attn_mask = _cast((query, key, value, attn_mask), torch.get_autocast_dtype("cpu"))
+        call = AttentionCall(
+            dtype=query.dtype, query=tuple(query.shape), key=tuple(key.shape), value=tuple(value.shape), has_mask=attn_mask is not None,
+            is_causal=is_causal, dropout=dropout_p, enable_gqa=enable_gqa,
+            trains=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)),
+            inner_strides_are_one=all(tensor.stride(-1) == 1 for tensor in (query, key, value)),
+        )  # fmt: skip
+        kernel = attention_kernel(call, self._capability)
+        self.kernels.setdefault(kernel, call)
         if attn_mask is not None and attn_mask.dtype is torch.bool:
-            attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)  # the kernels take an additive bias
-        return _FusedAttention.apply(query, key, value, attn_mask, self._count_flops)
+            attn_mask = torch.empty(attn_mask.shape, dtype=query.dtype)  # the kernels take an additive bias
+        if kernel is Kernel.MATH:
+            with torch.autocast("cpu", enabled=False):
+                return _math(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        size = value.shape[-1]
+        if kernel is Kernel.FLASH and size % 8:
+            query, key, value = (F.pad(tensor, (0, -size % 8)) for tensor in (query, key, value))
+        if attn_mask is not None and kernel is Kernel.EFFICIENT and (short := -attn_mask.shape[-1] % 16):
+            attn_mask = F.pad(attn_mask, (0, short))
+        return _FusedAttention.apply(query, key, value, attn_mask, kernel, self._count_flops)[..., :size]
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """What autocast does to the arguments of an operator: none in float64."""
+    known = (torch.float32, torch.bfloat16, torch.float16)
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.dtype in known else tensor, value)
 
 
 def _backward(loss: torch.Tensor) -> None:
@@ -64,17 +103,47 @@ def _backward(loss: torch.Tensor) -> None:
     _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
+def _math(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: Any, dropout: float, is_causal: bool, enable_gqa: bool
+) -> torch.Tensor:
+    """Allocates what `_scaled_dot_product_attention_math` does (ATen/native/transformers/attention.cpp): all of it in float32 for half
+    precision, keys and values repeated for each query head, scores before and after softmax, dropout's mask."""
+    dtype = query.dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        query, key, value = query.float(), key.float(), value.float()
+    query = query * 1.0  # queries and keys are scaled before they are multiplied
+    if is_causal:
+        bias = torch.empty(query.shape[-2], key.shape[-2], dtype=dtype)
+    if enable_gqa and (repeats := query.shape[-3] // key.shape[-3]) > 1:
+        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+    scores = torch.matmul(query, key.transpose(-2, -1) * 1.0)
+    if bias is not None:
+        scores.add_(bias)
+    beside = torch.empty_like(scores)  # safe softmax takes one that it does not return
+    weights = torch._safe_softmax(scores, -1)
+    del beside, scores
+    return torch.matmul(_dropout(weights, dropout, True), value).to(dtype)
+
+
 class _FusedAttention(torch.autograd.Function):
-    """Allocates what FlashAttention-2 does: output and float32 logsumexp; float32 query gradients in half precision's backward."""
+    """Allocates what the fused kernels do: output and float32 logsumexp in forward; in backward float32 query gradients (in float32:
+    as much for the row sums), and for grouped heads gradients of keys and values for each query head.
+
+    Sources: mha_bwd in flash_attn/flash_api.cpp, _efficient_attention_backward in cuda/attention_backward.cu, kNeedsAccumGradQ and
+    kKernelComputesDelta in mem_eff_attention/kernel_backward.h. cuDNN keeps the same, and its workspace holds the same.
+    """
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: Any, count_flops: CountFlops) -> torch.Tensor:
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: Any, kernel: Kernel, count_flops: CountFlops
+    ) -> torch.Tensor:
         batch, heads, length, _ = query.shape
-        # both kernels write [b, T, h, d] and return a transposed view, so that the caller's reshape copies nothing
+        # the kernels write [b, T, h, d] and return a transposed view, so that the caller's reshape copies nothing
         out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
-        logsumexp = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        rows = length + (-length % 32 if kernel is Kernel.EFFICIENT else 0)
+        logsumexp = query.new_empty((batch, heads, rows), dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, logsumexp, bias)
-        ctx.count_flops = count_flops
+        ctx.kernel, ctx.count_flops = kernel, count_flops
         count_flops(attention_flops(query.shape, key.shape, value.shape))
         return out
 
@@ -82,12 +151,16 @@ class _FusedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, _, logsumexp, bias = ctx.saved_tensors
         row_sums = torch.empty_like(logsumexp)
-        wide = torch.empty_like(query, dtype=torch.float32) if query.element_size() < 4 else None
+        wide = [torch.empty_like(query, dtype=torch.float32)]
+        if ctx.kernel is Kernel.EFFICIENT and query.element_size() < 4 and query.shape[-1] > 128:  # sums that registers cannot hold
+            wide += [torch.empty_like(tensor, dtype=torch.float32) for tensor in (key, value)]
+        if (heads := query.shape[1]) != key.shape[1]:
+            wide += [tensor.new_empty(tensor.shape[0], tensor.shape[2], heads, tensor.shape[3]) for tensor in (key, value)]
         grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         bias_grad = torch.empty_like(bias) if ctx.needs_input_grad[3] else None
         ctx.count_flops(attention_backward_flops(query.shape, key.shape, value.shape))
         del row_sums, wide
-        return *grads, bias_grad, None
+        return *grads, bias_grad, None, None
 
 
 def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:

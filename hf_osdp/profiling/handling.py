@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from ..planner.hardware import Handling, WorkTime
 from ..planner.job import OptimizerStep
-from .together import largest, rounds, typical, wait_for_all
+from .together import largest, rounds, synchronize, typical, wait_for_all
 
 _UNITS = 4
 _WIDTH = 64
@@ -44,7 +44,7 @@ def measure_handling(device: torch.device, seconds: float) -> Handling | None:
     """
     if device.type != "cpu" or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    rigs = [_Rig(tensors, numel) for tensors, numel in _KINDS]
+    rigs = [_Rig(tensors, numel, device) for tensors, numel in _KINDS]
     for measure in (_Rig.gather, _Rig.reduce_and_update):  # one after the other, so that each finds memory as it left it
         for number in rounds(seconds / 2, device, least=_LEAST_ROUNDS + 1, most=_MOST_ROUNDS + 1):
             for rig in rigs:
@@ -65,6 +65,21 @@ def measure_handling(device: torch.device, seconds: float) -> Handling | None:
     )
 
 
+def measure_hooks(device: torch.device, seconds: float) -> float:
+    """Seconds that the CPU takes for FSDP2's hooks around a unit in forward, not waiting for the device. Collective.
+
+    Args:
+        device: where training runs.
+        seconds: about how long to measure.
+
+    Returns:
+        The quickest round of the slowest rank, the same on every rank.
+    """
+    rig = _Rig(*_KINDS[0], device)
+    taken = [rig.gather()["gather"] for _ in rounds(seconds, device, least=_LEAST_ROUNDS + 1, most=_MOST_ROUNDS + 1)]
+    return largest([min(taken) / _UNITS], device)[0]
+
+
 def _fit(rigs: list[_Rig], taken: Callable[[_Rig], list[float]], device: torch.device) -> WorkTime:
     """Seconds of a call, a tensor and a byte of whole parameters, from the three kinds of units."""
     one, many, large = largest([typical(taken(rig)) for rig in rigs], device)
@@ -83,17 +98,17 @@ class _Meter:
 class _Rig:
     """Sharded units of one kind, with an optimizer of each kind of step; `taken` has seconds of one unit."""
 
-    def __init__(self, tensors: int, numel: int) -> None:
-        self._meter = _Meter()
-        self._model = nn.Sequential(*(_Unit(tensors, numel, self._meter) for _ in range(_UNITS)))
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    def __init__(self, tensors: int, numel: int, device: torch.device) -> None:
+        self._meter, self._device = _Meter(), device
+        self._model = nn.Sequential(*(_Unit(tensors, numel, self._meter) for _ in range(_UNITS))).to(device)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for unit in self._model:
             fully_shard(unit, mesh=mesh)
             unit.set_custom_all_gather(_SilentAllGather())
             unit.set_custom_reduce_scatter(_SilentReduceScatter())
         fully_shard(self._model, mesh=mesh)
         self._optimizers = {step: torch.optim.AdamW(self._model.parameters(), lr=0.0, weight_decay=0.0, **step.options) for step in _STEPS}
-        self._input = torch.zeros(1, requires_grad=True)
+        self._input = torch.zeros(1, requires_grad=True, device=device)
         self.taken: dict[str, list[float]] = {"gather": [], "reduce": [], **{step.value: [] for step in _STEPS}}
 
     def gather(self) -> dict[str, float]:
@@ -121,7 +136,8 @@ class _Rig:
         """Seconds of forward and backward."""
         for unit in self._model:
             unit.set_reshard_after_forward(free)
-        wait_for_all(torch.device("cpu"))
+        synchronize(self._device)
+        wait_for_all(self._device)
         self._meter.apart_s = 0.0
         started = time.perf_counter()
         output = self._model(self._input)
@@ -151,7 +167,7 @@ class _Pass(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         started = time.perf_counter()
-        gradients = [torch.zeros(shape) for shape in ctx.shapes]
+        gradients = [torch.zeros(shape, device=gradient.device) for shape in ctx.shapes]
         ctx.meter.apart_s += time.perf_counter() - started
         return gradient, None, *gradients
 

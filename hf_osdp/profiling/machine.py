@@ -13,8 +13,8 @@ from ..collectives.topology import find_topology
 from ..errors import HardwareError
 from ..planner.description import DType
 from ..planner.hardware import Backend, Collective, CollectiveTiming, DeviceSpec, Hardware, Link
-from ..planner.presets import preset
-from .handling import measure_handling
+from ..planner.presets import UNIT_S, preset
+from .handling import measure_handling, measure_hooks
 from .host import measure_host
 from .links import GroupSizes, few_sizes, measure_collectives
 from .rates import copy_rate, matmul_rates, operator_seconds
@@ -136,7 +136,16 @@ def _measure_device(device: torch.device, local: int, seconds: float, allocated_
         source="measured",
         reserved_bytes=int(-agreed[2]),
         operator_s=-agreed[3],
+        unit_s=_hooks_s(device, 0.1 * seconds),
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
     )
+
+
+def _hooks_s(device: torch.device, seconds: float) -> float:
+    """Of FSDP2, beside a GPU; a process alone, which cannot measure them, takes the presets' figure."""
+    if device.type == "cpu":
+        return 0.0  # `measure_handling` has them
+    return measure_hooks(device, seconds) if world_size() > 1 else UNIT_S
 
 
 def _memory_bytes(device: torch.device, local: int, allocated_before: int) -> tuple[int, int]:

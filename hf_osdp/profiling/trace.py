@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from ..errors import DescriptionError
 from ..planner.description import Affine, GatherSpan, Segment, UnitDescription
 from ..splitting.head import SplitHead
+from .attention import AttentionCall, Capability, Kernel
 from .batch import Inputs, Loss, output_of, same_random_numbers, without_packing
 from .borrowed import Borrowed
 from .build import checkpoint_blocks
@@ -29,7 +30,7 @@ from .standin import CallRecord, block_key, call_key
 from .stored import release_of_stored
 from .twin import fake_twin
 from .units import canonical_name, modules_by_name, stretching_modules
-from .wrapping import cast_floating, forward_replaced, recompute
+from .wrapping import cast_floating, forward_replaced, recompute, under_autocast
 
 SAMPLES = (1, 2, 3)
 """Micro-batch sizes that are traced: lines go through the last two, and are raised where the first lies above them.
@@ -50,6 +51,8 @@ class Trace(NamedTuple):
     """Of the other outputs, such as logits, which come on top where the training loop holds them."""
     read_outside: frozenset[int]
     """Units with a parameter that is read while none of their modules runs, as a loss reads the weight of a head."""
+    kernels: Mapping[Kernel, AttentionCall]
+    """The attention kernels of CUDA that would run, each with its first call."""
 
 
 def trace_segments(
@@ -59,6 +62,8 @@ def trace_segments(
     *,
     compute_dtype: torch.dtype | None,
     fused_kernels: bool,
+    capability: Capability | None = None,
+    autocast: torch.dtype | None = None,
     checkpointed_blocks: Sequence[str] | None = None,
     recomputable: Collection[int] = (),
     offloadable: Collection[int] = (),
@@ -73,7 +78,9 @@ def trace_segments(
         units: the model's units, as `find_units` gives them.
         inputs: keyword arguments of forward, or what `loss` takes, for a number of samples.
         compute_dtype: dtype of gathered parameters and of floating-point inputs; None leaves both.
-        fused_kernels: allocate as CUDA's fused attention and dropout do, else as the CPU does.
+        fused_kernels: allocate as CUDA's attention and dropout do, else as the CPU does.
+        capability: of the CUDA device, see `FusedKernels`.
+        autocast: run forward under autocast in this dtype, with parameters as they are.
         checkpointed_blocks: classes whose activations are recomputed in backward, see `checkpoint_blocks`; None for none.
         recomputable: indices of units, of one module each, that are traced once more as recomputed (`Segment.recomputed`).
         offloadable: indices of units, of one module each, of which what they save is traced as gone between forward and backward
@@ -92,6 +99,7 @@ def trace_segments(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     batches = [inputs(count) for count in samples]
     read_outside: set[int] = set()
+    kernels: dict[Kernel, AttentionCall] = {}
 
     def traced(recomputed: Collection[int] = (), offloaded: Collection[int] = ()) -> tuple[list[Segment], Affine]:
         twin = fake_twin(model, mode, compute_dtype)
@@ -103,15 +111,19 @@ def trace_segments(
         for index in offloaded:
             offload(modules[units[index].module_names[0]])
         tracer = _Tracer(
-            twin=twin, mode=mode, units=units, compute_dtype=compute_dtype, fused_kernels=fused_kernels, shortcut=shortcut, loss=loss
+            twin=twin, mode=mode, units=units, compute_dtype=compute_dtype, fused_kernels=fused_kernels, capability=capability,
+            shortcut=shortcut, loss=loss,
         )  # fmt: skip
         with ExitStack() as stack:
             stack.enter_context(host_memory(lambda like: None))
             stack.enter_context(tracer.reads)
+            if autocast is not None:
+                stack.enter_context(forward_replaced(twin, under_autocast(twin.forward, autocast)))
             if loss is not None:  # which may call the model that it knows, as trainers do with `self.model`
                 stack.enter_context(forward_replaced(model, twin.__call__))
             segments = segments_of([tracer.run(batch) for batch in batches], samples)
         read_outside.update(tracer.reads.found)
+        kernels.update(tracer.kernels)
         _refuse_fake_gradients(model)
         return segments, bytes_line(tracer.output_bytes, samples)
 
@@ -123,7 +135,7 @@ def trace_segments(
         if offloadable:
             again = with_offloaded(again, traced(recomputable, offloadable)[0], offloadable)
         segments = with_recomputed(segments, again, recomputable)
-    return Trace(tuple(segment for segment in segments if not is_idle(segment)), outputs, frozenset(read_outside))
+    return Trace(tuple(segment for segment in segments if not is_idle(segment)), outputs, frozenset(read_outside), kernels)
 
 
 _Traced = tuple[Stretch, CallRecord]
@@ -140,13 +152,16 @@ class _Tracer:
         units: Sequence[UnitDescription],
         compute_dtype: torch.dtype | None,
         fused_kernels: bool,
+        capability: Capability | None,
         shortcut: bool,
         loss: Loss | None,
     ) -> None:
         self._twin, self._mode, self._loss = twin, mode, loss
+        self.kernels: dict[Kernel, AttentionCall] = {}
+        """Attention kernels of CUDA that would run."""
         self.output_bytes: list[int] = []
         """Of each run: bytes of what forward returned, the loss left out."""
-        self._compute_dtype, self._fused_kernels = compute_dtype, fused_kernels
+        self._compute_dtype, self._fused_kernels, self._capability = compute_dtype, fused_kernels, capability
         modules = modules_by_name(twin)
         self.reads = ReadsOutside(modules, units)
         self._modules = stretching_modules(modules, units)
@@ -169,7 +184,8 @@ class _Tracer:
             live = stack.enter_context(LiveBytes(block_bytes=CUDA_BLOCK_BYTES if self._fused_kernels else 1))
             recorder = stack.enter_context(Recorder(live))
             if self._fused_kernels:
-                stack.enter_context(FusedKernels(recorder.count_flops))
+                fused = stack.enter_context(FusedKernels(recorder.count_flops, self._capability))
+                stack.callback(lambda: self.kernels.update(fused.kernels))
             stack.enter_context(Borrowed(self._mode, known))
             stack.enter_context(self._wrapped(recorder))
             output = output_of(self._twin, fakes, self._loss)

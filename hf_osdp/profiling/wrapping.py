@@ -34,6 +34,17 @@ def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
+def under_autocast(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """A forward on CPU tensors as Accelerate runs it in one process: under autocast, its outputs in float32."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", dtype=dtype):
+            output = forward(*args, **kwargs)
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.float() if tensor.dtype is dtype else tensor, output)
+
+    return run
+
+
 class _Recomputed:
     """A forward that saves its input alone and runs again in backward."""
 

@@ -103,6 +103,7 @@ def _hardware(hardware: Hardware) -> dict:
         "flops_per_s": {dtype.value: rate for dtype, rate in device.flops_per_s.items()},
         "memory_bytes_per_s": device.memory_bytes_per_s,
         "operator_s": device.operator_s,
+        "unit_s": device.unit_s,
         "source": device.source,
         "collectives": [
             {"collective": t.collective.value, "group_size": t.group_size, "latency_s": t.latency_s, "seconds_per_byte": t.seconds_per_byte}

@@ -77,7 +77,7 @@ def prepare_model(model: nn.Module, precision: Precision) -> None:
 
 def mp_policy(precision: Precision) -> MixedPrecisionPolicy | None:
     """FSDP2's policy for a precision; None where each parameter keeps its dtype."""
-    if precision.compute is None:
+    if precision.compute is None or precision.autocast:
         return None
     reduce = precision.reduce or precision.compute
     return MixedPrecisionPolicy(param_dtype=getattr(torch, precision.compute.value), reduce_dtype=getattr(torch, reduce.value))

@@ -21,6 +21,7 @@ from ..planner.description import ModelDescription
 from ..planner.job import TrainingJob
 from ..planner.memory import MemoryBreakdown
 from ..planner.plan import Plan
+from ..profiling.attention import Capability
 from ..profiling.batch import Inputs, Loss, same_random_numbers, training_batch, without_packing
 from ..profiling.build import build_on_meta, checkpoint_blocks
 from ..profiling.fused import FusedKernels
@@ -29,6 +30,7 @@ from ..profiling.known_values import KnownValues
 from ..profiling.ledger import Kind
 from ..profiling.live_bytes import CUDA_BLOCK_BYTES
 from ..profiling.twin import fake_copy
+from ..profiling.wrapping import forward_replaced, under_autocast
 from .apply import apply_plan
 from .environment import mp_policy
 from .host_offload import host_parameters
@@ -57,6 +59,7 @@ def simulate(
     description: ModelDescription,
     job: TrainingJob,
     device_type: str = "cpu",
+    capability: Capability | None = None,
     auto_class: Any = None,
     inputs: Inputs | None = None,
     activation_checkpointing: bool = False,
@@ -73,6 +76,7 @@ def simulate(
         description: the model's, for its units and sequence length.
         job: precision, optimizer, and whether the loop holds outputs.
         device_type: `"cpu"` or `"cuda"`: whose attention, dropout and allocation granularity count.
+        capability: of the CUDA device, as `describe` takes it.
         auto_class: for a configuration, which class to build, see `build_on_meta`.
         inputs: from a number of samples to forward's keyword arguments; None makes a training batch for a transformers model.
         activation_checkpointing, loss: as `describe` takes them.
@@ -107,7 +111,10 @@ def simulate(
         stack.enter_context(ledger.copies())
         stack.enter_context(_shapes_apart())
         if on_cuda:
-            stack.enter_context(FusedKernels(lambda flops: None))
+            stack.enter_context(FusedKernels(lambda flops: None, capability))
+        if job.precision.autocast:
+            autocast = under_autocast(twin.forward, getattr(torch, job.precision.compute.value))
+            stack.enter_context(forward_replaced(twin, autocast))
         _run_step(twin, fakes, plan, job, ledger, loss)
         at_peak = {kind.value: nbytes for kind, nbytes in ledger.at_peak.items()}
         return Simulation(

@@ -66,6 +66,7 @@ def search_and_simulate(
         found = search(description, hardware, job, memory_limit_bytes, strategy=strategy)
         simulation = simulate(
             model_or_config, found.plan, description=description, job=job, device_type=device_type,
+            capability=hardware.device.capability,
             auto_class=auto_class, inputs=inputs, activation_checkpointing=activation_checkpointing,
         )  # fmt: skip
         rounds.append(SimulatedRound(found=found, simulation=simulation, job=job))

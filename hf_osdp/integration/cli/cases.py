@@ -108,6 +108,7 @@ def describer(request: Request, hardware: Hardware) -> Callable[..., ModelDescri
             block_classes=names or None,
             compute_dtype=precision.compute,
             device_type=device_type_of(hardware),
+            capability=hardware.device.capability,
             activation_checkpointing=request.activation_checkpointing,
             cut=cut,
         )

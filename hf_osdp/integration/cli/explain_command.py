@@ -113,7 +113,7 @@ def _explain(screen: Output, plan, inputs, plot: Path | None) -> None:
         f"Plan {plan.fingerprint} ({plan.strategy}) for {plan.model_name or inputs.description.model_class}{where}, {plan.sequence_length}"
         f" tokens a sample: {plan.world_size} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps ="
         f" {plan.global_batch_size} a step.",
-        *plan_caption(plan, explanation.estimate)[1:],
+        *plan_caption(plan, explanation.estimate)[1:], f"Activations: {inputs.description.trace}.",
         "", peak_table(explanation), unit_bytes_table(explanation),
     )  # fmt: skip
     if explanation.streams:

@@ -155,9 +155,9 @@ def test_layers_of_fsdp_config_are_block_classes(tmp_path, fsdp):
 
 
 def test_precision_from_name_or_policy():
-    assert precision_of("fp16", None).compute is DType.FLOAT16
+    assert precision_of("fp16", None, alone=False).compute is DType.FLOAT16
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    assert precision_of("no", policy).reduce is DType.BFLOAT16
+    assert precision_of("no", policy, alone=False).reduce is DType.BFLOAT16
 
 
 def test_off_unless_asked_for(tmp_path, monkeypatch):

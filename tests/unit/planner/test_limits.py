@@ -64,13 +64,14 @@ def test_links(change):
     [
         dict(memory_bytes=0), dict(memory_bytes=2**51), dict(memory_bytes_per_s=NAN), dict(memory_bytes_per_s=INF), dict(operator_s=NAN),
         dict(flops_per_s={DType.FLOAT32: NAN}), dict(flops_per_s={DType.FLOAT32: INF}), dict(reserved_bytes=-1),
-        dict(communicator_bytes=-1),
+        dict(communicator_bytes=-1), dict(unit_s=-1.0),
     ],
 )  # fmt: skip
 def test_devices(change):
     with pytest.raises(ValueError, match=f"Device {DEVICE.name!r}"):
         replace(DEVICE, **change)
-    assert replace(DEVICE, memory_bytes=2**50, reserved_bytes=0, communicator_bytes=0, operator_s=0.0) == replace(
+    plain = dict(reserved_bytes=0, communicator_bytes=0, operator_s=0.0, unit_s=0.0, capability=None)
+    assert replace(DEVICE, memory_bytes=2**50, **plain) == replace(
         DeviceSpec(name=DEVICE.name, memory_bytes=2**50, flops_per_s=DEVICE.flops_per_s, memory_bytes_per_s=DEVICE.memory_bytes_per_s,
                    source=DEVICE.source)
     )  # fmt: skip

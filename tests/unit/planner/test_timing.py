@@ -74,8 +74,45 @@ def test_phase_is_a_roofline_of_products_and_traffic():
 def test_dispatch_of_operators_adds_to_the_roofline():
     phase = PhaseCost(traffic_bytes=Affine(per_sample=1555e9), operators=Affine(constant=300, per_sample=10))
     slow = replace(hardware(), device=replace(hardware().device, operator_s=1e-3))
-    assert phase_seconds(phase, 2, transformer(), slow) == pytest.approx(2.0 + 320e-3)
-    assert phase_seconds(phase, 2, transformer(), hardware()) == pytest.approx(2.0)
+    assert phase_seconds(phase, 2, transformer(), replace(slow, backend=Backend.GLOO)) == pytest.approx(2.0 + 320e-3)
+    assert phase_seconds(phase, 2, transformer(), slow) == pytest.approx(2.0)  # queued ahead
+
+
+def launching(operators: float, unit_s: float):
+    """A transformer with so many operators in each pass, and a GPU beside a CPU that issues one in a millisecond."""
+    description = transformer()
+    segments = tuple(
+        segment.each(
+            lambda costs: replace(
+                costs,
+                forward=replace(costs.forward, operators=Affine(constant=operators)),
+                backward=replace(costs.backward, operators=Affine(constant=operators)),
+            )
+        )
+        for segment in description.segments
+    )
+    gpu = replace(hardware(), device=replace(hardware().device, operator_s=1e-3, unit_s=unit_s))
+    return replace(description, segments=segments), gpu
+
+
+def test_a_gpu_waits_where_a_micro_step_has_less_work_than_the_cpu_takes_to_issue():
+    work = sum(compute_seconds(transformer(), hardware(), 4))
+    passes, units = 2 * len(transformer().segments), len({segment.unit for segment in transformer().segments})
+    hidden = 0.5 * work / passes / 1e-3  # operators of a pass that take the CPU half as long as all the work
+    assert sum(compute_seconds(*launching(hidden, 0.0), 4)) == pytest.approx(work)
+    assert sum(compute_seconds(*launching(4 * hidden, 0.0), 4)) == pytest.approx(2 * work)
+    assert sum(compute_seconds(*launching(4 * hidden, work), 4)) == pytest.approx(2 * work + 2 * units * work)
+    description, gpu = launching(4 * hidden, 0.0)
+    assert sum(compute_seconds(description, gpu, 2)) == pytest.approx(2 * work), "fewer samples are no quicker"
+    alone = replace(launching(4 * hidden, work)[1], devices_per_node=1)
+    assert sum(compute_seconds(description, alone, 4)) == pytest.approx(2 * work), "one process has no hooks"
+
+
+def test_communication_hides_beside_a_gpu_that_waits():
+    description, gpu = launching(0.0, 0.0)
+    waiting, slow = launching(1e6, 0.0)
+    before, after = overlap_windows(description, gpu, 4), overlap_windows(waiting, slow, 4)
+    assert all(b.backward > 100 * a.backward for a, b in zip(before, after, strict=True) if a.backward)
 
 
 def test_rate_of_an_unknown_dtype_is_an_error_that_lists_the_known():

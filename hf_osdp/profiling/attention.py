@@ -1,0 +1,154 @@
+"""Which attention kernel torch takes on CUDA, by the rules of torch 2.11 to 2.13.
+
+Each rule is a check of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`; the first kernel that passes all of its own runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+Capability = tuple[int, int]
+
+ASSUMED_CAPABILITY: Capability = (8, 6)
+"""Of a GPU that is not known: from Ampere on none has narrower rules, so that none saves more."""
+_SUPPORTED = (8, 0), (12, 1)
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+class Kernel(str, Enum):
+    """A kernel of `scaled_dot_product_attention`."""
+
+    CUDNN = "cuDNN"
+    FLASH = "flash"
+    EFFICIENT = "memory-efficient"
+    MATH = "math"
+    """Plain products, which save every score of every head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCall:
+    """What torch looks at to choose a kernel."""
+
+    dtype: torch.dtype
+    query: tuple[int, ...]
+    """Shape `[batch, heads, T, d]`, as of key and value."""
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    has_mask: bool = False
+    is_causal: bool = False
+    dropout: float = 0.0
+    trains: bool = True
+    """An input needs a gradient."""
+    enable_gqa: bool = False
+    inner_strides_are_one: bool = True
+    """Of query, key and value."""
+
+    @property
+    def head_sizes(self) -> set[int]:
+        return {self.query[-1], self.key[-1], self.value[-1]}
+
+    @property
+    def has_equal_heads(self) -> bool:
+        return self.query[1] == self.key[1] == self.value[1]
+
+    @property
+    def is_dense(self) -> bool:
+        """Four dimensions, one batch size: what every fused kernel asks for."""
+        shapes = (self.query, self.key, self.value)
+        return all(len(shape) == 4 for shape in shapes) and len({shape[0] for shape in shapes}) == 1 and self.inner_strides_are_one
+
+    @property
+    def groups_heads(self) -> bool:
+        """Fewer heads of keys and values than of queries, in the way that flash and cuDNN take."""
+        return self.enable_gqa and self.key[1] == self.value[1] and self.query[1] % self.key[1] == 0
+
+
+def attention_kernel(call: AttentionCall, capability: Capability) -> Kernel:
+    """The kernel that torch takes on a CUDA device.
+
+    The user's `torch.backends.cuda.enable_*_sdp` are not asked for; torch's defaults count.
+
+    Args:
+        call: the inputs.
+        capability: compute capability of the device, such as `(9, 0)`.
+    """
+    if call.is_dense:
+        if capability[0] in (9, 10) and _takes_cudnn(call, capability):  # preferred there with cuDNN above 9.15, torch's since 2.11
+            return Kernel.CUDNN
+        if _takes_flash(call, capability):
+            return Kernel.FLASH
+        if _takes_efficient(call, capability):
+            return Kernel.EFFICIENT
+    return Kernel.MATH
+
+
+def _takes_cudnn(call: AttentionCall, capability: Capability) -> bool:
+    """Heads above 128 need newer versions than torch's own in part of the cases; flash takes those, and saves the same."""
+    return (
+        _runs_low_precision(call, capability)
+        and max(call.head_sizes) <= 128
+        and not any(size % 8 for size in call.head_sizes)
+        and (call.has_equal_heads or call.groups_heads)
+        and call.key[2] > 1
+        and float(call.dropout * 16).is_integer()
+        and not (call.dropout and call.query[2] == 1)
+    )
+
+
+def _takes_flash(call: AttentionCall, capability: Capability) -> bool:
+    size = call.query[-1]
+    narrow = call.trains and ((8, 6) <= capability <= (8, 9) or capability >= (12, 0))
+    return (
+        _runs_low_precision(call, capability)
+        and not call.has_mask
+        and len(call.head_sizes) == 1
+        and size <= 256
+        and not (narrow and size > 192 and (size <= 224 or call.dropout > 0))
+        and not (call.is_causal and call.query[2] != call.key[2])
+        and (call.has_equal_heads or call.groups_heads)
+    )
+
+
+def _takes_efficient(call: AttentionCall, capability: Capability) -> bool:
+    """Grouped heads came after 2.13 (pytorch/pytorch#191085)."""
+    low = call.dtype in _LOW_PRECISION
+    alignment = (8 if low else 4) if capability[0] >= 8 else (8 if low and capability[0] == 7 else 1)
+    dtypes = (torch.float32, torch.float16, torch.bfloat16) if capability[0] >= 8 else (torch.float32, torch.float16)
+    return (
+        (5, 0) <= capability <= _SUPPORTED[1]
+        and call.dtype in dtypes
+        and call.query[-1] == call.key[-1]
+        and not any(size % alignment for size in call.head_sizes)
+        and call.has_equal_heads
+    )
+
+
+def _runs_low_precision(call: AttentionCall, capability: Capability) -> bool:
+    return call.dtype in _LOW_PRECISION and _SUPPORTED[0] <= capability <= _SUPPORTED[1]
+
+
+def capability_here() -> Capability | None:
+    """Of this process's GPU; None where there is none."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def warning_of_math(call: AttentionCall, capability: Capability) -> str:
+    """One sentence for a model that takes the math kernel: what it costs, why, and what to do."""
+    dtype = str(call.dtype).removeprefix("torch.")
+    if call.dtype is torch.bfloat16 and capability[0] < 8:
+        why, remedy = f"bfloat16 has no other on compute capability {capability[0]}.{capability[1]}", "train in fp16"
+    elif call.dtype is torch.float32 and not call.has_equal_heads:
+        why, remedy = "float32 with grouped-query attention has no other before torch 2.14", "train in bf16 or fp16"
+    elif call.dtype is torch.float64:
+        why, remedy = "float64 has no other", "train in bf16, or in float32 without grouped heads"
+    else:
+        sizes = f"query {list(call.query)}, key {list(call.key)}, value {list(call.value)}"
+        why, remedy = f"no fused kernel takes {dtype} with {sizes}", "use another attn_implementation, or shorter sequences"
+    scores = call.query[1] if len(call.query) == 4 else 1
+    return (
+        f"Attention runs torch's math kernel, which saves {scores} x {call.query[-2]} x {call.key[-2]} scores of each sample and layer:"
+        f" {why}; {remedy}."
+    )

@@ -1,0 +1,58 @@
+"""One process in bf16: what is estimated is what runs, Accelerate's autocast, or FSDP2 where units live on the host."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_osdp.planner.evaluate import estimate_plan
+from hf_osdp.profiling.units import find_units
+from tests.helpers.distributed import run_ranks
+from tests.helpers.layouts import plan_of
+from tests.helpers.models import tiny_batch, tiny_model
+
+STEPS = 10
+
+
+def trained(on_host: bool) -> dict[str, Any]:
+    """Train without a process group; says what ran, and what a step was estimated to hold and held."""
+    from hf_osdp.integration.accelerator import OSDPAccelerator
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    model = tiny_model("gpt2", dtype=torch.float32)
+    options: dict[str, Any] = {"sequence_length": 12, "hardware": "cpu"}
+    if on_host:
+        plan = plan_of(find_units(model), 1, "zero3")
+        plan = replace(plan, sequence_length=12, units=tuple(replace(unit, on_host=True) for unit in plan.units))
+        options = {"sequence_length": 12, "plan": plan}
+    accelerator = OSDPAccelerator(cpu=True, mixed_precision="bf16", osdp=options)
+    rows = [{name: value[0] for name, value in tiny_batch(0).items()} for _ in range(STEPS)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(rows))
+    for batch in loader:
+        outputs = model(**batch)
+        accelerator.backward(outputs.loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+    run = accelerator.planned_run
+    return {
+        "ran": (accelerator.is_fsdp2, run.job.precision.autocast, "under autocast" in run.description.trace),
+        "estimated": estimate_plan(run.plan, run.description, run.job).memory.peak_bytes,
+        "measured": accelerator.measured.peak_bytes,
+    }
+
+
+def test_estimate_of_one_process_in_bf16_is_of_the_autocast_that_runs():
+    found = run_ranks(trained, 1, False, init=False)[0]
+    assert found["ran"] == (False, True, True)
+    assert found["estimated"] == pytest.approx(found["measured"], rel=0.02)
+
+
+def test_one_process_in_bf16_with_units_on_the_host_is_estimated_as_fsdp2():
+    assert run_ranks(trained, 1, True, init=False)[0]["ran"] == (True, False, False)
