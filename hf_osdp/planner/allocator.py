@@ -150,6 +150,10 @@ class CachingAllocator:
         else:
             self._give_back(block)
 
+    def holds(self, key: Hashable) -> bool:
+        """Whether something is allocated under this key."""
+        return key in self._taken
+
     def record_stream(self, key: Hashable, stream: int) -> None:
         """Note that another stream uses a tensor, as `torch.Tensor.record_stream` does (FSDP2 holds references instead)."""
         block = self._taken[key]
