@@ -13,8 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from ..errors import DescriptionError
+from ..planner.allocation_trace import AllocationTrace
 from ..planner.description import Affine, GatherSpan, Segment, UnitDescription
 from ..splitting.head import SplitHead
+from .allocation_log import AllocationLog
+from .allocation_traces import with_allocations
 from .batch import Inputs, Loss, output_of, same_random_numbers, without_packing
 from .borrowed import Borrowed
 from .build import checkpoint_blocks
@@ -50,6 +53,8 @@ class Trace(NamedTuple):
     """Of the other outputs, such as logits, which come on top where the training loop holds them."""
     read_outside: frozenset[int]
     """Units with a parameter that is read while none of their modules runs, as a loss reads the weight of a head."""
+    allocations: tuple[AllocationTrace, ...]
+    """What the segments allocate and free, each once."""
 
 
 def trace_segments(
@@ -93,6 +98,8 @@ def trace_segments(
     batches = [inputs(count) for count in samples]
     read_outside: set[int] = set()
 
+    runs: dict[tuple[bool, bool], list[list[Stretch]]] = {}
+
     def traced(recomputed: Collection[int] = (), offloaded: Collection[int] = ()) -> tuple[list[Segment], Affine]:
         twin = fake_twin(model, mode, compute_dtype)
         if checkpointed_blocks is not None:
@@ -110,7 +117,9 @@ def trace_segments(
             stack.enter_context(tracer.reads)
             if loss is not None:  # which may call the model that it knows, as trainers do with `self.model`
                 stack.enter_context(forward_replaced(model, twin.__call__))
-            segments = segments_of([tracer.run(batch) for batch in batches], samples)
+            stretches = [tracer.run(batch) for batch in batches]
+            segments = segments_of(stretches, samples)
+            runs[bool(recomputed), bool(offloaded)] = stretches[1:]
         read_outside.update(tracer.reads.found)
         _refuse_fake_gradients(model)
         return segments, bytes_line(tracer.output_bytes, samples)
@@ -123,7 +132,9 @@ def trace_segments(
         if offloadable:
             again = with_offloaded(again, traced(recomputable, offloadable)[0], offloadable)
         segments = with_recomputed(segments, again, recomputable)
-    return Trace(tuple(segment for segment in segments if not is_idle(segment)), outputs, frozenset(read_outside))
+    kept = [index for index, segment in enumerate(segments) if not is_idle(segment)]
+    segments, allocations = with_allocations(segments, kept, runs, samples[1], is_block=lambda i: units[i].span is GatherSpan.USE)
+    return Trace(segments, outputs, frozenset(read_outside), allocations)
 
 
 _Traced = tuple[Stretch, CallRecord]
@@ -166,7 +177,8 @@ class _Tracer:
             stack.enter_context(self._mode)
             known = stack.enter_context(KnownValues(alone=True))
             fakes = known.fakes_of(batch, self._mode, self._compute_dtype)
-            live = stack.enter_context(LiveBytes(block_bytes=CUDA_BLOCK_BYTES if self._fused_kernels else 1))
+            block_bytes = CUDA_BLOCK_BYTES if self._fused_kernels else 1
+            live = stack.enter_context(LiveBytes(block_bytes=block_bytes, log=AllocationLog()))
             recorder = stack.enter_context(Recorder(live))
             if self._fused_kernels:
                 stack.enter_context(FusedKernels(recorder.count_flops))
