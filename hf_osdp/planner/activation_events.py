@@ -54,6 +54,10 @@ class ActivationEvents:
             self._segments[index + 1].drop_handed_back()
         return gradients
 
+    def hands_back(self, index: int) -> bool:
+        """Whether a segment's backward makes a gradient of its input, as far as is known."""
+        return self._segments[index].hands_back
+
     def end(self) -> None:
         """The micro-step is over: nothing of it is left."""
         for segment in self._segments:
@@ -68,7 +72,7 @@ class ActivationEvents:
                 number = None if found is None else found.place_of(backward=handed.backward, place=handed.place)
                 segment.found.append(None if number is None else (found, number))
                 if number is not None:
-                    found.claimed.add(number)
+                    found.claims[number] = found.claims.get(number, 0) + 1
 
 
 class _Traced:
@@ -78,9 +82,11 @@ class _Traced:
         self._trace, self._sizes, self._log = trace, sizes, log
         self.others = trace.others
         self.found: list[tuple[_Traced, int] | None] = []
-        self.claimed: set[int] = set()
-        """Own allocations that another segment frees."""
+        self.claims: dict[int, int] = {}
+        """How many other segments let go of an own allocation; the last one frees it."""
+        self._waiting: dict[int, int] = {}
         self._handed = trace.handed(backward=False), trace.handed(backward=True)
+        self.hands_back = bool(self._handed[True])
         self.live: dict[int, int] = {}
 
     def place_of(self, *, backward: bool, place: int) -> int | None:
@@ -96,15 +102,21 @@ class _Traced:
         """Run the backward's events, and free what forward has left and nobody else frees."""
         self._run(self._trace.backward)
         for number in self._handed[False]:
-            if number not in self.claimed:
+            if number not in self.claims:
                 self.drop(number)
         return [self.live.pop(number) for number in self._trace.gradients if number in self.live]
 
     def drop_handed_back(self) -> None:
         """Free the gradient that was handed on, where the segment before should have."""
         for number in self._handed[True]:
-            if number not in self.claimed:
+            if number not in self.claims:
                 self.drop(number)
+
+    def let_go(self, number: int) -> None:
+        """One of those that hold an own allocation does so no more."""
+        self._waiting[number] = self._waiting.get(number, self.claims[number]) - 1
+        if not self._waiting[number]:
+            self.drop(number)
 
     def drop(self, number: int) -> None:
         """Free an own allocation, if it is there."""
@@ -114,6 +126,7 @@ class _Traced:
         """Free all that is there."""
         self._log.drop_all(self.live.values())
         self.live.clear()
+        self._waiting.clear()
 
     def _run(self, steps: Sequence[int]) -> None:
         own, sizes, log, live = len(self._sizes), self._sizes, self._log, self.live
@@ -123,13 +136,14 @@ class _Traced:
             elif ~step < own:
                 log.drop(live.pop(~step, None))
             elif (found := self.found[~step - own]) is not None:
-                found[0].drop(found[1])
+                found[0].let_go(found[1])
 
 
 class _ByTerms:
     """One segment without a trace."""
 
     others: tuple[()] = ()
+    hands_back = True
 
     def __init__(self, terms: SegmentBytes, log: EventLog) -> None:
         self._terms, self._log = terms, log

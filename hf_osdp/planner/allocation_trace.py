@@ -32,7 +32,7 @@ class AllocationTrace:
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     gradients: tuple[int, ...]
-    """Own allocations that are gradients of the segment's parameters: they stay until they are reduced."""
+    """Own allocations that are gradients of the segment's parameters, in their order: they stay until they are reduced."""
     others: tuple[Handed, ...] = ()
 
     def __post_init__(self) -> None:

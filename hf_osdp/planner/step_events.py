@@ -171,14 +171,12 @@ class _Step:
         if not unit.handled:
             return
         self._start_gather(unit)
-        if forward:
-            self.log.drop(self._last_buffer)
-            self._last_buffer = None
         if unit.choice.shard_size == 1:
             self._copy_replica(unit)
         else:
             unit.gathered = [self.log.make(nbytes) for nbytes in unit.gathered_sizes]
         if forward:
+            self.log.drop(self._last_buffer)
             self._last_buffer = unit.buffer
         else:
             self.log.drop(unit.buffer)
@@ -223,6 +221,7 @@ class _Step:
 
     def _backward(self, last: bool) -> None:
         segments = self._description.segments
+        late = {number for number in self._first_use if self._units[number].span is GatherSpan.STEP}
         for index in range(len(segments) - 1, -1, -1):
             number = segments[index].unit
             unit = self._units[number]
@@ -231,20 +230,24 @@ class _Step:
             if self._ahead[index] is not None and not self._units[self._ahead[index]].gathered:
                 self._start_gather(self._units[self._ahead[index]])
             gradients = self._activations.backward(index, unit.gradient_sizes if index == self._last_use(number) else ())
-            self._arrive(unit, gradients)
             if merged := self._merging.get(index, 0):
-                self.log.drop(self.log.make(merged))
+                total = self.log.make(merged)  # out of place: both of them are there beside it
+                self.log.drop(gradients.pop() if len(gradients) == 1 else total)
+                gradients = gradients or [total]
+            self._arrive(unit, gradients)
             if unit.span is GatherSpan.STEP:
                 continue
-            if index == self._first_use[number]:
+            if index > self._first_use[number]:
+                if not unit.choice.keep:
+                    self._free_gathered(unit)
+            elif self._activations.hands_back(index):
                 self._free_gathered(unit)
                 self._reduce(unit, last)
-            elif not unit.choice.keep:
-                self._free_gathered(unit)
-        for number, unit in enumerate(self._units):
-            if unit.span is GatherSpan.STEP and number in self._first_use:
-                self._free_gathered(unit)
-                self._reduce(unit, last)
+            else:  # no gradient of its input tells FSDP2 that its backward is over: it comes last, as the root does
+                late.add(number)
+        for number in sorted(late):
+            self._free_gathered(self._units[number])
+            self._reduce(self._units[number], last)
         self.log.drop(self._reduce_input)
         self.log.drop_all(self._reducing_replicas)
         self._reduce_input, self._reducing_replicas = None, []
@@ -257,7 +260,7 @@ class _Step:
         if not unit.handled and unit.gradients and len(unit.gradients) == len(unit.gradient_sizes):
             self.log.drop_all(gradients)
         else:
-            unit.gradients += gradients
+            unit.gradients = gradients + unit.gradients  # backward meets the last parameters first
 
     def _reduce(self, unit: _Unit, last: bool) -> None:
         """A unit's backward is over: reduce its gradients, or hold them whole."""
@@ -272,7 +275,7 @@ class _Step:
         log.drop(self._reduce_input)
         self._reduce_input = log.make(unit.reduce_input) if unit.reduce_input else None
         sharded = unit.choice.shard_size > 1
-        log.drop_all(unit.gradients[:-1] if sharded else unit.gradients)
+        log.drop_all(reversed(unit.gradients[:-1] if sharded else unit.gradients))
         late, unit.gradients = (unit.gradients[-1:] if sharded else []), []
         reduced = log.make(unit.reduced, REDUCE)
         if unit.terms.reduce_stage:

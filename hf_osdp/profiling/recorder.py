@@ -50,7 +50,7 @@ class Stretch:
     gradients: list[str] = field(default_factory=list)
     """Names of parameters of which its backward made the gradients, as far as they were given."""
     gradient_allocations: list[int] = field(default_factory=list)
-    """Those of its allocations that are gradients of parameters."""
+    """Those of its allocations that are gradients of parameters, in the parameters' order."""
     handed_back_bytes: int = 0
     """Live bytes above `start_bytes` when its backward was done: the gradient of its input, less an input freed with it."""
     release: Callable[[], None] | None = None
@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):
         self._pending: Stretch | None = Stretch(unit=root_unit, first_node=_get_sequence_nr())
         self._current: Stretch | None = None
         self._in_backward = False
-        self._graded: list[nn.Parameter] = []
+        self._graded: dict[nn.Parameter, int] = {}
         self._first_nodes: list[int] = []
 
     def enter(self, unit: int, copy_of: Stretch | None = None) -> Stretch:
@@ -112,9 +112,10 @@ class Recorder(TorchDispatchMode):
         """Backward is over."""
         self._close_backward()
 
-    def note_gradient(self, parameter: nn.Parameter, name: str | None = None) -> None:
-        """For `register_post_accumulate_grad_hook`: the gradient is dropped when the stretch's backward ends."""
-        self._graded.append(parameter)
+    def note_gradient(self, parameter: nn.Parameter, name: str | None = None, place: int = 0) -> None:
+        """For `register_post_accumulate_grad_hook`: the gradient is dropped when the stretch's backward ends. `place` is the
+        parameter's among all."""
+        self._graded[parameter] = place
         if name is not None:
             self._current.gradients.append(name)
 
@@ -174,9 +175,9 @@ class Recorder(TorchDispatchMode):
     def _close_backward(self) -> None:
         stretch = self._current
         stretch.backward.events += self._new_events()
-        graded = [self._log.number_of(p.grad.untyped_storage()._cdata) for p in self._graded if p.grad is not None]
-        stretch.gradient_allocations += [number for number in graded if number is not None]
-        for parameter in self._graded:
+        for parameter in sorted(self._graded, key=self._graded.__getitem__):
+            number = None if parameter.grad is None else self._log.number_of(parameter.grad.untyped_storage()._cdata)
+            stretch.gradient_allocations += [] if number is None else [number]
             parameter.grad = None
         self._graded.clear()
         self._new_events()

@@ -202,9 +202,9 @@ class _Tracer:
             for unit, module in self._modules:
                 recording = self._recording(module.forward, unit, module, recorder, known)
                 stack.enter_context(forward_replaced(module, self.reads.inside(unit, recording)))
-            for name, parameter in self._twin.named_parameters():
+            for place, (name, parameter) in enumerate(self._twin.named_parameters()):
                 if parameter.requires_grad:
-                    note = functools.partial(recorder.note_gradient, name=self._whole_step.get(canonical_name(name)))
+                    note = functools.partial(recorder.note_gradient, name=self._whole_step.get(canonical_name(name)), place=place)
                     handle = parameter.register_post_accumulate_grad_hook(note)
                     stack.callback(handle.remove)
             yield
