@@ -154,7 +154,7 @@ class _Step:
 
     def _forward(self) -> None:
         for number, unit in enumerate(self._units):
-            if unit.span is GatherSpan.STEP and not self._description.units[number].fqn and number in self._first_use:
+            if unit.span is GatherSpan.STEP and (number not in self._first_use or not self._description.units[number].fqn):
                 self._gather(unit, forward=True)
         for index, segment in enumerate(self._description.segments):
             unit = self._units[segment.unit]
@@ -221,7 +221,7 @@ class _Step:
 
     def _backward(self, last: bool) -> None:
         segments = self._description.segments
-        late = {number for number in self._first_use if self._units[number].span is GatherSpan.STEP}
+        late = {number for number, unit in enumerate(self._units) if unit.span is GatherSpan.STEP}
         for index in range(len(segments) - 1, -1, -1):
             number = segments[index].unit
             unit = self._units[number]
@@ -246,6 +246,8 @@ class _Step:
             else:  # no gradient of its input tells FSDP2 that its backward is over: it comes last, as the root does
                 late.add(number)
         for number in sorted(late):
+            if number not in self._first_use:  # its modules run somewhere in the others' segments
+                self._units[number].gradients = [self.log.make(nbytes) for nbytes in self._units[number].gradient_sizes]
             self._free_gathered(self._units[number])
             self._reduce(self._units[number], last)
         self.log.drop(self._reduce_input)
