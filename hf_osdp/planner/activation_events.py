@@ -24,7 +24,7 @@ class ActivationEvents:
 
     def __init__(self, description: ModelDescription, activations: Sequence[Activations], samples: int, log: EventLog) -> None:
         self._log = log
-        self._segments = []
+        self._segments: list[_Traced | _ByTerms] = []
         sizes: dict[int, list[int]] = {}
         for segment in description.segments:
             choice = activations[segment.unit]
@@ -38,6 +38,11 @@ class ActivationEvents:
             self._segments.append(_Traced(trace, sizes.setdefault(place, trace.bytes(samples)), log))
         self._find_others()
 
+    @property
+    def traced(self) -> bool:
+        """Whether all segments have a trace."""
+        return all(segment.is_traced for segment in self._segments)
+
     def forward(self, index: int) -> None:
         """A segment's forward."""
         self._segments[index].forward()
@@ -49,9 +54,12 @@ class ActivationEvents:
             index: of the segment.
             gradient_sizes: bytes of the gradients of its unit that come here, for segments without a trace.
         """
-        gradients = self._segments[index].backward(gradient_sizes)
-        if index + 1 < len(self._segments):
-            self._segments[index + 1].drop_handed_back()
+        segment, after = self._segments[index], self._segments[index + 1] if index + 1 < len(self._segments) else None
+        if after is not None and not segment.is_traced:
+            after.drop_handed_back()  # it is among the terms
+        gradients = segment.backward(gradient_sizes)
+        if after is not None:
+            after.drop_handed_back()
         return gradients
 
     def hands_back(self, index: int) -> bool:
@@ -77,6 +85,8 @@ class ActivationEvents:
 
 class _Traced:
     """One segment with a trace."""
+
+    is_traced = True
 
     def __init__(self, trace: AllocationTrace, sizes: list[int], log: EventLog) -> None:
         self._trace, self._sizes, self._log = trace, sizes, log
@@ -142,6 +152,7 @@ class _Traced:
 class _ByTerms:
     """One segment without a trace."""
 
+    is_traced = False
     others: tuple[()] = ()
     hands_back = True
 

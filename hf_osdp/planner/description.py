@@ -256,7 +256,9 @@ class ModelDescription:
             if not 0 <= segment.unit < len(self.units):
                 raise ValueError(f"A segment names unit {segment.unit}, but there are {len(self.units)} units.")
             for form in (segment, segment.recomputed or segment):
-                if any(place is not None and not 0 <= place < len(self.allocations) for place in (form.allocations, form.offloaded_allocations)):
+                if any(
+                    place is not None and not 0 <= place < len(self.allocations) for place in (form.allocations, form.offloaded_allocations)
+                ):
                     raise ValueError("A segment names an allocation trace that is not there.")
 
     @property

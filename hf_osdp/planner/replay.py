@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .allocator import CachingAllocator, DeviceFullError
@@ -28,6 +28,8 @@ class StepEvents:
     states: Sequence[Event]
     """What the optimizer makes in its first step, and holds."""
     optimizer: Sequence[Event]
+    traced: bool = True
+    """Whether every segment's events were traced; else some allocate once for each of their terms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +41,14 @@ class Reserved:
     peak_reserved_bytes: int
     """Of what the allocator has taken from the device, as `torch.cuda.max_memory_reserved`."""
     alloc_retries: int = 0
-    """Allocations that had to wait until all that was cached had been given back."""
+    """Allocations for which the cache has to be emptied first, under the capacity."""
     fits: bool = True
-    """Whether the capacity was enough; where it was not, the peaks are those at the end of the memory."""
+    """Whether the capacity is enough with these retries."""
+    traced: bool = True
+    """As of `StepEvents`."""
 
 
-def replay_steps(
-    events: StepEvents, *, expandable_segments: bool = True, capacity_bytes: int | None = None, steps: int = 2
-) -> Reserved:
+def replay_steps(events: StepEvents, *, expandable_segments: bool = True, capacity_bytes: int | None = None, steps: int = 2) -> Reserved:
     """Replay optimizer steps one after the other: the later ones begin with what the first has left in the cache.
 
     The optimizer's states come in the first step, into memory that activations and gradients had before.
@@ -57,9 +59,16 @@ def replay_steps(
         steps: how many are replayed.
 
     Returns:
-        The peaks of all steps together.
+        The peaks of all steps together, as they are without an end of the memory.
     """
-    allocator = CachingAllocator(expandable_segments=expandable_segments, capacity_bytes=capacity_bytes)
+    free = _replay(events, CachingAllocator(expandable_segments=expandable_segments), steps)
+    if capacity_bytes is None or free.peak_reserved_bytes <= capacity_bytes:
+        return free
+    limited = _replay(events, CachingAllocator(expandable_segments=expandable_segments, capacity_bytes=capacity_bytes), steps)
+    return replace(free, alloc_retries=limited.alloc_retries, fits=limited.fits)
+
+
+def _replay(events: StepEvents, allocator: CachingAllocator, steps: int) -> Reserved:
     fits = True
     try:
         _run(allocator, events.held)
@@ -73,7 +82,7 @@ def replay_steps(
         fits = False
     return Reserved(
         peak_allocated_bytes=allocator.peak_allocated_bytes, peak_reserved_bytes=allocator.peak_reserved_bytes,
-        alloc_retries=allocator.alloc_retries, fits=fits,
+        alloc_retries=allocator.alloc_retries, fits=fits, traced=events.traced,
     )  # fmt: skip
 
 

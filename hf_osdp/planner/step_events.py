@@ -11,10 +11,10 @@ from itertools import zip_longest
 from .activation_events import ActivationEvents
 from .costs import Batch, Choice, reduce_input, unit_bytes
 from .description import GatherSpan, ModelDescription, ParameterSpec, UnitDescription
-from .event_log import COMPUTE, COPY_IN, GATHER, REDUCE, REDUCE_REPLICAS, EventLog
+from .event_log import COPY_IN, GATHER, REDUCE, REDUCE_REPLICAS, EventLog
 from .job import OptimizerStep, TrainingJob
 from .memory import gathered_ahead, merging_stretch
-from .replay import StepEvents
+from .replay import Event, Reserved, StepEvents, replay_steps
 
 _MICRO_STEPS = 2
 """Micro-steps of an optimizer step that are replayed at most: those between the first and the last are like the first, or allocate less."""
@@ -22,9 +22,7 @@ _STEP_COUNT_BYTES = 4
 """A parameter's count of steps, which Adam with fused kernels keeps on the device."""
 
 
-def step_events(
-    description: ModelDescription, choices: Sequence[Choice], world_size: int, job: TrainingJob, batch: Batch
-) -> StepEvents:
+def step_events(description: ModelDescription, choices: Sequence[Choice], world_size: int, job: TrainingJob, batch: Batch) -> StepEvents:
     """The events of one optimizer step on the fullest rank.
 
     Args:
@@ -45,7 +43,29 @@ def step_events(
     before = step.log.take()
     states = step.make_states()
     step.optimizer_step()
-    return StepEvents(held=held, before_optimizer=before, states=states, optimizer=step.log.take())
+    return StepEvents(held=held, before_optimizer=before, states=states, optimizer=step.log.take(), traced=step.traced)
+
+
+def estimate_reserved(
+    description: ModelDescription,
+    choices: Sequence[Choice],
+    world_size: int,
+    job: TrainingJob,
+    batch: Batch,
+    *,
+    capacity_bytes: int | None = None,
+) -> Reserved:
+    """What torch's allocator reserves for a plan on CUDA, in its first two optimizer steps.
+
+    Args:
+        description, choices, world_size, job, batch: as `step_events` takes them.
+        capacity_bytes: what may be reserved, to know the retries; None for no end.
+
+    Returns:
+        Peaks in bytes, and whether the capacity is enough.
+    """
+    events = step_events(description, choices, world_size, job, batch)
+    return replay_steps(events, expandable_segments=job.expandable_segments, capacity_bytes=capacity_bytes)
 
 
 class _Unit:
@@ -88,9 +108,7 @@ class _Unit:
 class _Step:
     """Walks through a step as `planner/memory.py` does, and writes down events instead of levels."""
 
-    def __init__(
-        self, description: ModelDescription, choices: Sequence[Choice], world_size: int, job: TrainingJob, batch: Batch
-    ) -> None:
+    def __init__(self, description: ModelDescription, choices: Sequence[Choice], world_size: int, job: TrainingJob, batch: Batch) -> None:
         self.log = EventLog()
         self._description, self._job, self._samples = description, job, batch.micro_batch_size
         self._units = [_Unit(u, c, world_size, job, batch) for u, c in zip(description.units, choices, strict=True)]
@@ -104,10 +122,20 @@ class _Step:
         self._reduce_input: int | None = None
         self._reducing_replicas: list[int] = []
 
-    def hold(self) -> list:
+    @property
+    def traced(self) -> bool:
+        """Whether all segments have a trace."""
+        return self._activations.traced
+
+    def hold(self) -> list[Event]:
         """What is there before the first step."""
         description, log = self._description, self.log
-        outputs = [description.buffer_bytes, description.other_bytes, description.input_bytes.bytes(self._samples), self._job.correction_bytes]
+        outputs = [
+            description.buffer_bytes,
+            description.other_bytes,
+            description.input_bytes.bytes(self._samples),
+            self._job.correction_bytes,
+        ]
         for unit in self._units:
             for nbytes in () if unit.choice.on_host else unit.shards:
                 log.make(nbytes)
@@ -115,7 +143,7 @@ class _Step:
             log.make(nbytes)
         return log.take()
 
-    def make_states(self) -> list:
+    def make_states(self) -> list[Event]:
         """What the optimizer makes in its first step."""
         spec = self._job.optimizer
         for unit in self._units:

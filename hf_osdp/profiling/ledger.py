@@ -46,9 +46,7 @@ class Ledger(LiveBytes):
     gradients before they are reduced.
     """
 
-    def __init__(
-        self, *, block_bytes: int = CUDA_BLOCK_BYTES, device_type: str | None = None, log: AllocationLog | None = None
-    ) -> None:
+    def __init__(self, *, block_bytes: int = CUDA_BLOCK_BYTES, device_type: str | None = None, log: AllocationLog | None = None) -> None:
         super().__init__(block_bytes=block_bytes, device_type=device_type, log=log)
         self._kinds: dict[int, Kind] = {}
         self._sums = dict.fromkeys(Kind, 0)

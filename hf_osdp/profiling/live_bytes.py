@@ -36,9 +36,7 @@ class LiveBytes(TorchDispatchMode):
         ValueError: `block_bytes` is less than 1.
     """
 
-    def __init__(
-        self, *, block_bytes: int = CUDA_BLOCK_BYTES, device_type: str | None = None, log: AllocationLog | None = None
-    ) -> None:
+    def __init__(self, *, block_bytes: int = CUDA_BLOCK_BYTES, device_type: str | None = None, log: AllocationLog | None = None) -> None:
         if block_bytes < 1:
             raise ValueError(f"block_bytes={block_bytes} must be at least 1; use 1 for no rounding.")
         super().__init__()

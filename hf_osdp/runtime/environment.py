@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from ..planner.description import DType
 from ..planner.job import Precision
 from ..profiling.batch_norm import has_running_statistics
+from .allocator_settings import prefer_expandable_segments
 from .apply import default_device_type
 from .launched import whole_number
 from .roll_call import compare_versions, roll_call
@@ -26,6 +27,7 @@ def form_process_group(*, needed: bool) -> None:
     Raises:
         LaunchError: ranks are missing, or run different versions.
     """
+    prefer_expandable_segments()
     if dist.is_initialized():
         compare_versions()
         return

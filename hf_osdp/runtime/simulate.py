@@ -120,9 +120,13 @@ def simulate(
             peak_bytes=ledger.peak_bytes,
             breakdown=MemoryBreakdown(**at_peak),
             host_bytes=ledger.host_peak_bytes,
-            reserved_bytes=None if events is None else replay_steps(events, expandable_segments=job.expandable_segments).peak_reserved_bytes,
+            reserved_bytes=None if events is None else _reserved_bytes(events, job),
             seconds=time.perf_counter() - started,
         )
+
+
+def _reserved_bytes(events: StepEvents, job: TrainingJob) -> int:
+    return replay_steps(events, expandable_segments=job.expandable_segments).peak_reserved_bytes
 
 
 class _Streams:
