@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from .activation_events import ActivationEvents
-from .costs import Batch, Choice, reduce_input, unit_bytes
-from .description import GatherSpan, ModelDescription, ParameterSpec, UnitDescription
+from .costs import Batch, Choice
+from .description import GatherSpan, ModelDescription
 from .event_log import COPY_IN, GATHER, REDUCE, REDUCE_REPLICAS, EventLog
 from .job import OptimizerStep, TrainingJob
 from .memory import gathered_ahead, merging_stretch
 from .replay import Event, Reserved, StepEvents, replay_steps
+from .unit_on_device import UnitOnDevice
 
 _MICRO_STEPS = 2
 """Micro-steps of an optimizer step that are replayed at most: those between the first and the last are like the first, or allocate less."""
@@ -68,50 +69,13 @@ def estimate_reserved(
     return replay_steps(events, expandable_segments=job.expandable_segments, capacity_bytes=capacity_bytes)
 
 
-class _Unit:
-    """One unit's parameters as FSDP2 handles them, and what of them is there now."""
-
-    def __init__(self, unit: UnitDescription, choice: Choice, world_size: int, job: TrainingJob, batch: Batch) -> None:
-        self.span, self.choice = unit.span, choice
-        self.terms = unit_bytes(unit, choice, world_size, job, batch)
-        g, precision = choice.shard_size, job.precision
-        trainable = [p for p in unit.parameters if p.requires_grad]
-
-        def sharded(p: ParameterSpec) -> int:
-            return p.sharded_numel(g)
-
-        self.shards = [sharded(p) * p.dtype.itemsize for p in unit.parameters]
-        self.trained = [sharded(p) * p.dtype.itemsize for p in trainable]
-        self.handled = self.terms.gathered > 0  # else one process trains the plain module
-        self.gathered_sizes = [g * sharded(p) * precision.gathered_dtype(p).itemsize for p in unit.parameters]
-        self.casts = [precision.gathered_dtype(p) is not p.dtype for p in unit.parameters]
-        self.cast_bytes = sum(
-            sharded(p) * precision.gathered_dtype(p).itemsize for p, cast in zip(unit.parameters, self.casts, strict=True) if cast
-        )
-        self.gradient_sizes = [p.numel * precision.gathered_dtype(p).itemsize for p in trainable]
-        self.whole_sizes = [p.numel * precision.reduced_dtype(p).itemsize for p in trainable]
-        self.reduced = sum(sharded(p) * precision.reduced_dtype(p).itemsize for p in trainable)
-        self.reduce_input = reduce_input(unit, g, job)
-        self.recast = any(precision.reduced_dtype(p) is not p.dtype for p in trainable)
-        self.replicas = g < world_size
-        self.holds = batch.holds_gradients(choice) and self.handled
-        self.buffer: int | None = None
-        self.gathered: list[int] = []
-        self.gradients: list[int] = []
-        self.whole: list[int] = []
-        """Whole gradients of earlier micro-steps."""
-        self.gradient: int | None = None
-        """The sharded one; of plain modules all that is in `gradients`."""
-        self.partial: int | None = None
-
-
 class _Step:
     """Walks through a step as `planner/memory.py` does, and writes down events instead of levels."""
 
     def __init__(self, description: ModelDescription, choices: Sequence[Choice], world_size: int, job: TrainingJob, batch: Batch) -> None:
         self.log = EventLog()
         self._description, self._job, self._samples = description, job, batch.micro_batch_size
-        self._units = [_Unit(u, c, world_size, job, batch) for u, c in zip(description.units, choices, strict=True)]
+        self._units = [UnitOnDevice(u, c, world_size, job, batch) for u, c in zip(description.units, choices, strict=True)]
         self._plain = not any(unit.handled for unit in self._units)
         self._ahead, self._merging = gathered_ahead(description), merging_stretch(description, job)
         self._first_use: dict[int, int] = {}
@@ -194,7 +158,7 @@ class _Step:
         self.log.drop(self._last_buffer)
         self._last_buffer = None
 
-    def _gather(self, unit: _Unit, *, forward: bool) -> None:
+    def _gather(self, unit: UnitOnDevice, *, forward: bool) -> None:
         """A gather, and the copies out of its buffer; in forward the buffer stays until the next unit's has been filled."""
         if not unit.handled:
             return
@@ -210,7 +174,7 @@ class _Step:
             self.log.drop(unit.buffer)
         unit.buffer = None
 
-    def _start_gather(self, unit: _Unit) -> None:
+    def _start_gather(self, unit: UnitOnDevice) -> None:
         """Fill the buffer and send it, on streams of their own."""
         if unit.buffer is not None or unit.choice.shard_size == 1 or not unit.handled:
             return
@@ -228,7 +192,7 @@ class _Step:
         if unit.terms.cast_buffer:  # what lies between two stages
             log.drop(log.make(unit.terms.cast_buffer, GATHER))
 
-    def _copy_replica(self, unit: _Unit) -> None:
+    def _copy_replica(self, unit: UnitOnDevice) -> None:
         """Copy each parameter of a replicated unit, by way of one that was brought from the host or cast."""
         log, before = self.log, None
         for nbytes, whole, cast in zip(unit.shards, unit.gathered_sizes, unit.casts, strict=True):
@@ -241,7 +205,7 @@ class _Step:
             before = source
         log.drop(before)
 
-    def _free_gathered(self, unit: _Unit) -> None:
+    def _free_gathered(self, unit: UnitOnDevice) -> None:
         self.log.drop_all(unit.gathered)
         unit.gathered = []
 
@@ -285,14 +249,14 @@ class _Step:
     def _last_use(self, number: int) -> int:
         return next(i for i in range(len(self._description.segments) - 1, -1, -1) if self._description.segments[i].unit == number)
 
-    def _arrive(self, unit: _Unit, gradients: list[int]) -> None:
+    def _arrive(self, unit: UnitOnDevice, gradients: list[int]) -> None:
         """Gradients are there; those of a plain module are added to what is."""
         if not unit.handled and unit.gradients and len(unit.gradients) == len(unit.gradient_sizes):
             self.log.drop_all(gradients)
         else:
             unit.gradients = gradients + unit.gradients  # backward meets the last parameters first
 
-    def _reduce(self, unit: _Unit, last: bool) -> None:
+    def _reduce(self, unit: UnitOnDevice, last: bool) -> None:
         """A unit's backward is over: reduce its gradients, or hold them whole."""
         log = self.log
         if not unit.handled:
@@ -313,7 +277,7 @@ class _Step:
         self._settle(unit, reduced, last)
         log.drop_all(late)
 
-    def _hold_whole(self, unit: _Unit) -> None:
+    def _hold_whole(self, unit: UnitOnDevice) -> None:
         log = self.log
         if unit.whole:
             log.drop_all(unit.gradients)
@@ -325,7 +289,7 @@ class _Step:
                 log.drop(gradient)
         unit.gradients = []
 
-    def _settle(self, unit: _Unit, reduced: int, last: bool) -> None:
+    def _settle(self, unit: UnitOnDevice, reduced: int, last: bool) -> None:
         """What becomes of a reduce-scatter's output."""
         log = self.log
         if unit.replicas and not last:
