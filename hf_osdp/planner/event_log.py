@@ -16,13 +16,18 @@ class EventLog:
 
     def __init__(self) -> None:
         self._events: list[Event] = []
-        self._made = 0
+        self._sizes: list[int] = [0]
 
     def make(self, nbytes: int, stream: int = COMPUTE) -> int:
         """Allocate; returns the allocation's number."""
-        self._made += 1
-        self._events.append(Event(self._made, nbytes, stream))
-        return self._made
+        number = len(self._sizes)
+        self._sizes.append(nbytes)
+        self._events.append(Event(number, nbytes, stream))
+        return number
+
+    def bytes_of(self, number: int) -> int:
+        """Size of an allocation."""
+        return self._sizes[number]
 
     def drop(self, number: int | None) -> None:
         """Free an allocation, if there is one."""

@@ -6,7 +6,6 @@ The order is FSDP2's (torch/distributed/fsdp/_fully_shard): see docs/allocator.m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
 
 from .activation_events import ActivationEvents
 from .costs import Batch, Choice
@@ -223,9 +222,7 @@ class _Step:
                 self._start_gather(self._units[self._ahead[index]])
             gradients = self._activations.backward(index, unit.gradient_sizes if index == self._last_use(number) else ())
             if merged := self._merging.get(index, 0):
-                total = self.log.make(merged)  # out of place: both of them are there beside it
-                self.log.drop(gradients.pop() if len(gradients) == 1 else total)
-                gradients = gradients or [total]
+                gradients = self._merged(unit, gradients, merged)
             self._arrive(unit, gradients)
             if unit.span is GatherSpan.STEP:
                 continue
@@ -248,6 +245,19 @@ class _Step:
 
     def _last_use(self, number: int) -> int:
         return next(i for i in range(len(self._description.segments) - 1, -1, -1) if self._description.segments[i].unit == number)
+
+    def _merged(self, unit: UnitOnDevice, gradients: list[int], merged_bytes: int) -> list[int]:
+        """Sums with the gradients that came before, out of place: all are there for a moment."""
+        log = self.log
+        if not gradients:  # not told apart from the segment's other terms
+            log.drop(log.make(merged_bytes))
+        sums = []
+        for gradient in gradients:
+            sums.append(log.make(log.bytes_of(gradient)))
+            before = [number for number in unit.gradients if log.bytes_of(number) == log.bytes_of(gradient)][:1]
+            unit.gradients = [number for number in unit.gradients if number not in before]
+            log.drop_all([*before, gradient])
+        return sums
 
     def _arrive(self, unit: UnitOnDevice, gradients: list[int]) -> None:
         """Gradients are there; those of a plain module are added to what is."""
@@ -281,11 +291,11 @@ class _Step:
         log = self.log
         if unit.whole:
             log.drop_all(unit.gradients)
-        elif unit.whole_sizes == unit.gradient_sizes:
+        elif unit.whole_factor == 1:
             unit.whole = unit.gradients
         else:
-            for nbytes, gradient in zip_longest(unit.whole_sizes, unit.gradients):
-                unit.whole += [] if nbytes is None else [log.make(nbytes)]
+            for gradient in unit.gradients:
+                unit.whole.append(log.make(int(log.bytes_of(gradient) * unit.whole_factor)))
                 log.drop(gradient)
         unit.gradients = []
 

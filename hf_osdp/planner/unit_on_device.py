@@ -28,7 +28,9 @@ class UnitOnDevice:
             sharded(p) * precision.gathered_dtype(p).itemsize for p, cast in zip(unit.parameters, self.casts, strict=True) if cast
         )
         self.gradient_sizes = [p.numel * precision.gathered_dtype(p).itemsize for p in trainable]
-        self.whole_sizes = [p.numel * precision.reduced_dtype(p).itemsize for p in trainable]
+        whole = sum(p.numel * precision.reduced_dtype(p).itemsize for p in trainable)
+        self.whole_factor = whole / sum(self.gradient_sizes) if trainable else 1
+        """Bytes of a gradient that is held whole over those of one as autograd makes it."""
         self.reduced = sum(sharded(p) * precision.reduced_dtype(p).itemsize for p in trainable)
         self.reduce_input = reduce_input(unit, g, job)
         self.recast = any(precision.reduced_dtype(p) is not p.dtype for p in trainable)
