@@ -10,10 +10,11 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from .affine import Affine, Envelope
+from .allocation_trace import AllocationTrace
 from .cut import WHOLE_BLOCKS, Cut
 
 
@@ -195,6 +196,10 @@ class Segment:
     """Parameters gathered for the whole step whose gradients are there from this segment's backward on."""
     forward: PhaseCost = PhaseCost()
     backward: PhaseCost = PhaseCost()
+    allocations: int | None = field(default=None, compare=False)
+    """Its place in `ModelDescription.allocations`; None where its events are not known. Segments that differ in it alone cost the same."""
+    offloaded_allocations: int | None = field(default=None, compare=False)
+    """The same where what it saves waits on the host."""
     recomputed: Segment | None = None
     """The same stretch where only its input is saved and its forward runs again in backward; None where it cannot be."""
 
@@ -234,6 +239,8 @@ class ModelDescription:
     """What forward returns beside the loss, such as logits; it counts where the training loop holds it."""
     trace: str = "none"
     """How activations were found: `fake tensors, device cpu, attention sdpa` or the formula that stood in."""
+    allocations: tuple[AllocationTrace, ...] = field(default=(), compare=False)
+    """What segments allocate and free, each once."""
     recomputed_by_others: bool = False
     """The model recomputes its blocks by itself, or something else makes it."""
 
@@ -248,6 +255,11 @@ class ModelDescription:
         for segment in self.segments:
             if not 0 <= segment.unit < len(self.units):
                 raise ValueError(f"A segment names unit {segment.unit}, but there are {len(self.units)} units.")
+            for form in (segment, segment.recomputed or segment):
+                if any(
+                    place is not None and not 0 <= place < len(self.allocations) for place in (form.allocations, form.offloaded_allocations)
+                ):
+                    raise ValueError("A segment names an allocation trace that is not there.")
 
     @property
     def numel(self) -> int:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from .costs import Batch, Choice, UnitBytes, unit_bytes, unit_seconds
 from .description import GatherSpan, ModelDescription
-from .hardware import Collective, Hardware
+from .hardware import Backend, Collective, Hardware
 from .job import TrainingJob
 from .memory import MemoryEstimate, estimate_memory
 from .plan import Plan, UnitDecision
+from .replay import Reserved
+from .step_events import estimate_reserved
 from .timing import TimeEstimate, estimate_time
 
 
@@ -25,6 +27,9 @@ class PlanEstimate:
     """None where the hardware is not known."""
     collectives: Mapping[Collective, float] | None = None
     """Seconds of one optimizer step in each collective, hidden or not; None where the hardware is not known."""
+    reserved: Reserved | None = None
+    """What torch's allocator takes from the device, with its retries under the plan's limit; None where the devices are not known to be
+    CUDA's."""
 
 
 def choices_of(plan: Plan, description: ModelDescription) -> tuple[Choice, ...]:
@@ -60,10 +65,10 @@ def estimate_plan(plan: Plan, description: ModelDescription, job: TrainingJob, h
         plan: what runs; it must be for this description (`Plan.check`).
         description: the model.
         job: precision and optimizer.
-        hardware: devices and links; without them there is no time estimate.
+        hardware: devices and links; without them there is no time estimate, and none of reserved memory.
 
     Returns:
-        Memory moments, memory terms by unit, and seconds by unit.
+        Memory moments, memory terms by unit, reserved memory, and seconds by unit.
     """
     choices, batch = choices_of(plan, description), batch_of(plan)
     pairs = zip(description.units, choices, strict=True)
@@ -72,7 +77,18 @@ def estimate_plan(plan: Plan, description: ModelDescription, job: TrainingJob, h
         memory=estimate_memory(description, choices, plan.world_size, job, batch),
         time=None if hardware is None else estimate_time(description, choices, hardware, job, batch),
         collectives=None if hardware is None else _collectives(description, choices, hardware, job, batch),
+        reserved=None if hardware is None else _reserved(plan, description, choices, hardware, job, batch),
     )
+
+
+def _reserved(
+    plan: Plan, description: ModelDescription, choices: Sequence[Choice], hardware: Hardware, job: TrainingJob, batch: Batch
+) -> Reserved | None:
+    """Reserved memory, of what the plan's limit leaves the allocator; None on the CPU, which has no such allocator."""
+    if hardware.backend is not Backend.NCCL:
+        return None
+    capacity = plan.memory_limit_bytes - hardware.device.reserved_bytes if plan.memory_limit_bytes else None
+    return estimate_reserved(description, choices, plan.world_size, job, batch, capacity_bytes=capacity)
 
 
 def _collectives(

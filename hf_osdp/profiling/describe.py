@@ -112,7 +112,7 @@ def describe(
             return trace(samples=(2, 3, 4))  # batch norm of pooled features trains on no single sample
 
     try:
-        segments, outputs, read_outside, kernels = _traced_or_plain(traced, again, offloadable)
+        segments, outputs, read_outside, kernels, allocations = _traced_or_plain(traced, again, offloadable)
         trace = _how_traced(model, device_type, capability, kernels, autocast, activation_checkpointing)
     except CheckpointingError:
         raise
@@ -121,7 +121,7 @@ def describe(
             raise DescriptionError(
                 f"{class_of(model).__name__} cut into {cut.describe()} does not run: {error}. Leave it whole."
             ) from error
-        outputs, read_outside = Affine(), frozenset()
+        outputs, read_outside, allocations = Affine(), frozenset(), ()
         segments = _segments_by_formula(model, units, found_classes, sequence_length, dtype, error, activation_checkpointing)
         trace = f"{_FORMULA} ({SOURCE}); the trace failed with {type(error).__name__}"
     else:
@@ -142,6 +142,7 @@ def describe(
         input_bytes=given,
         output_bytes=outputs,
         trace=trace,
+        allocations=allocations,
         recomputed_by_others=activation_checkpointing or is_checkpointed(model),
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..planner.costs import pinned_bytes
+from .allocation_log import AllocationLog
 from .ledger import Ledger
 from .live_bytes import CUDA_BLOCK_BYTES, plain_tensors, storage_of, tensors_in
 from .offloading import host_memory
@@ -27,10 +28,11 @@ class HostLedger(Ledger):
     Args:
         block_bytes: as for `Ledger`, of the device.
         locks_pages: the host's parameters and gradients lie in page-locked memory, as `pinned_bytes` counts it.
+        log: of the device's allocations.
     """
 
-    def __init__(self, *, block_bytes: int = CUDA_BLOCK_BYTES, locks_pages: bool = False) -> None:
-        super().__init__(block_bytes=block_bytes)
+    def __init__(self, *, block_bytes: int = CUDA_BLOCK_BYTES, locks_pages: bool = False, log: AllocationLog | None = None) -> None:
+        super().__init__(block_bytes=block_bytes, log=log)
         self._locks_pages = locks_pages
         self._host_sizes: dict[int, int] = {}
         self._host_references: dict[int, weakref.ref[torch.UntypedStorage]] = {}

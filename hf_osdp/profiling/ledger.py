@@ -9,6 +9,7 @@ from types import FrameType
 
 import torch
 
+from .allocation_log import AllocationLog
 from .live_bytes import CUDA_BLOCK_BYTES, LiveBytes, plain_tensors, storage_of
 
 
@@ -45,8 +46,8 @@ class Ledger(LiveBytes):
     gradients before they are reduced.
     """
 
-    def __init__(self, *, block_bytes: int = CUDA_BLOCK_BYTES, device_type: str | None = None) -> None:
-        super().__init__(block_bytes=block_bytes, device_type=device_type)
+    def __init__(self, *, block_bytes: int = CUDA_BLOCK_BYTES, device_type: str | None = None, log: AllocationLog | None = None) -> None:
+        super().__init__(block_bytes=block_bytes, device_type=device_type, log=log)
         self._kinds: dict[int, Kind] = {}
         self._sums = dict.fromkeys(Kind, 0)
         self._sums_at_peak = dict(self._sums)

@@ -12,6 +12,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from .allocation_log import AllocationLog
 from .operators import call_operator
 
 CUDA_BLOCK_BYTES = 512
@@ -29,17 +30,19 @@ class LiveBytes(TorchDispatchMode):
     Args:
         block_bytes: each storage is rounded up to a multiple of this: 512 as on CUDA, 1 for the CPU.
         device_type: count only storages on this type of device; None counts all but `meta`.
+        log: where each allocation and free is written down.
 
     Raises:
         ValueError: `block_bytes` is less than 1.
     """
 
-    def __init__(self, *, block_bytes: int = CUDA_BLOCK_BYTES, device_type: str | None = None) -> None:
+    def __init__(self, *, block_bytes: int = CUDA_BLOCK_BYTES, device_type: str | None = None, log: AllocationLog | None = None) -> None:
         if block_bytes < 1:
             raise ValueError(f"block_bytes={block_bytes} must be at least 1; use 1 for no rounding.")
         super().__init__()
         self._block_bytes = block_bytes
         self._device_type = device_type
+        self.log = log
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._current_bytes = 0
@@ -114,6 +117,8 @@ class LiveBytes(TorchDispatchMode):
         size = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
         if key not in self._references:
             self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
+        if self.log is not None and size != self._sizes.get(key, 0):
+            self.log.resize(key, storage.nbytes())
         self._current_bytes += size - self._sizes.get(key, 0)
         self._sizes[key] = size
         self._peak_bytes = max(self._peak_bytes, self._current_bytes)
@@ -121,6 +126,8 @@ class LiveBytes(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         self._current_bytes -= self._sizes.pop(key)
         del self._references[key]
+        if self.log is not None:
+            self.log.drop(key)
 
     def _counts(self, tensor: torch.Tensor) -> bool:
         if isinstance(tensor, FakeTensor):

@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..planner.replay import Event
 from .live_bytes import LiveBytes
 from .operators import call_operator, operator_cost
 
@@ -29,6 +30,8 @@ class PhaseRecord:
     matmul_flops: int = 0
     traffic_bytes: int = 0
     operators: int = 0
+    events: list[Event] = field(default_factory=list)
+    """What was allocated and freed, gradients of parameters not freed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +49,8 @@ class Stretch:
     """What was sent to the host, to wait there for backward."""
     gradients: list[str] = field(default_factory=list)
     """Names of parameters of which its backward made the gradients, as far as they were given."""
+    gradient_allocations: list[int] = field(default_factory=list)
+    """Those of its allocations that are gradients of parameters, in the parameters' order."""
     handed_back_bytes: int = 0
     """Live bytes above `start_bytes` when its backward was done: the gradient of its input, less an input freed with it."""
     release: Callable[[], None] | None = None
@@ -63,12 +68,15 @@ class Recorder(TorchDispatchMode):
     between the passes and `finish` after them.
 
     Args:
-        live: counts the bytes.
+        live: counts the bytes, and writes them down.
         root_unit: index of the unit that owns what runs outside any module that was entered.
     """
 
     def __init__(self, live: LiveBytes, root_unit: int = 0) -> None:
         super().__init__()
+        assert live.log is not None
+        self._log = live.log
+        self._read = 0
         self.stretches: list[Stretch] = []
         self.inside = False
         """Whether a unit's module is running."""
@@ -77,7 +85,7 @@ class Recorder(TorchDispatchMode):
         self._pending: Stretch | None = Stretch(unit=root_unit, first_node=_get_sequence_nr())
         self._current: Stretch | None = None
         self._in_backward = False
-        self._graded: list[nn.Parameter] = []
+        self._graded: dict[nn.Parameter, int] = {}
         self._first_nodes: list[int] = []
 
     def enter(self, unit: int, copy_of: Stretch | None = None) -> Stretch:
@@ -104,9 +112,10 @@ class Recorder(TorchDispatchMode):
         """Backward is over."""
         self._close_backward()
 
-    def note_gradient(self, parameter: nn.Parameter, name: str | None = None) -> None:
-        """For `register_post_accumulate_grad_hook`: the gradient is dropped when the stretch's backward ends."""
-        self._graded.append(parameter)
+    def note_gradient(self, parameter: nn.Parameter, name: str | None = None, place: int = 0) -> None:
+        """For `register_post_accumulate_grad_hook`: the gradient is dropped when the stretch's backward ends. `place` is the
+        parameter's among all."""
+        self._graded[parameter] = place
         if name is not None:
             self._current.gradients.append(name)
 
@@ -145,6 +154,11 @@ class Recorder(TorchDispatchMode):
     def _close_forward(self) -> None:
         if self._current is not None:
             self._current.end_bytes = self._live.current_bytes
+            self._current.forward.events += self._new_events()
+
+    def _new_events(self) -> list[Event]:
+        began, self._read = self._read, len(self._log.events)
+        return self._log.events[began:]
 
     def _follow_backward(self) -> None:
         """Switch to the stretch whose autograd node runs; gradient accumulation and recomputation stay where they are."""
@@ -160,11 +174,16 @@ class Recorder(TorchDispatchMode):
 
     def _close_backward(self) -> None:
         stretch = self._current
-        for parameter in self._graded:
+        stretch.backward.events += self._new_events()
+        for parameter in sorted(self._graded, key=self._graded.__getitem__):
+            number = None if parameter.grad is None else self._log.number_of(parameter.grad.untyped_storage()._cdata)
+            stretch.gradient_allocations += [] if number is None else [number]
             parameter.grad = None
         self._graded.clear()
+        self._new_events()
         if stretch.release is not None:
             before = self._live.current_bytes
             stretch.release()
             stretch.kept_bytes += before - self._live.current_bytes
+            stretch.backward.events += self._new_events()
         stretch.handed_back_bytes = max(0, self._live.current_bytes - stretch.start_bytes)

@@ -13,8 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from ..errors import DescriptionError
+from ..planner.allocation_trace import AllocationTrace
 from ..planner.description import Affine, GatherSpan, Segment, UnitDescription
 from ..splitting.head import SplitHead
+from .allocation_log import AllocationLog
+from .allocation_traces import with_allocations
 from .attention import AttentionCall, Capability, Kernel
 from .batch import Inputs, Loss, output_of, same_random_numbers, without_packing
 from .borrowed import Borrowed
@@ -53,6 +56,8 @@ class Trace(NamedTuple):
     """Units with a parameter that is read while none of their modules runs, as a loss reads the weight of a head."""
     kernels: Mapping[Kernel, AttentionCall]
     """The attention kernels of CUDA that would run, each with its first call."""
+    allocations: tuple[AllocationTrace, ...]
+    """What the segments allocate and free, each once."""
 
 
 def trace_segments(
@@ -101,6 +106,8 @@ def trace_segments(
     read_outside: set[int] = set()
     kernels: dict[Kernel, AttentionCall] = {}
 
+    runs: dict[tuple[bool, bool], list[list[Stretch]]] = {}
+
     def traced(recomputed: Collection[int] = (), offloaded: Collection[int] = ()) -> tuple[list[Segment], Affine]:
         twin = fake_twin(model, mode, compute_dtype)
         if checkpointed_blocks is not None:
@@ -121,7 +128,9 @@ def trace_segments(
                 stack.enter_context(forward_replaced(twin, under_autocast(twin.forward, autocast)))
             if loss is not None:  # which may call the model that it knows, as trainers do with `self.model`
                 stack.enter_context(forward_replaced(model, twin.__call__))
-            segments = segments_of([tracer.run(batch) for batch in batches], samples)
+            stretches = [tracer.run(batch) for batch in batches]
+            segments = segments_of(stretches, samples)
+            runs[bool(recomputed), bool(offloaded)] = stretches[1:]
         read_outside.update(tracer.reads.found)
         kernels.update(tracer.kernels)
         _refuse_fake_gradients(model)
@@ -135,7 +144,9 @@ def trace_segments(
         if offloadable:
             again = with_offloaded(again, traced(recomputable, offloadable)[0], offloadable)
         segments = with_recomputed(segments, again, recomputable)
-    return Trace(tuple(segment for segment in segments if not is_idle(segment)), outputs, frozenset(read_outside), kernels)
+    kept = [index for index, segment in enumerate(segments) if not is_idle(segment)]
+    segments, allocations = with_allocations(segments, kept, runs, samples[1], is_block=lambda i: units[i].span is GatherSpan.USE)
+    return Trace(segments, outputs, frozenset(read_outside), kernels, allocations)
 
 
 _Traced = tuple[Stretch, CallRecord]
@@ -181,7 +192,8 @@ class _Tracer:
             stack.enter_context(self._mode)
             known = stack.enter_context(KnownValues(alone=True))
             fakes = known.fakes_of(batch, self._mode, self._compute_dtype)
-            live = stack.enter_context(LiveBytes(block_bytes=CUDA_BLOCK_BYTES if self._fused_kernels else 1))
+            block_bytes = CUDA_BLOCK_BYTES if self._fused_kernels else 1
+            live = stack.enter_context(LiveBytes(block_bytes=block_bytes, log=AllocationLog()))
             recorder = stack.enter_context(Recorder(live))
             if self._fused_kernels:
                 fused = stack.enter_context(FusedKernels(recorder.count_flops, self._capability))
@@ -206,9 +218,9 @@ class _Tracer:
             for unit, module in self._modules:
                 recording = self._recording(module.forward, unit, module, recorder, known)
                 stack.enter_context(forward_replaced(module, self.reads.inside(unit, recording)))
-            for name, parameter in self._twin.named_parameters():
+            for place, (name, parameter) in enumerate(self._twin.named_parameters()):
                 if parameter.requires_grad:
-                    note = functools.partial(recorder.note_gradient, name=self._whole_step.get(canonical_name(name)))
+                    note = functools.partial(recorder.note_gradient, name=self._whole_step.get(canonical_name(name)), place=place)
                     handle = parameter.register_post_accumulate_grad_hook(note)
                     stack.callback(handle.remove)
             yield

@@ -45,7 +45,7 @@ def report_content(
         hardware: what the estimate was made for, or None.
         comparison: the other strategies, where they were estimated.
         planning_s: seconds that planning took.
-        measured: `steps`, `median_step_s`, `peak_bytes` and `collectives` of the run, or None.
+        measured: `steps`, `median_step_s`, `peak_bytes`, `reserved_bytes` and `collectives` of the run, or None.
         job: precision, optimizer, batch; with it the report holds all that `hf-osdp explain` needs.
         recalibration: plans that were tried before training, with what was seen.
     """
@@ -65,6 +65,7 @@ def report_content(
         "hardware": None if hardware is None else _hardware(hardware),
         "estimated": {
             "peak_bytes": peak.total_bytes,
+            "reserved": None if estimate.reserved is None else asdict(estimate.reserved),
             "peak_phase": peak.phase,
             "peak_unit": peak.unit,
             "peak_breakdown": asdict(peak.breakdown),

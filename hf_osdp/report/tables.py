@@ -14,6 +14,7 @@ from ..planner.description import ModelDescription, UnitDescription
 from ..planner.evaluate import PlanEstimate
 from ..planner.memory import Moment
 from ..planner.plan import Plan
+from ..planner.replay import Reserved
 from ..planner.search import StrategyResult
 from ..quantities import format_bytes, format_count, format_seconds
 
@@ -80,6 +81,8 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, reserved_bytes: int = 0) ->
     lines = [
         f"Peak {format_bytes(plan.peak_bytes or peak.total_bytes)}{limit} in {peak.phase} of {peak.unit}: {describe_moment(peak)}{kept}."
     ]
+    if estimate.reserved is not None:
+        lines.append(reserved_text(estimate.reserved))
     if estimate.memory.host_bytes:
         lines.append(f"On the host: {format_bytes(estimate.memory.host_bytes)} of each rank.")
     if estimate.time is not None:
@@ -97,6 +100,17 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, reserved_bytes: int = 0) ->
             "Proven: no plan of the search space is faster under this limit, by the cost model (docs/planner.md has its equations)."
         )
     return tuple(lines)
+
+
+def reserved_text(reserved: Reserved) -> str:
+    """What torch's allocator takes for the tensors' peak, in a line."""
+    allocated = reserved.peak_allocated_bytes
+    text = f"Peak allocated / reserved by torch: {format_bytes(allocated)} / {format_bytes(reserved.peak_reserved_bytes)}"
+    if not reserved.fits:
+        text += "; more than the limit, however often the cache is emptied"
+    elif reserved.alloc_retries:
+        text += f"; more than the limit: the cache is emptied {reserved.alloc_retries} times in two steps"
+    return text + ("." if reserved.traced else "; what was not traced counts as one tensor a term.")
 
 
 def _when_reduced(plan: Plan) -> str:
@@ -134,17 +148,21 @@ def outcome_table(
     measured_peak: int | None,
     estimated_step_s: float | None,
     measured_step_s: float | None,
+    estimated_reserved: int | None = None,
+    measured_reserved: int | None = None,
     collectives: Sequence[tuple[str, float | None, float | None]] = (),
 ) -> Table:
     """Estimated beside measured; bytes and seconds on the slowest and fullest rank.
 
-    `collectives` has a name, seconds of a step estimated and seconds measured for each kind.
+    The row of what the allocator reserved is there where either is known. `collectives` has a name, seconds of a step estimated and
+    seconds measured for each kind.
     """
     table = bare_table("Estimated beside measured")
     for name in ("", "estimated", "measured", "estimate / measured"):
         table.add_column(name, justify="right" if name else "left")
     for name, estimated, measured, text in (
         ("peak memory", estimated_peak, measured_peak, format_bytes),
+        *([("peak reserved", estimated_reserved, measured_reserved, format_bytes)] if estimated_reserved or measured_reserved else ()),
         ("step time", estimated_step_s, measured_step_s, format_seconds),
         *((name, estimated, measured, format_seconds) for name, estimated, measured in collectives),
     ):

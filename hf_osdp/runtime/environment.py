@@ -14,6 +14,7 @@ from ..collectives.own_gpu import own_gpu
 from ..planner.description import DType
 from ..planner.job import Precision
 from ..profiling.batch_norm import has_running_statistics
+from .allocator_settings import prefer_expandable_segments
 from .apply import default_device_type
 from .roll_call import compare_versions, roll_call
 
@@ -26,6 +27,7 @@ def form_process_group(*, needed: bool) -> None:
     Raises:
         LaunchError: ranks are missing, or run different versions.
     """
+    prefer_expandable_segments()
     if dist.is_initialized():
         training_device()
         compare_versions()

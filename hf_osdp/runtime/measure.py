@@ -50,6 +50,8 @@ class Observation:
     """One step's; empty before it was measured and where there is one rank."""
     timings: tuple[CollectiveTiming, ...] = ()
     """The same as lines over bytes, for the planner."""
+    reserved_bytes: int | None = None
+    """Most that torch's allocator had taken from the device, on the rank where that was most; None on the CPU."""
     out_of_memory: bool = False
     """The device had not enough memory for a step; nothing else was measured then."""
 
@@ -58,7 +60,8 @@ class StepMeter:
     """Measures optimizer steps between `step_begins` and `step_ends`; what lies between steps does not count.
 
     CUDA: times come from events on the current stream, without synchronising; the peak is the largest of the steps' peaks
-    in the allocator (`max_memory_allocated`, which is reset as each step begins). The first step warms up and is not timed.
+    in the allocator (`max_memory_allocated` and `max_memory_reserved`, which are reset as each step begins).
+    The first step warms up and is not timed.
     Among several ranks the second (or `clocked_steps` from there) has its collectives timed (`CollectiveClock`), and counts
     for nothing else.
 
@@ -87,6 +90,7 @@ class StepMeter:
         self._mode: LiveBytes | CollectiveClock | None = None
         self._left: list[TorchDispatchMode] = []
         self._peak_bytes: int | None = None
+        self._reserved_bytes: int | None = None
         self._clock: CollectiveClock | None = None
         self.steps = 0
         """Optimizer steps that ended."""
@@ -100,6 +104,11 @@ class StepMeter:
     def peak_bytes(self) -> int | None:
         """Peak on this rank; None before it was measured."""
         return self._peak_bytes
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """What the allocator had taken at most on this rank; None before it was measured, and on the CPU."""
+        return self._reserved_bytes
 
     @property
     def untimed(self) -> int:
@@ -131,6 +140,7 @@ class StepMeter:
             self._peak_bytes = self._mode.peak_bytes
         elif self._on_cuda:
             self._peak_bytes = max(self._peak_bytes or 0, torch.cuda.max_memory_allocated(self._device))
+            self._reserved_bytes = max(self._reserved_bytes or 0, torch.cuda.max_memory_reserved(self._device))
         self._leave()
         self._began = None
         self.steps += 1
@@ -142,17 +152,19 @@ class StepMeter:
 
     def summary(self) -> Observation:
         """What was measured over all ranks, the worst rank counting. Collective."""
-        values = [-1.0 if value is None else float(value) for value in (self.steps, self.median_step_s, self.peak_bytes)]
+        figures = self.steps, self.median_step_s, self.peak_bytes, self.reserved_bytes
+        values = [-1.0 if value is None else float(value) for value in figures]
         if world_size() > 1:
             worst = torch.tensor(values, dtype=torch.float64, device=collective_device())
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
             values = worst.tolist()
-        steps, median, peak = values
+        steps, median, peak, reserved = values
         calls = of_last_rank(() if self._clock is None else self._clock.calls())
         return Observation(
             steps=int(steps),
             median_step_s=None if median < 0 else median,
             peak_bytes=None if peak < 0 else int(peak),
+            reserved_bytes=None if reserved < 0 else int(reserved),
             collectives=_totals(calls, steps=self._clocked_steps),
             timings=_timings(calls),
         )

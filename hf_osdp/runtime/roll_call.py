@@ -33,6 +33,7 @@ from torch.distributed import distributed_c10d
 from ..collectives.waiting import waiting_group
 from ..errors import LaunchError
 from . import lifeline
+from .allocator_settings import prefer_expandable_segments
 from .launched import Launch, launch_timeout_s
 from .rank_reports import (
     RankReport,
@@ -71,7 +72,8 @@ def roll_call(*, timeout_s: float | None = None) -> Iterator[None]:
         torch.distributed.init_process_group("nccl")
     ```
 
-    Nothing happens where there is a process group, or the launcher's variables describe no other process.
+    Before that, CUDA's allocator is set as `prefer_expandable_segments` says. Nobody waits where there is a process group, or the
+    launcher's variables describe no other process.
 
     Args:
         timeout_s: seconds to wait for others; None takes the variable `OSDP_LAUNCH_TIMEOUT_S`, else 300.
@@ -81,6 +83,7 @@ def roll_call(*, timeout_s: float | None = None) -> Iterator[None]:
             reported; or rank 0's machine cannot be reached.
         ValueError: the limit or a variable is not a number.
     """
+    prefer_expandable_segments()  # a run begins here, and its process group is what begins to use CUDA
     limit_s = launch_timeout_s(timeout_s)
     launch = None if dist.is_initialized() else Launch.from_environment()
     if launch is None:

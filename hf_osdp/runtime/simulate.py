@@ -21,6 +21,8 @@ from ..planner.description import ModelDescription
 from ..planner.job import TrainingJob
 from ..planner.memory import MemoryBreakdown
 from ..planner.plan import Plan
+from ..planner.replay import StepEvents, replay_steps
+from ..profiling.allocation_log import AllocationLog
 from ..profiling.attention import Capability
 from ..profiling.batch import Inputs, Loss, same_random_numbers, training_batch, without_packing
 from ..profiling.build import build_on_meta, checkpoint_blocks
@@ -28,7 +30,7 @@ from ..profiling.fused import FusedKernels
 from ..profiling.host_ledger import HostLedger
 from ..profiling.known_values import KnownValues
 from ..profiling.ledger import Kind
-from ..profiling.live_bytes import CUDA_BLOCK_BYTES
+from ..profiling.live_bytes import CUDA_BLOCK_BYTES, plain_tensors
 from ..profiling.twin import fake_copy
 from ..profiling.wrapping import forward_replaced, under_autocast
 from .apply import apply_plan
@@ -48,6 +50,9 @@ class Simulation:
     """The same by kind, at the highest moment."""
     host_bytes: int
     """Most bytes on the host at once, of units that live there."""
+    reserved_bytes: int | None
+    """Most bytes that torch's caching allocator would take from the device in the first two steps; None for the CPU, which has no
+    such allocator."""
     seconds: float
     """How long the simulation took."""
 
@@ -107,7 +112,8 @@ def simulate(
         apply_plan(twin, plan, description.units, meshes=meshes, mp_policy=mp_policy(job.precision), broadcast=False)
         fakes = known.fakes_of(batch, mode)
         on_cuda = device_type == "cuda"
-        ledger = stack.enter_context(HostLedger(block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1, locks_pages=on_cuda))
+        log = AllocationLog(_Streams().current) if on_cuda else None
+        ledger = stack.enter_context(HostLedger(block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1, locks_pages=on_cuda, log=log))
         stack.enter_context(ledger.copies())
         stack.enter_context(_shapes_apart())
         if on_cuda:
@@ -115,18 +121,39 @@ def simulate(
         if job.precision.autocast:
             autocast = under_autocast(twin.forward, getattr(torch, job.precision.compute.value))
             stack.enter_context(forward_replaced(twin, autocast))
-        _run_step(twin, fakes, plan, job, ledger, loss)
+        events = _run_step(twin, fakes, plan, job, ledger, loss)
         at_peak = {kind.value: nbytes for kind, nbytes in ledger.at_peak.items()}
         return Simulation(
             peak_bytes=ledger.peak_bytes,
             breakdown=MemoryBreakdown(**at_peak),
             host_bytes=ledger.host_peak_bytes,
+            reserved_bytes=None if events is None else _reserved_bytes(events, job),
             seconds=time.perf_counter() - started,
         )
 
 
-def _run_step(model: nn.Module, batch: Mapping[str, Any], plan: Plan, job: TrainingJob, ledger: HostLedger, loss: Loss | None) -> None:
-    """One optimizer step under the ledger, with optimizer states as after an earlier one."""
+def _reserved_bytes(events: StepEvents, job: TrainingJob) -> int:
+    return replay_steps(events, expandable_segments=job.expandable_segments).peak_reserved_bytes
+
+
+class _Streams:
+    """Numbers of FSDP2's streams. On the CPU they do nothing, but the current one is known."""
+
+    def __init__(self) -> None:
+        self._seen: list[Any] = [torch.cpu.current_stream()]
+
+    def current(self) -> int:
+        """The number of the current stream; 0 is the one that computes."""
+        stream = torch.cpu.current_stream()
+        if stream not in self._seen:
+            self._seen.append(stream)
+        return self._seen.index(stream)
+
+
+def _run_step(
+    model: nn.Module, batch: Mapping[str, Any], plan: Plan, job: TrainingJob, ledger: HostLedger, loss: Loss | None
+) -> StepEvents | None:
+    """One optimizer step under the ledger, with optimizer states as after an earlier one; what it allocates, where that is logged."""
     optimizer = make_optimizer(model, job.optimizer)
     host = host_parameters(model)
     ledger.track_on_host(host, pinned=True)
@@ -138,7 +165,25 @@ def _run_step(model: nn.Module, batch: Mapping[str, Any], plan: Plan, job: Train
     ledger.track_as(Kind.MODEL_BUFFERS, [*model.buffers(), *tensors])
     ledger.reset_peak()
     job = replace(job, clips_gradients=False)  # norms are a few bytes, and cannot be read from fakes
+    log = ledger.log
+    if log is None:
+        train_step(model, optimizer, batch, plan, job, loss)
+        return None
+    states = frozenset(number for state in _states_of(optimizer, optimizer.state) if (number := _allocation(log, state)) is not None)
+    before, started, stepping = log.live, len(log.events), []
+    optimizer.register_step_pre_hook(lambda *_: stepping.append(len(log.events)))
     train_step(model, optimizer, batch, plan, job, loss)
+    made = [event for event in log.events[:started] if event.nbytes > 0 and event.key in before]
+    return StepEvents(
+        held=[event for event in made if event.key not in states],
+        before_optimizer=log.events[started : stepping[0]],
+        states=[event for event in made if event.key in states],
+        optimizer=log.events[stepping[0] :],
+    )
+
+
+def _allocation(log: AllocationLog, tensor: torch.Tensor) -> int | None:
+    return next((log.number_of(local.untyped_storage()._cdata) for local in plain_tensors(tensor)), None)
 
 
 @contextmanager

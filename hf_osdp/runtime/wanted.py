@@ -20,6 +20,7 @@ from ..profiling.cuts import cut_units
 from ..quantities import parse_bytes
 from .again import limit_after_oom
 from .agree import broadcast_plan, on_rank_zero
+from .allocator_settings import expands_segments
 from .environment import training_device
 from .given import check_given, refuse_a_host_of_the_cpu, warn_of_other_nodes
 from .mesh import Meshes, world_size
@@ -195,6 +196,7 @@ class Wanted:
             precision=self.precision,
             optimizer=self.optimizer or plain_adamw(device_type),
             micro_batch_size=self.micro_batch_size,
+            expandable_segments=expands_segments(),
             **{name: getattr(self, name) for name in _DECISIONS},
         )
         job.micro_batch_sizes(world_size())

@@ -30,6 +30,7 @@ def allocator(monkeypatch) -> Allocator:
     played = Allocator()
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", played.reset)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", played.peak)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2 * played.most)
     monkeypatch.setattr(StepMeter, "_now", lambda self: 0.0)
     return played
 
@@ -60,3 +61,4 @@ def test_the_peak_is_the_largest_of_the_steps(allocator):
     allocator.reaches(700)  # a step that does not end
     step(meter, allocator, 250)
     assert (meter.steps, meter.peak_bytes) == (4, 400)
+    assert meter.reserved_bytes == 800

@@ -56,6 +56,12 @@ def test_estimate_in_the_report_adds_up():
     assert terms["compute_s"] + terms["exposed_s"] + terms["copy_s"] + terms["optimizer_s"] == pytest.approx(estimated["step_s"])
 
 
+def test_report_has_reserved_memory_of_cuda_devices():
+    assert content()["estimated"]["reserved"] is None
+    reserved = content(hardware=preset("a100-40", devices_per_node=4))["estimated"]["reserved"]
+    assert reserved["peak_reserved_bytes"] >= reserved["peak_allocated_bytes"] > 0
+
+
 def test_every_strategy_has_figures_or_a_reason():
     rows = content()["strategies"]
     assert [row["strategy"] for row in rows] == ["osdp", "fsdp", "ddp", "zero2", "hsdp"]

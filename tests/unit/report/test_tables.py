@@ -14,9 +14,18 @@ from hf_osdp.planner.evaluate import PlanEstimate, estimate_plan
 from hf_osdp.planner.hardware import HostSpec
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
+from hf_osdp.planner.replay import Reserved
 from hf_osdp.planner.search import compare_strategies
 from hf_osdp.quantities import format_seconds
-from hf_osdp.report.tables import comparison_table, describe_moment, outcome_table, plan_caption, plan_rows, plan_table
+from hf_osdp.report.tables import (
+    comparison_table,
+    describe_moment,
+    outcome_table,
+    plan_caption,
+    plan_rows,
+    plan_table,
+    reserved_text,
+)  # fmt: skip
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 
@@ -166,17 +175,38 @@ def test_caption_says_where_the_peak_is_and_how_gradients_are_reduced():
     lines = plan_caption(plan, estimate)
     assert lines[0].startswith("Peak ") and "of 32.0 GiB" in lines[0]
     assert f"in {estimate.memory.peak.phase} of {estimate.memory.peak.unit}" in lines[0]
-    assert lines[1].startswith("Step ") and "samples/s" in lines[1]
-    assert "Gradients are reduced once a step" in lines[2]
-    assert lines[3].startswith("Proven")
+    assert lines[1].startswith("Peak allocated / reserved by torch: ")
+    assert lines[2].startswith("Step ") and "samples/s" in lines[2]
+    assert "Gradients are reduced once a step" in lines[3]
+    assert lines[4].startswith("Proven")
     reduced = replace(plan, units=tuple(replace(unit, reduce_every_micro_step=True) for unit in plan.units))
     mixed = replace(plan, units=(*reduced.units[:3], plan.units[3]))
-    assert plan_caption(reduced, estimated(description, reduced))[2] == "Gradients are reduced in every micro-step."
+    assert plan_caption(reduced, estimated(description, reduced))[3] == "Gradients are reduced in every micro-step."
     assert (
-        "in every micro-step, but for 1 of 4 units, whose whole gradients are held" in plan_caption(mixed, estimated(description, mixed))[2]
+        "in every micro-step, but for 1 of 4 units, whose whole gradients are held" in plan_caption(mixed, estimated(description, mixed))[3]
     )
     single = replace(plan, strategy="ddp", accumulation_steps=1)
-    assert len(plan_caption(single, estimated(description, single))) == 2
+    assert len(plan_caption(single, estimated(description, single))) == 3
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({}, "3.0 MiB / 20.0 MiB."),
+        ({"alloc_retries": 4}, "the cache is emptied 4 times in two steps."),
+        ({"alloc_retries": 4, "fits": False}, "more than the limit, however often"),
+        ({"traced": False}, "20.0 MiB; what was not traced counts as one tensor a term."),
+    ],
+)
+def test_reserved_memory_is_said_in_one_line_beside_allocated(found, said):
+    text = reserved_text(Reserved(peak_allocated_bytes=3 * 2**20, peak_reserved_bytes=20 * 2**20, **found))
+    assert said in text and len(text) <= 150
+
+
+def test_no_reserved_memory_where_the_device_has_no_such_allocator():
+    description = named_like("h", "Block", layers=2)
+    plan = plan_for(description, [1] * 4)
+    assert not [line for line in plan_caption(plan, estimated(description, plan, hardware=None)) if "reserved by torch" in line]
 
 
 def test_moment_lists_the_largest_bytes_first():
@@ -229,3 +259,13 @@ def test_outcome_sets_estimate_beside_measurement():
     peak, step = (next(line for line in lines if line.startswith(name)).split() for name in ("peak memory", "step time"))
     assert peak[2:] == ["3.0", "MiB", "2.0", "MiB", "1.50"]
     assert step[2:] == ["500.0", "ms", "-", "-"]
+    assert not [line for line in lines if line.startswith("peak reserved")]
+
+
+def test_outcome_has_reserved_memory_where_it_is_known():
+    table = outcome_table(
+        estimated_peak=1, measured_peak=1, estimated_step_s=None, measured_step_s=None,
+        estimated_reserved=4 * 2**20, measured_reserved=5 * 2**20,
+    )  # fmt: skip
+    (row,) = (line.split() for line in rendered(table) if line.startswith("peak reserved"))
+    assert row[2:] == ["4.0", "MiB", "5.0", "MiB", "0.80"]

@@ -1,0 +1,179 @@
+"""Events of an estimated plan: what is gathered and reduced when, on which stream, and what is left at the end."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from hf_osdp.planner.affine import Affine, Envelope
+from hf_osdp.planner.allocation_trace import AllocationTrace, Handed
+from hf_osdp.planner.costs import Batch, Choice
+from hf_osdp.planner.description import (
+    Activations,
+    DType,
+    GatherSpan,
+    ModelDescription,
+    ParameterSpec,
+    PhaseCost,
+    Segment,
+    UnitDescription,
+)  # fmt: skip
+from hf_osdp.planner.event_log import COMPUTE, COPY_IN, REDUCE, REDUCE_REPLICAS
+from hf_osdp.planner.files import plain, validated
+from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from hf_osdp.planner.memory import estimate_memory
+from hf_osdp.planner.replay import Event, StepEvents, replay_steps
+from hf_osdp.planner.step_events import estimate_reserved, step_events
+
+MiB = 2**20
+WORLD, BLOCKS = 4, 3
+JOB = TrainingJob(global_batch_size=8)
+ONE = Batch(micro_batch_size=2, accumulation_steps=1)
+FULL, REPLICA = Choice(shard_size=WORLD, keep=False), Choice(shard_size=1, keep=False)
+TRACE = AllocationTrace(  # workspace, saved, output; then the input's gradient, the weight's, and the gradient that came in goes
+    sizes=((0, MiB), (512, MiB), (0, 2 * MiB), (0, 2 * MiB), (4 * MiB, 0)),
+    forward=(0, 1, ~0, 2),
+    backward=(3, 4, ~1, ~5, ~6),
+    gradients=(4,),
+    others=(Handed(segment=1, absolute=False, backward=True, place=1), Handed(segment=-1, absolute=False, backward=False, place=1)),
+)
+
+
+def model(*, traced: bool = True, trace: AllocationTrace = TRACE) -> ModelDescription:
+    """Blocks of one parameter of 1024 x 1024, 4 MiB each."""
+
+    def weight(number: int) -> ParameterSpec:
+        return ParameterSpec(name=f"w{number}", shape=(1024, 1024), dtype=DType.FLOAT32)
+
+    units = tuple(
+        UnitDescription(
+            fqn=f"h.{i}",
+            module_names=(f"h.{i}",),
+            class_name="B",
+            span=GatherSpan.USE,
+            parameters=(weight(i),),
+        )
+        for i in range(BLOCKS)
+    )
+    segments = tuple(
+        Segment(
+            unit=i,
+            saved_bytes=Affine(constant=512, per_sample=3 * MiB),
+            gradient_bytes=Affine(per_sample=2 * MiB),
+            forward=PhaseCost(peak_bytes=Envelope.line(constant=512, per_sample=3 * MiB)),
+            backward=PhaseCost(peak_bytes=Envelope.line(constant=4 * MiB, per_sample=2 * MiB)),
+            allocations=0 if traced else None,
+        )
+        for i in range(BLOCKS)
+    )
+    return ModelDescription(
+        model_name="m", model_class="M", block_classes=("B",), sequence_length=8, compute_dtype=DType.FLOAT32, units=units,
+        segments=segments, allocations=(trace,) if traced else (),
+    )  # fmt: skip
+
+
+def sizes(events, stream: int) -> Counter[int]:
+    return Counter(event.nbytes for event in events if event.nbytes > 0 and event.stream == stream)
+
+
+def test_sharded_unit_is_gathered_twice_by_way_of_a_buffer_on_the_copy_in_stream():
+    events = step_events(model(), [FULL] * BLOCKS, WORLD, JOB, ONE)
+    assert sizes(events.before_optimizer, COPY_IN) == {4 * MiB: 2 * BLOCKS}
+    assert sizes(events.before_optimizer, REDUCE) == {MiB: BLOCKS}  # shards of gradients
+    assert sizes(events.held, COMPUTE) == {MiB: BLOCKS}
+
+
+def test_replica_is_copied_without_a_buffer_and_kept_unit_is_gathered_once():
+    assert not sizes(step_events(model(), [REPLICA] * BLOCKS, WORLD, JOB, ONE).before_optimizer, COPY_IN)
+    kept = step_events(model(), [replace(FULL, keep=True)] * BLOCKS, WORLD, JOB, ONE)
+    assert sizes(kept.before_optimizer, COPY_IN) == {4 * MiB: BLOCKS}
+
+
+def test_shards_are_cast_on_the_copy_in_stream_and_gradients_after_their_reduction():
+    job = replace(JOB, precision=Precision.named("bf16"))
+    full = step_events(model(), [FULL] * BLOCKS, WORLD, job, ONE).before_optimizer
+    assert sizes(full, COPY_IN) == {MiB // 2: 2 * BLOCKS, 2 * MiB: 2 * BLOCKS}
+    half = replace(job, precision=Precision(compute=DType.BFLOAT16, reduce=DType.BFLOAT16))
+    hybrid = step_events(model(), [replace(FULL, shard_size=2)] * BLOCKS, WORLD, half, ONE).before_optimizer
+    assert sizes(hybrid, REDUCE) == {MiB: BLOCKS} and sizes(hybrid, REDUCE_REPLICAS) == {2 * MiB: BLOCKS}
+
+
+@pytest.mark.parametrize("choice", [FULL, REPLICA, replace(FULL, shard_size=2), replace(FULL, keep=True), replace(FULL, on_host=True)])
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_step_frees_all_that_it_makes(choice, hold, steps, traced):
+    batch = Batch(micro_batch_size=2, accumulation_steps=steps)
+    job = replace(JOB, global_batch_size=8 * steps, precision=Precision.named("bf16"))
+    events = step_events(model(traced=traced), [replace(choice, hold_gradients=hold)] * BLOCKS, WORLD, job, batch)
+    live: set = set()
+    for event in (*events.before_optimizer, *events.optimizer):
+        if event.nbytes < 0:
+            live.remove(event.key)  # raises where it was freed before
+        else:
+            live.add(event.key)
+    assert not live
+
+
+@pytest.mark.parametrize("traced", [True, False])
+@pytest.mark.parametrize("choice", [FULL, REPLICA, replace(FULL, keep=True)])
+def test_allocated_peak_is_the_estimates(choice, traced):
+    description, choices = model(traced=traced), [choice] * BLOCKS
+    reserved = estimate_reserved(description, choices, WORLD, JOB, ONE)
+    estimate = estimate_memory(description, choices, WORLD, JOB, ONE).peak_bytes
+    assert reserved.peak_allocated_bytes == pytest.approx(estimate, rel=0.01)
+    assert reserved.traced is traced
+
+
+def test_recomputed_segment_takes_its_own_trace():
+    description = model()
+    less = AllocationTrace(sizes=((0, 7 * MiB),), forward=(), backward=(0, ~0), gradients=())
+    segments = tuple(replace(s, recomputed=replace(s, allocations=1)) for s in description.segments)
+    description = replace(description, segments=segments, allocations=(TRACE, less))
+    events = step_events(description, [replace(FULL, activations=Activations.RECOMPUTE)] * BLOCKS, WORLD, JOB, ONE)
+    assert sizes(events.before_optimizer, COMPUTE)[14 * MiB] == BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("step", "scratch"), [(OptimizerStep.FUSED, 0), (OptimizerStep.FOREACH, BLOCKS), (OptimizerStep.FOR_LOOP, 2 * BLOCKS)]
+)
+def test_optimizer_has_its_states_in_the_first_step_and_scratch_in_each(step, scratch):
+    job = replace(JOB, optimizer=OptimizerSpec(step=step))
+    events = step_events(model(), [FULL] * BLOCKS, WORLD, job, ONE)
+    assert sizes(events.optimizer, COMPUTE).total() == scratch
+    assert sizes(events.states, COMPUTE)[MiB] == 2 * BLOCKS
+
+
+def test_second_step_begins_with_what_the_first_has_cached_and_the_states():
+    """The states come into memory that activations had, so that the second step's activations need more."""
+    activation = [Event("a", 40 * MiB, 0), Event("a", -1, 0)]
+    events = StepEvents(held=(), before_optimizer=activation, states=[Event("s", 40 * MiB, 0)], optimizer=())
+    assert replay_steps(events, steps=1).peak_reserved_bytes == 40 * MiB
+    assert replay_steps(events).peak_reserved_bytes == replay_steps(events, steps=3).peak_reserved_bytes == 80 * MiB
+
+
+def test_capacity_counts_retries_and_says_whether_it_is_enough():
+    two = [Event("a", 40 * MiB, 1), Event("a", -1, 0), Event("b", 40 * MiB, 2), Event("b", -1, 0)]
+    events = StepEvents(held=(), before_optimizer=two, states=(), optimizer=())
+    enough = replay_steps(events, capacity_bytes=60 * MiB)
+    assert (enough.peak_reserved_bytes, enough.alloc_retries, enough.fits) == (80 * MiB, 3, True)
+    assert not replay_steps(events, capacity_bytes=20 * MiB).fits
+
+
+def test_traces_are_in_the_descriptions_json_once():
+    description = model()
+    content = json.loads(json.dumps(plain(description)))
+    again = validated(ModelDescription, content, ValueError)
+    assert again.allocations == description.allocations and [s.allocations for s in again.segments] == [0] * BLOCKS
+    content["segments"][0]["allocations"] = 1
+    with pytest.raises(ValueError, match="allocation trace that is not there"):
+        validated(ModelDescription, content, ValueError)
+
+
+@pytest.mark.parametrize("wrong", [{"forward": (5,)}, {"backward": (~7,)}, {"gradients": (5,)}])
+def test_trace_that_names_what_it_has_not_is_refused(wrong):
+    with pytest.raises(ValueError, match="it does not have"):
+        replace(TRACE, **wrong)
