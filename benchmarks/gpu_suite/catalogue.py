@@ -1,3 +1,5 @@
 """All steps, in order of worth: importing them enters them."""
 
-from . import one_rank  # noqa: F401
+from . import one_rank  # noqa: F401, I001
+from . import attention  # noqa: F401
+from . import training  # noqa: F401
