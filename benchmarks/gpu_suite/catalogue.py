@@ -3,3 +3,5 @@
 from . import one_rank  # noqa: F401, I001
 from . import attention  # noqa: F401
 from . import training  # noqa: F401
+from . import several_ranks  # noqa: F401
+from . import faults  # noqa: F401
