@@ -5,3 +5,5 @@ from . import attention  # noqa: F401
 from . import training  # noqa: F401
 from . import several_ranks  # noqa: F401
 from . import faults  # noqa: F401
+from . import offload  # noqa: F401
+from . import memory  # noqa: F401
