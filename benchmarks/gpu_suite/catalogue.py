@@ -7,3 +7,5 @@ from . import several_ranks  # noqa: F401
 from . import faults  # noqa: F401
 from . import offload  # noqa: F401
 from . import memory  # noqa: F401
+from . import times  # noqa: F401
+from . import headlines  # noqa: F401

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
+from collections import Counter
 from xml.etree import ElementTree
 
 from .runner import ROOT
@@ -28,15 +28,21 @@ def activation_offload(bench: Bench) -> None:
 
 
 def run_tests(bench: Bench, *arguments: str) -> None:
-    """pytest, with a row for each test."""
+    """pytest, with a row for each test function."""
     report = bench.folder / "report.xml"
     marks = "not slow and not gpu" if bench.rehearses else "gpu"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--maxfail=5", "-m", marks, f"--junitxml={report}", *arguments]
-    subprocess.run([*command, "-p", "no:cacheprovider"], cwd=ROOT, env=dict(os.environ), timeout=max(10.0, bench.left_s))
-    cases = ElementTree.parse(report).getroot().iter("testcase")
-    for case in cases:
-        wrong = [child for child in case if child.tag in ("failure", "error")]
-        outcome = "failed" if wrong else "skipped" if any(child.tag == "skipped" for child in case) else "passed"
-        bench.row(test=case.get("name"), outcome=outcome, seconds=f"{float(case.get('time') or 0):.1f}")
-        for one in wrong:
-            bench.miss(f"{case.get('name')}: {(one.get('message') or '').splitlines()[0][:300]}")
+    command = [sys.executable, "-m", "pytest", "-q", "--maxfail=5", "-m", marks, f"--junitxml={report}", *arguments]
+    subprocess.run([*command, "-p", "no:cacheprovider"], cwd=ROOT, timeout=max(10.0, bench.left_s))
+    found: dict[str, list[tuple[str, float]]] = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        name, tags = case.get("name") or "", {child.tag for child in case}
+        outcome = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
+        found.setdefault(name.split("[")[0], []).append((outcome, float(case.get("time") or 0)))
+        for one in case:
+            if one.tag in ("failure", "error"):
+                bench.miss(f"{name}: {(one.get('message') or '').splitlines()[0][:300]}")
+    for name, outcomes in found.items():
+        counts = Counter(outcome for outcome, _ in outcomes)
+        bench.row(test=name.removeprefix("test_"), **{kind: counts[kind] for kind in ("passed", "failed", "skipped")},
+                  seconds=f"{sum(taken for _, taken in outcomes):.1f}")  # fmt: skip
+    bench.aim(bool(found) and not any(outcome == "skipped" for outcomes in found.values() for outcome, _ in outcomes), "tests were skipped")
