@@ -245,7 +245,9 @@ def measure_limit(setting: Setting, memory: Memory, between: float, limit_bytes:
         fits=reading is not None,
         allocated_bytes=None if reading is None else reading.allocated,
         reserved_bytes=None if reading is None else reading.reserved,
-        survives_bytes=None if not walks else lowest_limit(
+        survives_bytes=None
+        if not walks
+        else lowest_limit(
             lambda limit: attempt(plan, setting, memory, limit) is not None,
             limit_bytes,
             min(memory.total_bytes, int(MOST_SHORT * limit_bytes)),

@@ -90,7 +90,9 @@ def attention(bench: Bench) -> None:
         if abs(error) > AIM:
             wrong.append(f"{case.text} ({kernel}): {error:+.1%}")
     bench.aim(not wrong, f"{len(wrong)} saved bytes are off by more than {AIM:.0%}: {'; '.join(wrong)}")
-    bench.note(f"A block of projections and attention, {samples} samples of {length} tokens, {HEADS} heads; bytes are what its forward leaves.")
+    bench.note(
+        f"A block of projections and attention, {samples} samples of {length} tokens, {HEADS} heads; bytes are what its forward leaves."
+    )
 
 
 def cases(bench: Bench) -> list[Case]:

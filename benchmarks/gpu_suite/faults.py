@@ -23,7 +23,13 @@ BUSY_S = 15.0
 SAID = re.compile(r"Out of memory on .+? in .+?: the plan was estimated to need [^\n]+")
 
 
-@step(part=2, expected_s=60, limit_s=180, rehearsal_s=30, proves="one of 4 ranks is killed or raises, in planning or in a step: all end within seconds, with a message")
+@step(
+    part=2,
+    expected_s=60,
+    limit_s=180,
+    rehearsal_s=30,
+    proves="one of 4 ranks is killed or raises, in planning or in a step: all end within seconds, with a message",
+)
 def killed(bench: Bench) -> None:
     for end, place in product(ENDS, PLACES):
         folder = bench.folder / f"{end}-{place}"
@@ -37,7 +43,13 @@ def killed(bench: Bench) -> None:
         bench.aim(bool(said), f"{end} in {place}: no rank says what happened")
 
 
-@step(part=2, expected_s=120, limit_s=300, rehearsal_s=45, proves="memory runs out: one process and one of 2 ranks; the message, and a program that goes on by a safer plan")
+@step(
+    part=2,
+    expected_s=120,
+    limit_s=300,
+    rehearsal_s=45,
+    proves="memory runs out: one process and one of 2 ranks; the message, and a program that goes on by a safer plan",
+)
 def out_of_memory(bench: Bench) -> None:
     cases = ((1, "raise"), (2, "replan")) if bench.rehearses else tuple(product((1, 2), ("raise", "replan")))
     for ranks, on_oom in cases:

@@ -48,7 +48,13 @@ def apart(fn: Callable[..., Any], *args: Any, **env: str) -> Any:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-@step(part=4, expected_s=60, limit_s=180, rehearsal_s=None, proves="peak reserved: a recorded step replayed through the model of the allocator, with and without expandable segments")
+@step(
+    part=4,
+    expected_s=60,
+    limit_s=180,
+    rehearsal_s=None,
+    proves="peak reserved: a recorded step replayed through the model of the allocator, with and without expandable segments",
+)
 def reserved(bench: Bench) -> None:
     for setting in ("expandable_segments:False", "expandable_segments:True"):
         variables = {name: setting for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")}  # before 2.9, and since
@@ -58,7 +64,13 @@ def reserved(bench: Bench) -> None:
             replayed = replayed_bytes(path)
             error = "" if replayed is None else f"{replayed / found['reserved'] - 1:+.2%}"
             shown = {name: format_bytes(found[name]) for name in ("estimated", "allocated", "reserved")}
-            bench.row(layout=layout, expandable=setting.split(":")[1], **shown, replayed="-" if replayed is None else format_bytes(replayed), error=error)
+            bench.row(
+                layout=layout,
+                expandable=setting.split(":")[1],
+                **shown,
+                replayed="-" if replayed is None else format_bytes(replayed),
+                error=error,
+            )
             if replayed is not None:
                 bench.aim(abs(replayed / found["reserved"] - 1) <= REPLAY_AIM, f"{layout}, {setting}: the replay is {error} off")
             if path.stat().st_size <= SNAPSHOT_BYTES:
@@ -99,7 +111,13 @@ def replayed_bytes(path: Any) -> int | None:
         return replay_snapshot(pickle.load(file)).replayed_reserved_bytes
 
 
-@step(part=4, expected_s=120, limit_s=300, rehearsal_s=15, proves="layouts of published models as rank 0 of 8: estimated against allocated and reserved")
+@step(
+    part=4,
+    expected_s=120,
+    limit_s=300,
+    rehearsal_s=15,
+    proves="layouts of published models as rank 0 of 8: estimated against allocated and reserved",
+)
 def layouts(bench: Bench) -> None:
     rows: list[LayoutRow] = []
     for name, precision in (("tiny", "bf16"),) if bench.rehearses else [(n, p) for p in ("bf16", "no") for n in gpu_memory.MODELS]:
@@ -111,15 +129,25 @@ def layouts(bench: Bench) -> None:
         rows += found
         for row in found:
             error = "out of memory" if row.error is None else f"{row.error:+.2%}"
-            bench.row(model=name, dtype=precision, layout=row.layout, estimated=size(row.estimated_bytes), allocated=size(row.allocated_bytes),
-                      reserved=size(row.reserved_bytes), error=error)  # fmt: skip
+            bench.row(
+                model=name, dtype=precision, layout=row.layout, estimated=size(row.estimated_bytes),
+                allocated=size(row.allocated_bytes), reserved=size(row.reserved_bytes), error=error,
+            )  # fmt: skip
     line, _ = gpu_memory.headline(rows, [])
     bench.note(line.split(";")[0])
     errors = [abs(row.error) for row in rows if row.error is not None]
-    bench.aim(bool(errors) and sum(errors) / len(errors) <= (0.02 if bench.rehearses else gpu_memory.AIM_ERROR), f"the {line.split(';')[0]}")
+    bench.aim(
+        bool(errors) and sum(errors) / len(errors) <= (0.02 if bench.rehearses else gpu_memory.AIM_ERROR), f"the {line.split(';')[0]}"
+    )
 
 
-@step(part=4, expected_s=150, limit_s=420, rehearsal_s=20, proves="20 limits that torch's allocator enforces: every plan that is called feasible runs")
+@step(
+    part=4,
+    expected_s=150,
+    limit_s=420,
+    rehearsal_s=20,
+    proves="20 limits that torch's allocator enforces: every plan that is called feasible runs",
+)
 def limits(bench: Bench) -> None:
     if bench.rehearses:
         show_limits(bench, measured(bench, "tiny", "bf16", (), (0.3,), walks=False)[1])
@@ -131,7 +159,13 @@ def limits(bench: Bench) -> None:
         show_limits(bench, measured(bench, name, precision, (), BETWEEN, walks=False)[1])
 
 
-@step(part=4, expected_s=120, limit_s=420, rehearsal_s=None, proves="limits walked down until the step really runs out of memory: how close to the truth plans are")
+@step(
+    part=4,
+    expected_s=120,
+    limit_s=420,
+    rehearsal_s=None,
+    proves="limits walked down until the step really runs out of memory: how close to the truth plans are",
+)
 def walk(bench: Bench) -> None:
     for name, precision, between in WALKED:
         show_limits(bench, measured(bench, name, precision, (), between, walks=True)[1])

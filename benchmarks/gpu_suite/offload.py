@@ -17,12 +17,24 @@ REHEARSED = {
 ON_GPU = {"host": ("tests/gpu/test_host_offload_cuda.py",), "activations": ("tests/gpu/test_activation_offload_cuda.py",)}
 
 
-@step(part=3, expected_s=90, limit_s=300, rehearsal_s=40, proves="units on the host: weights and states as plain torch's, the peak as estimated, copies and steps timed")
+@step(
+    part=3,
+    expected_s=90,
+    limit_s=300,
+    rehearsal_s=40,
+    proves="units on the host: weights and states as plain torch's, the peak as estimated, copies and steps timed",
+)
 def host_offload(bench: Bench) -> None:
     run_tests(bench, *(REHEARSED if bench.rehearses else ON_GPU)["host"])
 
 
-@step(part=3, expected_s=60, limit_s=240, rehearsal_s=30, proves="activations on the host: plain gradients under delays of streams, what is freed, page-locked memory")
+@step(
+    part=3,
+    expected_s=60,
+    limit_s=240,
+    rehearsal_s=30,
+    proves="activations on the host: plain gradients under delays of streams, what is freed, page-locked memory",
+)
 def activation_offload(bench: Bench) -> None:
     run_tests(bench, *(REHEARSED if bench.rehearses else ON_GPU)["activations"])
 

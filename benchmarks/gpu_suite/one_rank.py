@@ -19,7 +19,15 @@ from .runner import ROOT
 from .step import Bench, step
 
 _NUMEL = 2**18
-GPT2_SMALL = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 12, "n_embd": 768, "n_head": 12, "bos_token_id": 0, "eos_token_id": 0}
+GPT2_SMALL = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "n_layer": 12,
+    "n_embd": 768,
+    "n_head": 12,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 GPT2_TINY = GPT2_SMALL | {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512, "n_positions": 64}
 
 
@@ -80,7 +88,13 @@ def _two_steps(bench: Bench) -> None:
     bench.aim(seen.steps == 4, f"{seen.steps} of 4 steps were measured")
 
 
-@step(part=1, expected_s=20, limit_s=90, rehearsal_s=8, proves="measure_hardware in a process group of one rank: rates, launch cost, host, handling")
+@step(
+    part=1,
+    expected_s=20,
+    limit_s=90,
+    rehearsal_s=8,
+    proves="measure_hardware in a process group of one rank: rates, launch cost, host, handling",
+)
 def hardware(bench: Bench) -> None:
     form_process_group(needed=True)
     found = measure_hardware(device_type=bench.device.type, seconds=0.7 if bench.rehearses else 3.0)
@@ -93,7 +107,8 @@ def hardware(bench: Bench) -> None:
     if host is not None:
         figures |= {
             "host memory": format_bytes(host.memory_bytes), "host to device": f"{host.to_device_bytes_per_s / 1e9:.1f} GB/s",
-            "device to host": f"{host.to_host_bytes_per_s / 1e9:.1f} GB/s", "steps on the host": f"{host.update_bytes_per_s / 1e9:.1f} GB/s",
+            "device to host": f"{host.to_host_bytes_per_s / 1e9:.1f} GB/s",
+            "steps on the host": f"{host.update_bytes_per_s / 1e9:.1f} GB/s",
         }  # fmt: skip
     for name, text in figures.items():
         bench.row(figure=name, measured=text)
@@ -106,7 +121,19 @@ def profile(bench: Bench) -> None:
     config, output = bench.folder / "config.json", bench.folder / "profile.json"
     config.write_text(json.dumps(GPT2_TINY if bench.rehearses else GPT2_SMALL), encoding="utf-8")
     length, seconds = ("32", "2") if bench.rehearses else ("1024", "10")
-    command = [sys.executable, "-m", "hf_osdp", "profile", str(config), "--sequence-length", length, "--seconds", seconds, "--output", str(output)]
+    command = [
+        sys.executable,
+        "-m",
+        "hf_osdp",
+        "profile",
+        str(config),
+        "--sequence-length",
+        length,
+        "--seconds",
+        seconds,
+        "--output",
+        str(output),
+    ]
     if not bench.rehearses:
         command += ["--precision", "bf16", "--device", "cuda"]
     subprocess.run(command, cwd=ROOT, check=True)

@@ -37,7 +37,9 @@ def page(records: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]]) -> 
     rehearsed = all(record["rehearsal"] for record in records)
     lines = ["# Results of the GPU suite", ""]
     if rehearsed:
-        lines += _wrapped("**Rehearsal on the CPU; no GPU yet.** Small sizes on gloo: it shows that the steps run, and claims nothing of CUDA.")
+        lines += _wrapped(
+            "**Rehearsal on the CPU; no GPU yet.** Small sizes on gloo: it shows that the steps run, and claims nothing of CUDA."
+        )
     lines += ["", *_head(records, heads), "", "## Steps", "", "| step | status | seconds | what went wrong |", "| --- | --- | ---: | --- |"]
     for record in records:
         wrong = (record["misses"] or record["tail"][-1:] or [""])[0]

@@ -90,7 +90,13 @@ def rank_of_trainer(folder: str, use_cpu: bool) -> tuple[dict[str, list[float]],
     return there.history(trainer), trainer.accelerator.get_state_dict(trainer.model)
 
 
-@step(part=2, expected_s=45, limit_s=150, rehearsal_s=20, proves="the Trainer on 2 ranks under a mixed plan, clipping and accumulating, as one process in float64")
+@step(
+    part=2,
+    expected_s=45,
+    limit_s=150,
+    rehearsal_s=20,
+    proves="the Trainer on 2 ranks under a mixed plan, clipping and accumulating, as one process in float64",
+)
 def ranks_trainer(bench: Bench) -> None:
     from tests.distributed import test_integration_trainer as there
 
@@ -123,10 +129,20 @@ def rank_of_recalibration(hardware: str) -> dict[str, Any]:
             model.backward(model(input_ids=batch, labels=batch).loss, is_last=number == model.plan.accumulation_steps)
         optimizer.step()
         optimizer.zero_grad()
-    return {"rounds": [(past.plan.fingerprint, past.fits) for past in model.rounds], "plan": model.plan.fingerprint, "measured": model.measured}
+    return {
+        "rounds": [(past.plan.fingerprint, past.fits) for past in model.rounds],
+        "plan": model.plan.fingerprint,
+        "measured": model.measured,
+    }
 
 
-@step(part=2, expected_s=40, limit_s=150, rehearsal_s=15, proves="recalibration on 2 ranks: plans are tried on copies, the one that runs was tried; collectives are timed")
+@step(
+    part=2,
+    expected_s=40,
+    limit_s=150,
+    rehearsal_s=15,
+    proves="recalibration on 2 ranks: plans are tried on copies, the one that runs was tried; collectives are timed",
+)
 def recalibration(bench: Bench) -> None:
     ranks = on_ranks(bench, rank_of_recalibration, 2, "cpu" if bench.rehearses else "h100")
     first, measured = ranks[0], ranks[0]["measured"]

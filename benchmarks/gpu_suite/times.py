@@ -94,7 +94,9 @@ class Timed:
         description = with_block_times(describe(config, device_type=bench.device.type, **options), found)
         empty = build_on_meta(config)
         inputs = training_batch(empty, model.sequence_length)
-        trial = Trial(model=empty, units=description.units, job=job, inputs=inputs, device=bench.device, block_classes=description.block_classes)
+        trial = Trial(
+            model=empty, units=description.units, job=job, inputs=inputs, device=bench.device, block_classes=description.block_classes
+        )
         return cls(description=description, hardware=found.hardware, trial=trial, meshes=Meshes(bench.device.type))
 
     def plan(self, micro_batch_size: int, accumulation_steps: int = 1) -> Plan:
@@ -131,7 +133,13 @@ def job_of(bench: Bench, samples: int) -> TrainingJob:
     return TrainingJob(global_batch_size=samples, precision=Precision.named("no" if bench.rehearses else "bf16"))
 
 
-@step(part=5, expected_s=150, limit_s=480, rehearsal_s=25, proves="step time of one kind of block after another, estimated from a profile and measured, on one rank in bf16")
+@step(
+    part=5,
+    expected_s=150,
+    limit_s=480,
+    rehearsal_s=25,
+    proves="step time of one kind of block after another, estimated from a profile and measured, on one rank in bf16",
+)
 def blocks(bench: Bench) -> None:
     form_process_group(needed=True)
     errors: dict[str, float] = {}
@@ -157,12 +165,19 @@ def of_kind(bench: Bench, name: str, model: Model) -> float:
     estimated_s, measured_s = timed.estimated_s(plan), timed.measured_s(plan)
     error = estimated_s / measured_s - 1
     bench.row(
-        blocks=name, samples=model.samples, estimated=format_seconds(estimated_s), measured=format_seconds(measured_s), error=f"{error:+.1%}"
+        blocks=name, samples=model.samples, estimated=format_seconds(estimated_s), measured=format_seconds(measured_s),
+        error=f"{error:+.1%}",
     )  # fmt: skip
     return error
 
 
-@step(part=5, expected_s=60, limit_s=240, rehearsal_s=25, proves="launch cost: a small model at micro-batches of 1 and up; the planner's choice beside the fastest")
+@step(
+    part=5,
+    expected_s=60,
+    limit_s=240,
+    rehearsal_s=25,
+    proves="launch cost: a small model at micro-batches of 1 and up; the planner's choice beside the fastest",
+)
 def launch(bench: Bench) -> None:
     form_process_group(needed=True)
     samples = 8 if bench.rehearses else 64

@@ -21,12 +21,16 @@ STEPS, BATCH = 6, 8
 TOLERANCES = {"no": 1e-4, "bf16": 0.02, "fp16": 0.02}
 """Of losses, relative: FSDP2 rounds in other places than autocast does."""
 MEMORY_AIM = 0.03
+APART = 0.02
+"""Most by which losses and weights of a training that went on differ on CUDA."""
 
 
 def model_of(bench: Bench, seed: int = 0) -> GPT2LMHeadModel:
     """Without dropout, so that two trainings can be compared."""
     set_seed(seed)
-    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 256} if bench.rehearses else {"n_layer": 12, "n_embd": 768, "n_head": 12}
+    sizes = (
+        {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 256} if bench.rehearses else {"n_layer": 12, "n_embd": 768, "n_head": 12}
+    )
     return GPT2LMHeadModel(GPT2Config(
         **sizes, n_positions=length_of(bench), bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     ))  # fmt: skip
@@ -83,7 +87,13 @@ def memory_of(folder: Path) -> tuple[int | None, int | None]:
     return report["estimated"]["peak_bytes"], (report.get("measured") or {}).get("peak_bytes")
 
 
-@step(part=1, expected_s=90, limit_s=240, rehearsal_s=15, proves="the Trainer under a plan in float32, bf16 and fp16: stock losses, estimated memory")
+@step(
+    part=1,
+    expected_s=90,
+    limit_s=240,
+    rehearsal_s=15,
+    proves="the Trainer under a plan in float32, bf16 and fp16: stock losses, estimated memory",
+)
 def trainer(bench: Bench) -> None:
     for precision in ("no", "bf16") if bench.rehearses else ("bf16", "fp16", "no"):
         ours = trained(bench, precision, f"ours-{precision}", osdp=OSDPConfig(compare=False))
@@ -93,7 +103,13 @@ def trainer(bench: Bench) -> None:
         del ours, stock
 
 
-@step(part=1, expected_s=45, limit_s=150, rehearsal_s=10, proves="an Accelerate loop under a plan in bf16 and fp16: stock losses, estimated memory")
+@step(
+    part=1,
+    expected_s=45,
+    limit_s=150,
+    rehearsal_s=10,
+    proves="an Accelerate loop under a plan in bf16 and fp16: stock losses, estimated memory",
+)
 def accelerator(bench: Bench) -> None:
     from accelerate.state import AcceleratorState
 
@@ -132,7 +148,13 @@ def accelerated(bench: Bench, precision: str, *, ours: bool) -> list[float]:
     return seen
 
 
-@step(part=1, expected_s=60, limit_s=180, rehearsal_s=15, proves="a checkpoint in shards and a whole one, saved half-way, go on to the same losses")
+@step(
+    part=1,
+    expected_s=60,
+    limit_s=180,
+    rehearsal_s=15,
+    proves="a checkpoint in shards and a whole one, saved half-way, go on to the same losses",
+)
 def checkpoint(bench: Bench) -> None:
     for layout in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
         options = {"save_strategy": "steps", "save_steps": STEPS // 2, "fsdp_config": {"state_dict_type": layout}}
@@ -145,4 +167,7 @@ def checkpoint(bench: Bench) -> None:
         worst = max((state[name].double() - value.double()).abs().max().item() for name, value in weights.items())
         off = max(abs(a - b) for a, b in zip(losses(whole)[-2:], losses(again)[-2:], strict=True))
         bench.row(layout=layout, steps_again=STEPS - STEPS // 2, loss_differs_by=f"{off:.1e}", weights_differ_by=f"{worst:.1e}")
-        bench.aim(off <= 1e-3 and worst <= 1e-3, f"{layout}: a training that went on differs by {off:.1e} in its loss, {worst:.1e} in weights")
+        most = 1e-6 if bench.rehearses else APART  # some of CUDA's kernels add up in any order
+        bench.aim(
+            off <= most and worst <= most, f"{layout}: a training that went on differs by {off:.1e} in its loss, {worst:.1e} in weights"
+        )

@@ -170,8 +170,9 @@ class FreshRank(Rank):
     def __init__(self, task: Path, rank: int, env: Mapping[str, str]):
         with _output(task, rank).open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.helpers.rank", str(task), str(rank)], cwd=_ROOT, env={**env, "OSDP_TEST_PARENT": str(os.getpid())},
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                [sys.executable, "-m", "tests.helpers.rank", str(task), str(rank)],
+                cwd=_ROOT, env={**env, "OSDP_TEST_PARENT": str(os.getpid())}, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         super().__init__(self._process.pid, task)
 

@@ -101,7 +101,7 @@ def train_by_layout(
     plan = plan_of(units, meshes.world_size, layout, accumulation_steps=accumulation_steps, reduce_every_micro_step=reduce_every_micro_step)
     apply_plan(model, plan, units, meshes=meshes)
     verify_applied(model, plan, units)
-    move_to_device(model, torch.device(meshes.device_type))
+    move_to_device(model, collective_device())
     if async_gathers:
         model._set_unshard_async_op(True)  # FSDP2 then waits for the works that all-gathers return
     return train_sharded(model, plan)
