@@ -29,7 +29,8 @@ def experiment(bench: Bench, number: int) -> None:
     for row in found["rows"]:
         bench.row(
             case=row["case"], rule=row["rule"], plan=row["contender"], batch=row["global_batch_size"] or "-",
-            estimated=_ms(row["estimated_step_s"]), measured=_ms(row["measured_step_s"]), gain="-" if row["measured_gain"] is None else f"{row['measured_gain']:.2f}",
+            estimated=_ms(row["estimated_step_s"]), measured=_ms(row["measured_step_s"]),
+            gain="-" if row["measured_gain"] is None else f"{row['measured_gain']:.2f}",
             memory="OUT OF MEMORY" if row["out_of_memory"] else _gib(row["measured_peak_bytes"] or row["estimated_peak_bytes"]),
         )  # fmt: skip
     for remark in found["remarks"]:

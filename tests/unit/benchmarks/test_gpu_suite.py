@@ -34,6 +34,11 @@ def test_steps_stand_in_order_of_worth_and_each_part_has_some():
     assert sum(step.rehearsal_s or 0 for step in STEPS.values()) <= 480
 
 
+def test_the_documentation_has_every_step():
+    text = (Path(__file__).parents[3] / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if line.startswith("| `")] == [f"| `{s.name}` | {s.proves} |" for s in STEPS.values()]
+
+
 def test_a_rehearsed_step_is_recorded_and_on_the_page(tmp_path, capsys):
     assert suite.main(["--rehearse", "--minutes", "3", "--out", str(tmp_path), "--only", "clock"]) == 0
     (one,) = results(tmp_path)
