@@ -144,7 +144,7 @@ def _lines(path: Path) -> list[str]:
 def show_list() -> None:
     for step in STEPS.values():
         rehearsal = "needs a GPU" if step.rehearsal_s is None else f"{step.rehearsal_s:.0f} s rehearsed"
-        print(f"{step.part} {PARTS[step.part][:12]:<12} {step.name:<16} {step.expected_s:>4.0f} s, {rehearsal}: {step.proves}")
+        print(f"{step.part} {PARTS[step.part]:<24} {step.name:<18} {step.expected_s:>4.0f} s, {rehearsal}: {step.proves}")
 
 
 if __name__ == "__main__":

@@ -10,14 +10,20 @@ import time
 from itertools import product
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from benchmarks.ending import ENDS, PLACES, RANKS, VICTIM, train
 from hf_osdp.runtime.ending import END_S
+from hf_osdp.runtime.environment import form_process_group
 from tests.helpers.ending import endings
 
+from .processes import apart
 from .runner import ROOT
 from .step import Bench, step
 
 SCRIPT = Path(__file__).parent / "scripts" / "runs_out.py"
+LEFT_BYTES = 4 * 2**20
 BUSY_S = 15.0
 """What processes may take longer to end than is stated, where they share cores."""
 SAID = re.compile(r"Out of memory on .+? in .+?: the plan was estimated to need [^\n]+")
@@ -34,7 +40,7 @@ def killed(bench: Bench) -> None:
     for end, place in product(ENDS, PLACES):
         folder = bench.folder / f"{end}-{place}"
         folder.mkdir()
-        ended = endings(train, RANKS, end, place, str(folder), timeout_s=40.0, one_gpu=not bench.rehearses)
+        ended = endings(train, RANKS, end, place, str(folder), timeout_s=60.0, one_gpu=not bench.rehearses)
         taken_s = time.time() - float((folder / "ended").read_text())
         lines = [line for one in ended for line in one.output.splitlines()]
         said = next((line for line in lines if f"hf_osdp: Rank {VICTIM}" in line or "RuntimeError: the reason" in line), "")
@@ -80,3 +86,40 @@ def problem_of(done: subprocess.CompletedProcess[str], ranks: int, on_oom: str) 
         return "" if done.returncode and not ends and len(plans) == ranks else f"code {done.returncode}, {len(plans)} starts, {ends} ends"
     went_on = done.returncode == 0 and ends == ranks and len(set(plans)) == len(plans) // ranks > 1
     return "" if went_on else f"code {done.returncode}, {len(plans)} starts of {len(set(plans))} plans, {ends} ends"
+
+
+@step(
+    part=2, expected_s=30, limit_s=120, rehearsal_s=None,
+    proves="what libraries raise when the device is full: a matrix product, a convolution, a first collective",
+)  # fmt: skip
+def full_device(bench: Bench) -> None:
+    for name in _LIBRARY_CALLS:
+        kind, line = apart(library_error, name)
+        bench.row(call=name, raises=kind, message=line)
+    bench.note(f"All but {LEFT_BYTES // 2**20} MiB of the device were taken first. What hf_osdp explains must know these errors.")
+
+
+def library_error(name: str) -> tuple[str, str]:
+    """Type and first line of what a call raises where the device has next to no memory left; in a process of its own."""
+    form_process_group(needed=True)
+    small = torch.ones(8, 8, device="cuda")
+    held = []
+    while (free := torch.cuda.mem_get_info()[0]) > LEFT_BYTES + 2**21:
+        held.append(torch.empty(free - LEFT_BYTES, dtype=torch.uint8, device="cuda"))
+    try:
+        _LIBRARY_CALLS[name](small)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{type(error).__module__}.{type(error).__name__}", str(error).splitlines()[0]
+    return "nothing", ""
+
+
+def _first_collective(tensor: torch.Tensor) -> None:
+    dist.all_reduce(tensor)
+
+
+_LIBRARY_CALLS = {
+    "matrix product": lambda tensor: tensor @ tensor,
+    "convolution": lambda tensor: torch.nn.functional.conv2d(tensor.view(1, 1, 8, 8), tensor.view(1, 1, 8, 8)),
+    "first collective": _first_collective,
+}

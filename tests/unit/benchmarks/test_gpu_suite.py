@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from benchmarks.gpu_suite import __main__ as suite
 from benchmarks.gpu_suite import runner
 from benchmarks.gpu_suite.page import WIDTH, page, records_of
+from benchmarks.gpu_suite.processes import apart
 from benchmarks.gpu_suite.runner import RESULTS, keep, run_step
 from benchmarks.gpu_suite.step import PARTS, STEPS, Bench, Status
 
@@ -121,6 +123,11 @@ def test_no_table_is_wider_than_the_page(tmp_path):
     one = record(tmp_path, "clock", rows=[{"name": "x" * 150, "text": "a | b <c>", **{f"column {n}": "1.5 GiB" for n in range(5)}}])
     lines = page([one], [HEAD]).splitlines()
     assert max(map(len, lines)) <= WIDTH and any("…" in line and "a / b &lt;c>" in line for line in lines)
+
+
+def test_what_runs_apart_has_its_variables_and_leaves_none():
+    assert apart(os.getenv, "SUITE_TEST", SUITE_TEST="1") == "1"
+    assert "SUITE_TEST" not in os.environ
 
 
 def test_findings_are_written_as_they_come(tmp_path):
