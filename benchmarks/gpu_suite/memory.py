@@ -121,7 +121,7 @@ def replayed_bytes(path: Any) -> int | None:
 def layouts(bench: Bench) -> None:
     rows: list[LayoutRow] = []
     for name, precision in (("tiny", "bf16"),) if bench.rehearses else [(n, p) for p in ("bf16", "no") for n in gpu_memory.MODELS]:
-        if bench.left_s < 30:
+        if rows and bench.left_s < 30:
             bench.note(f"No time was left for {name} {precision} and what follows.")
             break
         chosen = ("zero3", "mixed") if bench.rehearses else LAYOUTS
@@ -154,7 +154,7 @@ def limits(bench: Bench) -> None:
         return
     for name, precision in LIMITS:
         if bench.left_s < 40:
-            bench.miss(f"no time was left for {name} {precision} and what follows")
+            bench.note(f"No time was left for {name} {precision} and what follows.")
             break
         show_limits(bench, measured(bench, name, precision, (), BETWEEN, walks=False)[1])
 

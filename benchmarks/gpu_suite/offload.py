@@ -44,7 +44,9 @@ def run_tests(bench: Bench, *arguments: str) -> None:
     report = bench.folder / "report.xml"
     marks = "not slow and not gpu" if bench.rehearses else "gpu"
     command = [sys.executable, "-m", "pytest", "-q", "--maxfail=5", "-m", marks, f"--junitxml={report}", *arguments]
-    subprocess.run([*command, "-p", "no:cacheprovider"], cwd=ROOT, timeout=max(10.0, bench.left_s))
+    done = subprocess.run([*command, "-p", "no:cacheprovider"], cwd=ROOT, timeout=max(10.0, bench.left_s))
+    if not report.exists():
+        raise RuntimeError(f"pytest ended with code {done.returncode} and ran no test.")
     found: dict[str, list[tuple[str, float]]] = {}
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         name, tags = case.get("name") or "", {child.tag for child in case}

@@ -33,17 +33,22 @@ def run_step(step: Step, out: Path, *, rehearses: bool, limit_s: float | None = 
         step: of `STEPS`.
         out: folder of the results.
         rehearses: on the CPU, in small sizes.
-        limit_s: seconds after which it is ended; None takes the step's own.
+        limit_s: what is left of the suite's minutes; None for no end. A step that they end is not run, whatever it has found; one
+            that its own limit ends has timed out.
 
     Returns:
         The record: `step`, `status`, `seconds`, `rows`, `notes`, `misses`, `tail`, `date`.
     """
-    limit = min(limit_s or float("inf"), step.limit(rehearses=rehearses))
+    own_s = step.limit(rehearses=rehearses)
+    limit = own_s if limit_s is None else min(limit_s, own_s)
     with tempfile.TemporaryDirectory(prefix="gpu_suite_") as folder:
         began = time.monotonic()
         code, output = _child(step.name, Path(folder), out, rehearses=rehearses, limit_s=limit)
         found = _findings(Path(folder) / "found.jsonl")
-    status = Status.TIMED_OUT if code is None else Status.FAILED if code else Status.MISSED if found["misses"] else Status.DONE
+    late = Status.NOT_RUN if limit < own_s else Status.TIMED_OUT
+    status = late if code is None else Status.FAILED if code else Status.MISSED if found["misses"] else Status.DONE
+    if status is Status.NOT_RUN:
+        found["notes"].append(f"the minutes ended after {limit:.0f} s of it")
     with (out / OUTPUT).open("a", encoding="utf-8") as file:
         file.write(f"\n==== {step.name}: {status.value}\n{output[-_KEPT_CHARACTERS:]}\n")
     return keep(

@@ -89,10 +89,17 @@ def test_a_step_that_fails_keeps_what_it_found_and_its_last_lines(child, tmp_pat
 def test_a_step_that_takes_too_long_is_ended(child, tmp_path):
     child(FINDS + "import time; time.sleep(60)")
     began = time.monotonic()
-    one = run_step(STEPS["clock"], tmp_path, rehearses=True, limit_s=1.0)
+    one = run_step(replace(STEPS["clock"], limit_s=1.0), tmp_path, rehearses=False, limit_s=1e6)
     assert time.monotonic() - began < 20
     assert (one["status"], one["rows"], one["limit_s"]) == ("timed out", [{"a": "1"}], 1)
     assert "It was ended after 1 s" in page([one], [HEAD])
+
+
+def test_a_step_that_the_minutes_end_is_not_run_and_keeps_what_it_found(child, tmp_path):
+    child(FINDS + "import time; time.sleep(60)")
+    one = run_step(STEPS["clock"], tmp_path, rehearses=True, limit_s=1.0)
+    assert (one["status"], one["rows"], one["notes"]) == ("not run", [{"a": "1"}], ["the minutes ended after 1 s of it"])
+    assert not Status(one["status"]).is_bad and "the minutes ended after 1 s of it" in page([one], [HEAD])
 
 
 def test_a_missed_aim_makes_the_exit_code_one(tmp_path, monkeypatch):
@@ -160,12 +167,6 @@ def test_wrong_options_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit):
         suite.parse(arguments)
     assert message in capsys.readouterr().err
-
-
-def test_a_limit_is_kept_however_much_is_left(child, tmp_path, monkeypatch):
-    step = replace(STEPS["clock"], limit_s=1.0)
-    child("import time; time.sleep(60)")
-    assert run_step(step, tmp_path, rehearses=False, limit_s=1e6)["status"] == "timed out"
 
 
 @pytest.mark.slow
