@@ -8,7 +8,8 @@
 
 Each step runs in a process of its own, with a time limit of its own. After each one its record is appended to
 DIR/results.jsonl, its output to DIR/output.txt, and the page DIR/results.md is written anew. A step that fails or runs out of its time
-does not stop the others; one that no longer fits into the minutes, or that they end, is listed as not run. Of a step that ran more than once the last run counts.
+does not stop the others; one that no longer fits into the minutes, or that they end, is listed as not run. Of a step that ran more than
+once the last run counts.
 
 Exit code 1 where a step of this call failed, ran out of its time or missed an aim; else 0, also where steps were not run, or need a
 GPU that a rehearsal does not have: the page says so. 77 where there is no CUDA device and no --rehearse.
