@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -143,8 +144,13 @@ def test_findings_are_written_as_they_come(tmp_path):
     )  # fmt: skip
     bench.row(peak_bytes=1, moment="step")
     bench.aim(True, "met")
+    bench.note(f"Rank 2 on {socket.gethostname()} failed")
     bench.aim(False, "not met")
-    assert runner._findings(bench.found) == {"rows": [{"peak bytes": "1", "moment": "step"}], "notes": [], "misses": ["not met"]}
+    assert runner._findings(bench.found) == {
+        "rows": [{"peak bytes": "1", "moment": "step"}],
+        "notes": ["Rank 2 on this host failed"],
+        "misses": ["not met"],
+    }
     assert 0 < bench.left_s <= 10
 
 
