@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from hf_osdp.runtime.agree import on_rank_zero  # noqa: E402
-from hf_osdp.runtime.environment import form_process_group  # noqa: E402
+from hf_osdp.runtime.environment import form_process_group, training_device  # noqa: E402
 from tests.helpers.ending import endings  # noqa: E402
 
 RANKS, VICTIM = 4, 2
@@ -64,7 +64,7 @@ def train(end: str, place: str, folder: str) -> None:
     form_process_group(needed=True)
     rank = dist.get_rank()
     (Path(folder) / f"pid{rank}").write_text(str(os.getpid()))
-    ones = torch.ones(1)
+    ones = torch.ones(1, device=training_device())
     dist.all_reduce(ones)
     if rank == VICTIM:
         time.sleep(0.5)

@@ -183,19 +183,23 @@ def main() -> int:
 # ---------------------------------------------------------------------------------------------------------- measuring
 
 
-def measure_on_cuda(name: str, precision: str, layouts: Sequence[str], between: Sequence[float]) -> tuple[list[LayoutRow], list[LimitRow]]:
+def measure_on_cuda(
+    name: str, precision: str, layouts: Sequence[str], between: Sequence[float], walks: bool = True
+) -> tuple[list[LayoutRow], list[LimitRow]]:
     """All rows of one model in one precision, on this machine's first GPU; run in a process of its own."""
     transformers.logging.set_verbosity_error()
     memory = CudaMemory(Precision.named(precision))
     with fake_process_group(WORLD):
-        return measure(setting_of(name, MODELS[name], precision, memory.device), memory, layouts, between)
+        return measure(setting_of(name, MODELS[name], precision, memory.device), memory, layouts, between, walks=walks)
 
 
-def measure(setting: Setting, memory: Memory, layouts: Sequence[str], between: Sequence[float]) -> tuple[list[LayoutRow], list[LimitRow]]:
+def measure(
+    setting: Setting, memory: Memory, layouts: Sequence[str], between: Sequence[float], *, walks: bool = True
+) -> tuple[list[LayoutRow], list[LimitRow]]:
     """All rows of a setting. There is a process group of `WORLD` ranks that sends nothing."""
     return (
         [measure_layout(setting, memory, layout) for layout in layouts],
-        [measure_limit(setting, memory, part, limit) for part, limit in limits_of(setting, memory, between)],
+        [measure_limit(setting, memory, part, limit, walks=walks) for part, limit in limits_of(setting, memory, between)],
     )
 
 
@@ -228,8 +232,8 @@ def measure_layout(setting: Setting, memory: Memory, layout: str) -> LayoutRow:
     )
 
 
-def measure_limit(setting: Setting, memory: Memory, between: float, limit_bytes: int) -> LimitRow:
-    """The search's plan under a limit, at the limit, and the lowest limit that it survives."""
+def measure_limit(setting: Setting, memory: Memory, between: float, limit_bytes: int, *, walks: bool = True) -> LimitRow:
+    """The search's plan under a limit, at the limit, and, if it `walks`, the lowest limit that it survives."""
     plan = search(setting.description, hardware_of(memory), setting.job, limit_bytes).plan
     reading = attempt(plan, setting, memory, limit_bytes)
     return LimitRow(
@@ -241,7 +245,9 @@ def measure_limit(setting: Setting, memory: Memory, between: float, limit_bytes:
         fits=reading is not None,
         allocated_bytes=None if reading is None else reading.allocated,
         reserved_bytes=None if reading is None else reading.reserved,
-        survives_bytes=lowest_limit(
+        survives_bytes=None
+        if not walks
+        else lowest_limit(
             lambda limit: attempt(plan, setting, memory, limit) is not None,
             limit_bytes,
             min(memory.total_bytes, int(MOST_SHORT * limit_bytes)),

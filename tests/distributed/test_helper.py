@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_osdp.runtime.environment import form_process_group
 from tests.helpers.distributed import RankFailure, run_ranks
 
 
@@ -98,3 +99,28 @@ def test_the_function_may_form_the_group_itself():
 def test_a_local_function_is_refused():
     with pytest.raises(ValueError, match="top of an importable module"):
         run_ranks(lambda: None, 1)
+
+
+def _one_gpu() -> tuple[str, ...]:
+    form_process_group(needed=True)
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    names = ("LOCAL_RANK", "NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "CUDA_VISIBLE_DEVICES")
+    return *(os.environ[name] for name in names), str(value.item())
+
+
+def test_ranks_on_one_gpu_are_new_processes_that_nccl_takes_for_machines(monkeypatch):
+    """Without a GPU they meet on gloo."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert run_ranks(_one_gpu, 2, init=False, one_gpu=True) == [("0", f"rank-{rank}", "lo", "1", "", "2.0") for rank in range(2)]
+
+
+def test_a_rank_on_one_gpu_that_fails_is_told(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(RankFailure, match="KeyError: 'the reason'") as failure:
+        run_ranks(_raise, 2, init=False, one_gpu=True)
+    assert failure.value.error_type == "KeyError"
+
+
+def _raise() -> None:
+    raise KeyError("the reason")

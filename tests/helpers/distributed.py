@@ -53,6 +53,7 @@ def run_ranks(
     init: bool = True,
     env: Mapping[str, str] | None = None,
     nodes: int = 1,
+    one_gpu: bool = False,
 ) -> list[Any]:
     """Call `fn(*args)` on `world_size` fresh processes that form one gloo process group.
 
@@ -69,6 +70,8 @@ def run_ranks(
             would find the addresses of the first in the store).
         env: further environment variables.
         nodes: how many nodes the ranks are told to be on, equally many on each; all run here.
+        one_gpu: the ranks see this machine's first GPU, all the same one, and their NCCL takes each for a machine of its own; they
+            are new processes, no forks. `fn` forms the process group.
 
     Returns:
         What each rank returned, in rank order (pickled: no live DTensors).
@@ -77,7 +80,7 @@ def run_ranks(
         RankFailure: with the traceback of the rank that failed first.
         ValueError: `fn` cannot be imported by name.
     """
-    with ranks_of(fn, world_size, *args, timeout_s=timeout_s, init=init, env=env, nodes=nodes) as processes:
+    with ranks_of(fn, world_size, *args, timeout_s=timeout_s, init=init, env=env, nodes=nodes, one_gpu=one_gpu) as processes:
         task = processes[0].task
         _wait(processes, task, timeout_s)
         return [pickle.loads(_result(task, rank).read_bytes()) for rank in range(world_size)]
@@ -92,6 +95,7 @@ def ranks_of(
     init: bool = True,
     env: Mapping[str, str] | None = None,
     nodes: int = 1,
+    one_gpu: bool = False,
 ) -> Iterator[list[Rank]]:
     """The processes of `run_ranks` while they run; at the end none is left."""
     if fn.__module__ == "__main__" or "<locals>" in fn.__qualname__:
@@ -104,7 +108,8 @@ def ranks_of(
         processes: list[Rank] = []
         try:
             for rank in range(world_size):
-                processes.append(_start(rank, world_size, store.port, task, _place(rank, world_size // nodes) | dict(env or {})))
+                place = _place(rank, world_size // nodes) | (on_one_gpu(rank) if one_gpu else {}) | dict(env or {})
+                processes.append(_start(rank, world_size, store.port, task, place, fresh=one_gpu))
             yield processes
         finally:
             for process in processes:
@@ -116,8 +121,17 @@ def _place(rank: int, per_node: int) -> dict[str, str]:
     return {"LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node), "GROUP_RANK": str(rank // per_node)}
 
 
-def _start(rank: int, world_size: int, port: int, task: Path, env: Mapping[str, str]) -> Rank:
-    """Start one rank in a session of its own, so that its children end with it."""
+def on_one_gpu(rank: int) -> dict[str, str]:
+    """With these NCCL lets several ranks share a GPU: it takes each for a machine of its own (NCCL_HOSTID), and sends through the
+    loopback interface. Right for what is correct; times mean nothing."""
+    return {
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0], "LOCAL_RANK": "0",
+        "NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1",
+    }  # fmt: skip
+
+
+def _start(rank: int, world_size: int, port: int, task: Path, env: Mapping[str, str], *, fresh: bool = False) -> Rank:
+    """Start one rank in a session of its own, so that its children end with it; a fork, or a new process where it must be `fresh`."""
     variables = {
         **os.environ, **_FIXED,
         "RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
@@ -125,6 +139,8 @@ def _start(rank: int, world_size: int, port: int, task: Path, env: Mapping[str, 
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         **env,
     }  # fmt: skip
+    if fresh:
+        return FreshRank(task, rank, variables)
     return Rank(_ask({"task": str(task), "rank": rank, "env": variables}), task)
 
 
@@ -146,6 +162,24 @@ class Rank:
         """Until it has ended."""
         while self.poll() is None:
             time.sleep(_POLL_S)
+
+
+class FreshRank(Rank):
+    """A rank that is no fork: CUDA cannot be used in a fork of a process that has asked for it."""
+
+    def __init__(self, task: Path, rank: int, env: Mapping[str, str]):
+        with _output(task, rank).open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.helpers.rank", str(task), str(rank)],
+                cwd=_ROOT, env={**env, "OSDP_TEST_PARENT": str(os.getpid())}, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        super().__init__(self._process.pid, task)
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        self.returncode = self._process.poll()
+        return self.returncode
 
 
 def _ask(request: dict[str, Any]) -> Any:

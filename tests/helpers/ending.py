@@ -31,8 +31,8 @@ class Ended:
     """stdout and stderr."""
 
 
-def endings(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 30.0) -> list[Ended]:
-    """Call `fn(*args)` on each rank, without a process group, until all have ended by themselves.
+def endings(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 30.0, one_gpu: bool = False) -> list[Ended]:
+    """Call `fn(*args)` on each rank, without a process group, until all have ended by themselves; `one_gpu` as for `run_ranks`.
 
     Raises:
         AssertionError: they did not within the time.
@@ -48,7 +48,10 @@ def endings(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: floa
             "init": False,
         }
         task.write_bytes(pickle.dumps(content))
-        ranks = [distributed._start(rank, world_size, store.port, task, distributed._place(rank, world_size)) for rank in range(world_size)]
+        ranks = []
+        for rank in range(world_size):
+            place = distributed._place(rank, world_size) | (distributed.on_one_gpu(rank) if one_gpu else {})
+            ranks.append(distributed._start(rank, world_size, store.port, task, place, fresh=one_gpu))
         try:
             times = _times(ranks, time.monotonic() + timeout_s)
         finally:

@@ -69,3 +69,11 @@ def leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+if __name__ == "__main__":
+    exit_code = EXIT_ERROR
+    try:
+        exit_code = main(Path(sys.argv[1]), int(sys.argv[2]))
+    finally:
+        leave(exit_code)

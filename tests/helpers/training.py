@@ -14,7 +14,8 @@ from hf_osdp.profiling.units import find_units
 from hf_osdp.runtime.accumulation import micro_step
 from hf_osdp.runtime.apply import apply_plan
 from hf_osdp.runtime.clip import clip_grad_norm_
-from hf_osdp.runtime.mesh import Meshes
+from hf_osdp.runtime.host_offload import move_to_device
+from hf_osdp.runtime.mesh import Meshes, collective_device
 from hf_osdp.runtime.state import full_state_dict
 from hf_osdp.runtime.verify import verify_applied
 
@@ -45,14 +46,24 @@ class Trained:
         }
 
 
+def _on_device_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Units on the host are gathered where the loss's labels belong, too."""
+    device = torch.device("cuda", torch.cuda.current_device()) if _is_on_cuda(model) else torch.device("cpu")
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+def _is_on_cuda(model: nn.Module) -> bool:
+    return any(tensor.is_cuda for tensor in (*model.parameters(), *model.buffers()))
+
+
 def _greatest(values: Iterable[float]) -> float:
     """NaN where one is, unlike Python's max."""
     return torch.tensor(list(values), dtype=torch.float64).max().item()
 
 
-def train_alone(model_name: str, *, accumulation_steps: int = 1) -> Trained:
+def train_alone(model_name: str, *, accumulation_steps: int = 1, device: str = "cpu") -> Trained:
     """The reference: torch alone, one process, the whole batch (cut in micro-steps as asked)."""
-    return train_whole(tiny_model(model_name), accumulation_steps=accumulation_steps)
+    return train_whole(tiny_model(model_name).to(device), accumulation_steps=accumulation_steps)
 
 
 def train_whole(model: nn.Module, *, accumulation_steps: int = 1, loss_of: Loss = tiny_loss) -> Trained:
@@ -63,13 +74,13 @@ def train_whole(model: nn.Module, *, accumulation_steps: int = 1, loss_of: Loss 
         optimizer.zero_grad()
         total = 0.0
         for part in range(accumulation_steps):
-            loss = loss_of(model, tiny_batch(step, part=part, parts=accumulation_steps)) / accumulation_steps
+            loss = loss_of(model, _on_device_of(model, tiny_batch(step, part=part, parts=accumulation_steps))) / accumulation_steps
             loss.backward()
             total += loss.item()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
         losses.append(total)
-    return Trained(losses=tuple(losses), norms=tuple(norms), parameters={k: v.clone() for k, v in model.state_dict().items()})
+    return Trained(losses=tuple(losses), norms=tuple(norms), parameters={k: v.clone().cpu() for k, v in model.state_dict().items()})
 
 
 def train_by_layout(
@@ -90,6 +101,7 @@ def train_by_layout(
     plan = plan_of(units, meshes.world_size, layout, accumulation_steps=accumulation_steps, reduce_every_micro_step=reduce_every_micro_step)
     apply_plan(model, plan, units, meshes=meshes)
     verify_applied(model, plan, units)
+    move_to_device(model, collective_device())
     if async_gathers:
         model._set_unshard_async_op(True)  # FSDP2 then waits for the works that all-gathers return
     return train_sharded(model, plan)
@@ -102,10 +114,10 @@ def train_sharded(model: nn.Module, plan: Plan, *, loss_of: Loss = tiny_loss) ->
     losses, norms = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=collective_device())
         for part in range(k):
             with micro_step(model, is_last=part == k - 1, plan=plan):
-                loss = loss_of(model, tiny_batch(step, part=part * world + rank, parts=world * k)) / k
+                loss = loss_of(model, _on_device_of(model, tiny_batch(step, part=part * world + rank, parts=world * k))) / k
                 loss.backward()
             total += loss.detach()
         norms.append(clip_grad_norm_(model.parameters(), MAX_NORM).item())

@@ -1,0 +1,125 @@
+"""What goes wrong on ranks that share a GPU: one is killed, one runs out of memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.ending import ENDS, PLACES, RANKS, VICTIM, train
+from hf_osdp.runtime.ending import END_S
+from hf_osdp.runtime.environment import form_process_group
+from tests.helpers.ending import endings
+
+from .processes import apart
+from .runner import ROOT
+from .step import Bench, step
+
+SCRIPT = Path(__file__).parent / "scripts" / "runs_out.py"
+LEFT_BYTES = 4 * 2**20
+BUSY_S = 15.0
+"""What processes may take longer to end than is stated, where they share cores."""
+SAID = re.compile(r"Out of memory on .+? in .+?: the plan was estimated to need [^\n]+")
+
+
+@step(
+    part=2,
+    expected_s=60,
+    limit_s=180,
+    rehearsal_s=30,
+    proves="one of 4 ranks is killed or raises, in planning or in a step: all end within seconds, with a message",
+)
+def killed(bench: Bench) -> None:
+    for end, place in product(ENDS, PLACES):
+        folder = bench.folder / f"{end}-{place}"
+        folder.mkdir()
+        ended = endings(train, RANKS, end, place, str(folder), timeout_s=60.0, one_gpu=not bench.rehearses)
+        taken_s = time.time() - float((folder / "ended").read_text())
+        lines = [line for one in ended for line in one.output.splitlines()]
+        said = next((line for line in lines if f"hf_osdp: Rank {VICTIM}" in line or "RuntimeError: the reason" in line), "")
+        bench.row(rank_2=end, others_in=place, ended_after=f"{taken_s:.1f} s", said=said)
+        bench.aim(taken_s < END_S + BUSY_S, f"{end} in {place}: the last rank ended after {taken_s:.1f} s")
+        bench.aim(bool(said), f"{end} in {place}: no rank says what happened")
+
+
+@step(
+    part=2,
+    expected_s=120,
+    limit_s=300,
+    rehearsal_s=45,
+    proves="memory runs out: one process and one of 2 ranks; the message, and a program that goes on by a safer plan",
+)
+def out_of_memory(bench: Bench) -> None:
+    cases = ((1, "raise"), (2, "replan")) if bench.rehearses else tuple(product((1, 2), ("raise", "replan")))
+    for ranks, on_oom in cases:
+        done = runs_out(ranks, on_oom, "cpu" if bench.rehearses else "cuda", timeout_s=max(10.0, bench.left_s))
+        plans = re.findall(r"PLAN (\w+)", done.stdout)
+        ends, said = done.stdout.count("END\n"), SAID.search(done.stderr)
+        bench.row(ranks=ranks, on_oom=on_oom, exit_code=done.returncode, plans=len(set(plans)), ended=ends, said=said[0] if said else "")
+        wrong = problem_of(done, ranks, on_oom)
+        if wrong:
+            print(done.stderr[-6000:], flush=True)
+            bench.miss(f"{ranks} ranks, {on_oom}: {wrong}")
+
+
+def runs_out(ranks: int, on_oom: str, device: str, *, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """The script, in one process or under torchrun."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launch, str(SCRIPT), on_oom, device]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s)
+
+
+def problem_of(done: subprocess.CompletedProcess[str], ranks: int, on_oom: str) -> str:
+    """What is not as it should be after `runs_out`; empty where all is."""
+    plans, ends = re.findall(r"PLAN (\w+)", done.stdout), done.stdout.count("END\n")
+    if not SAID.search(done.stderr):
+        return "no line says where memory ran out and what the plan needs"
+    if on_oom == "raise":
+        return "" if done.returncode and not ends and len(plans) == ranks else f"code {done.returncode}, {len(plans)} starts, {ends} ends"
+    went_on = done.returncode == 0 and ends == ranks and len(set(plans)) == len(plans) // ranks > 1
+    return "" if went_on else f"code {done.returncode}, {len(plans)} starts of {len(set(plans))} plans, {ends} ends"
+
+
+@step(
+    part=2, expected_s=30, limit_s=120, rehearsal_s=None,
+    proves="what libraries raise when the device is full: a matrix product, a convolution, a first collective",
+)  # fmt: skip
+def full_device(bench: Bench) -> None:
+    for name in _LIBRARY_CALLS:
+        kind, line = apart(library_error, name)
+        bench.row(call=name, raises=kind, message=line)
+    bench.note(f"All but {LEFT_BYTES // 2**20} MiB of the device were taken first. What hf_osdp explains must know these errors.")
+
+
+def library_error(name: str) -> tuple[str, str]:
+    """Type and first line of what a call raises where the device has next to no memory left; in a process of its own."""
+    form_process_group(needed=True)
+    small = torch.ones(8, 8, device="cuda")
+    held = []
+    while (free := torch.cuda.mem_get_info()[0]) > LEFT_BYTES + 2**21:
+        held.append(torch.empty(free - LEFT_BYTES, dtype=torch.uint8, device="cuda"))
+    try:
+        _LIBRARY_CALLS[name](small)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{type(error).__module__}.{type(error).__name__}", str(error).splitlines()[0]
+    return "nothing", ""
+
+
+def _first_collective(tensor: torch.Tensor) -> None:
+    dist.all_reduce(tensor)
+
+
+_LIBRARY_CALLS = {
+    "matrix product": lambda tensor: tensor @ tensor,
+    "convolution": lambda tensor: torch.nn.functional.conv2d(tensor.view(1, 1, 8, 8), tensor.view(1, 1, 8, 8)),
+    "first collective": _first_collective,
+}

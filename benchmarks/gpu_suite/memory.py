@@ -1,0 +1,198 @@
+"""Memory: what a step allocates and reserves against the estimate, and limits that are enforced. Rank 0 of 8 on one GPU."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks import gpu_memory
+from benchmarks.cuda_memory import CudaMemory
+from benchmarks.gpu_memory import LAYOUTS, WORLD, LayoutRow, LimitRow, Model
+from hf_osdp.planner.evaluate import estimate_plan
+from hf_osdp.planner.job import Precision
+from hf_osdp.quantities import format_bytes
+from hf_osdp.runtime.simulate import fake_process_group
+
+from .processes import apart
+from .step import Bench, step
+
+TINY = Model(
+    config="GPT2Config", architecture="GPT2LMHeadModel", sequence_length=32, samples=2,
+    sizes={"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 301, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0},
+)  # fmt: skip
+LIMITS = (("GPT-2 small", "bf16"), ("Llama 1B", "bf16"), ("BERT large", "no"), ("GPT-2 medium", "bf16"))
+BETWEEN = (0.0, 0.15, 0.35, 0.6, 0.9)
+"""With four models, 20 limits: parts of the way from the least that the planner calls feasible to what DDP needs."""
+WALKED = (("GPT-2 small", "bf16", (0.0, 0.5)), ("Llama 1B", "bf16", (0.3,)))
+RESERVED_AIM = 0.03
+SNAPSHOT_BYTES = 12 * 2**20
+"""Larger ones are not kept."""
+SNAPSHOT = "snapshot.pickle"
+HISTORY = 2**20
+
+
+@step(
+    part=4, expected_s=110, limit_s=240, rehearsal_s=None,
+    proves="peak reserved within 3 %: the simulated step's, and a recorded step replayed, with and without expandable segments",
+)  # fmt: skip
+def reserved(bench: Bench) -> None:
+    for expandable in (True, False):
+        variables = dict.fromkeys(
+            ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), f"expandable_segments:{expandable}"
+        )  # until 2.9, since
+        for layout in ("zero3", "mixed"):
+            path = bench.folder / f"{layout}.pickle"
+            found = apart(recorded, "GPT-2 small", "bf16", layout, str(path), **variables)
+            figures = {"simulated": apart(simulated_bytes, "GPT-2 small", "bf16", layout, expandable), "replayed": replayed_bytes(path)}
+            errors = {name: figure / found["reserved"] - 1 for name, figure in figures.items() if figure is not None}
+            bench.row(
+                layout=layout, expandable=expandable, estimated=size(found["estimated"]), allocated=size(found["allocated"]),
+                reserved=size(found["reserved"]), **{name: size(figure) for name, figure in figures.items()},
+                errors=", ".join(f"{error:+.1%}" for error in errors.values()),
+            )  # fmt: skip
+            for name, error in errors.items():
+                bench.aim(
+                    abs(error) <= RESERVED_AIM, f"{layout}, expandable_segments:{expandable}: {name} reserved bytes are {error:+.1%} off"
+                )
+            if path.stat().st_size <= SNAPSHOT_BYTES:
+                shutil.copyfile(path, bench.out / SNAPSHOT)
+    bench.note(f"Rank 0 of {WORLD}, three steps from an empty cache; estimated: allocated bytes. The last snapshot is kept as {SNAPSHOT}.")
+
+
+def recorded(name: str, precision: str, layout: str, path: str) -> dict[str, int]:
+    """Steps of a layout with the allocator's history recorded; the snapshot goes to a file."""
+    memory = CudaMemory(Precision.named(precision))
+    with fake_process_group(WORLD):
+        setting = gpu_memory.setting_of(name, gpu_memory.MODELS[name], precision, memory.device)
+        plan = gpu_memory.plan_of(setting, layout)
+        with memory.limited(None):
+            torch.cuda.synchronize()
+            held = torch.cuda.memory_reserved()
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.memory._record_memory_history(context=None, max_entries=HISTORY)
+            gpu_memory._steps(plan, setting, memory)
+            with open(path, "wb") as file:
+                pickle.dump(torch.cuda.memory._snapshot(), file)
+            torch.cuda.memory._record_memory_history(enabled=None)
+            stats = torch.cuda.memory_stats()
+        estimated = estimate_plan(plan, setting.description, setting.job).memory.peak_bytes
+    return {
+        "estimated": estimated + memory.workspace_bytes, "allocated": stats["allocated_bytes.all.peak"],
+        "reserved": stats["reserved_bytes.all.peak"] - held,
+    }  # fmt: skip
+
+
+def simulated_bytes(name: str, precision: str, layout: str, expandable: bool) -> int | None:
+    """Peak reserved by the step on fake tensors; None where this version does not replay it."""
+    from dataclasses import fields, replace
+
+    from hf_osdp.runtime.simulate import simulate
+
+    with fake_process_group(WORLD):
+        setting = gpu_memory.setting_of(name, gpu_memory.MODELS[name], precision, torch.device("cuda", 0))
+        plan, job = gpu_memory.plan_of(setting, layout), setting.job
+    if any(field.name == "expandable_segments" for field in fields(job)):
+        job = replace(job, expandable_segments=expandable)
+    found = simulate(setting.trial.model, plan, description=setting.description, job=job, device_type="cuda")
+    return getattr(found, "reserved_bytes", None)
+
+
+def replayed_bytes(path: Any) -> int | None:
+    """Peak reserved by the replay of a snapshot; None where this version has no model of the allocator."""
+    try:
+        from hf_osdp.profiling.memory_snapshot import replay_snapshot
+    except ImportError:
+        return None
+    with open(path, "rb") as file:
+        return replay_snapshot(pickle.load(file)).replayed_reserved_bytes
+
+
+@step(
+    part=4,
+    expected_s=120,
+    limit_s=300,
+    rehearsal_s=15,
+    proves="layouts of published models as rank 0 of 8: estimated against allocated and reserved",
+)
+def layouts(bench: Bench) -> None:
+    rows: list[LayoutRow] = []
+    for name, precision in (("tiny", "bf16"),) if bench.rehearses else [(n, p) for p in ("bf16", "no") for n in gpu_memory.MODELS]:
+        if rows and bench.left_s < 30:
+            bench.note(f"No time was left for {name} {precision} and what follows.")
+            break
+        chosen = ("zero3", "mixed") if bench.rehearses else LAYOUTS
+        found = measured(bench, name, precision, chosen, (), walks=False)[0]
+        rows += found
+        for row in found:
+            error = "out of memory" if row.error is None else f"{row.error:+.2%}"
+            bench.row(
+                model=name, dtype=precision, layout=row.layout, estimated=size(row.estimated_bytes),
+                allocated=size(row.allocated_bytes), reserved=size(row.reserved_bytes), error=error,
+            )  # fmt: skip
+    line, _ = gpu_memory.headline(rows, [])
+    bench.note(line.split(";")[0])
+    errors = [abs(row.error) for row in rows if row.error is not None]
+    bench.aim(
+        bool(errors) and sum(errors) / len(errors) <= (0.02 if bench.rehearses else gpu_memory.AIM_ERROR), f"the {line.split(';')[0]}"
+    )
+
+
+@step(
+    part=4,
+    expected_s=150,
+    limit_s=420,
+    rehearsal_s=20,
+    proves="20 limits that torch's allocator enforces: every plan that is called feasible runs",
+)
+def limits(bench: Bench) -> None:
+    if bench.rehearses:
+        show_limits(bench, measured(bench, "tiny", "bf16", (), (0.3,), walks=False)[1])
+        return
+    for name, precision in LIMITS:
+        if bench.left_s < 40:
+            bench.note(f"No time was left for {name} {precision} and what follows.")
+            break
+        show_limits(bench, measured(bench, name, precision, (), BETWEEN, walks=False)[1])
+
+
+@step(
+    part=4,
+    expected_s=120,
+    limit_s=420,
+    rehearsal_s=None,
+    proves="limits walked down until the step really runs out of memory: how close to the truth plans are",
+)
+def walk(bench: Bench) -> None:
+    for name, precision, between in WALKED:
+        show_limits(bench, measured(bench, name, precision, (), between, walks=True)[1])
+
+
+def show_limits(bench: Bench, rows: Sequence[LimitRow]) -> None:
+    """A plan that runs out of memory under its limit is a missed aim."""
+    for row in rows:
+        bench.row(
+            model=row.model, dtype=row.precision, limit=size(row.limit_bytes), planned=size(row.planned_bytes),
+            allocated=size(row.allocated_bytes), reserved=size(row.reserved_bytes), used="-" if row.used is None else f"{row.used:.1%}",
+            survives=size(row.survives_bytes), outcome="fits" if row.fits else "OUT OF MEMORY",
+        )  # fmt: skip
+        bench.aim(row.fits, f"{row.model} {row.precision}: the plan for {size(row.limit_bytes)} runs out of memory")
+
+
+def measured(bench: Bench, name: str, *args: Any, walks: bool) -> tuple[list[LayoutRow], list[LimitRow]]:
+    """Rows on the GPU, or of a tiny model in counted CPU memory."""
+    if not bench.rehearses:
+        return apart(gpu_memory.measure_on_cuda, name, *args, walks)
+    from tests.helpers.counted_memory import CountedMemory
+
+    precision, layouts, between = args
+    memory = CountedMemory()
+    with fake_process_group(WORLD):
+        return gpu_memory.measure(gpu_memory.setting_of(name, TINY, precision, memory.device), memory, layouts, between, walks=walks)
+
+
+def size(nbytes: int | None) -> str:
+    return "-" if nbytes is None else format_bytes(nbytes)

@@ -1,0 +1,62 @@
+"""States and activations on the host: the tests of tests/gpu, each a row."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from xml.etree import ElementTree
+
+from .runner import ROOT
+from .step import Bench, step
+
+REHEARSED = {
+    "host": ("tests/distributed/test_host_offload.py", "-k", "1"),
+    "activations": ("tests/unit/profiling/test_offloading.py",),
+}
+ON_GPU = {"host": ("tests/gpu/test_host_offload_cuda.py",), "activations": ("tests/gpu/test_activation_offload_cuda.py",)}
+
+
+@step(
+    part=3,
+    expected_s=90,
+    limit_s=300,
+    rehearsal_s=40,
+    proves="units on the host: weights and states as plain torch's, the peak as estimated, copies and steps timed",
+)
+def host_offload(bench: Bench) -> None:
+    run_tests(bench, *(REHEARSED if bench.rehearses else ON_GPU)["host"])
+
+
+@step(
+    part=3,
+    expected_s=60,
+    limit_s=240,
+    rehearsal_s=30,
+    proves="activations on the host: plain gradients under delays of streams, what is freed, page-locked memory",
+)
+def activation_offload(bench: Bench) -> None:
+    run_tests(bench, *(REHEARSED if bench.rehearses else ON_GPU)["activations"])
+
+
+def run_tests(bench: Bench, *arguments: str) -> None:
+    """pytest, with a row for each test function."""
+    report = bench.folder / "report.xml"
+    marks = "not slow and not gpu" if bench.rehearses else "gpu"
+    command = [sys.executable, "-m", "pytest", "-q", "--maxfail=5", "-m", marks, f"--junitxml={report}", *arguments]
+    done = subprocess.run([*command, "-p", "no:cacheprovider"], cwd=ROOT, timeout=max(10.0, bench.left_s))
+    if not report.exists():
+        raise RuntimeError(f"pytest ended with code {done.returncode} and ran no test.")
+    found: dict[str, list[tuple[str, float]]] = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        name, tags = case.get("name") or "", {child.tag for child in case}
+        outcome = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
+        found.setdefault(name.split("[")[0], []).append((outcome, float(case.get("time") or 0)))
+        for one in case:
+            if one.tag in ("failure", "error"):
+                bench.miss(f"{name}: {(one.get('message') or '').splitlines()[0][:300]}")
+    for name, outcomes in found.items():
+        counts = Counter(outcome for outcome, _ in outcomes)
+        bench.row(test=name.removeprefix("test_"), **{kind: counts[kind] for kind in ("passed", "failed", "skipped")},
+                  seconds=f"{sum(taken for _, taken in outcomes):.1f}")  # fmt: skip
+    bench.aim(bool(found) and not any(outcome == "skipped" for outcomes in found.values() for outcome, _ in outcomes), "tests were skipped")

@@ -1,0 +1,155 @@
+"""Several ranks on one GPU, over real NCCL: whether it is right, not how fast."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_osdp.runtime.environment import form_process_group
+from tests.distributed import test_exactness as exactness
+from tests.helpers.distributed import run_ranks
+from tests.helpers.training import Trained, train_alone
+
+from .step import Bench, step
+
+TOLERANCE = 1e-11
+"""Of losses, norms and weights in float64. Products are summed in another order than in one process."""
+
+
+def on_ranks(bench: Bench, fn: Any, world: int, *args: Any, nodes: int = 1) -> list[Any]:
+    """Call a function that forms the process group itself on each rank: NCCL on the one GPU, gloo in a rehearsal."""
+    limit_s = max(10.0, bench.left_s - 5.0)
+    return run_ranks(fn, world, *args, init=False, nodes=nodes, timeout_s=limit_s, one_gpu=not bench.rehearses)
+
+
+def ranks_train(names: tuple[str, ...]) -> tuple[dict[str, Trained], str]:
+    """On a rank: every case, and the backends."""
+    from hf_osdp.runtime.apply import default_device_type
+    from hf_osdp.runtime.mesh import Meshes
+
+    form_process_group(needed=True)
+    meshes = Meshes(default_device_type())
+    results = {name: exactness.train_by_layout(meshes=meshes, **exactness.CASES[name]) for name in names}
+    return (results if dist.get_rank() == 0 else {}), str(dist.get_backend_config())
+
+
+def equals_one_process(bench: Bench, world: int, names: tuple[str, ...]) -> None:
+    began = time.monotonic()
+    results, backend = on_ranks(bench, ranks_train, world, names, nodes=world // 2)[0]
+    bench.note(f"{world} ranks on {backend}, {time.monotonic() - began:.0f} s")
+    alone: dict[tuple[str, int], Trained] = {}
+    for name, trained in results.items():
+        case = exactness.CASES[name]
+        key = case["model_name"], case.get("accumulation_steps", 1)
+        if key not in alone:
+            alone[key] = train_alone(key[0], accumulation_steps=key[1], device=bench.device.type)
+        errors = trained.worst_error(alone[key])
+        bench.row(ranks=world, case=name, **{kind: f"{error:.1e}" for kind, error in errors.items()})
+        bench.aim(max(errors.values()) < TOLERANCE, f"{name} on {world} ranks differs from one process: {errors}")
+
+
+def everyday(world: int, bench: Bench) -> tuple[str, ...]:
+    """Every layout, model and option once; in a rehearsal the layouts alone, which tests/distributed has anyway."""
+    names = tuple(name for name in exactness.NAMES[world] if name in exactness.EVERYDAY)
+    return names[:3] if bench.rehearses else names
+
+
+@step(
+    part=2, expected_s=40, limit_s=150, rehearsal_s=15,
+    proves="2 NCCL ranks on one GPU: layouts train as one process does, in float64: loss, gradient norm, each parameter",
+)  # fmt: skip
+def two_ranks(bench: Bench) -> None:
+    equals_one_process(bench, 2, everyday(2, bench))
+
+
+@step(
+    part=2, expected_s=75, limit_s=240, rehearsal_s=20,
+    proves="4 NCCL ranks on one GPU, as 2 nodes: replicas, HSDP, full shards kept and freed, two stages, all in turn: as one process",
+)  # fmt: skip
+def four_ranks(bench: Bench) -> None:
+    names = tuple(f"gpt2-{layout}" for layout in exactness.LAYOUTS) if bench.rehearses else everyday(4, bench)
+    equals_one_process(bench, 4, names)
+
+
+def rank_of_trainer(folder: str, use_cpu: bool) -> tuple[dict[str, list[float]], dict[str, torch.Tensor]]:
+    """On a rank: the Trainer under a mixed plan in float64."""
+    from hf_osdp import OSDPConfig
+    from hf_osdp.integration.launch import launched_rank, launched_world_size
+    from tests.distributed import test_integration_trainer as there
+    from tests.helpers.mixed import mixed_plan
+
+    world, model = launched_world_size(), there.tiny_model(seed=launched_rank())
+    accumulation = there.GLOBAL_BATCH // 2 // world
+    plan = mixed_plan(model, world, sequence_length=there.LENGTH, micro_batch_size=2, accumulation_steps=accumulation, reduce=False)
+    args = there.arguments(folder, per_device_train_batch_size=there.GLOBAL_BATCH // world, use_cpu=use_cpu)
+    trainer = there.PlannedTrainer(model=model, args=args, train_dataset=there.tokens(), osdp=OSDPConfig(plan=plan))
+    trainer.train()
+    return there.history(trainer), trainer.accelerator.get_state_dict(trainer.model)
+
+
+@step(
+    part=2,
+    expected_s=45,
+    limit_s=150,
+    rehearsal_s=20,
+    proves="the Trainer on 2 ranks under a mixed plan, clipping and accumulating, as one process in float64",
+)
+def ranks_trainer(bench: Bench) -> None:
+    from tests.distributed import test_integration_trainer as there
+
+    ours, weights = on_ranks(bench, rank_of_trainer, 2, str(bench.folder / "planned"), bench.rehearses)[0]
+    args = there.arguments(str(bench.folder / "one"), per_device_train_batch_size=there.GLOBAL_BATCH, use_cpu=bench.rehearses)
+    stock = there.StockTrainer(model=there.tiny_model(), args=args, train_dataset=there.tokens())
+    stock.train()
+    wanted = there.history(stock)
+    state = {name: value.detach().cpu() for name, value in stock.model.state_dict().items()}
+    errors = {kind: max(abs(a - b) for a, b in zip(ours[kind], wanted[kind], strict=True)) for kind in wanted}
+    errors["parameter"] = max((weights[name].cpu() - value).abs().max().item() for name, value in state.items())
+    bench.row(ranks=2, **{kind: f"{error:.1e}" for kind, error in errors.items()})
+    bench.aim(max(errors.values()) < TOLERANCE, f"the Trainer on 2 ranks differs from one process: {errors}")
+
+
+def rank_of_recalibration(hardware: str) -> dict[str, Any]:
+    """On a rank: plans that are tried before training, then steps."""
+    from hf_osdp import OptimalShardedDataParallel, preset
+    from hf_osdp.runtime.environment import training_device
+    from tests.distributed.test_recalibrate import LENGTH, tiny_model, tokens
+
+    model = OptimalShardedDataParallel(
+        tiny_model(), sequence_length=LENGTH, global_batch_size=8, recalibrate=True, strategy="fsdp",
+        hardware=preset(hardware, devices_per_node=2),
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.stack([row["input_ids"] for row in tokens(model.plan.micro_batch_size)]).to(training_device())
+    for _ in range(8):
+        for number in range(1, model.plan.accumulation_steps + 1):
+            model.backward(model(input_ids=batch, labels=batch).loss, is_last=number == model.plan.accumulation_steps)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        "rounds": [(past.plan.fingerprint, past.fits) for past in model.rounds],
+        "plan": model.plan.fingerprint,
+        "measured": model.measured,
+    }
+
+
+@step(
+    part=2,
+    expected_s=40,
+    limit_s=150,
+    rehearsal_s=15,
+    proves="recalibration on 2 ranks: plans are tried on copies, the one that runs was tried; collectives are timed",
+)
+def recalibration(bench: Bench) -> None:
+    ranks = on_ranks(bench, rank_of_recalibration, 2, "cpu" if bench.rehearses else "h100")
+    first, measured = ranks[0], ranks[0]["measured"]
+    for plan, fits in first["rounds"]:
+        bench.row(tried=plan, fits=fits, runs=plan == first["plan"])
+    bench.aim(all(rank["plan"] == first["plan"] and rank["measured"] == measured for rank in ranks), "ranks differ in plan or measurement")
+    bench.aim((first["plan"], True) in first["rounds"], "the plan that runs was not tried, or did not fit")
+    kinds = ", ".join(f"{one.collective.value} x {one.calls}" for one in measured.collectives) if measured else "nothing"
+    bench.note(f"{measured.steps if measured else 0} steps measured; collectives of one: {kinds}")
+    bench.aim(bool(measured and measured.collectives), "no collective was timed in training")

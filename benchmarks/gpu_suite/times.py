@@ -1,0 +1,207 @@
+"""Step times: estimates from a profile of this machine against real steps, on one rank."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_memory import MODELS, Model
+from hf_osdp.planner.costs import Batch, Choice
+from hf_osdp.planner.description import ModelDescription
+from hf_osdp.planner.evaluate import estimate_plan
+from hf_osdp.planner.hardware import Hardware
+from hf_osdp.planner.job import Precision, TrainingJob
+from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.profile import with_block_times
+from hf_osdp.planner.search import search
+from hf_osdp.profiling.batch import training_batch
+from hf_osdp.profiling.build import build_on_meta
+from hf_osdp.profiling.describe import describe
+from hf_osdp.profiling.profile import measure_profile
+from hf_osdp.quantities import format_seconds
+from hf_osdp.runtime.environment import form_process_group
+from hf_osdp.runtime.mesh import Meshes
+from hf_osdp.runtime.probe import Trial, sharded_copy
+from hf_osdp.runtime.steps import batch_on, make_optimizer, train_step
+
+from .step import Bench, step
+
+TIME_AIM = 0.10
+"""Mean error of a step's estimate."""
+CHOICE_AIM = 1.05
+"""How many times the fastest measured step the chosen one may take."""
+UNTIMED, TIMED = 3, 8
+BLOCKS = {
+    "GPT-2": MODELS["GPT-2 medium"],
+    "Llama, grouped queries": MODELS["Llama 1B"],
+    "BERT": MODELS["BERT large"],
+    "OPT": Model(
+        config="OPTConfig", architecture="OPTForCausalLM", sequence_length=1024, samples=4,
+        sizes={"num_hidden_layers": 12, "hidden_size": 1024, "ffn_dim": 4096, "num_attention_heads": 16, "word_embed_proj_dim": 1024},
+    ),
+    "T5": Model(
+        config="T5Config", architecture="T5ForConditionalGeneration", sequence_length=512, samples=8,
+        sizes={"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_decoder_layers": 12, "num_heads": 12},
+    ),
+    "ViT": Model(config="ViTConfig", architecture="ViTForImageClassification", sequence_length=1, samples=32, sizes={"num_labels": 1000}),
+    "Mixtral, experts": Model(
+        config="MixtralConfig", architecture="MixtralForCausalLM", sequence_length=512, samples=2,
+        sizes={"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 6, "num_attention_heads": 16, "num_key_value_heads": 4},
+    ),
+}  # fmt: skip
+_TINY = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 301, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
+REHEARSED = {
+    "GPT-2": Model(config="GPT2Config", architecture="GPT2LMHeadModel", sequence_length=64, samples=2, sizes=_TINY),
+    "Llama, grouped queries": Model(
+        config="LlamaConfig", architecture="LlamaForCausalLM", sequence_length=64, samples=2,
+        sizes={"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+               "vocab_size": 301},
+    ),
+}  # fmt: skip
+SMALL = Model(
+    config="GPT2Config", architecture="GPT2LMHeadModel", sequence_length=128, samples=1,
+    sizes={"n_layer": 6, "n_embd": 384, "n_head": 6, "vocab_size": 8192, "n_positions": 128, "bos_token_id": 0, "eos_token_id": 0},
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """A model with its blocks' times on this device, ready to train on one rank."""
+
+    description: ModelDescription
+    hardware: Hardware
+    trial: Trial
+    meshes: Meshes
+
+    @classmethod
+    def of(cls, bench: Bench, model: Model, job: TrainingJob, micro_batch_sizes: tuple[int, ...], seconds: float) -> Timed:
+        """Profile and describe a model."""
+        import transformers
+
+        sizes = dict(model.sizes)
+        if model.config in ("GPT2Config",):
+            sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        config = getattr(transformers, model.config)(**sizes, architectures=[model.architecture])
+        options = {"sequence_length": model.sequence_length, "compute_dtype": job.precision.compute}
+        found = measure_profile(
+            device_type=bench.device.type, seconds=seconds, model_or_config=config, micro_batch_sizes=micro_batch_sizes, **options
+        )  # fmt: skip
+        description = with_block_times(describe(config, device_type=bench.device.type, **options), found)
+        empty = build_on_meta(config)
+        inputs = training_batch(empty, model.sequence_length)
+        trial = Trial(
+            model=empty, units=description.units, job=job, inputs=inputs, device=bench.device, block_classes=description.block_classes
+        )
+        return cls(description=description, hardware=found.hardware, trial=trial, meshes=Meshes(bench.device.type))
+
+    def plan(self, micro_batch_size: int, accumulation_steps: int = 1) -> Plan:
+        """All units whole, as one rank has them."""
+        batch = Batch(micro_batch_size=micro_batch_size, accumulation_steps=accumulation_steps)
+        choices = [Choice(shard_size=1, keep=True)] * len(self.description.units)
+        return Plan.of(self.description, choices, batch, world_size=1)
+
+    def estimated_s(self, plan: Plan) -> float:
+        time_of = estimate_plan(plan, self.description, self.trial.job, self.hardware).time
+        assert time_of is not None
+        return time_of.step_s
+
+    def measured_s(self, plan: Plan, *, timed: int = TIMED) -> float:
+        """Median seconds of a step; everything dies with this frame."""
+        model = sharded_copy(plan, self.trial, self.meshes)
+        optimizer = make_optimizer(model, self.trial.job.optimizer)
+        batch, taken = batch_on(self.trial.inputs, plan.micro_batch_size, self.trial.device), []
+        for _ in range(UNTIMED + timed):
+            wait(self.trial.device)
+            began = time.perf_counter()
+            train_step(model, optimizer, batch, plan, self.trial.job)
+            wait(self.trial.device)
+            taken.append(time.perf_counter() - began)
+        return statistics.median(taken[UNTIMED:])
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def job_of(bench: Bench, samples: int) -> TrainingJob:
+    return TrainingJob(global_batch_size=samples, precision=Precision.named("no" if bench.rehearses else "bf16"))
+
+
+@step(
+    part=5,
+    expected_s=150,
+    limit_s=480,
+    rehearsal_s=25,
+    proves="step time of one kind of block after another, estimated from a profile and measured, on one rank in bf16",
+)
+def blocks(bench: Bench) -> None:
+    form_process_group(needed=True)
+    errors: dict[str, float] = {}
+    for name, model in (REHEARSED if bench.rehearses else BLOCKS).items():
+        if bench.left_s < 25:
+            bench.note(f"No time was left for {name} and what follows.")
+            break
+        try:
+            errors[name] = of_kind(bench, name, model)
+        except Exception as error:  # one kind that does not run says nothing of the others
+            bench.row(blocks=name, samples=model.samples, estimated="-", measured="-", error=f"{type(error).__name__}: {error}")
+            bench.miss(f"{name}: {type(error).__name__}: {error}")
+    mean = statistics.fmean(map(abs, errors.values())) if errors else float("inf")
+    bench.note(f"mean error {mean:.1%} over {len(errors)} kinds (aim {TIME_AIM:.0%})")
+    bench.aim(bench.rehearses or mean <= TIME_AIM, f"estimates are {mean:.1%} off on average (aim {TIME_AIM:.0%})")
+
+
+def of_kind(bench: Bench, name: str, model: Model) -> float:
+    """A row; gives the relative error."""
+    sizes = (max(1, model.samples // 2), model.samples)
+    timed = Timed.of(bench, model, job_of(bench, model.samples), sizes, seconds=2.0 if bench.rehearses else 8.0)
+    plan = timed.plan(model.samples)
+    estimated_s, measured_s = timed.estimated_s(plan), timed.measured_s(plan)
+    error = estimated_s / measured_s - 1
+    bench.row(
+        blocks=name, samples=model.samples, estimated=format_seconds(estimated_s), measured=format_seconds(measured_s),
+        error=f"{error:+.1%}",
+    )  # fmt: skip
+    return error
+
+
+@step(
+    part=5,
+    expected_s=60,
+    limit_s=240,
+    rehearsal_s=25,
+    proves="launch cost: a small model at micro-batches of 1 and up; the planner's choice beside the fastest",
+)
+def launch(bench: Bench) -> None:
+    form_process_group(needed=True)
+    samples = 8 if bench.rehearses else 64
+    model = REHEARSED["GPT-2"] if bench.rehearses else SMALL
+    sizes = [1 << n for n in range(samples.bit_length())]
+    timed = Timed.of(bench, model, job_of(bench, samples), tuple(sizes), seconds=3.0 if bench.rehearses else 12.0)
+    chosen = search(timed.description, timed.hardware, timed.trial.job, timed.hardware.device.memory_bytes).plan
+    sizes = sorted({*sizes, chosen.micro_batch_size})
+    measure = partial(timed.measured_s, timed=3 if bench.rehearses else 5)
+    measured: dict[int, float] = {}
+    for size in sizes:
+        plan = timed.plan(size, samples // size)
+        estimated_s, measured[size] = timed.estimated_s(plan), measure(plan)
+        bench.row(
+            micro_batch=size, micro_steps=samples // size, estimated=format_seconds(estimated_s), measured=format_seconds(measured[size]),
+            error=f"{estimated_s / measured[size] - 1:+.1%}", chosen="yes" if size == chosen.micro_batch_size else "",
+        )  # fmt: skip
+    times = measured[chosen.micro_batch_size] / min(measured.values())
+    device = timed.hardware.device
+    bench.note(f"operator_s {format_seconds(device.operator_s)}; {samples} samples a step; {_handling(timed.hardware)}")
+    text = f"the planner's micro-batch of {chosen.micro_batch_size} takes {times:.2f} times the fastest (aim {CHOICE_AIM})"
+    bench.note(text)
+    bench.aim(bench.rehearses or times <= CHOICE_AIM, text)
+
+
+def _handling(hardware: Any) -> str:
+    return f"handling {hardware.handling}"

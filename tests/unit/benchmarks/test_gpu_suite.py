@@ -1,0 +1,183 @@
+"""The GPU suite on the CPU: the page, the budget, steps that fail or take too long, and a rehearsal."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu_suite import __main__ as suite
+from benchmarks.gpu_suite import runner
+from benchmarks.gpu_suite.page import WIDTH, page, records_of
+from benchmarks.gpu_suite.processes import apart
+from benchmarks.gpu_suite.runner import RESULTS, keep, run_step
+from benchmarks.gpu_suite.step import PARTS, STEPS, Bench, Status
+
+HEAD = {"hardware": "CPU, 2 cores", "versions": {"torch": "2.13.0"}, "commit": "abc", "command": "python -m benchmarks.gpu_suite --out x"}
+
+
+def results(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / RESULTS).read_text().splitlines()]
+
+
+def record(out: Path, name: str, status: Status = Status.DONE, **found) -> dict:
+    return keep(out, STEPS[name], status, rehearses=found.pop("rehearses", True), **found)
+
+
+def test_steps_stand_in_order_of_worth_and_each_part_has_some():
+    parts = [step.part for step in STEPS.values()]
+    assert parts == sorted(parts) and set(parts) == set(PARTS)
+    assert all(step.expected_s <= step.limit_s <= 600 or step.part == 6 for step in STEPS.values())
+    assert sum(step.rehearsal_s or 0 for step in STEPS.values()) <= 480
+
+
+def test_the_documentation_has_every_step():
+    text = (Path(__file__).parents[3] / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if line.startswith("| `")] == [f"| `{s.name}` | {s.proves} |" for s in STEPS.values()]
+
+
+def test_a_rehearsed_step_is_recorded_and_on_the_page(tmp_path, capsys):
+    assert suite.main(["--rehearse", "--minutes", "3", "--out", str(tmp_path), "--only", "clock"]) == 0
+    (one,) = results(tmp_path)
+    assert (one["step"], one["status"], len(one["rows"]), one["misses"]) == ("clock", "done", 6, [])
+    text = (tmp_path / "results.md").read_text()
+    assert "Rehearsal on the CPU; no GPU yet" in text and "| all-reduce | False | 1 | right |" in text
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert "No step went wrong" in capsys.readouterr().out
+
+
+def test_what_needs_a_gpu_is_listed_and_no_failure(tmp_path):
+    assert suite.main(["--rehearse", "--minutes", "1", "--out", str(tmp_path), "--only", "walk", "headline-4"]) == 0
+    assert [one["status"] for one in results(tmp_path)] == ["needs a GPU"] * 2
+    assert f"**walk**: needs a GPU. {STEPS['walk'].proves[:20]}" in (tmp_path / "results.md").read_text()
+
+
+def test_what_does_not_fit_into_the_minutes_is_not_run(tmp_path):
+    assert suite.main(["--rehearse", "--minutes", "0.05", "--out", str(tmp_path), "--from", "launch"]) == 0
+    found = {one["step"]: one for one in results(tmp_path)}
+    assert found["launch"]["status"] == "not run" and "s were left" in found["launch"]["notes"][0]
+
+
+@pytest.fixture
+def child(monkeypatch):
+    """A step's process that runs these lines of Python."""
+
+    def of(code: str) -> None:
+        popen = runner.subprocess.Popen
+        monkeypatch.setattr(runner.subprocess, "Popen", lambda command, **options: popen([command[0], "-c", code, *command[3:]], **options))
+
+    return of
+
+
+FINDS = (
+    "import json, sys; open(sys.argv[5] + '/found.jsonl', 'w').write(json.dumps({'row': {'a': '1'}}) + '\\n'); print('said', flush=True); "
+)
+
+
+def test_a_step_that_fails_keeps_what_it_found_and_its_last_lines(child, tmp_path):
+    child(FINDS + "raise SystemExit(7)")
+    one = run_step(STEPS["clock"], tmp_path, rehearses=True)
+    assert (one["status"], one["rows"], one["tail"]) == ("failed", [{"a": "1"}], ["said"])
+    assert "said" in page(records_of([tmp_path]), [HEAD]).split("```text")[1]
+
+
+def test_a_step_that_takes_too_long_is_ended(child, tmp_path):
+    child(FINDS + "import time; time.sleep(60)")
+    began = time.monotonic()
+    one = run_step(replace(STEPS["clock"], limit_s=1.0), tmp_path, rehearses=False, limit_s=1e6)
+    assert time.monotonic() - began < 20
+    assert (one["status"], one["rows"], one["limit_s"]) == ("timed out", [{"a": "1"}], 1)
+    assert "It was ended after 1 s" in page([one], [HEAD])
+
+
+def test_a_step_that_the_minutes_end_is_not_run_and_keeps_what_it_found(child, tmp_path):
+    child(FINDS + "import time; time.sleep(60)")
+    one = run_step(STEPS["clock"], tmp_path, rehearses=True, limit_s=1.0)
+    assert (one["status"], one["rows"], one["notes"]) == ("not run", [{"a": "1"}], ["the minutes ended after 1 s of it"])
+    assert not Status(one["status"]).is_bad and "the minutes ended after 1 s of it" in page([one], [HEAD])
+
+
+def test_a_missed_aim_makes_the_exit_code_one(tmp_path, monkeypatch):
+    def runs(step, out, **options):
+        return record(out, step.name, Status.MISSED, misses=["3 % off"])
+
+    monkeypatch.setattr(suite, "run_step", runs)
+    assert suite.main(["--rehearse", "--minutes", "5", "--out", str(tmp_path), "--only", "clock", "hardware"]) == 1
+    assert [one["step"] for one in results(tmp_path)] == ["clock", "hardware"], "it goes on"
+    assert "- **Missed:** 3 % off" in (tmp_path / "results.md").read_text()
+
+
+def test_results_of_several_calls_are_one_page(tmp_path):
+    first, second = tmp_path / "1", tmp_path / "2"
+    for folder in (first, second):
+        folder.mkdir()
+    record(first, "hardware", Status.FAILED, date="2026-01-01", tail=["old"])
+    record(first, "clock", date="2026-01-01", rehearses=False)
+    record(second, "hardware", date="2026-01-02", notes=["new"])
+    record(second, "clock", Status.NOT_RUN, date="2026-01-02")
+    assert suite.main(["--out", str(tmp_path / "all"), "--merge", str(first), str(second)]) == 0
+    text = (tmp_path / "all" / "results.md").read_text()
+    assert "| hardware | done |" in text and "old" not in text, "the last run counts"
+    assert "| clock | done |" in text and "Rehearsal on the CPU" not in text, "what was not run does not undo a result"
+
+
+def test_no_table_is_wider_than_the_page(tmp_path):
+    one = record(tmp_path, "clock", rows=[{"name": "x" * 150, "text": "a | b <c>", **{f"column {n}": "1.5 GiB" for n in range(5)}}])
+    lines = page([one], [HEAD]).splitlines()
+    assert max(map(len, lines)) <= WIDTH and any("…" in line and "a / b &lt;c>" in line for line in lines)
+
+
+def test_what_runs_apart_has_its_variables_and_leaves_none():
+    assert apart(os.getenv, "SUITE_TEST", SUITE_TEST="1") == "1"
+    assert "SUITE_TEST" not in os.environ
+
+
+def test_findings_are_written_as_they_come(tmp_path):
+    bench = Bench(
+        device=torch.device("cpu"), rehearses=True, folder=tmp_path, out=tmp_path, found=tmp_path / "found.jsonl", limit_s=10.0
+    )  # fmt: skip
+    bench.row(peak_bytes=1, moment="step")
+    bench.aim(True, "met")
+    bench.note(f"Rank 2 on {socket.gethostname()} failed")
+    bench.aim(False, "not met")
+    assert runner._findings(bench.found) == {
+        "rows": [{"peak bytes": "1", "moment": "step"}],
+        "notes": ["Rank 2 on this host failed"],
+        "misses": ["not met"],
+    }
+    assert 0 < bench.left_s <= 10
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_without_a_device_it_claims_nothing(tmp_path, capsys):
+    assert suite.main(["--minutes", "1", "--out", str(tmp_path)]) == suite.NOTHING_MEASURED
+    assert "nothing was measured" in capsys.readouterr().err and not (tmp_path / "results.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give --out"),
+        (["--out", "x", "--only", "clock", "--from", "walk"], "not both"),
+        (["--out", "x", "--minutes", "0"], "must be above 0"),
+        (["--out", "x", "--merge", "/no/such"], "is no folder"),
+    ],
+)
+def test_wrong_options_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        suite.parse(arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_whole_rehearsal_ends_well(tmp_path):
+    assert suite.main(["--rehearse", "--minutes", "20", "--out", str(tmp_path)]) == 0
+    found = {one["step"]: one["status"] for one in results(tmp_path)}
+    assert list(found) == list(STEPS) and set(found.values()) == {"done", "needs a GPU"}
