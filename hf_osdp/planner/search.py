@@ -16,7 +16,8 @@ from .line import build_line
 from .memory import MemoryEstimate, estimate_memory
 from .plan import Plan
 from .remedies import remedies_for
-from .solver import Solution, any_within, fastest, least_peak
+from .room import Room, any_in, fastest_in
+from .solver import Solution, least_peak
 from .stations import Line
 from .strategies import Strategy, batches, search_spaces
 from .timing import TimeEstimate, estimate_time
@@ -39,7 +40,7 @@ class StrategyResult:
     result: SearchResult | None
     reason: str = ""
     least_peak_bytes: int | None = None
-    """Where nothing fits: the least that it would need."""
+    """Where nothing fits: the tightest limit that it would meet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,15 +64,15 @@ def search(
     *,
     strategy: str | Strategy = Strategy.OSDP,
 ) -> SearchResult:
-    """The plan with the most samples a second whose peak stays within the limit, proven for the cost model.
+    """The plan with the most samples a second whose peak stays within the limit less the margin, proven for the cost model.
 
     The global batch is fixed, so that most samples a second is least time a step.
 
     Args:
         description: the model at one sequence length.
-        hardware: devices and links.
+        hardware: devices and links, and the margin.
         job: global batch, precision, optimizer.
-        memory_limit_bytes: bytes that a rank may use for tensors and whatever the device reserves.
+        memory_limit_bytes: bytes that a rank may use for tensors, whatever the device reserves, communicators and the margin.
         strategy: `osdp` searches every unit's layout; `fsdp`, `ddp`, `zero2`, `hsdp`, `two_stage` give that strategy at its
             best batch.
 
@@ -95,7 +96,7 @@ def search_or_floor(description: ModelDescription, hardware: Hardware, job: Trai
     memory_limit_bytes = whole_bytes(memory_limit_bytes)
     candidates = _sorted_candidates(description, hardware, job, Strategy.OSDP)
     found = _fastest(description, hardware, job, memory_limit_bytes, Strategy.OSDP, candidates)
-    return min(c.floor_bytes for c in candidates) + hardware.device.reserved_bytes if found is None else found
+    return hardware.limit_for(min(c.floor_bytes for c in candidates) + hardware.device.reserved_bytes) if found is None else found
 
 
 def _sorted_candidates(description, hardware, job, strategy: Strategy) -> list[_Candidate]:
@@ -108,16 +109,16 @@ def _fastest(
     description, hardware, job, memory_limit_bytes: int, strategy: Strategy, candidates: Sequence[_Candidate]
 ) -> SearchResult | None:
     """The best plan of all candidates; None where none fits."""
-    limit = memory_limit_bytes - hardware.device.reserved_bytes
+    room = Room.of(hardware, memory_limit_bytes)
     best: tuple[_Candidate, Solution] | None = None
     best_s, proven = float("inf"), True
     for candidate in candidates:
         if candidate.bound_s >= best_s:
             break  # bounds only rise from here
-        if candidate.floor_bytes > limit:
+        if candidate.floor_bytes > room.beside():
             continue
         cutoff = None if best is None else best_s
-        solution = _free_choice(description, hardware, job, candidate, limit) or fastest(candidate.line, job, limit, cutoff_s=cutoff)
+        solution = _free_choice(description, hardware, job, candidate, room) or fastest_in(candidate.line, job, room, cutoff_s=cutoff)
         if solution is None:
             continue
         proven = proven and solution.proven
@@ -137,14 +138,14 @@ def fastest_without_limit(
 
 
 def least_memory(description: ModelDescription, hardware: Hardware, job: TrainingJob, *, strategy: str | Strategy = Strategy.OSDP) -> int:
-    """The tightest limit that some plan of the strategy meets, in bytes of one rank, with what the device reserves.
+    """The tightest limit that some plan of the strategy meets, in bytes of one rank, with what the device reserves and the margin.
 
     Raises:
         ValueError: unknown strategy, or a global batch that the world size does not divide.
     """
     _check_uses(description)
     candidates = tuple(_candidates(description, hardware, job, Strategy.parse(strategy)))
-    return _least(description, hardware, job, candidates)[1].peak_bytes + hardware.device.reserved_bytes
+    return hardware.limit_for(_least(description, hardware, job, candidates)[1].on(hardware))
 
 
 def compare_strategies(
@@ -202,14 +203,14 @@ def _candidates(description: ModelDescription, hardware: Hardware, job: Training
     return possible
 
 
-def _free_choice(description, hardware, job, candidate: _Candidate, limit: int) -> Solution | None:
+def _free_choice(description, hardware, job, candidate: _Candidate, room: Room) -> Solution | None:
     """Each unit's quickest option, where all of them fit together: then there is nothing to solve."""
     choices: dict[int, Choice] = {}
     for group in candidate.line.groups:
         quickest = min(group.options, key=lambda o: (o.seconds, o.bytes.held + o.left_by_forward + o.left_by_backward))
         choices |= {unit: quickest.choice for unit in group.units}
     memory = estimate_memory(description, in_order(choices), hardware.world_size, job, candidate.batch)
-    if memory.peak_bytes > limit or not candidate.line.fits_host(choices):
+    if not room.fits(memory) or not candidate.line.fits_host(choices):
         return None
     return Solution(choices=choices, objective=candidate.bound_s, proven=True)
 
@@ -220,7 +221,7 @@ def _decode(
     choices = in_order(chosen)
     memory = estimate_memory(description, choices, hardware.world_size, job, batch)
     time = estimate_time(description, choices, hardware, job, batch)
-    assert memory.peak_bytes + hardware.device.reserved_bytes <= memory_limit_bytes, "the solver's moments are those of the walk"
+    assert memory.on(hardware) <= hardware.room_bytes(memory_limit_bytes), "the solver's moments are those of the walk"
     plan = Plan.of(
         description,
         choices,
@@ -228,7 +229,7 @@ def _decode(
         world_size=hardware.world_size,
         strategy=strategy.value,
         memory_limit_bytes=memory_limit_bytes,
-        peak_bytes=memory.peak_bytes + hardware.device.reserved_bytes,
+        peak_bytes=memory.on(hardware),
         step_s=time.step_s,
         proven_optimal=proven,
         hardware=hardware.summary,
@@ -250,43 +251,50 @@ def _check_uses(description: ModelDescription) -> None:
 def _infeasible(description, hardware, job, limit, strategy, candidates: Sequence[_Candidate]) -> InfeasibleError:
     """The tightest limit that could be met, what fills it, and the cheapest ways out."""
     batch, memory = _least(description, hardware, job, candidates)
-    needed = memory.peak_bytes + hardware.device.reserved_bytes
+    needed, room = memory.on(hardware), hardware.room_bytes(limit)
     peak = memory.peak
     kinds = [(getattr(peak.breakdown, name), name) for name in peak.breakdown.__slots__]
-    parts = sorted([*kinds, (hardware.device.reserved_bytes, "reserved by the device")], reverse=True)
+    parts = sorted([*kinds, *((nbytes, name) for name, nbytes in memory.outside(hardware).items())], reverse=True)
     largest = ", ".join(f"{name} {format_bytes(nbytes)}" for nbytes, name in parts[:2])
     ways = remedies_for(description, hardware, job, limit, strategy, needed)
+    margin = f", of which a margin of {format_bytes(limit - room)} stays free" if limit > room else ""
     message = (
-        f"No plan fits {format_bytes(limit)} per device: the least that {strategy.value} needs on {hardware.world_size}"
-        f" device{'s' if hardware.world_size > 1 else ''} is {format_bytes(needed)}{_difference(needed, limit)}, at micro-batch size"
+        f"No plan fits {format_bytes(limit)} per device{margin}: the least that {strategy.value} needs on {hardware.world_size}"
+        f" device{'s' if hardware.world_size > 1 else ''} is {format_bytes(needed)}{_difference(needed, room)}, at micro-batch size"
         f" {batch.micro_batch_size} in {peak.phase} of {peak.unit} ({largest}). Use {'; or '.join(ways)}."
     )
-    return InfeasibleError(message, memory_limit_bytes=limit, least_peak_bytes=needed, remedies=tuple(ways))
+    return InfeasibleError(message, memory_limit_bytes=limit, least_peak_bytes=hardware.limit_for(needed), remedies=tuple(ways))
 
 
-def _difference(needed: int, limit: int) -> str:
+def _difference(needed: int, room: int) -> str:
     """Bytes that are missing, where both figures read the same."""
-    missing = needed - limit
-    return f" ({missing:,} byte{'s' if missing > 1 else ''} more)" if format_bytes(needed) == format_bytes(limit) else ""
+    missing = needed - room
+    return f" ({missing:,} byte{'s' if missing > 1 else ''} more)" if format_bytes(needed) == format_bytes(room) else ""
 
 
 def _least(description, hardware, job, candidates: Sequence[_Candidate]) -> tuple[Batch, MemoryEstimate]:
-    """The batch and the moments of the plan that needs least memory."""
+    """The batch and the moments of the plan that needs least memory, communicators included."""
     needed, memory, batch = None, None, None
     for candidate in sorted(candidates, key=lambda c: c.floor_bytes):
-        if needed is not None and (candidate.floor_bytes >= needed or any_within(candidate.line, job, needed - 1) is None):
-            continue
+        if needed is not None:
+            room = Room.filling(hardware, needed - 1)
+            if candidate.floor_bytes > room.beside() or any_in(candidate.line, job, room) is None:
+                continue
         choices, needed = _tightest(description, hardware, job, candidate)
         batch, memory = candidate.batch, estimate_memory(description, choices, hardware.world_size, job, candidate.batch)
     return batch, memory
 
 
 def _tightest(description, hardware, job, candidate: _Candidate) -> tuple[Sequence[Choice], int]:
-    def peak_of(choices: dict[int, Choice]) -> int:
-        return estimate_memory(description, in_order(choices), hardware.world_size, job, candidate.batch).peak_bytes
+    def needed_by(choices: dict[int, Choice]) -> int:
+        memory = estimate_memory(description, in_order(choices), hardware.world_size, job, candidate.batch)
+        return memory.on(hardware) - hardware.device.reserved_bytes
+
+    def within(nbytes: int) -> dict[int, Choice] | None:
+        return any_in(candidate.line, job, Room.filling(hardware, nbytes))
 
     start = frugal_choices(candidate.line)
     if not candidate.line.fits_host(start):
-        start = any_within(candidate.line, job, _UNLIMITED)
-    choices, peak_bytes = least_peak(candidate.line, job, start, candidate.floor_bytes, peak_of)
-    return in_order(choices), peak_bytes
+        start = within(_UNLIMITED)
+    choices, needed = least_peak(candidate.line, job, start, candidate.floor_bytes, needed_by, within)
+    return in_order(choices), needed

@@ -66,6 +66,8 @@ def fastest(line: Line, job: TrainingJob, limit_bytes: int, *, cutoff_s: float |
         return None
     bound, added = relaxed or (-math.inf, {group: dict.fromkeys(group.options, 0.0) for group in line.groups})
     best = math.inf if cutoff_s is None else cutoff_s * scale
+    if bound > best + _ROUNDING:
+        return None
     found, proven, tried, few = None, True, _nothing(line), _FEW
     while True:
         worthwhile = {group: _worthwhile(group, added[group], best - bound) for group in line.groups}
@@ -141,7 +143,12 @@ def _peak_bound(line: Line, job: TrainingJob) -> int:
 
 
 def least_peak(
-    line: Line, job: TrainingJob, start: dict[int, Choice], floor_bytes: int, peak_of: Callable[[dict[int, Choice]], int]
+    line: Line,
+    job: TrainingJob,
+    start: dict[int, Choice],
+    floor_bytes: int,
+    peak_of: Callable[[dict[int, Choice]], int],
+    within: Callable[[int], dict[int, Choice] | None],
 ) -> tuple[dict[int, Choice], int]:
     """The choices whose peak is lowest: the tightest limit that can be met.
 
@@ -154,6 +161,7 @@ def least_peak(
         start: choices to better.
         floor_bytes: a peak that nothing goes below.
         peak_of: peak in bytes of a choice for each unit.
+        within: choices whose peak is within so many bytes; None where there are none.
 
     Returns:
         The choices and their peak in bytes.
@@ -161,7 +169,7 @@ def least_peak(
     best, highest, impossible, attempt = start, peak_of(start), max(floor_bytes, _peak_bound(line, job)) - 1, 0
     while highest - impossible > 1:
         limit = highest - 1 if attempt % 2 == 0 else (highest + impossible) // 2
-        choices = any_within(line, job, limit)
+        choices = within(limit)
         if choices is None:
             impossible = limit
         else:

@@ -134,7 +134,7 @@ class MemoryWatch:
 
     def _allocated(self, text: str) -> int | None:
         """As torch says; else the highest that its allocator saw, what the device reserves with it."""
-        reserved = 0 if self._problem is None else self._problem.hardware.device.reserved_bytes
+        reserved = 0 if self._problem is None else self._problem.hardware.outside_bytes(self._plan.communicators)
         allocated = _bytes_in(_ALLOCATED, text)
         if allocated is None and self._device.type == "cuda":
             allocated = torch.cuda.max_memory_allocated(self._device)

@@ -112,7 +112,7 @@ def test_what_the_device_reserves_is_counted_once():
     hardware = replace(HARDWARE, device=replace(HARDWARE.device, reserved_bytes=reserved))
     plan = search(MODEL, hardware, JOB, LIMIT).plan
     explanation = explain(plan, MODEL, JOB, hardware, LIMIT)
-    assert explanation.estimate.memory.peak_bytes + explanation.reserved_bytes == plan.peak_bytes
+    assert explanation.estimate.memory.peak_bytes + explanation.outside_bytes == plan.peak_bytes
     for reason in explanation.reasons:
         for other in filter(None, (reason.quicker, reason.next_fitting)):
             changed = estimate_plan(with_row(plan, reason.row.units, other.choice), MODEL, JOB, hardware)
