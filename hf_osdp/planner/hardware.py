@@ -243,6 +243,15 @@ class Hardware:
         """Device memory that no tensor can have, under a plan of so many communicators."""
         return self.device.reserved_bytes + communicators * self.device.communicator_bytes
 
+    def tensor_bytes(self, limit_bytes: int) -> int:
+        """What a limit leaves for tensors and for communicators beside that of all ranks."""
+        return self.room_bytes(limit_bytes) - self.unavoidable_bytes
+
+    @property
+    def unavoidable_bytes(self) -> int:
+        """Device memory that no tensor can have under any plan."""
+        return self.outside_bytes(int(self.world_size > 1))
+
     def with_margin(self, margin: float | None) -> Hardware:
         """The same with another margin; None leaves it as it is.
 

@@ -176,9 +176,7 @@ class Program:
         """Bytes of the communicators beside that of all ranks: a mesh has its own as soon as one unit's option needs it."""
         users: dict[Mesh, dict[Group, list]] = {}
         for group in self._line.groups if self._line.communicator_bytes else ():
-            for option, x, first, last in zip(
-                group.options, self._counts[group], self._first[group], self._last[group], strict=True
-            ):
+            for option, x, first, last in zip(group.options, self._counts[group], self._first[group], self._last[group], strict=True):
                 for mesh in option.meshes:
                     users.setdefault(mesh, {}).setdefault(group, []).append((x, first, last))
         taken = 0

@@ -12,7 +12,7 @@ from .hardware import Hardware
 from .job import Precision, TrainingJob
 from .line import build_line
 from .memory import estimate_memory
-from .room import Room, any_in
+from .solver import any_within
 from .strategies import Strategy, batches, search_spaces
 
 _MORE_DEVICES = (2, 4, 8, 16, 32, 64)
@@ -71,11 +71,11 @@ class _Fits:
         self.limit_bytes = limit_bytes
 
     def __call__(self, description: ModelDescription, hardware: Hardware, job: TrainingJob, strategy: Strategy) -> bool:
-        room = Room.of(hardware, self.limit_bytes)
+        limit = hardware.tensor_bytes(self.limit_bytes)
         smallest_first = list(batches(job, hardware.world_size))[::-1]
         try:
             return any(
-                self._line_fits(description, hardware, job, batch, build_line(description, hardware, job, batch, space), room)
+                self._line_fits(description, hardware, job, batch, build_line(description, hardware, job, batch, space), limit)
                 for batch in smallest_first
                 for space in search_spaces(strategy, description, hardware, job, batch)
             )
@@ -83,13 +83,14 @@ class _Fits:
             return False
 
     @staticmethod
-    def _line_fits(description, hardware, job, batch, line, room: Room) -> bool:
-        if peak_floor(description, line, job, batch) > room.beside():
+    def _line_fits(description, hardware, job, batch, line, limit: int) -> bool:
+        if peak_floor(description, line, job, batch) > limit:
             return False
         frugal = frugal_choices(line)
-        if room.fits(estimate_memory(description, in_order(frugal), hardware.world_size, job, batch)) and line.fits_host(frugal):
+        memory = estimate_memory(description, in_order(frugal), hardware.world_size, job, batch)
+        if memory.on(hardware) - hardware.unavoidable_bytes <= limit and line.fits_host(frugal):
             return True
-        return any_in(line, job, room) is not None
+        return any_within(line, job, limit) is not None
 
 
 def _rounded_up(nbytes: int) -> int:

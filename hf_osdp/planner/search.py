@@ -16,8 +16,8 @@ from .line import build_line
 from .memory import MemoryEstimate, estimate_memory
 from .plan import Plan
 from .remedies import remedies_for
-from .room import Room, any_in, fastest_in
-from .solver import Solution, least_peak
+from .reserved import ReservedPeak, within_reserved
+from .solver import Solution, any_within, fastest, least_peak
 from .stations import Line
 from .strategies import Strategy, batches, search_spaces
 from .timing import TimeEstimate, estimate_time
@@ -63,6 +63,7 @@ def search(
     memory_limit_bytes: int,
     *,
     strategy: str | Strategy = Strategy.OSDP,
+    reserved_peak: ReservedPeak | None = None,
 ) -> SearchResult:
     """The plan with the most samples a second whose peak stays within the limit less the margin, proven for the cost model.
 
@@ -75,6 +76,7 @@ def search(
         memory_limit_bytes: bytes that a rank may use for tensors, whatever the device reserves, communicators and the margin.
         strategy: `osdp` searches every unit's layout; `fsdp`, `ddp`, `zero2`, `hsdp`, `two_stage` give that strategy at its
             best batch.
+        reserved_peak: what torch's allocator reserves at most under a plan; where it is given, that has to fit too.
 
     Returns:
         The plan with memory and time estimates.
@@ -84,11 +86,17 @@ def search(
         ValueError: unknown strategy, a limit that is no number of bytes, or a global batch that the world size does not divide.
     """
     strategy, memory_limit_bytes = Strategy.parse(strategy), whole_bytes(memory_limit_bytes)
-    candidates = _sorted_candidates(description, hardware, job, strategy)
-    found = _fastest(description, hardware, job, memory_limit_bytes, strategy, candidates)
-    if found is None:
-        raise _infeasible(description, hardware, job, memory_limit_bytes, strategy, candidates)
-    return found
+
+    def find(job: TrainingJob) -> SearchResult:
+        candidates = _sorted_candidates(description, hardware, job, strategy)
+        found = _fastest(description, hardware, job, memory_limit_bytes, strategy, candidates)
+        if found is None:
+            raise _infeasible(description, hardware, job, memory_limit_bytes, strategy, candidates)
+        return found
+
+    if reserved_peak is None:
+        return find(job)
+    return within_reserved(find, reserved_peak, description, hardware, job, memory_limit_bytes)
 
 
 def search_or_floor(description: ModelDescription, hardware: Hardware, job: TrainingJob, memory_limit_bytes: int) -> SearchResult | int:
@@ -96,7 +104,7 @@ def search_or_floor(description: ModelDescription, hardware: Hardware, job: Trai
     memory_limit_bytes = whole_bytes(memory_limit_bytes)
     candidates = _sorted_candidates(description, hardware, job, Strategy.OSDP)
     found = _fastest(description, hardware, job, memory_limit_bytes, Strategy.OSDP, candidates)
-    return hardware.limit_for(min(c.floor_bytes for c in candidates) + hardware.device.reserved_bytes) if found is None else found
+    return hardware.limit_for(min(c.floor_bytes for c in candidates) + hardware.unavoidable_bytes) if found is None else found
 
 
 def _sorted_candidates(description, hardware, job, strategy: Strategy) -> list[_Candidate]:
@@ -109,16 +117,16 @@ def _fastest(
     description, hardware, job, memory_limit_bytes: int, strategy: Strategy, candidates: Sequence[_Candidate]
 ) -> SearchResult | None:
     """The best plan of all candidates; None where none fits."""
-    room = Room.of(hardware, memory_limit_bytes)
+    limit = hardware.tensor_bytes(memory_limit_bytes)
     best: tuple[_Candidate, Solution] | None = None
     best_s, proven = float("inf"), True
     for candidate in candidates:
         if candidate.bound_s >= best_s:
             break  # bounds only rise from here
-        if candidate.floor_bytes > room.beside():
+        if candidate.floor_bytes > limit:
             continue
         cutoff = None if best is None else best_s
-        solution = _free_choice(description, hardware, job, candidate, room) or fastest_in(candidate.line, job, room, cutoff_s=cutoff)
+        solution = _free_choice(description, hardware, job, candidate, limit) or fastest(candidate.line, job, limit, cutoff_s=cutoff)
         if solution is None:
             continue
         proven = proven and solution.proven
@@ -203,14 +211,14 @@ def _candidates(description: ModelDescription, hardware: Hardware, job: Training
     return possible
 
 
-def _free_choice(description, hardware, job, candidate: _Candidate, room: Room) -> Solution | None:
+def _free_choice(description, hardware, job, candidate: _Candidate, limit: int) -> Solution | None:
     """Each unit's quickest option, where all of them fit together: then there is nothing to solve."""
     choices: dict[int, Choice] = {}
     for group in candidate.line.groups:
         quickest = min(group.options, key=lambda o: (o.seconds, o.bytes.held + o.left_by_forward + o.left_by_backward))
         choices |= {unit: quickest.choice for unit in group.units}
     memory = estimate_memory(description, in_order(choices), hardware.world_size, job, candidate.batch)
-    if not room.fits(memory) or not candidate.line.fits_host(choices):
+    if memory.on(hardware) - hardware.unavoidable_bytes > limit or not candidate.line.fits_host(choices):
         return None
     return Solution(choices=choices, objective=candidate.bound_s, proven=True)
 
@@ -276,10 +284,8 @@ def _least(description, hardware, job, candidates: Sequence[_Candidate]) -> tupl
     """The batch and the moments of the plan that needs least memory, communicators included."""
     needed, memory, batch = None, None, None
     for candidate in sorted(candidates, key=lambda c: c.floor_bytes):
-        if needed is not None:
-            room = Room.filling(hardware, needed - 1)
-            if candidate.floor_bytes > room.beside() or any_in(candidate.line, job, room) is None:
-                continue
+        if needed is not None and (candidate.floor_bytes >= needed or any_within(candidate.line, job, needed - 1) is None):
+            continue
         choices, needed = _tightest(description, hardware, job, candidate)
         batch, memory = candidate.batch, estimate_memory(description, choices, hardware.world_size, job, candidate.batch)
     return batch, memory
@@ -288,13 +294,10 @@ def _least(description, hardware, job, candidates: Sequence[_Candidate]) -> tupl
 def _tightest(description, hardware, job, candidate: _Candidate) -> tuple[Sequence[Choice], int]:
     def needed_by(choices: dict[int, Choice]) -> int:
         memory = estimate_memory(description, in_order(choices), hardware.world_size, job, candidate.batch)
-        return memory.on(hardware) - hardware.device.reserved_bytes
-
-    def within(nbytes: int) -> dict[int, Choice] | None:
-        return any_in(candidate.line, job, Room.filling(hardware, nbytes))
+        return memory.on(hardware) - hardware.unavoidable_bytes
 
     start = frugal_choices(candidate.line)
     if not candidate.line.fits_host(start):
-        start = within(_UNLIMITED)
-    choices, needed = least_peak(candidate.line, job, start, candidate.floor_bytes, needed_by, within)
+        start = any_within(candidate.line, job, _UNLIMITED)
+    choices, needed = least_peak(candidate.line, job, start, candidate.floor_bytes, needed_by)
     return in_order(choices), needed

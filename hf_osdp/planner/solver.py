@@ -143,12 +143,7 @@ def _peak_bound(line: Line, job: TrainingJob) -> int:
 
 
 def least_peak(
-    line: Line,
-    job: TrainingJob,
-    start: dict[int, Choice],
-    floor_bytes: int,
-    peak_of: Callable[[dict[int, Choice]], int],
-    within: Callable[[int], dict[int, Choice] | None],
+    line: Line, job: TrainingJob, start: dict[int, Choice], floor_bytes: int, peak_of: Callable[[dict[int, Choice]], int]
 ) -> tuple[dict[int, Choice], int]:
     """The choices whose peak is lowest: the tightest limit that can be met.
 
@@ -160,8 +155,7 @@ def least_peak(
         job: which optimizer step runs.
         start: choices to better.
         floor_bytes: a peak that nothing goes below.
-        peak_of: peak in bytes of a choice for each unit.
-        within: choices whose peak is within so many bytes; None where there are none.
+        peak_of: peak in bytes of a choice for each unit, its meshes' communicators included.
 
     Returns:
         The choices and their peak in bytes.
@@ -169,7 +163,7 @@ def least_peak(
     best, highest, impossible, attempt = start, peak_of(start), max(floor_bytes, _peak_bound(line, job)) - 1, 0
     while highest - impossible > 1:
         limit = highest - 1 if attempt % 2 == 0 else (highest + impossible) // 2
-        choices = within(limit)
+        choices = any_within(line, job, limit)
         if choices is None:
             impossible = limit
         else:

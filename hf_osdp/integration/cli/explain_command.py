@@ -66,7 +66,8 @@ def explain(
             if inputs is None:
                 if model is None:
                     raise ValueError(f"{plan_file} holds a plan alone; add --model, --device and the options that it was made with.")
-                inputs = _inputs(found, model=model, device=device, profile=profile, num_nodes=num_nodes, margin=margin, precision=precision,
+                inputs = _inputs(found, model=model, device=device, profile=profile, num_nodes=num_nodes, margin=margin,
+                                 precision=precision,
                                  optimizer=optimizer, activation_checkpointing=activation_checkpointing, block_classes=block_classes,
                                  auto_class=auto_class)  # fmt: skip
             _explain(screen, found, inputs, plot)
