@@ -85,7 +85,6 @@ class _Offloaded:
         self.sent_bytes = call.leave(tensors_of(output))
         return output
 
-
     def _wait_for_the_host_s_memory(self) -> None:
         """Let the CPU run ahead no further than to where the last backward has read what it is to overwrite.
 

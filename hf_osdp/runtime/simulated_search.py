@@ -78,6 +78,6 @@ def search_and_simulate(
         job = Correction(extra_bytes=rounds[-1].short_bytes).of_job(job)
     least = hardware.limit_for(min(r.peak_on(hardware) for r in rounds))
     raise OSDPError(
-        f"No plan's simulated peak is within {format_bytes(memory_limit_bytes)} after {_ROUNDS} rounds (the least needs a limit of"
+        f"No plan's simulated peak is within {format_bytes(memory_limit_bytes)} after {_ROUNDS} rounds (the least was"
         f" {format_bytes(least)}); give a limit of {format_bytes(least)}, or plan without simulation."
     )

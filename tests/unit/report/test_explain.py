@@ -119,6 +119,18 @@ def test_what_the_device_reserves_is_counted_once():
             assert other.over_bytes == changed.memory.peak_bytes + reserved - LIMIT
 
 
+def test_the_margin_is_not_left_under_the_limit():
+    hardware = HARDWARE.with_margin(0.25)
+    limit = hardware.limit_for(LIMIT)
+    explanation = explain(search(MODEL, hardware, JOB, limit).plan, MODEL, JOB, hardware, limit)
+    assert explanation.margin_bytes == limit - hardware.room_bytes(limit) > 0
+    for reason in explanation.reasons:
+        if reason.next_fitting:
+            assert reason.next_fitting.peak_bytes <= hardware.room_bytes(limit)
+        if reason.quicker:
+            assert reason.quicker.over_bytes == reason.quicker.peak_bytes - hardware.room_bytes(limit)
+
+
 def test_one_device_has_no_other_layout():
     alone = bare_preset("titan-rtx")
     plan = search(MODEL, alone, TrainingJob(global_batch_size=4), 2**32).plan
