@@ -75,6 +75,16 @@ def test_bad_options_give_value_limit_and_remedy_in_one_line(options, parts):
     assert "\n" not in message
 
 
+@pytest.mark.parametrize("margin", [-0.1, 1, "4 %", float("nan"), True])
+def test_a_margin_that_is_no_share_is_refused_in_one_line(margin):
+    with pytest.raises(ValueError) as caught:
+        OSDPConfig.from_options({"osdp": True, "memory_margin": margin})
+    said = f"memory_margin={margin!r} must be the share of the limit that stays free, at least 0 and below 1, such as 0.04."
+    assert str(caught.value) == said
+    with pytest.raises(ValueError, match=r"plan runs a given plan as it is, so memory_margin=0.1 would have no effect"):
+        OSDPConfig(plan="plan.json", memory_margin=0.1)
+
+
 def test_nodes_beside_a_hardware_description_is_refused():
     with pytest.raises(ValueError, match="nodes=2"):
         OSDPConfig(hardware=preset("h100"), nodes=2)
