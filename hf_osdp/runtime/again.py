@@ -154,7 +154,7 @@ def _end_kernels() -> None:
     sys.excepthook = lambda *_: time.sleep(3 * _QUIET_S)  # the main thread must not end before the program is replaced
     _within(_QUIET_S, _abort_communicators)
     if not _within(_QUIET_S, torch.cuda.synchronize):
-        os.write(2, b"hf_osdp: Kernels still run on the device as this process starts again.\n")
+        print("hf_osdp: Kernels still run on the device as this process starts again.", file=sys.stderr, flush=True)
 
 
 def _within(seconds: float, call: Callable[[], object]) -> bool:

@@ -64,7 +64,7 @@ def test_every_strategy_is_accepted(strategy):
         ({"plan": "p.json", "strategy": "ddp"}, ("strategy='ddp'", "no effect")),
         ({"plan": Path("p.json"), "hardware": "h100"}, ("hardware", "no effect")),
         ({"plan": "p.json", "nodes": 7}, ("nodes=7", "no effect")),
-        ({"memorylimit": "1GiB"}, ("no option 'memorylimit'", "memory_limit, strategy, block_classes")),
+        ({"memorylimit": "1GiB"}, ("no option 'memorylimit'", "memory_limit, memory_margin, strategy, block_classes")),
     ],
 )
 def test_bad_options_give_value_limit_and_remedy_in_one_line(options, parts):
