@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from fractions import Fraction
 from types import MappingProxyType
 
 from ..errors import HardwareError
@@ -229,15 +230,12 @@ class Hardware:
         return CACHING_MARGIN if self.backend is Backend.NCCL else 0.0
 
     def room_bytes(self, limit_bytes: int) -> int:
-        """What a plan may fill under a limit:  limit - ⌈limit · margin⌉. What the device reserves is part of it."""
-        return limit_bytes - math.ceil(limit_bytes * self.free_share)
+        """What a plan may fill under a limit:  ⌊limit · (1 - margin)⌋. What the device reserves is part of it."""
+        return math.floor(limit_bytes * (1 - Fraction(repr(self.free_share))))
 
     def limit_for(self, needed_bytes: int) -> int:
         """The tightest limit under which a plan may fill so many bytes."""
-        limit = math.floor(needed_bytes / (1 - self.free_share))
-        while self.room_bytes(limit) < needed_bytes:
-            limit += 1
-        return limit
+        return math.ceil(needed_bytes / (1 - Fraction(repr(self.free_share))))
 
     def outside_bytes(self, communicators: int) -> int:
         """Device memory that no tensor can have, under a plan of so many communicators."""
