@@ -40,7 +40,7 @@ class InfeasibleError(OSDPError):
 
     Attributes:
         memory_limit_bytes: the limit that was asked for, in bytes.
-        least_peak_bytes: the tightest limit that some plan would meet, in bytes.
+        least_peak_bytes: the tightest limit that some plan would meet, in bytes, the margin included.
         remedies: changes that would make it fit, the cheapest first, one line each.
     """
 

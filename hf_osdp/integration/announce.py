@@ -45,7 +45,7 @@ def announce_plan(run: PlannedRun, *, is_rank_zero: bool) -> None:
     if run.rounds:
         console.print(trials_table(_trial_rows(run)))
     console.print(plan_table(run.plan, run.description, estimate))
-    for line in plan_caption(run.plan, estimate, run.hardware.device.reserved_bytes if run.hardware else 0):
+    for line in plan_caption(run.plan, estimate, run.hardware):
         console.print(line, highlight=False)
     if run.comparison is not None and run.memory_limit_bytes is not None:
         console.print()

@@ -35,10 +35,10 @@ def checked(run: PlannedRun, model: nn.Module, config: OSDPConfig, facts: RunFac
         PreflightError: it would fail, or train something else than was meant; the same line on every rank.
     """
     device = None if run.hardware is None else run.hardware.device
-    if device is None:
+    if run.hardware is None:
         needed = estimate_plan(run.plan, run.description, run.job).memory.peak_bytes
     else:
-        needed = run.plan.peak_bytes - device.reserved_bytes
+        needed = run.plan.peak_bytes - run.hardware.outside_bytes(run.plan.communicators)
     known = Known(
         units=run.description.units,
         precision=facts.precision,

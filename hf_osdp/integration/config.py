@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..planner.hardware import Hardware
+from ..planner.hardware import Hardware, check_margin
 from ..planner.plan import Plan
 from ..planner.profile import Profile
 from ..planner.strategies import Strategy
@@ -30,6 +30,8 @@ class OSDPConfig:
 
     memory_limit: int | str | None = None
     """Bytes of each device that training may use, as a number or as text such as `"8GiB"`; None: all that it has."""
+    memory_margin: float | None = None
+    """Share of the limit that the plan leaves free; None: 0.04 on CUDA, whose allocator holds more than tensors, nothing on the CPU."""
     strategy: str = "osdp"
     """`osdp` searches unit by unit; `fsdp`, `ddp`, `zero2`, `hsdp` and `two_stage` run that one strategy for every unit."""
     block_classes: tuple[str, ...] | str | None = None
@@ -84,6 +86,8 @@ class OSDPConfig:
     def __post_init__(self) -> None:
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)
+        if self.memory_margin is not None:
+            check_margin(self.memory_margin)
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy={self.strategy!r} is not known; use one of {', '.join(STRATEGIES)}.")
         check_on_oom(self.on_oom, planning=self.plan is None)
@@ -106,7 +110,7 @@ class OSDPConfig:
         clashes = {
             f"strategy={self.strategy!r}": self.strategy != "osdp", "hardware": self.hardware, "profile": self.profile,
             f"nodes={self.nodes}": self.nodes, "recalibrate=True": self.recalibrate,
-            "operator_splitting=False": not self.operator_splitting,
+            "operator_splitting=False": not self.operator_splitting, f"memory_margin={self.memory_margin}": self.memory_margin is not None,
             **{f"{name}={getattr(self, name)}": getattr(self, name) is not None for name in left},
         }  # fmt: skip
         if self.plan is not None and (clash := next((name for name, given in clashes.items() if given), None)):

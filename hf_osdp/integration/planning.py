@@ -403,4 +403,4 @@ def _hardware(config: OSDPConfig, facts: RunFacts, profile: Profile | None) -> H
         ValueError: the hardware has another number of devices or nodes than this run.
     """
     wanted = config.hardware if profile is None else profile.hardware
-    return hardware_of_run(wanted, device_type=facts.device_type, nodes=config.nodes)
+    return hardware_of_run(wanted, device_type=facts.device_type, nodes=config.nodes).with_margin(config.memory_margin)

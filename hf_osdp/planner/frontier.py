@@ -33,6 +33,8 @@ def frontier(
     Each point is the fastest plan under some limit (the ε-constraint method: Haimes, Lasdon, Wismer 1971). Limits are put
     where most is not known yet: in the middle, by ratio, of the gap with the largest product of memory and throughput.
 
+    Limits are here what a plan may fill: the margin is left out of them.
+
     Args:
         description: the model.
         hardware: devices and links.
@@ -51,6 +53,8 @@ def frontier(
     """
     if points < 2:
         raise ValueError(f"points={points} must be at least 2, the two ends of the front.")
+
+    hardware = hardware.with_margin(0.0)
 
     def fastest(limit: int) -> SearchResult:
         return search(description, hardware, job, limit, strategy=strategy)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from fractions import Fraction
 from types import MappingProxyType
 
 from ..errors import HardwareError
@@ -16,6 +18,11 @@ GIB = 2**30
 MOST_RANKS = 2**17
 """Layouts are tried for every divisor of the number of ranks."""
 _MOST_MEMORY_BYTES = 2**50
+CACHING_MARGIN = 0.04
+"""Share of the limit that stays free where torch's caching allocator takes the memory, until it is measured on GPUs.
+
+A limit holds for the blocks that the allocator reserves, estimates are of the tensors in them. Rounding and splitting alone leave 3 to 5 %
+of the former between the latter; pools of several streams may leave more (pytorch/pytorch#147179)."""
 
 
 class Backend(str, Enum):
@@ -75,12 +82,12 @@ class DeviceSpec:
     unit_s: float = 0.0
     """Seconds that the CPU takes for FSDP2's hooks around a unit in forward, and again in backward, on a GPU."""
     reserved_bytes: int = 0
-    """Device memory that no tensor can have: CUDA context, NCCL buffers."""
+    """Device memory that no tensor can have, whatever the plan: driver, CUDA context, workspaces of matrix products."""
     capability: tuple[int, int] | None = None
     """CUDA compute capability, which decides on the attention kernel (docs.nvidia.com: CUDA GPU Compute Capability); None where it is not
     known, or for a CPU."""
     communicator_bytes: int = 0
-    """Of these, each of NCCL's communicators; `Hardware.scaled` counts them anew."""
+    """What each of a plan's communicators takes beside that, see `planner/communicators.py`."""
 
     def __post_init__(self) -> None:
         rates = (self.memory_bytes_per_s, *self.flops_per_s.values())
@@ -184,16 +191,6 @@ class Handling:
         object.__setattr__(self, "updates", MappingProxyType(dict(self.updates)))
 
 
-def communicators(nodes: int, devices_per_node: int) -> int:
-    """NCCL communicators that a plan surely has: the world's; between nodes also one within and one between groups of HSDP.
-
-    A plan that mixes group sizes forms more; which it will is not known before the search.
-    """
-    if nodes * devices_per_node == 1:
-        return 0
-    return 1 if nodes == 1 else 3
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """Nodes of equal devices; ranks are numbered node by node."""
@@ -212,12 +209,16 @@ class Hardware:
     """Where states can be moved to; None where there is no memory but the device's."""
     handling: Handling | None = None
     """Measured work of FSDP2 and the optimizer; None takes their copies and updates at the speed of memory."""
+    margin: float | None = None
+    """Share of a memory limit that plans leave free; None takes `CACHING_MARGIN` under NCCL and nothing under gloo."""
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.devices_per_node < 1:
             raise ValueError(f"nodes={self.nodes} and devices_per_node={self.devices_per_node} must be at least 1.")
         if self.world_size > MOST_RANKS:
             raise ValueError(f"nodes={self.nodes} of {self.devices_per_node} devices are {self.world_size}; the most are {MOST_RANKS}.")
+        if self.margin is not None:
+            check_margin(self.margin, name="margin")
 
     @property
     def world_size(self) -> int:
@@ -228,6 +229,42 @@ class Hardware:
         """`2 nodes x 8 A100-40 (nccl)`."""
         nodes = f"{self.nodes} nodes x " if self.nodes > 1 else ""
         return f"{nodes}{self.devices_per_node} x {self.device.name} ({self.backend.value})"
+
+    @property
+    def free_share(self) -> float:
+        """Share of a memory limit that plans leave free."""
+        if self.margin is not None:
+            return self.margin
+        return CACHING_MARGIN if self.backend is Backend.NCCL else 0.0
+
+    def room_bytes(self, limit_bytes: int) -> int:
+        """What a plan may fill under a limit:  ⌊limit · (1 - margin)⌋. What the device reserves is part of it."""
+        return math.floor(limit_bytes * (1 - Fraction(repr(self.free_share))))
+
+    def limit_for(self, needed_bytes: int) -> int:
+        """The tightest limit under which a plan may fill so many bytes."""
+        return math.ceil(needed_bytes / (1 - Fraction(repr(self.free_share))))
+
+    def outside_bytes(self, communicators: int) -> int:
+        """Device memory that no tensor can have, under a plan of so many communicators."""
+        return self.device.reserved_bytes + communicators * self.device.communicator_bytes
+
+    def tensor_bytes(self, limit_bytes: int) -> int:
+        """What a limit leaves for tensors and for communicators beside that of all ranks."""
+        return self.room_bytes(limit_bytes) - self.unavoidable_bytes
+
+    @property
+    def unavoidable_bytes(self) -> int:
+        """Device memory that no tensor can have under any plan."""
+        return self.outside_bytes(int(self.world_size > 1))
+
+    def with_margin(self, margin: float | None) -> Hardware:
+        """The same with another margin; None leaves it as it is.
+
+        Raises:
+            ValueError: it is no share below 1.
+        """
+        return self if margin is None else replace(self, margin=check_margin(margin, name="margin"))
 
     def scaled(self, *, nodes: int | None = None, devices_per_node: int | None = None) -> Hardware:
         """The same machine with another number of nodes or devices. Measured collectives, which hold for this size, are dropped.
@@ -243,10 +280,8 @@ class Hardware:
                     f"The link between {between} is not known: {self.summary} has none to measure. Measure where there is one, or name a"
                     " preset instead."
                 )
-        more = communicators(nodes, devices) - communicators(self.nodes, self.devices_per_node)
-        device = replace(self.device, reserved_bytes=self.device.reserved_bytes + more * self.device.communicator_bytes)
         host = None if self.host is None else self.host.shared(self.devices_per_node, devices)
-        return replace(self, device=device, nodes=nodes, devices_per_node=devices, timings=(), host=host)
+        return replace(self, nodes=nodes, devices_per_node=devices, timings=(), host=host)
 
     def timing(self, collective: Collective, group_size: int, *, crosses_nodes: bool = False) -> CollectiveTiming | None:
         """The measured timing of a collective in groups of `group_size`, inside a node or across nodes, or None."""
@@ -255,6 +290,21 @@ class Hardware:
             if (timing.collective, timing.group_size, timing.crosses_nodes) == wanted:
                 return timing
         return None
+
+
+def check_margin(value: object, *, name: str = "memory_margin") -> float:
+    """A share of the memory limit.
+
+    Args:
+        value: what was given.
+        name: what it is called in the error.
+
+    Raises:
+        ValueError: it is no number of at least 0 and below 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ValueError(f"{name}={value!r} must be the share of the limit that stays free, at least 0 and below 1, such as 0.04.")
+    return float(value)
 
 
 def _finite(*seconds: float) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from .communicators import meshes_of
 from .costs import Batch, Choice, UnitBytes, gradients_arriving, reduce_input, shape_ids, unit_bytes
 from .description import Activations, GatherSpan, ModelDescription
 from .hardware import Hardware
@@ -46,6 +47,7 @@ def build_line(description: ModelDescription, hardware: Hardware, job: TrainingJ
         idle=tuple(g for i, g in rest.items() if spans[i] is not GatherSpan.STEP),
         model_bytes=resident_bytes(description, job, batch.micro_batch_size),
         host_limit_bytes=0 if hardware.host is None else hardware.host.memory_bytes,
+        communicator_bytes=hardware.device.communicator_bytes,
     )
 
 
@@ -89,6 +91,7 @@ class _OptionMaker:
         self.description, self.job = description, job
         self._world_size, self._batch, self._space = hardware.world_size, batch, space
         self.timer = UnitTimer(description, hardware, job, batch)
+        self._counts_communicators = bool(hardware.device.communicator_bytes)
         self.calls: dict[int, list[int]] = {}
         """Indices of each unit's segments."""
         for index, segment in enumerate(description.segments):
@@ -126,6 +129,9 @@ class _OptionMaker:
         span = self.description.units[unit].span
         running = [] if span is GatherSpan.STEP else [self._costs(index) for index in self.calls.get(unit, ())]
         made = [self._option(unit, choice, running) for choice in self._space[unit]]
+        if self._counts_communicators:
+            sizes = ((option, option.choice.shard_size, option.choice.stage_size) for option in made)
+            made = [replace(option, meshes=meshes_of(shard, stage, self._world_size)) for option, shard, stage in sizes]
         made = [option for option in made if option.highest <= _MOST_BYTES] or made[:1]
         return tuple(sorted(undominated(made, Option.dominates), key=lambda option: option.order))
 

@@ -21,8 +21,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from .communicators import communicators_of
 from .costs import Batch, Choice, UnitBytes, gradients_arriving, merged_gradients, pinned_bytes, reduce_input, unit_bytes
 from .description import Activations, GatherSpan, ModelDescription, Segment
+from .hardware import Hardware
 from .job import OptimizerStep, TrainingJob
 
 
@@ -108,6 +110,8 @@ class MemoryEstimate:
     moments: tuple[Moment, ...]
     host_bytes: int = 0
     """States that live on the host and activations that wait there, of one rank."""
+    communicators: int = 0
+    """NCCL's, whose memory is beside all moments; a device says how much each takes."""
 
     @property
     def peak(self) -> Moment:
@@ -116,7 +120,18 @@ class MemoryEstimate:
 
     @property
     def peak_bytes(self) -> int:
+        """Of tensors."""
         return self.peak.total_bytes
+
+    def on(self, hardware: Hardware) -> int:
+        """Peak on a device: of tensors, with what the device reserves and what communicators take."""
+        return self.peak_bytes + hardware.outside_bytes(self.communicators)
+
+    def outside(self, hardware: Hardware) -> dict[str, int]:
+        """Device memory beside the tensors', by what it is."""
+        taken = self.communicators * hardware.device.communicator_bytes
+        communicators = f"{self.communicators} communicator{'s' if self.communicators > 1 else ''}"
+        return {"reserved by the device": hardware.device.reserved_bytes, communicators: taken}
 
 
 def estimate_memory(
@@ -147,6 +162,7 @@ def estimate_memory(
         host_bytes=sum(unit.host for unit in units)
         + max((unit.host_moment for unit in units), default=0)
         + sum(activation_host_bytes(s, batch.micro_batch_size, choices[s.unit].activations) for s in description.segments),
+        communicators=communicators_of(((choice.shard_size, choice.stage_size) for choice in choices), world_size),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import PlanError
 from ..reading import parse_json, problem_of_text, read_bytes
+from .communicators import communicators_of
 from .costs import Batch, Choice
 from .cut import WHOLE_BLOCKS, Cut
 from .decision import UnitDecision
@@ -124,6 +125,11 @@ class Plan:
     def global_batch_size(self) -> int:
         """Samples of one optimizer step, over all ranks."""
         return self.world_size * self.micro_batch_size * self.accumulation_steps
+
+    @property
+    def communicators(self) -> int:
+        """NCCL communicators of each rank."""
+        return communicators_of(((unit.shard_size, unit.stage_size) for unit in self.units), self.world_size)
 
     @property
     def samples_per_s(self) -> float | None:

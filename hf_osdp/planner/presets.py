@@ -214,7 +214,7 @@ def preset(name: str, *, nodes: int = 1, devices_per_node: int = 1) -> Hardware:
 
     Returns:
         The hardware, with links within and between nodes as such machines usually have them. Under NCCL the device reserves
-        what the driver, a CUDA context, cuBLAS and NCCL's communicators take (`hardware.communicators` says how many). The host
+        what the driver, a CUDA context and cuBLAS take, and each communicator of a plan takes `COMMUNICATOR_BYTES`. The host
         is that of NVIDIA's own servers; it is None for devices that are sold without one.
 
     Raises:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from .communicators import Mesh, groups_in
 from .costs import Choice
 from .job import OptimizerStep, TrainingJob
 from .relaxation import solve_relaxation
@@ -70,8 +71,8 @@ class Program:
 
         parameters = self._solver.parameters
         parameters.num_workers, parameters.random_seed = 1, 0  # so that the same question always gets the same answer
-        # with either of these, OR-tools 9.15 calls some feasible programs of these infeasible
-        parameters.cp_model_presolve, parameters.cut_level = False, 0
+        # with any of these, OR-tools 9.15 calls some feasible programs of these infeasible
+        parameters.cp_model_presolve, parameters.cut_level, parameters.use_implied_bounds = False, 0, False
         if self._model.has_objective():
             parameters.max_deterministic_time = _MOST_WORK
         status = self._solver.solve(self._model)
@@ -171,9 +172,29 @@ class Program:
                 if option.bytes.host_moment:
                     self._model.add(held + option.bytes.host_moment <= self._line.host_limit_bytes).only_enforce_if(used)
 
+    def _communicators(self):
+        """Bytes of the communicators beside that of all ranks: a mesh has its own as soon as one unit's option needs it."""
+        users: dict[Mesh, dict[Group, list]] = {}
+        for group in self._line.groups if self._line.communicator_bytes else ():
+            for option, x, first, last in zip(group.options, self._counts[group], self._first[group], self._last[group], strict=True):
+                for mesh in option.meshes:
+                    users.setdefault(mesh, {}).setdefault(group, []).append((x, first, last))
+        taken = 0
+        for mesh, groups in users.items():
+            formed = self._model.new_bool_var("")
+            for group, variables in groups.items():
+                xs, firsts, lasts = zip(*variables, strict=True)
+                self._model.add(sum(xs) <= len(group.units) * formed)
+                if len(group.units) > 1:  # tightens the relaxation
+                    self._model.add(sum(firsts) <= formed)
+                    self._model.add(sum(lasts) <= formed)
+            taken = taken + groups_in([mesh]) * self._line.communicator_bytes * formed
+        return taken
+
     def _constrain_forward(self):
         line = self._line
-        level = line.model_bytes + self._sum(line.groups, lambda o: o.bytes.held) + self._sum(line.whole_step, lambda o: o.bytes.gathered)
+        level = line.model_bytes + self._communicators() + self._sum(line.groups, lambda o: o.bytes.held)
+        level = level + self._sum(line.whole_step, lambda o: o.bytes.gathered)
         buffers = [self._picked(g, self._last[g], _gather_buffer) for g in line.whole_step] or [0]
         for station in self._stations:
             if isinstance(station, Stretch):

@@ -51,7 +51,7 @@ def remedies_for(
         if fits(description, more, grown, strategy):
             ways.append(f"{more.world_size} devices with a global batch of {grown.global_batch_size}")
             break
-    ways.append(f"a memory limit of {format_bytes(_rounded_up(needed_bytes))}")
+    ways.append(f"a memory limit of {format_bytes(_rounded_up(hardware.limit_for(needed_bytes)))}")
     return ways
 
 
@@ -71,7 +71,7 @@ class _Fits:
         self.limit_bytes = limit_bytes
 
     def __call__(self, description: ModelDescription, hardware: Hardware, job: TrainingJob, strategy: Strategy) -> bool:
-        limit = self.limit_bytes - hardware.device.reserved_bytes
+        limit = hardware.tensor_bytes(self.limit_bytes)
         smallest_first = list(batches(job, hardware.world_size))[::-1]
         try:
             return any(
@@ -87,8 +87,8 @@ class _Fits:
         if peak_floor(description, line, job, batch) > limit:
             return False
         frugal = frugal_choices(line)
-        peak = estimate_memory(description, in_order(frugal), hardware.world_size, job, batch).peak_bytes
-        if peak <= limit and line.fits_host(frugal):
+        memory = estimate_memory(description, in_order(frugal), hardware.world_size, job, batch)
+        if memory.on(hardware) - hardware.unavoidable_bytes <= limit and line.fits_host(frugal):
             return True
         return any_within(line, job, limit) is not None
 

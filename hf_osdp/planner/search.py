@@ -16,6 +16,7 @@ from .line import build_line
 from .memory import MemoryEstimate, estimate_memory
 from .plan import Plan
 from .remedies import remedies_for
+from .reserved import ReservedPeak, within_reserved
 from .solver import Solution, any_within, fastest, least_peak
 from .stations import Line
 from .strategies import Strategy, batches, search_spaces
@@ -39,7 +40,7 @@ class StrategyResult:
     result: SearchResult | None
     reason: str = ""
     least_peak_bytes: int | None = None
-    """Where nothing fits: the least that it would need."""
+    """Where nothing fits: the tightest limit that it would meet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,18 +63,20 @@ def search(
     memory_limit_bytes: int,
     *,
     strategy: str | Strategy = Strategy.OSDP,
+    reserved_peak: ReservedPeak | None = None,
 ) -> SearchResult:
-    """The plan with the most samples a second whose peak stays within the limit, proven for the cost model.
+    """The plan with the most samples a second whose peak stays within the limit less the margin, proven for the cost model.
 
     The global batch is fixed, so that most samples a second is least time a step.
 
     Args:
         description: the model at one sequence length.
-        hardware: devices and links.
+        hardware: devices and links, and the margin.
         job: global batch, precision, optimizer.
-        memory_limit_bytes: bytes that a rank may use for tensors and whatever the device reserves.
+        memory_limit_bytes: bytes that a rank may use for tensors, whatever the device reserves, communicators and the margin.
         strategy: `osdp` searches every unit's layout; `fsdp`, `ddp`, `zero2`, `hsdp`, `two_stage` give that strategy at its
             best batch.
+        reserved_peak: what torch's allocator reserves at most under a plan; where it is given, that has to fit too.
 
     Returns:
         The plan with memory and time estimates.
@@ -83,11 +86,17 @@ def search(
         ValueError: unknown strategy, a limit that is no number of bytes, or a global batch that the world size does not divide.
     """
     strategy, memory_limit_bytes = Strategy.parse(strategy), whole_bytes(memory_limit_bytes)
-    candidates = _sorted_candidates(description, hardware, job, strategy)
-    found = _fastest(description, hardware, job, memory_limit_bytes, strategy, candidates)
-    if found is None:
-        raise _infeasible(description, hardware, job, memory_limit_bytes, strategy, candidates)
-    return found
+
+    def find(job: TrainingJob) -> SearchResult:
+        candidates = _sorted_candidates(description, hardware, job, strategy)
+        found = _fastest(description, hardware, job, memory_limit_bytes, strategy, candidates)
+        if found is None:
+            raise _infeasible(description, hardware, job, memory_limit_bytes, strategy, candidates)
+        return found
+
+    if reserved_peak is None:
+        return find(job)
+    return within_reserved(find, reserved_peak, description, hardware, job, memory_limit_bytes)
 
 
 def search_or_floor(description: ModelDescription, hardware: Hardware, job: TrainingJob, memory_limit_bytes: int) -> SearchResult | int:
@@ -95,7 +104,7 @@ def search_or_floor(description: ModelDescription, hardware: Hardware, job: Trai
     memory_limit_bytes = whole_bytes(memory_limit_bytes)
     candidates = _sorted_candidates(description, hardware, job, Strategy.OSDP)
     found = _fastest(description, hardware, job, memory_limit_bytes, Strategy.OSDP, candidates)
-    return min(c.floor_bytes for c in candidates) + hardware.device.reserved_bytes if found is None else found
+    return hardware.limit_for(min(c.floor_bytes for c in candidates) + hardware.unavoidable_bytes) if found is None else found
 
 
 def _sorted_candidates(description, hardware, job, strategy: Strategy) -> list[_Candidate]:
@@ -108,7 +117,7 @@ def _fastest(
     description, hardware, job, memory_limit_bytes: int, strategy: Strategy, candidates: Sequence[_Candidate]
 ) -> SearchResult | None:
     """The best plan of all candidates; None where none fits."""
-    limit = memory_limit_bytes - hardware.device.reserved_bytes
+    limit = hardware.tensor_bytes(memory_limit_bytes)
     best: tuple[_Candidate, Solution] | None = None
     best_s, proven = float("inf"), True
     for candidate in candidates:
@@ -137,14 +146,14 @@ def fastest_without_limit(
 
 
 def least_memory(description: ModelDescription, hardware: Hardware, job: TrainingJob, *, strategy: str | Strategy = Strategy.OSDP) -> int:
-    """The tightest limit that some plan of the strategy meets, in bytes of one rank, with what the device reserves.
+    """The tightest limit that some plan of the strategy meets, in bytes of one rank, with what the device reserves and the margin.
 
     Raises:
         ValueError: unknown strategy, or a global batch that the world size does not divide.
     """
     _check_uses(description)
     candidates = tuple(_candidates(description, hardware, job, Strategy.parse(strategy)))
-    return _least(description, hardware, job, candidates)[1].peak_bytes + hardware.device.reserved_bytes
+    return hardware.limit_for(_least(description, hardware, job, candidates)[1].on(hardware))
 
 
 def compare_strategies(
@@ -209,7 +218,7 @@ def _free_choice(description, hardware, job, candidate: _Candidate, limit: int) 
         quickest = min(group.options, key=lambda o: (o.seconds, o.bytes.held + o.left_by_forward + o.left_by_backward))
         choices |= {unit: quickest.choice for unit in group.units}
     memory = estimate_memory(description, in_order(choices), hardware.world_size, job, candidate.batch)
-    if memory.peak_bytes > limit or not candidate.line.fits_host(choices):
+    if memory.on(hardware) - hardware.unavoidable_bytes > limit or not candidate.line.fits_host(choices):
         return None
     return Solution(choices=choices, objective=candidate.bound_s, proven=True)
 
@@ -220,7 +229,7 @@ def _decode(
     choices = in_order(chosen)
     memory = estimate_memory(description, choices, hardware.world_size, job, batch)
     time = estimate_time(description, choices, hardware, job, batch)
-    assert memory.peak_bytes + hardware.device.reserved_bytes <= memory_limit_bytes, "the solver's moments are those of the walk"
+    assert memory.on(hardware) <= hardware.room_bytes(memory_limit_bytes), "the solver's moments are those of the walk"
     plan = Plan.of(
         description,
         choices,
@@ -228,7 +237,7 @@ def _decode(
         world_size=hardware.world_size,
         strategy=strategy.value,
         memory_limit_bytes=memory_limit_bytes,
-        peak_bytes=memory.peak_bytes + hardware.device.reserved_bytes,
+        peak_bytes=memory.on(hardware),
         step_s=time.step_s,
         proven_optimal=proven,
         hardware=hardware.summary,
@@ -250,28 +259,29 @@ def _check_uses(description: ModelDescription) -> None:
 def _infeasible(description, hardware, job, limit, strategy, candidates: Sequence[_Candidate]) -> InfeasibleError:
     """The tightest limit that could be met, what fills it, and the cheapest ways out."""
     batch, memory = _least(description, hardware, job, candidates)
-    needed = memory.peak_bytes + hardware.device.reserved_bytes
+    needed, room = memory.on(hardware), hardware.room_bytes(limit)
     peak = memory.peak
     kinds = [(getattr(peak.breakdown, name), name) for name in peak.breakdown.__slots__]
-    parts = sorted([*kinds, (hardware.device.reserved_bytes, "reserved by the device")], reverse=True)
+    parts = sorted([*kinds, *((nbytes, name) for name, nbytes in memory.outside(hardware).items())], reverse=True)
     largest = ", ".join(f"{name} {format_bytes(nbytes)}" for nbytes, name in parts[:2])
     ways = remedies_for(description, hardware, job, limit, strategy, needed)
+    margin = f", of which a margin of {format_bytes(limit - room)} stays free" if limit > room else ""
     message = (
-        f"No plan fits {format_bytes(limit)} per device: the least that {strategy.value} needs on {hardware.world_size}"
-        f" device{'s' if hardware.world_size > 1 else ''} is {format_bytes(needed)}{_difference(needed, limit)}, at micro-batch size"
+        f"No plan fits {format_bytes(limit)} per device{margin}: the least that {strategy.value} needs on {hardware.world_size}"
+        f" device{'s' if hardware.world_size > 1 else ''} is {format_bytes(needed)}{_difference(needed, room)}, at micro-batch size"
         f" {batch.micro_batch_size} in {peak.phase} of {peak.unit} ({largest}). Use {'; or '.join(ways)}."
     )
-    return InfeasibleError(message, memory_limit_bytes=limit, least_peak_bytes=needed, remedies=tuple(ways))
+    return InfeasibleError(message, memory_limit_bytes=limit, least_peak_bytes=hardware.limit_for(needed), remedies=tuple(ways))
 
 
-def _difference(needed: int, limit: int) -> str:
+def _difference(needed: int, room: int) -> str:
     """Bytes that are missing, where both figures read the same."""
-    missing = needed - limit
-    return f" ({missing:,} byte{'s' if missing > 1 else ''} more)" if format_bytes(needed) == format_bytes(limit) else ""
+    missing = needed - room
+    return f" ({missing:,} byte{'s' if missing > 1 else ''} more)" if format_bytes(needed) == format_bytes(room) else ""
 
 
 def _least(description, hardware, job, candidates: Sequence[_Candidate]) -> tuple[Batch, MemoryEstimate]:
-    """The batch and the moments of the plan that needs least memory."""
+    """The batch and the moments of the plan that needs least memory, communicators included."""
     needed, memory, batch = None, None, None
     for candidate in sorted(candidates, key=lambda c: c.floor_bytes):
         if needed is not None and (candidate.floor_bytes >= needed or any_within(candidate.line, job, needed - 1) is None):
@@ -282,11 +292,12 @@ def _least(description, hardware, job, candidates: Sequence[_Candidate]) -> tupl
 
 
 def _tightest(description, hardware, job, candidate: _Candidate) -> tuple[Sequence[Choice], int]:
-    def peak_of(choices: dict[int, Choice]) -> int:
-        return estimate_memory(description, in_order(choices), hardware.world_size, job, candidate.batch).peak_bytes
+    def needed_by(choices: dict[int, Choice]) -> int:
+        memory = estimate_memory(description, in_order(choices), hardware.world_size, job, candidate.batch)
+        return memory.on(hardware) - hardware.unavoidable_bytes
 
     start = frugal_choices(candidate.line)
     if not candidate.line.fits_host(start):
         start = any_within(candidate.line, job, _UNLIMITED)
-    choices, peak_bytes = least_peak(candidate.line, job, start, candidate.floor_bytes, peak_of)
-    return in_order(choices), peak_bytes
+    choices, needed = least_peak(candidate.line, job, start, candidate.floor_bytes, needed_by)
+    return in_order(choices), needed

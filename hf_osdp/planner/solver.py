@@ -66,6 +66,8 @@ def fastest(line: Line, job: TrainingJob, limit_bytes: int, *, cutoff_s: float |
         return None
     bound, added = relaxed or (-math.inf, {group: dict.fromkeys(group.options, 0.0) for group in line.groups})
     best = math.inf if cutoff_s is None else cutoff_s * scale
+    if bound > best + _ROUNDING:
+        return None
     found, proven, tried, few = None, True, _nothing(line), _FEW
     while True:
         worthwhile = {group: _worthwhile(group, added[group], best - bound) for group in line.groups}
@@ -153,7 +155,7 @@ def least_peak(
         job: which optimizer step runs.
         start: choices to better.
         floor_bytes: a peak that nothing goes below.
-        peak_of: peak in bytes of a choice for each unit.
+        peak_of: peak in bytes of a choice for each unit, its meshes' communicators included.
 
     Returns:
         The choices and their peak in bytes.

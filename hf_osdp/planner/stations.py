@@ -15,6 +15,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
+from .communicators import Mesh
 from .costs import Choice, UnitBytes
 
 
@@ -42,6 +43,8 @@ class Option:
     reduce_peak: int = 0
     """Highest level while they are, the gather that runs ahead left out."""
     activations_on_host: int = 0
+    meshes: frozenset[Mesh] = frozenset()
+    """Those of the layout; empty where communicators take no memory."""
     later: tuple[Option, ...] = ()
     """The same choice in the unit's further calls (`GatherSpan.CALLS`), in forward order."""
 
@@ -84,8 +87,8 @@ class Option:
         return self.seconds <= other.seconds and self.fits_where(other)
 
     def fits_where(self, other: Option) -> bool:
-        """No worse at every moment."""
-        return all(a <= b for a, b in zip(self.levels, other.levels, strict=True))
+        """No worse at every moment, and no more communicators."""
+        return self.meshes <= other.meshes and all(a <= b for a, b in zip(self.levels, other.levels, strict=True))
 
     @functools.cached_property
     def levels(self) -> tuple[int, ...]:
@@ -173,6 +176,8 @@ class Line:
     """Buffers of the module and the batch."""
     host_limit_bytes: int
     """What may be taken of the host's memory, for one rank; 0 where there is none."""
+    communicator_bytes: int = 0
+    """What each communicator of a mesh takes."""
 
     @property
     def groups(self) -> tuple[Group, ...]:

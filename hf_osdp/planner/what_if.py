@@ -28,6 +28,11 @@ class Case:
     memory_limit_bytes: int
     strategy: Strategy = Strategy.OSDP
 
+    @property
+    def room_bytes(self) -> int:
+        """What a plan may fill: the limit less the margin."""
+        return self.hardware.room_bytes(self.memory_limit_bytes)
+
     def search(self) -> SearchResult:
         """The fastest plan that fits, see `search`."""
         return search(self.description, self.hardware, self.job, self.memory_limit_bytes, strategy=self.strategy)
@@ -78,17 +83,13 @@ def answer(question: str, changed: Changed) -> Answer:
     return Answer(question=question, change=changed.change, case=changed.case, result=result)
 
 
-def one_more_device(case: Case, sized: Callable[..., Hardware] | None = None) -> Changed:
+def one_more_device(case: Case) -> Changed:
     """One more device in each node, and one more node where there are several.
 
     The global batch stays where the new world size divides it; else it is raised to the next multiple that does.
-
-    Args:
-        case: how things are.
-        sized: hardware for `nodes` and `devices_per_node`, where more devices reserve more; None takes `Hardware.scaled`.
     """
     before = case.hardware
-    after = (sized or before.scaled)(nodes=before.nodes + (before.nodes > 1), devices_per_node=before.devices_per_node + 1)
+    after = before.scaled(nodes=before.nodes + (before.nodes > 1), devices_per_node=before.devices_per_node + 1)
     batch = next_batch(case.job, after.world_size)
     nodes = f"{after.nodes} nodes x " if after.nodes > 1 else ""
     change = f"{nodes}{after.devices_per_node} devices"

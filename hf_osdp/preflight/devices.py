@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..planner.description import DType
-from ..planner.hardware import DeviceSpec, Hardware, communicators
+from ..planner.hardware import DeviceSpec, Hardware
 from ..planner.job import Precision
 from ..planner.plan import Plan
 from ..planner.presets import COMMUNICATOR_BYTES, CONTEXT_BYTES
@@ -115,13 +115,13 @@ def slow_link(plan: Plan, hardware: Hardware | None, time: TimeEstimate | None, 
     )
 
 
-def memory_now(memory: DeviceMemory, needed_bytes: int, hardware: Hardware | None) -> Finding | None:
+def memory_now(memory: DeviceMemory, needed_bytes: int, communicators: int) -> Finding | None:
     """Whether what the plan's tensors need is there now, and whether somebody else is on the device.
 
     Args:
         memory: the device's, now.
         needed_bytes: the plan's highest moment, tensors alone.
-        hardware: how many communicators belong to this training; None takes those of one node.
+        communicators: of the plan.
     """
     available, needed = memory.free_bytes + memory.own_bytes, memory.sharing * needed_bytes
     if needed > available:
@@ -132,8 +132,7 @@ def memory_now(memory: DeviceMemory, needed_bytes: int, hardware: Hardware | Non
             f"{whose} {format_bytes(needed)} on {memory.name}, but {format_bytes(available)} of {format_bytes(memory.total_bytes)} are"
             " there now; end what holds the rest, or plan again with a lower memory limit.",
         )
-    nodes, devices = (1, 2) if hardware is None else (hardware.nodes, hardware.devices_per_node)
-    ours = CONTEXT_BYTES + communicators(nodes, devices) * COMMUNICATOR_BYTES
+    ours = CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES
     if memory.name == "cpu" or memory.outside_bytes <= ours + _SLACK_BYTES:
         return None
     return warning(

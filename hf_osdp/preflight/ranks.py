@@ -13,6 +13,7 @@ from ..collectives.own_gpu import own_gpu
 from ..collectives.topology import find_topology
 from ..collectives.waiting import waiting_group
 from ..planner.hardware import DeviceSpec
+from ..profiling.machine_memory import memory_limits, tightest
 from .devices import DeviceMemory, native_bf16
 from .findings import Finding, refuse_errors
 
@@ -31,12 +32,10 @@ def device_memory(device_type: str, model: nn.Module | None = None) -> DeviceMem
         free, total = torch.cuda.mem_get_info(device)
         name = f"{torch.cuda.get_device_name(device)} {device.index}"
         return DeviceMemory(name=name, total_bytes=total, free_bytes=free, own_bytes=torch.cuda.memory_reserved(device))
-    import psutil
-
-    memory, ranks = psutil.virtual_memory(), find_topology().ranks_per_node
+    memory, ranks = tightest(memory_limits()), find_topology().ranks_per_node
     parameters = () if model is None else model.parameters()
     held = sum(p.numel() * p.element_size() for p in parameters if p.device.type == "cpu")
-    return DeviceMemory(name="cpu", total_bytes=memory.total, free_bytes=memory.available, own_bytes=ranks * held, sharing=ranks)
+    return DeviceMemory(name="cpu", total_bytes=memory.total_bytes, free_bytes=memory.free_bytes, own_bytes=ranks * held, sharing=ranks)
 
 
 def bf16_on(device: DeviceSpec | None, device_type: str) -> str | None:

@@ -63,8 +63,8 @@ def _checked(known: Known) -> Iterator[Finding | None]:
     yield frozen(known.units, in_optimizer=known.frozen_in_optimizer)
     if known.plan is not None and not known.chosen:
         yield slow_link(known.plan, known.hardware, known.time, known.others)
-    if known.memory is not None and known.needed_bytes is not None:
-        yield memory_now(known.memory, known.needed_bytes, known.hardware)
+    if known.memory is not None and known.needed_bytes is not None and known.plan is not None:
+        yield memory_now(known.memory, known.needed_bytes, known.plan.communicators)
     if known.folder is not None:
         broken = not_writable(known.folder)
         yield broken

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from ..collectives.topology import find_topology
 from ..planner.hardware import HostSpec
 from ..planner.job import OptimizerSpec
 from .host_link import measure_host_link
+from .machine_memory import memory_limits, rank_share
 from .rates import median_seconds
-from .together import smallest, wait_for_all
+from .together import distributed, smallest, wait_for_all
 
 _ELEMENTS = 2**25
 """Of the parameter that is updated: 128 MiB and three times that beside it, more than the caches of a server hold."""
@@ -23,22 +25,37 @@ def measure_host(device: torch.device, seconds: float) -> HostSpec | None:
         seconds: about how long to measure.
 
     Returns:
-        Rates of the slowest rank and an equal share of the least node's memory, the same on every rank; None on the CPU.
+        Rates of the slowest rank and the least share of a machine's memory, the same on every rank; None on the CPU.
     """
     if device.type == "cpu":
         return None
-    import psutil
-
     link = measure_host_link(device, seconds / 2)
-    share = psutil.virtual_memory().available // find_topology().ranks_per_node
+    share, where = memory_of_rank()
     memory, rate = smallest([share, update_rate(device, seconds / 2)], device)
     return HostSpec(
         memory_bytes=int(memory),
         to_device_bytes_per_s=link.to_device_bytes_per_s,
         to_host_bytes_per_s=link.to_host_bytes_per_s,
         update_bytes_per_s=rate,
-        source="measured",
+        source=f"measured; memory: {where}",
     )
+
+
+def memory_of_rank() -> tuple[int, str]:
+    """This rank's share of its machine's memory, and where that comes from, which is rank 0's. Collective."""
+    limits, local = memory_limits(), find_topology().ranks_per_node
+    names = [limit.name for limit in limits]
+    everyone = [names]
+    first = 0
+    if distributed():
+        everyone = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, names)
+        first = dist.get_rank() // local * local
+    share, where = rank_share(limits, everyone[first : first + local])
+    said = [where]
+    if distributed():
+        dist.broadcast_object_list(said, src=0)
+    return share, said[0]
 
 
 def update_rate(device: torch.device, seconds: float, *, elements: int = _ELEMENTS) -> float:

@@ -13,9 +13,10 @@ from ..collectives.topology import find_topology
 from ..errors import HardwareError
 from ..planner.description import DType
 from ..planner.hardware import Backend, Collective, CollectiveTiming, DeviceSpec, Hardware, Link
+from ..planner.job import divisors
 from ..planner.presets import UNIT_S, preset
 from .handling import measure_handling, measure_hooks
-from .host import measure_host
+from .host import measure_host, memory_of_rank
 from .links import GroupSizes, few_sizes, measure_collectives
 from .rates import copy_rate, matmul_rates, operator_seconds
 from .together import distributed, smallest, wait_for_all, world_size
@@ -48,7 +49,7 @@ def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Seq
     sizes = _group_sizes(world, local, group_sizes)
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     timings = measure_collectives(device, sizes, seconds, local_world_size=local) if world > 1 else ()
-    spec = _measure_device(device, local, seconds, before)
+    spec = _measure_device(device, seconds, before)
     intra_node, inter_node = _links(spec, timings, local=local, world=world)
     return Hardware(
         device=spec,
@@ -116,7 +117,7 @@ def measuring_device(device_type: str) -> torch.device:
     return torch.device("cpu") if device_type == "cpu" else own_gpu()
 
 
-def _measure_device(device: torch.device, local: int, seconds: float, allocated_before: int) -> DeviceSpec:
+def _measure_device(device: torch.device, seconds: float, allocated_before: int) -> DeviceSpec:
     """The slowest rank's compute, the smallest rank's memory; all ranks measure at once, as they train at once.
 
     This comes after the collectives, because NCCL takes its buffers when it first communicates.
@@ -124,20 +125,22 @@ def _measure_device(device: torch.device, local: int, seconds: float, allocated_
     wait_for_all(device)
     rates = matmul_rates(device, 0.7 * seconds)
     dtypes = [dtype for dtype in DType if dtype.value.startswith(("float", "bfloat"))]
-    available, reserved = _memory_bytes(device, local, allocated_before)
+    communicator = _communicator_bytes(device)
+    available, reserved, where = _memory_bytes(device, allocated_before)
     dispatching = operator_seconds(device, 0.1 * seconds)
-    known = [copy_rate(device, 0.2 * seconds), available, -reserved, -dispatching]
+    known = [copy_rate(device, 0.2 * seconds), available, -(reserved - communicator), -dispatching, -communicator]
     agreed = smallest([*known, *(rates.get(dtype, 0.0) for dtype in dtypes)], device)
     return DeviceSpec(
         name=_agreed_name(device),
         memory_bytes=int(agreed[1]),
         flops_per_s={dtype: rate for dtype, rate in zip(dtypes, agreed[len(known) :], strict=True) if rate > 0},
         memory_bytes_per_s=agreed[0],
-        source="measured",
+        source=f"measured{where}",
         reserved_bytes=int(-agreed[2]),
         operator_s=-agreed[3],
         unit_s=_hooks_s(device, 0.1 * seconds),
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        communicator_bytes=int(-agreed[4]),
     )
 
 
@@ -148,18 +151,34 @@ def _hooks_s(device: torch.device, seconds: float) -> float:
     return measure_hooks(device, seconds) if world_size() > 1 else UNIT_S
 
 
-def _memory_bytes(device: torch.device, local: int, allocated_before: int) -> tuple[int, int]:
-    """Bytes that a rank can have, and those of them that tensors cannot.
+def _communicator_bytes(device: torch.device) -> int:
+    """What NCCL takes for one group of all ranks; 0 where plans have no other groups than that of all ranks. Collective."""
+    world = world_size()
+    if device.type != "cuda" or len(divisors(world)) < 3:
+        return 0
+    part, whole = torch.zeros(1, device=device), torch.zeros(world, device=device)
+    group = dist.new_group()
+    free, cached = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
+    dist.all_reduce(part, group=group)
+    dist.all_gather_into_tensor(whole, part, group=group)
+    dist.reduce_scatter_tensor(part, whole, group=group)
+    torch.cuda.synchronize(device)
+    taken = free - torch.cuda.mem_get_info(device)[0] - (torch.cuda.memory_reserved(device) - cached)
+    dist.destroy_process_group(group)
+    return max(0, taken)
+
+
+def _memory_bytes(device: torch.device, allocated_before: int) -> tuple[int, int, str]:
+    """Bytes that a rank can have, those of them that tensors cannot, and on the CPU where they come from. Collective.
 
     The latter are what the device holds outside torch's allocator, and inside it the workspaces of matrix products, which stay.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         workspaces = max(0, torch.cuda.memory_allocated(device) - allocated_before)
-        return total, max(0, total - free - torch.cuda.memory_reserved(device)) + workspaces
-    import psutil
-
-    return psutil.virtual_memory().available // local, 0
+        return total, max(0, total - free - torch.cuda.memory_reserved(device)) + workspaces, ""
+    share, where = memory_of_rank()
+    return share, 0, f"; memory: {where}"
 
 
 def device_name(device: torch.device) -> str:

@@ -69,15 +69,32 @@ class _Offloaded:
         self._module, self.inner = module, forward
         self.sent_bytes = 0
         """Of the last call."""
+        self._returning: list[torch.cuda.Event] = []
+        """Ends of copies back to the device."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_returning": []}  # events are of this process
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
-        call = _Call(OwnTensors(self._module, args, kwargs))
+        self._wait_for_the_host_s_memory()
+        call = _Call(OwnTensors(self._module, args, kwargs), self._returning)
         with saved_tensors_hooks(call.pack, call.unpack):
             output = self.inner(*args, **kwargs)
         self.sent_bytes = call.leave(tensors_of(output))
         return output
+
+    def _wait_for_the_host_s_memory(self) -> None:
+        """Let the CPU run ahead no further than to where the last backward has read what it is to overwrite.
+
+        Page-locked memory is given out again when the copies from it have ended; till then, each further micro-step that the CPU
+        issues would take as much once more.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            return  # backward, which runs the module again
+        while self._returning:
+            self._returning.pop().synchronize()
 
 
 @dataclass(eq=False)  # weak references to a dataclass with slots take Python 3.11
@@ -165,8 +182,8 @@ class _Ticket:
 class _Call:
     """What one call of a module has sent away; tickets own it, so that it goes when autograd has no more use for it."""
 
-    def __init__(self, own: OwnTensors) -> None:
-        self._own = own
+    def __init__(self, own: OwnTensors, returning: list[torch.cuda.Event]) -> None:
+        self._own, self._returning = own, returning
         self._sent: dict[tuple[Any, ...], _Luggage] = {}
         self._away: list[weakref.ref[_Luggage]] = []
 
@@ -214,6 +231,8 @@ class _Call:
         for luggage in (reference() for reference in reversed(self._away)):
             if luggage is not None:
                 luggage.fetch()
+                if luggage.arrived is not None:
+                    self._returning.append(luggage.arrived)
         self._away.clear()
         packed.luggage.wait()
         return packed.luggage.device.as_strided(packed.size, packed.stride, packed.offset)

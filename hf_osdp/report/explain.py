@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -94,12 +95,19 @@ class Explanation:
     plan: Plan
     description: ModelDescription
     estimate: PlanEstimate
-    reserved_bytes: int
-    """Device memory that no tensor can have."""
+    outside: Mapping[str, int]
+    """Device memory that no tensor can have, by what it is."""
+    margin_bytes: int
+    """Of the limit, what stays free."""
     streams: tuple[StreamTime, ...]
     """Empty where the hardware is not known."""
     reasons: tuple[RowReason, ...]
     binding: Binding | None
+
+    @property
+    def outside_bytes(self) -> int:
+        """Device memory that no tensor can have."""
+        return sum(self.outside.values())
 
 
 def explain(
@@ -123,7 +131,8 @@ def explain(
         plan=plan,
         description=description,
         estimate=estimate,
-        reserved_bytes=hardware.device.reserved_bytes if known else 0,
+        outside=estimate.memory.outside(hardware) if known else {},
+        margin_bytes=memory_limit_bytes - hardware.room_bytes(memory_limit_bytes) if known and memory_limit_bytes is not None else 0,
         streams=stream_times(plan, description, job, hardware) if known else (),
         reasons=row_reasons(plan, description, job, hardware, memory_limit_bytes) if known else (),
         binding=what_binds(plan, description, job, hardware, memory_limit_bytes) if known and memory_limit_bytes is not None else None,
@@ -193,7 +202,8 @@ class _Question:
     """What if one row of a plan were laid out otherwise."""
 
     def __init__(self, plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware, limit: int | None):
-        self.plan, self.description, self.job, self.hardware, self.limit = plan, description, job, hardware, limit
+        self.plan, self.description, self.job, self.hardware = plan, description, job, hardware
+        self.room = None if limit is None else hardware.room_bytes(limit)
         self.choices, self.batch = choices_of(plan, description), batch_of(plan)
         self.timer = UnitTimer(description, hardware, job, self.batch)
 
@@ -220,16 +230,16 @@ class _Question:
         )
 
     def _over(self, peak_bytes: int) -> int:
-        return 0 if self.limit is None else peak_bytes - self.limit
+        return 0 if self.room is None else peak_bytes - self.room
 
     def _fits(self, units: tuple[int, ...], choice: Choice) -> bool:
         """Within the limit, and within the host's memory."""
         memory, host = self._memory(units, choice), self.hardware.host
         there = host is None or memory.host_bytes <= host.memory_bytes
-        return there and self._over(memory.peak_bytes + self.hardware.device.reserved_bytes) <= 0
+        return there and self._over(memory.on(self.hardware)) <= 0
 
     def _peak(self, units: tuple[int, ...], choice: Choice) -> int:
-        return self._memory(units, choice).peak_bytes + self.hardware.device.reserved_bytes
+        return self._memory(units, choice).on(self.hardware)
 
     def _memory(self, units: tuple[int, ...], choice: Choice) -> MemoryEstimate:
         changed = [choice if index in units else own for index, own in enumerate(self.choices)]

@@ -28,19 +28,22 @@ _UNIT_TERMS = (
 def peak_table(explanation: Explanation) -> Table:
     """Bytes at the highest moment by what they are, the largest first, with their share of the limit or of the peak."""
     peak, limit = explanation.estimate.memory.peak, explanation.plan.memory_limit_bytes
-    total = peak.total_bytes + explanation.reserved_bytes
+    total = peak.total_bytes + explanation.outside_bytes
     table = bare_table(f"Bytes at the peak: {peak.phase} of {peak.unit}")
     table.add_column("")
     table.add_column("bytes", justify="right")
     table.add_column("of the limit" if limit else "of the peak", justify="right")
     parts = [(name.replace("_", " "), getattr(peak.breakdown, name)) for name in peak.breakdown.__slots__]
-    parts.append(("reserved by the device", explanation.reserved_bytes))
+    parts += explanation.outside.items()
     for name, nbytes in sorted(parts, key=lambda part: -part[1]):
         if nbytes:
             table.add_row(name, format_bytes(nbytes), _share(nbytes, limit or total))
     table.add_row("peak", format_bytes(total), _share(total, limit or total))
     if limit:
-        table.add_row("left under the limit", format_bytes(limit - total), _share(limit - total, limit))
+        left = limit - total - explanation.margin_bytes
+        table.add_row("left under the limit", format_bytes(left), _share(left, limit))
+        if explanation.margin_bytes:
+            table.add_row("margin", format_bytes(explanation.margin_bytes), _share(explanation.margin_bytes, limit))
     return table
 
 

@@ -101,6 +101,8 @@ def _hardware(hardware: Hardware) -> dict:
         "backend": hardware.backend.value,
         "memory_bytes": device.memory_bytes,
         "reserved_bytes": device.reserved_bytes,
+        "communicator_bytes": device.communicator_bytes,
+        "margin": hardware.free_share,
         "flops_per_s": {dtype.value: rate for dtype, rate in device.flops_per_s.items()},
         "memory_bytes_per_s": device.memory_bytes_per_s,
         "operator_s": device.operator_s,

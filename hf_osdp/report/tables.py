@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ..planner.description import ModelDescription, UnitDescription
 from ..planner.evaluate import PlanEstimate
+from ..planner.hardware import Hardware
 from ..planner.memory import Moment
 from ..planner.plan import Plan
 from ..planner.replay import Reserved
@@ -73,11 +74,14 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
     return table
 
 
-def plan_caption(plan: Plan, estimate: PlanEstimate, reserved_bytes: int = 0) -> tuple[str, ...]:
-    """Where the peak falls and what a step takes, as lines of text; the plan's peak holds what the device reserves."""
+def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None = None) -> tuple[str, ...]:
+    """Where the peak falls and what a step takes, as lines of text; the plan's peak holds what no tensor can have."""
     peak = estimate.memory.peak
-    kept = f", reserved by the device {format_bytes(reserved_bytes)}" if reserved_bytes else ""
+    outside = {} if hardware is None else estimate.memory.outside(hardware)
+    kept = "".join(f", {name} {format_bytes(nbytes)}" for name, nbytes in outside.items() if nbytes)
     limit = f" of {format_bytes(plan.memory_limit_bytes)}" if plan.memory_limit_bytes else ""
+    if plan.memory_limit_bytes and hardware is not None and hardware.free_share:
+        limit += f" (margin {format_bytes(plan.memory_limit_bytes - hardware.room_bytes(plan.memory_limit_bytes))})"
     lines = [
         f"Peak {format_bytes(plan.peak_bytes or peak.total_bytes)}{limit} in {peak.phase} of {peak.unit}: {describe_moment(peak)}{kept}."
     ]

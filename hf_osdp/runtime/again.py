@@ -11,7 +11,9 @@ import multiprocessing
 import os
 import socket
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ LIMIT_VARIABLE = "OSDP_MEMORY_LIMIT_AFTER_OOM"
 COUNT_VARIABLE = "OSDP_RESTART_COUNT"
 """How many times this run started itself again."""
 MOST_RESTARTS = 3
+_QUIET_S = 1.0
+"""For each of at most three waits for the device before the process is replaced; together less than `ending.END_S`."""
 _CHANGED = (LIMIT_VARIABLE, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 _STARTED_IN = os.getcwd()
 
@@ -132,9 +136,57 @@ def replace_this_process(variables: Mapping[str, str]) -> Any:
     for number in _open_files():
         with suppress(OSError):  # the one that listed them
             os.set_inheritable(number, number <= 2)  # ports, devices: what stays open stays taken
+    _end_kernels()
     environment = {**_first_environment(), **variables, COUNT_VARIABLE: str(_restarts(os.environ) + 1)}
     os.chdir(_STARTED_IN)
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+def _end_kernels() -> None:
+    """Let no kernel of this program run when the next one begins: it would hold memory, and write to it.
+
+    Kernels of NCCL wait for ranks that have left, so that those that do not end by themselves are aborted. Each of the two may hang
+    where the device has failed: it then has `_QUIET_S`. What aborted work raises in other threads is held back.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized() or _within(_QUIET_S, torch.cuda.synchronize):
+        return
+    sys.excepthook = lambda *_: time.sleep(3 * _QUIET_S)  # the main thread must not end before the program is replaced
+    _within(_QUIET_S, _abort_communicators)
+    if not _within(_QUIET_S, torch.cuda.synchronize):
+        print("hf_osdp: Kernels still run on the device as this process starts again.", file=sys.stderr, flush=True)
+
+
+def _within(seconds: float, call: Callable[[], object]) -> bool:
+    """Whether a call ended in time, and without an error."""
+    done: list[bool] = []
+
+    def run() -> None:
+        with suppress(Exception):
+            call()
+            done.append(True)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return bool(done)
+
+
+def _abort_communicators() -> None:
+    """Abort NCCL's, all together: one after the other may deadlock (pytorch/pytorch#119797)."""
+    import torch
+    import torch.distributed as dist
+
+    backends = []
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with suppress(RuntimeError):  # a group of gloo
+            backends.append(group._get_backend(torch.device("cuda")))
+    backends = [backend for backend in backends if backend.name() == "nccl"]
+    if backends:
+        backends[0]._group_start()
+        for backend in backends:
+            backend.abort()
+        backends[0]._group_end()
 
 
 def _restarts(environment: Mapping[str, str]) -> int:

@@ -47,7 +47,7 @@ def say_what_is_found(model: nn.Module, plan: Plan, units: Sequence[UnitDescript
         hardware=hardware,
         bf16_on=bf16_on(None if hardware is None else hardware.device, device_type),
         time=None if report is None else report.time,
-        needed_bytes=None if hardware is None else plan.peak_bytes - hardware.device.reserved_bytes,
+        needed_bytes=None if hardware is None else plan.peak_bytes - hardware.outside_bytes(plan.communicators),
         memory=device_memory(device_type, model),
     )
     findings = agreed(findings_of(known))

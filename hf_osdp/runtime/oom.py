@@ -23,13 +23,14 @@ from ..planner.plan import Plan
 from ..quantities import format_bytes, format_seconds
 from . import again
 from .agree import on_rank_zero
+from .memory_errors import is_of_host, is_out_of_memory
 from .recalibrate import Problem
 from .whereabouts import Place, Whereabouts
 
 _LEAST_SHARE = 0.05
 """Of the limit, by which it is lowered at least: where allocations fragment, or others use the device too, the peak says nothing."""
 _AMOUNT = r"(\d+(?:\.\d+)?) ([KMGT]iB|bytes)"
-_ASKED = re.compile(f"Tried to allocate {_AMOUNT}")
+_ASKED = re.compile(f"[Tt]ried to allocate {_AMOUNT}")
 _ALLOCATED = re.compile(f"Of the allocated memory {_AMOUNT} is allocated by PyTorch")
 """In the message of torch's allocator."""
 
@@ -97,13 +98,18 @@ class MemoryWatch:
         self.safer: Safer | None = None
         """Of the shortage that was explained last."""
 
-    def explain(self, error: torch.OutOfMemoryError) -> str:
-        """What there is to say of an error, in one line; `safer` is then set."""
-        text = str(error)
+    def explain(self, error: BaseException) -> str:
+        """What there is to say of an error, in one line; `safer` is then set, where another plan helps."""
+        self.safer, text = None, str(error)
         shortage = Shortage(
             place=self.whereabouts.place_of(error), allocated_bytes=self._allocated(text), asked_bytes=_bytes_in(_ASKED, text)
         )
         who = f"rank {dist.get_rank()} on {socket.gethostname()}" if dist.is_initialized() else socket.gethostname()
+        if self._device.type == "cuda" and is_of_host(error):
+            return (
+                f"Out of the host's memory on {who} in {shortage.place}. Use fewer workers of data loaders, host_offload=False or"
+                " offload_activations=False, or a machine or container with more memory."
+            )
         said = f"Out of memory on {who} in {shortage.place}: the plan was estimated to need {self._estimate()}, {shortage}."
         if self._problem is None:
             return f"{said} The plan was given; plan again under a lower memory_limit."
@@ -134,7 +140,7 @@ class MemoryWatch:
 
     def _allocated(self, text: str) -> int | None:
         """As torch says; else the highest that its allocator saw, what the device reserves with it."""
-        reserved = 0 if self._problem is None else self._problem.hardware.device.reserved_bytes
+        reserved = 0 if self._problem is None else self._problem.hardware.outside_bytes(self._plan.communicators)
         allocated = _bytes_in(_ALLOCATED, text)
         if allocated is None and self._device.type == "cuda":
             allocated = torch.cuda.max_memory_allocated(self._device)
@@ -216,18 +222,18 @@ def explained() -> Iterator[None]:
     """Give an error of memory inside its explanation; where `on_oom="replan"`, all ranks start again instead, if they can.
 
     Raises:
-        torch.OutOfMemoryError: the same that was raised inside, with another message.
+        BaseException: the same that was raised inside; where memory ran out (`is_out_of_memory`), with another message.
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except Exception as error:
         handle(error)
         raise
 
 
 def handle(error: BaseException) -> None:
     """Explain an error of memory, once, in its own message; does not return where all ranks start again."""
-    if _Process.watch is None or not isinstance(error, torch.OutOfMemoryError) or hasattr(error, "explained_by_osdp"):
+    if _Process.watch is None or not is_out_of_memory(error) or hasattr(error, "explained_by_osdp"):
         return
     of_torch = " ".join(str(error).split())
     try:

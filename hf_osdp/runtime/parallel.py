@@ -91,6 +91,7 @@ class OptimalShardedDataParallel(nn.Module):
         plan: Plan | str | Path | None = None,
         *,
         memory_limit: int | float | str | None = None,
+        memory_margin: float | None = None,
         sequence_length: int | None = None,
         global_batch_size: int | None = None,
         micro_batch_size: int | None = None,
@@ -115,6 +116,7 @@ class OptimalShardedDataParallel(nn.Module):
             plan: a plan or its file; None plans here. A given plan is held against `memory_limit` and the three sizes below,
                 where they are given; `strategy`, `hardware`, `optimizer` and `inputs` are for planning only.
             memory_limit: bytes on each device, or text such as `"8GiB"`; None takes what the hardware has.
+            memory_margin: share of the limit that the plan leaves free; None: 0.04 on CUDA, nothing on the CPU.
             sequence_length: tokens of one sample.
             global_batch_size: samples of one optimizer step over all ranks.
             micro_batch_size: samples a rank runs at once; None lets the planner choose.
@@ -150,6 +152,7 @@ class OptimalShardedDataParallel(nn.Module):
         self._precision = Precision.named(mixed_precision)
         wanted = Wanted(
             memory_limit=memory_limit,
+            memory_margin=memory_margin,
             sequence_length=sequence_length,
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,

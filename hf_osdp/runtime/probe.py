@@ -34,6 +34,7 @@ from .apply import apply_plan, needs_process_group
 from .environment import mp_policy
 from .host_offload import empty_on_device
 from .measure import Observation, StepMeter, training_tensors
+from .memory_errors import is_out_of_memory
 from .mesh import Meshes, collective_device, destroy_mesh, world_size
 from .steps import batch_on, make_optimizer, train_step
 
@@ -93,7 +94,9 @@ def _on_cuda(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int) 
     failed = False
     try:
         _observe(plan, silent, alone, timed_steps=1, summed=False)
-    except torch.OutOfMemoryError:
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         failed = True  # what follows must not run inside the handler: the traceback keeps the copy alive
     finally:
         if alone is not None:

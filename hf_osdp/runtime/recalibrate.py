@@ -74,10 +74,14 @@ class Problem:
             job=correction.of_job(self.job),
         )
 
+    def tensor_bytes(self, plan: Plan) -> int:
+        """What the limit leaves for a plan's tensors."""
+        return self.hardware.room_bytes(self.memory_limit_bytes) - self.hardware.outside_bytes(plan.communicators)
+
     def restated(self, plan: Plan) -> Plan:
         """The plan with this problem's estimates of it."""
         needs = self.result(plan)
-        return replace(plan, peak_bytes=needs.memory.peak_bytes + self.hardware.device.reserved_bytes, step_s=needs.time.step_s)
+        return replace(plan, peak_bytes=needs.memory.on(self.hardware), step_s=needs.time.step_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +96,11 @@ class Round:
     correction: Correction
     """What the observation changed."""
     fits: bool
-    """The observed peak, with what the device reserves, is within the limit."""
+    """The observed peak, with what no tensor can have, is within the limit less the margin."""
+
+    def peak_on(self, hardware: Hardware) -> int:
+        """Observed peak with what no tensor can have."""
+        return (self.observed.peak_bytes or 0) + hardware.outside_bytes(self.plan.communicators)
 
 
 class Recalibration:
@@ -127,8 +135,7 @@ class Recalibration:
 
     def _round(self, plan: Plan, observed: Observation) -> Round:
         problem = self.problem
-        reserved = problem.hardware.device.reserved_bytes
-        limit = problem.memory_limit_bytes - reserved
+        limit = problem.tensor_bytes(plan)
         estimate = problem.result(plan)
         peak = int(limit * (1 + _OUT_OF_MEMORY_MARGIN)) + 1 if observed.out_of_memory else observed.peak_bytes
         correction = correction_of(
@@ -153,18 +160,18 @@ class Recalibration:
         return self.problem.restated(best.plan)
 
     def _infeasible(self, remedies: tuple[str, ...]) -> InfeasibleError:
-        reserved, limit = self.problem.hardware.device.reserved_bytes, self.problem.memory_limit_bytes
+        hardware, limit = self.problem.hardware, self.problem.memory_limit_bytes
         seen = "; ".join(
-            f"plan {past.plan.fingerprint} needed {_peak_text(past, reserved)}, estimated"
-            f" {format_bytes(past.estimated_peak_bytes + reserved)}"
+            f"plan {past.plan.fingerprint} needed {_peak_text(past, hardware)}, estimated"
+            f" {format_bytes(past.estimated_peak_bytes + hardware.outside_bytes(past.plan.communicators))}"
             for past in self.rounds
         )
         ways = remedies or ("a higher memory_limit", "more devices", "a shorter sequence_length")
-        peaks = [past.observed.peak_bytes + reserved for past in self.rounds if past.observed.peak_bytes is not None]
+        peaks = [past.peak_on(hardware) for past in self.rounds if past.observed.peak_bytes is not None]
         return InfeasibleError(
             f"No plan that was tried fits {format_bytes(limit)} per device: {seen}. Use {'; or '.join(ways)}.",
             memory_limit_bytes=limit,
-            least_peak_bytes=min(peaks, default=limit + 1),
+            least_peak_bytes=max(limit + 1, hardware.limit_for(min(peaks, default=0))),
             remedies=tuple(ways),
         )
 
@@ -203,6 +210,5 @@ def recalibrate(
     return broadcast_plan(plan), tuple(rounds), session[0].problem if session else None
 
 
-def _peak_text(past: Round, reserved: int) -> str:
-    peak = past.observed.peak_bytes
-    return "more memory than there is" if peak is None else format_bytes(peak + reserved)
+def _peak_text(past: Round, hardware: Hardware) -> str:
+    return "more memory than there is" if past.observed.peak_bytes is None else format_bytes(past.peak_on(hardware))

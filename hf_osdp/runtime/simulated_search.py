@@ -34,6 +34,10 @@ class SimulatedRound:
         """Simulated less estimated peak of tensors, the correction left out of neither."""
         return self.simulation.peak_bytes - self.found.memory.peak_bytes
 
+    def peak_on(self, hardware: Hardware) -> int:
+        """Simulated peak with what no tensor can have."""
+        return self.simulation.peak_bytes + hardware.outside_bytes(self.found.plan.communicators)
+
 
 def search_and_simulate(
     model_or_config: Any,
@@ -70,10 +74,10 @@ def search_and_simulate(
             auto_class=auto_class, inputs=inputs, activation_checkpointing=activation_checkpointing,
         )  # fmt: skip
         rounds.append(SimulatedRound(found=found, simulation=simulation, job=job))
-        if simulation.peak_bytes + hardware.device.reserved_bytes <= memory_limit_bytes:
+        if rounds[-1].peak_on(hardware) <= hardware.room_bytes(memory_limit_bytes):
             return tuple(rounds)
         job = Correction(extra_bytes=rounds[-1].short_bytes).of_job(job)
-    least = min(r.simulation.peak_bytes for r in rounds) + hardware.device.reserved_bytes
+    least = hardware.limit_for(min(r.peak_on(hardware) for r in rounds))
     raise OSDPError(
         f"No plan's simulated peak is within {format_bytes(memory_limit_bytes)} after {_ROUNDS} rounds (the least was"
         f" {format_bytes(least)}); give a limit of {format_bytes(least)}, or plan without simulation."

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..planner.cut import WHOLE_BLOCKS, Cut
 from ..planner.description import ModelDescription
-from ..planner.hardware import Hardware
+from ..planner.hardware import Hardware, check_margin
 from ..planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from ..planner.plan import Plan
 from ..planner.profile import Profile, with_block_times
@@ -30,7 +30,17 @@ if TYPE_CHECKING:
     from .recalibrate import Problem, Round
 
 _DECISIONS = ("recompute", "host_offload", "offload_activations", "reduce_every_micro_step")
-_PLANNING_ONLY = ("strategy", "hardware", "optimizer", "inputs", "profile", "recalibrate", *_DECISIONS, "operator_splitting")
+_PLANNING_ONLY = (
+    "strategy",
+    "hardware",
+    "optimizer",
+    "inputs",
+    "profile",
+    "recalibrate",
+    "memory_margin",
+    *_DECISIONS,
+    "operator_splitting",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +62,7 @@ class Wanted:
     """The arguments of `OptimalShardedDataParallel`, which explains them; None is what was not said."""
 
     memory_limit: int | float | str | None
+    memory_margin: float | None
     sequence_length: int | None
     global_batch_size: int | None
     micro_batch_size: int | None
@@ -82,6 +93,8 @@ class Wanted:
             )
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)
+        if self.memory_margin is not None:
+            check_margin(self.memory_margin)
         if planning:
             if missing := [name for name in ("sequence_length", "global_batch_size") if getattr(self, name) is None]:
                 raise ValueError(f"Planning needs {' and '.join(missing)}; pass them, or give a plan.")
@@ -205,7 +218,8 @@ class Wanted:
     def _hardware(self, device_type: str, profile: Profile | None) -> Hardware:
         from ..profiling.machine import hardware_of_run
 
-        return hardware_of_run(self.hardware if profile is None else profile.hardware, device_type=device_type)
+        hardware = hardware_of_run(self.hardware if profile is None else profile.hardware, device_type=device_type)
+        return hardware.with_margin(self.memory_margin)
 
     def _limit_bytes(self, hardware: Hardware) -> int:
         """The limit over tensors and what the device reserves; `search` takes the latter off."""

@@ -70,7 +70,7 @@ def every_plan(description: ModelDescription, hardware: Hardware, job: TrainingJ
         for choices in itertools.product(*space):
             memory = estimate_memory(description, choices, hardware.world_size, job, batch)
             if hardware.host is None or memory.host_bytes <= hardware.host.memory_bytes:
-                yield memory.peak_bytes, estimate_time(description, choices, hardware, job, batch).step_s
+                yield memory.on(hardware), estimate_time(description, choices, hardware, job, batch).step_s
 
 
 def instance(seed: int):
@@ -96,14 +96,35 @@ def test_search_equals_brute_force(seed):
         with pytest.raises(HardwareError):
             search(description, hardware, job, 10**9)
         return
+    check_against(plans, description, hardware, job, dice)
+
+
+def check_against(plans, description: ModelDescription, hardware: Hardware, job: TrainingJob, dice: random.Random) -> None:
+    """Hold searches against all plans, at four limits and where nothing fits."""
     peaks = sorted({peak for peak, _ in plans})
     limits = {peaks[0], dice.choice(peaks), peaks[len(peaks) // 3], dice.randint(peaks[0], peaks[-1])}
-    for limit in limits:
-        best_s = min(step_s for peak, step_s in plans if peak <= limit)
-        result = search(description, hardware, job, limit)
-        assert result.memory.peak_bytes <= limit
+    for needed in limits:
+        best_s = min(step_s for peak, step_s in plans if peak <= needed)
+        result = search(description, hardware, job, hardware.limit_for(needed))
+        assert result.plan.peak_bytes == result.memory.on(hardware) <= needed
         assert result.plan.proven_optimal
         assert result.time.step_s == pytest.approx(best_s, rel=2e-7)
     with pytest.raises(InfeasibleError) as caught:
-        search(description, hardware, job, peaks[0] - 1)
-    assert caught.value.least_peak_bytes == peaks[0]
+        search(description, hardware, job, hardware.limit_for(peaks[0]) - 1)
+    assert caught.value.least_peak_bytes == hardware.limit_for(peaks[0])
+
+
+MIXED = 160
+"""Instances of 6 to 16 ranks, whose plans mix meshes."""
+
+
+@pytest.mark.parametrize("seed", slow_but(range(MIXED), daily=range(16)))
+def test_search_equals_brute_force_where_communicators_take_memory(seed):
+    dice = random.Random(seed)
+    nodes, per_node = dice.choice([(1, 6), (1, 8), (2, 4), (4, 2), (2, 8), (1, 12)])
+    hardware = replace(small_hardware(dice), nodes=nodes, devices_per_node=per_node, host=None, margin=dice.choice([None, 0.0, 0.1]))
+    reserved = dict(reserved_bytes=dice.choice([0, 5000]), communicator_bytes=dice.choice([1, 300, 2000, 20_000]))
+    hardware = replace(hardware, device=replace(hardware.device, **reserved))
+    job = TrainingJob(global_batch_size=hardware.world_size, recompute=False, optimizer=OptimizerSpec(states=2, step=OptimizerStep.FOREACH))
+    description = at_random(seed, kinds=2, blocks=2, tied=dice.random() < 0.5)
+    check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)

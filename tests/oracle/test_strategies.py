@@ -43,6 +43,7 @@ def machine(
         intra_node=Link(latency_s=hop_s, bytes_per_s=intra, source="made up"),
         inter_node=Link(latency_s=10 * hop_s, bytes_per_s=inter, source="made up"),
         backend=backend,
+        margin=0.0,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...planner.cut import WHOLE_BLOCKS, Cut
 from ...planner.description import ModelDescription
-from ...planner.hardware import Backend, Hardware
+from ...planner.hardware import Backend, Hardware, check_margin
 from ...planner.job import OptimizerSpec, Precision, TrainingJob
 from ...planner.presets import preset, preset_names
 from ...planner.what_if import Case
@@ -25,12 +25,17 @@ OPTIMIZERS = {"adamw": OptimizerSpec(), "momentum": OptimizerSpec(name="momentum
 
 
 def hardware_of(request: Request) -> Hardware:
-    """The devices that were named or measured, as many as asked for.
+    """The devices that were named or measured, as many as asked for, with the margin that was asked for.
 
     Raises:
         HardwareError: the name is not known.
-        ValueError: neither a name nor a profile is given, or both are.
+        ValueError: neither a name nor a profile is given, or both are; the margin is no share.
     """
+    margin = None if request.margin is None else check_margin(request.margin, name="--margin")
+    return _devices_of(request).with_margin(margin)
+
+
+def _devices_of(request: Request) -> Hardware:
     if (request.device is None) == (request.profile is None):
         given = "Both were given" if request.device else "Neither was given"
         raise ValueError(f"{given}: use either --device with one of {', '.join(preset_names())}, or --profile FILE.")

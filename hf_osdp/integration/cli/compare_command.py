@@ -37,16 +37,16 @@ def compare(
             case.description,
             case.hardware,
             case.job,
-            case.hardware.device.memory_bytes,
+            case.hardware.room_bytes(case.hardware.device.memory_bytes),
             points=points,
-            at=[case.memory_limit_bytes, *peaks],
+            at=[case.room_bytes, *peaks],
         )
-    screen.print(comparison_table(rows, case.memory_limit_bytes), frontier_table(front, case.memory_limit_bytes))
+    screen.print(comparison_table(rows, case.memory_limit_bytes), frontier_table(front, case.room_bytes))
     screen.print(f"Estimated for {case.hardware.summary}; activations: {case.description.trace}.")
     if plot is not None:
         from ...report.plots import frontier_chart, save_chart
 
         title = f"{case.description.model_name} on {case.hardware.summary}: fastest plan for each amount of memory"
-        save_chart(frontier_chart(title, front, rows, case.memory_limit_bytes), plot)
+        save_chart(frontier_chart(title, front, rows, case.room_bytes), plot)
         screen.print(f"Plot: {plot}")
     screen.write(comparison_content(case.hardware, case.memory_limit_bytes, rows, front))

@@ -183,11 +183,18 @@ def _case(
     if job is not None:
         seen.sound[Check.BATCH] = f"{job.global_batch_size} samples a step over {hardware.world_size} devices"
     if limit is not None:
-        seen.sound[Check.LIMIT] = f"{format_bytes(limit)}, of which the device keeps {format_bytes(hardware.device.reserved_bytes)}"
+        seen.sound[Check.LIMIT] = _limit_text(hardware, limit)
     if job is None or limit is None or description is None or Check.PLAN in (finding.check for finding in seen.findings):
         return None
     job = replace(job, optimizer=spec)
     return Case(description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=request.strategy)
+
+
+def _limit_text(hardware: Hardware, limit: int) -> str:
+    """What stays of the limit for the plan."""
+    free = limit - hardware.room_bytes(limit)
+    margin = f", and {format_bytes(free)} stay free as a margin" if free else ""
+    return f"{format_bytes(limit)}, of which the device keeps {format_bytes(hardware.device.reserved_bytes)}{margin}"
 
 
 def _searched(case: Case, request: Request, config: Any) -> SearchResult:
@@ -202,7 +209,7 @@ def _given(case: Case, path: Path) -> SearchResult:
     plan = Plan.load(path)
     plan.check(case.description, case.hardware.world_size)
     estimate = estimate_plan(plan, case.description, case.job, case.hardware)
-    peak = estimate.memory.peak_bytes + case.hardware.device.reserved_bytes
+    peak = estimate.memory.on(case.hardware)
     check_given(
         plan,
         memory_limit_bytes=case.memory_limit_bytes,

@@ -13,6 +13,7 @@ from .options import (
     Checkpointing,
     DeviceName,
     JsonFile,
+    MarginShare,
     NumNodes,
     OptimizerName,
     PlotFile,
@@ -35,6 +36,7 @@ def explain(
     device: DeviceName = None,
     profile: ProfileFile = None,
     num_nodes: NumNodes = None,
+    margin: MarginShare = None,
     precision: PrecisionName = "no",
     optimizer: OptimizerName = "adamw",
     activation_checkpointing: Checkpointing = False,
@@ -54,7 +56,9 @@ def explain(
             from ...report.plan_file import read_plan_file
 
             found, inputs = read_plan_file(plan_file)
-            stated = _stated(device, profile, num_nodes, precision, optimizer, activation_checkpointing, block_classes, auto_class, model)
+            stated = _stated(
+                device, profile, num_nodes, margin, precision, optimizer, activation_checkpointing, block_classes, auto_class, model
+            )
             if inputs is not None and stated:
                 raise ValueError(
                     f"{plan_file} holds what its plan was made from, so {', '.join(stated)} would have no effect; leave it out."
@@ -62,16 +66,20 @@ def explain(
             if inputs is None:
                 if model is None:
                     raise ValueError(f"{plan_file} holds a plan alone; add --model, --device and the options that it was made with.")
-                inputs = _inputs(found, model=model, device=device, profile=profile, num_nodes=num_nodes, precision=precision,
+                inputs = _inputs(found, model=model, device=device, profile=profile, num_nodes=num_nodes, margin=margin,
+                                 precision=precision,
                                  optimizer=optimizer, activation_checkpointing=activation_checkpointing, block_classes=block_classes,
                                  auto_class=auto_class)  # fmt: skip
             _explain(screen, found, inputs, plot)
 
 
-def _stated(device, profile, num_nodes, precision, optimizer, activation_checkpointing, block_classes, auto_class, model) -> list[str]:
+def _stated(
+    device, profile, num_nodes, margin, precision, optimizer, activation_checkpointing, block_classes, auto_class, model
+) -> list[str]:
     """Options that were given."""
     given = {
-        "--model": model, "--device": device, "--profile": profile, "--num-nodes": num_nodes, "--precision": precision != "no",
+        "--model": model, "--device": device, "--profile": profile, "--num-nodes": num_nodes, "--margin": margin is not None,
+        "--precision": precision != "no",
         "--optimizer": optimizer != "adamw", "--activation-checkpointing": activation_checkpointing, "--block-classes": block_classes,
         "--auto-class": auto_class,
     }  # fmt: skip

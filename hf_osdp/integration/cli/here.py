@@ -15,18 +15,19 @@ _PACKAGES = ("torch", "accelerate", "transformers")
 
 def machine_line() -> str:
     """Versions, devices, and what carries collectives here."""
-    import psutil
     import torch
     import torch.distributed as dist
+
+    from ...profiling.machine_memory import memory_limits, tightest
 
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     devices = f"{len(cuda)} x {', '.join(dict.fromkeys(cuda))}" if cuda else "no CUDA device"
     carriers = [name for name, there in {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}.items() if there]
-    memory = psutil.virtual_memory()
+    memory = tightest(memory_limits())
     return (
         f"Python {platform.python_version()}, {versions}; {devices}; {' and '.join(carriers)}; {os.cpu_count()} cores, "
-        f"{format_bytes(memory.available)} of {format_bytes(memory.total)} free"
+        f"{format_bytes(memory.free_bytes)} of {format_bytes(memory.total_bytes)} free"
     )
 
 
@@ -45,7 +46,7 @@ def memory_here(hardware: Hardware) -> DeviceMemory | None:
         return DeviceMemory(name=f"{torch.cuda.get_device_name(index)} {index}", total_bytes=total, free_bytes=free, own_bytes=0)
     if hardware.nodes > 1:
         return None
-    import psutil
+    from ...profiling.machine_memory import memory_limits, tightest
 
-    memory = psutil.virtual_memory()
-    return DeviceMemory(name="cpu", total_bytes=memory.total, free_bytes=memory.available, own_bytes=0, sharing=hardware.devices_per_node)
+    memory, sharing = tightest(memory_limits()), hardware.devices_per_node
+    return DeviceMemory(name="cpu", total_bytes=memory.total_bytes, free_bytes=memory.free_bytes, own_bytes=0, sharing=sharing)

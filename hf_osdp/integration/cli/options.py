@@ -34,6 +34,10 @@ OptimizerName = Annotated[
         help="adamw, momentum or sgd. Its states count: AdamW keeps 2 tensors a parameter, SGD with momentum 1.",
     ),
 ]
+MarginShare = Annotated[
+    float | None,
+    typer.Option("--margin", metavar="SHARE", help="Share of the limit that stays free; 0.04 on CUDA, 0 on the CPU, unless given."),
+]
 NumNodes = Annotated[int | None, typer.Option("--num-nodes", min=1, metavar="N", help="Machines; 1, or as the profile has it.")]
 Checkpointing = Annotated[
     bool, typer.Option("--activation-checkpointing", help="Recompute blocks in backward instead of saving activations.")
@@ -64,6 +68,7 @@ class Request:
     memory_limit: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Bytes of each device that training may use, such as 8GiB; else all that it has.")
     ] = None
+    margin: MarginShare = None
     device: DeviceName = None
     profile: ProfileFile = None
     num_nodes: NumNodes = None

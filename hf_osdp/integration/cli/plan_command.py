@@ -84,15 +84,15 @@ def _show(screen: Output, case: Case, found: SearchResult, rounds: Sequence[Simu
     from ...report.run_report import report_content
     from ...report.tables import plan_caption, plan_table
 
-    estimate, reserved = estimate_plan(found.plan, case.description, case.job, case.hardware), case.hardware.device.reserved_bytes
-    screen.print(plan_table(found.plan, case.description, estimate), *plan_caption(found.plan, estimate, reserved))
+    estimate = estimate_plan(found.plan, case.description, case.job, case.hardware)
+    screen.print(plan_table(found.plan, case.description, estimate), *plan_caption(found.plan, estimate, case.hardware))
     screen.print(f"Planned for {case.hardware.summary} in {format_seconds(planning_s)}; activations: {case.description.trace}.")
     content = report_content(
         plan=found.plan, description=case.description, estimate=estimate, hardware=case.hardware, comparison=None,
         planning_s=planning_s, measured=None,
     )  # fmt: skip
     for earlier in rounds[:-1]:
-        over = earlier.simulation.peak_bytes + reserved - case.memory_limit_bytes
+        over = earlier.peak_on(case.hardware) - case.room_bytes
         screen.print(f"Plan {earlier.found.plan.fingerprint} was given up: its simulated peak is {format_bytes(over)} over the limit.")
     if rounds:
         last = rounds[-1].simulation
@@ -120,6 +120,6 @@ def draw_plan(path: Path, plan, estimate, hardware, streams) -> None:
     """Memory over the step, and time by stream where the hardware is known."""
     from ...report.plots import plan_chart, save_chart
 
-    reserved = 0 if hardware is None else hardware.device.reserved_bytes
+    reserved = 0 if hardware is None else hardware.outside_bytes(estimate.memory.communicators)
     title = f"{plan.model_name}, {plan.strategy} on {plan.hardware or f'{plan.world_size} devices'}"
     save_chart(plan_chart(title, estimate.memory, reserved, plan.memory_limit_bytes, streams), path)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from ...errors import DescriptionError, ProfileError
 from ...planner.description import ModelDescription
-from ...planner.presets import preset
 from ...planner.what_if import Answer, Case, Changed, answer, largest, one_more_device, twice_the_memory
 from ...quantities import format_bytes, format_count
 from .cases import case_of, describer, timed
@@ -30,11 +28,10 @@ def what_if(request: Request, json_file: JsonFile = None) -> None:
     with screen.working("Describing the model"):
         case, config = case_of(request)
     models = _Models(request, case, config)
-    sized = None if request.device is None else partial(preset, request.device)
     with _progress(screen) as step:
         questions: list[Callable[[], Answer]] = [
             lambda: answer("now", Changed(case=case, change=f"limit {format_bytes(case.memory_limit_bytes)}")),
-            lambda: answer("one more device", one_more_device(case, sized)),
+            lambda: answer("one more device", one_more_device(case)),
             lambda: answer("twice the memory", twice_the_memory(case)),
             models.half_the_sequence,
             lambda: models.longest_sequence(step),

@@ -27,7 +27,7 @@ from hf_osdp.report.plan_file import read_plan_file
 SIZES = ("--sequence-length", "32", "--global-batch-size", "32")
 DEVICES = ("--device", "titan-rtx", "--devices-per-node", "4")
 HARDWARE = preset("titan-rtx", devices_per_node=4)
-LIMIT = HARDWARE.device.reserved_bytes + 9 * 2**19
+LIMIT = HARDWARE.limit_for(HARDWARE.unavoidable_bytes + 9 * 2**19)
 OPTIONS = (*SIZES, *DEVICES, "--memory-limit", str(LIMIT))
 WHOLE = (*OPTIONS, "--no-operator-splitting")
 JOB = TrainingJob(global_batch_size=32)
@@ -97,7 +97,8 @@ def test_help_lists_the_commands_and_every_option_of_plan():
 def test_plan_finds_what_search_finds(plan_content, description):
     expected, content = search(description, HARDWARE, JOB, LIMIT).plan, plan_content
     assert content["plan"]["fingerprint"] == expected.fingerprint
-    assert content["estimated"]["peak_bytes"] + content["hardware"]["reserved_bytes"] == expected.peak_bytes
+    assert content["estimated"]["peak_bytes"] + HARDWARE.outside_bytes(expected.communicators) == expected.peak_bytes
+    assert content["hardware"]["margin"] == 0.04 and expected.peak_bytes <= HARDWARE.room_bytes(LIMIT) < LIMIT
     assert content["estimated"]["step_s"] == expected.step_s
     assert content["model"]["parameters"] == description.numel
 
@@ -126,7 +127,7 @@ def test_every_option_reaches_the_planner(model, config):
     )
     expected = search(description, hardware, job, hardware.device.memory_bytes, strategy="hsdp").plan
     assert content["plan"]["fingerprint"] == expected.fingerprint
-    assert content["estimated"]["peak_bytes"] + content["hardware"]["reserved_bytes"] == expected.peak_bytes
+    assert content["estimated"]["peak_bytes"] + hardware.outside_bytes(expected.communicators) == expected.peak_bytes
     assert content["plan"]["memory_limit_bytes"] == hardware.device.memory_bytes
     assert content["model"]["class"] == "GPT2Model"
 
@@ -161,6 +162,16 @@ def test_explain_needs_the_file_alone(plan_file):
     assert as_json("explain", plan_file) == json.loads(json.dumps(explanation_content(expected)))
 
 
+def test_the_margin_is_an_option_of_commands(model, plan_file):
+    none = as_json("plan", model, *OPTIONS, "--margin", 0)
+    assert none["hardware"]["margin"] == 0 and none["plan"]["peak_bytes"] > as_json("plan", model, *OPTIONS)["plan"]["peak_bytes"]
+    for command in ("plan", "compare", "what-if"):
+        done = call(command, model, *OPTIONS, "--margin", "1.5")
+        said = "--margin=1.5 must be the share of the limit that stays free, at least 0 and below 1, such as 0.04."
+        assert done.exit_code == 2 and said in done.stderr and done.stderr.count("\n") == 1
+    assert "--margin would have no effect" in call("explain", plan_file, "--margin", "0.1").stderr
+
+
 def test_explain_takes_a_bare_plan_with_its_model(plan_file, model, tmp_path):
     Plan.load(plan_file).save(tmp_path / "bare.json")
     assert "add --model" in call("explain", tmp_path / "bare.json").stderr
@@ -171,7 +182,9 @@ def test_explain_takes_a_bare_plan_with_its_model(plan_file, model, tmp_path):
 def test_compare_holds_all_strategies_and_the_front(model, description, tmp_path):
     rows = compare_strategies(description, HARDWARE, JOB, LIMIT)
     peaks = [row.result.plan.peak_bytes for row in rows if row.result]
-    front = frontier(description, HARDWARE, JOB, HARDWARE.device.memory_bytes, points=3, at=[LIMIT, *peaks])
+    front = frontier(
+        description, HARDWARE, JOB, HARDWARE.room_bytes(HARDWARE.device.memory_bytes), points=3, at=[HARDWARE.room_bytes(LIMIT), *peaks]
+    )
     done = call("compare", model, *WHOLE, "--points", 3, "--json", tmp_path / "x.json", "--plot", tmp_path / "x.png")
     assert done.exit_code == 0, done.output
     assert json.loads((tmp_path / "x.json").read_text()) == json.loads(json.dumps(comparison_content(HARDWARE, LIMIT, rows, front)))

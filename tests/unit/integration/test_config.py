@@ -64,7 +64,7 @@ def test_every_strategy_is_accepted(strategy):
         ({"plan": "p.json", "strategy": "ddp"}, ("strategy='ddp'", "no effect")),
         ({"plan": Path("p.json"), "hardware": "h100"}, ("hardware", "no effect")),
         ({"plan": "p.json", "nodes": 7}, ("nodes=7", "no effect")),
-        ({"memorylimit": "1GiB"}, ("no option 'memorylimit'", "memory_limit, strategy, block_classes")),
+        ({"memorylimit": "1GiB"}, ("no option 'memorylimit'", "memory_limit, memory_margin, strategy, block_classes")),
     ],
 )
 def test_bad_options_give_value_limit_and_remedy_in_one_line(options, parts):
@@ -73,6 +73,16 @@ def test_bad_options_give_value_limit_and_remedy_in_one_line(options, parts):
     message = str(caught.value)
     assert all(part in message for part in parts), message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("margin", [-0.1, 1, "4 %", float("nan"), True])
+def test_a_margin_that_is_no_share_is_refused_in_one_line(margin):
+    with pytest.raises(ValueError) as caught:
+        OSDPConfig.from_options({"osdp": True, "memory_margin": margin})
+    said = f"memory_margin={margin!r} must be the share of the limit that stays free, at least 0 and below 1, such as 0.04."
+    assert str(caught.value) == said
+    with pytest.raises(ValueError, match=r"plan runs a given plan as it is, so memory_margin=0.1 would have no effect"):
+        OSDPConfig(plan="plan.json", memory_margin=0.1)
 
 
 def test_nodes_beside_a_hardware_description_is_refused():

@@ -51,6 +51,13 @@ def test_without_a_limit_the_device_is_the_limit(model):
     assert run.memory_limit_bytes == HARDWARE.device.memory_bytes
 
 
+def test_the_margin_stays_free_of_the_plan(model):
+    limit = plan_run(model, OSDPConfig(hardware=HARDWARE, compare=False), facts()).plan.peak_bytes
+    options = dict(hardware=HARDWARE, compare=False, memory_limit=limit)
+    assert plan_run(model, OSDPConfig(**options, memory_margin=0.0), facts()).plan.peak_bytes == limit
+    assert plan_run(model, OSDPConfig(**options, memory_margin=0.1), facts()).plan.peak_bytes <= 0.9 * limit
+
+
 def test_what_the_device_reserves_counts_once(model):
     """The search takes it off the limit; the limit that it is given is whole."""
     plain = plan_run(model, OSDPConfig(hardware=HARDWARE, compare=False), facts())

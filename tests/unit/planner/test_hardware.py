@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from hf_osdp.errors import HardwareError
 from hf_osdp.planner.description import DType
-from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, DeviceSpec, Handling, Link, WorkTime
+from hf_osdp.planner.hardware import CACHING_MARGIN, Backend, Collective, CollectiveTiming, DeviceSpec, Handling, Link, WorkTime
 from hf_osdp.planner.job import OptimizerStep
 from hf_osdp.planner.presets import COMMUNICATOR_BYTES, CONTEXT_BYTES, preset, preset_names
 
@@ -126,12 +127,30 @@ def test_rates_cannot_be_changed():
 
 def test_what_cuda_devices_reserve_has_the_context_and_the_communicators():
     for name in preset_names():
-        alone, node, nodes = (preset(name, nodes=n, devices_per_node=d).device.reserved_bytes for n, d in ((1, 1), (1, 8), (2, 4)))
-        if preset(name).backend is Backend.GLOO:
-            assert (alone, node, nodes) == (0, 0, 0)
+        alone, node = preset(name), preset(name, devices_per_node=8)
+        if alone.backend is Backend.GLOO:
+            assert (alone.unavoidable_bytes, node.outside_bytes(3)) == (0, 0)
             continue
-        assert CONTEXT_BYTES < alone < 2 * 2**30
-        assert (node - alone, nodes - alone) == (COMMUNICATOR_BYTES, 3 * COMMUNICATOR_BYTES)
+        assert CONTEXT_BYTES < alone.unavoidable_bytes == node.device.reserved_bytes < 2 * 2**30
+        assert node.unavoidable_bytes == alone.unavoidable_bytes + COMMUNICATOR_BYTES
+        assert node.outside_bytes(3) == alone.unavoidable_bytes + 3 * COMMUNICATOR_BYTES
+
+
+@pytest.mark.parametrize(("margin", "share"), [(None, CACHING_MARGIN), (0.0, 0.0), (0.25, 0.25)])
+def test_margin_is_what_a_plan_may_not_fill(margin, share):
+    hardware = preset("h100").with_margin(margin)
+    assert hardware.free_share == share and preset("cpu").free_share == 0.0
+    assert hardware.room_bytes(1000) == round(1000 * (1 - share))
+    for needed in (1, 7, 96, 10**9 + 1, 2**59):
+        limit = hardware.limit_for(needed)
+        assert hardware.room_bytes(limit) >= needed > hardware.room_bytes(limit - 1)
+
+
+@pytest.mark.parametrize("margin", [-0.01, 1, 1.5, float("nan"), float("inf"), "4 %", True])
+def test_a_margin_that_is_no_share_is_refused_in_one_line(margin):
+    message = f"margin={margin!r} must be the share of the limit that stays free, at least 0 and below 1, such as 0.04."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        preset("h100").with_margin(margin)
 
 
 LINK = Link(latency_s=0.0, bytes_per_s=1e9, source="stands in for a link that is not there")
@@ -148,11 +167,11 @@ def test_a_size_whose_link_was_never_measured_is_refused():
     assert one_node.scaled(devices_per_node=8).world_size == 8
 
 
-@pytest.mark.parametrize(("nodes", "devices", "count"), [(1, 1, 0), (1, 8, 1), (4, 8, 3), (4, 1, 3)])
-def test_scaling_reserves_what_the_preset_of_that_size_does(nodes, devices, count):
+@pytest.mark.parametrize(("nodes", "devices"), [(1, 1), (1, 8), (4, 8), (4, 1)])
+def test_scaling_reserves_what_the_preset_of_that_size_does(nodes, devices):
     from_one, from_many = preset("h100"), preset("h100", nodes=2, devices_per_node=2)
     wanted = preset("h100", nodes=nodes, devices_per_node=devices)
-    assert wanted.device.reserved_bytes == from_one.device.reserved_bytes + count * COMMUNICATOR_BYTES
+    assert wanted.device == from_one.device
     for hardware in (from_one, from_many):
         assert hardware.scaled(nodes=nodes, devices_per_node=devices).device == wanted.device
 

@@ -95,8 +95,8 @@ def test_fits_agrees_with_the_search():
     assert not replace(CASE, memory_limit_bytes=1000).fits()
 
 
-def test_more_devices_of_a_preset_reserve_what_the_preset_says():
+def test_more_devices_of_a_preset_are_the_preset_and_keep_the_margin():
     case = replace(CASE, hardware=preset("titan-rtx"), job=TrainingJob(global_batch_size=2))
-    changed = one_more_device(case, lambda **sizes: preset("titan-rtx", **sizes))
-    assert changed.case.hardware == preset("titan-rtx", devices_per_node=2)
-    assert changed.case.hardware.device.reserved_bytes > case.hardware.device.reserved_bytes
+    assert one_more_device(case).case.hardware == preset("titan-rtx", devices_per_node=2)
+    half = replace(case, hardware=case.hardware.with_margin(0.5))
+    assert one_more_device(half).case.hardware.free_share == 0.5 and half.room_bytes == case.memory_limit_bytes // 2

@@ -76,18 +76,18 @@ def memory(free: int, own: int = 0, name: str = "GPU 0", sharing: int = 1) -> De
 
 
 def test_what_the_plan_needs_must_be_there():
-    found = memory_now(memory(20, own=5), 30 * GIB, None)
+    found = memory_now(memory(20, own=5), 30 * GIB, 1)
     assert found.severity is Severity.ERROR
     assert "The plan needs 30.0 GiB on GPU 0, but 25.0 GiB of 80.0 GiB are there now" in found.message
-    host = memory_now(memory(20, name="cpu", sharing=4), 6 * GIB, None)
+    host = memory_now(memory(20, name="cpu", sharing=4), 6 * GIB, 1)
     assert host.severity is Severity.WARNING and "The plan's 4 ranks here need 24.0 GiB on cpu" in host.message
-    assert memory_now(memory(20, name="cpu", sharing=4), 5 * GIB, None) is None
+    assert memory_now(memory(20, name="cpu", sharing=4), 5 * GIB, 1) is None
 
 
 def test_others_on_the_device_are_seen_where_the_plan_fits():
-    found = memory_now(memory(60), 30 * GIB, preset("a100-80", nodes=2, devices_per_node=8))
+    found = memory_now(memory(60), 30 * GIB, 3)
     assert found.severity is Severity.WARNING and "20.0 GiB of GPU 0 are held outside" in found.message
-    assert memory_now(memory(77, own=1), 30 * GIB, preset("a100-80", nodes=2, devices_per_node=8)) is None
+    assert memory_now(memory(77, own=1), 30 * GIB, 3) is None
 
 
 def test_this_machines_memory_is_what_psutil_says():

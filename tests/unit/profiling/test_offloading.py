@@ -259,3 +259,42 @@ def test_of_a_decoder_blocks_inputs_the_hidden_states_alone_are_its_own(real_mod
     model.decoder.block[1].register_forward_pre_hook(look, with_kwargs=True)
     t5_loss(model)
     assert owned == [0]
+
+
+class Copied:
+    """The end of a copy that runs until somebody waits for it."""
+
+    def __init__(self, running: list[Copied]) -> None:
+        self.running = running
+        running.append(self)
+
+    def synchronize(self) -> None:
+        self.running.remove(self)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["saved", "recomputed"])
+def test_the_host_s_memory_is_read_before_a_further_micro_step_takes_it_again(again, monkeypatch):
+    """However far the CPU is ahead: copies back that still run hold page-locked memory."""
+    running: list[Copied] = []
+    monkeypatch.setattr(offloading._Luggage, "wait", lambda self: None)
+    monkeypatch.setattr(offloading._Luggage, "__del__", lambda self: None)
+    copy = offloading._Luggage._copy
+
+    def copied(self, to, source):
+        copy(self, to, source)
+        if self.fetched:
+            self.arrived = Copied(running)
+
+    monkeypatch.setattr(offloading._Luggage, "_copy", copied)
+    model = two_layers("gpt2")
+    for block in blocks(model):
+        offload(block)
+        if again:
+            recompute(block)
+    most = 0
+    for step in range(4):
+        loss = tiny_loss(model, tiny_batch(step))
+        assert not running, "forward has waited for all of the backward before"
+        loss.backward()
+        most = max(most, len(running))
+    assert most

@@ -112,11 +112,23 @@ def test_what_the_device_reserves_is_counted_once():
     hardware = replace(HARDWARE, device=replace(HARDWARE.device, reserved_bytes=reserved))
     plan = search(MODEL, hardware, JOB, LIMIT).plan
     explanation = explain(plan, MODEL, JOB, hardware, LIMIT)
-    assert explanation.estimate.memory.peak_bytes + explanation.reserved_bytes == plan.peak_bytes
+    assert explanation.estimate.memory.peak_bytes + explanation.outside_bytes == plan.peak_bytes
     for reason in explanation.reasons:
         for other in filter(None, (reason.quicker, reason.next_fitting)):
             changed = estimate_plan(with_row(plan, reason.row.units, other.choice), MODEL, JOB, hardware)
             assert other.over_bytes == changed.memory.peak_bytes + reserved - LIMIT
+
+
+def test_the_margin_is_not_left_under_the_limit():
+    hardware = HARDWARE.with_margin(0.25)
+    limit = hardware.limit_for(LIMIT)
+    explanation = explain(search(MODEL, hardware, JOB, limit).plan, MODEL, JOB, hardware, limit)
+    assert explanation.margin_bytes == limit - hardware.room_bytes(limit) > 0
+    for reason in explanation.reasons:
+        if reason.next_fitting:
+            assert reason.next_fitting.peak_bytes <= hardware.room_bytes(limit)
+        if reason.quicker:
+            assert reason.quicker.over_bytes == reason.quicker.peak_bytes - hardware.room_bytes(limit)
 
 
 def test_one_device_has_no_other_layout():
