@@ -74,6 +74,8 @@ def announce_result(run: PlannedRun, measured: Observation, *, output_dir: str |
             measured_peak=measured.peak_bytes,
             estimated_step_s=run.plan.step_s if estimate.time is None else estimate.time.step_s,
             measured_step_s=measured.median_step_s,
+            estimated_reserved=estimate.reserved and estimate.reserved.peak_reserved_bytes,
+            measured_reserved=measured.reserved_bytes,
             collectives=_collectives(estimate, measured),
         )
     )
@@ -100,6 +102,7 @@ def observation_content(observed: Observation) -> dict:
         "steps": observed.steps,
         "median_step_s": observed.median_step_s,
         "peak_bytes": observed.peak_bytes,
+        "reserved_bytes": observed.reserved_bytes,
         "out_of_memory": observed.out_of_memory,
         "collectives": [
             {"collective": t.collective.value, "group_size": t.group_size, "calls": t.calls, "bytes": t.nbytes, "seconds": t.seconds}

@@ -31,6 +31,7 @@ from ..profiling.machine import hardware_of_run
 from ..quantities import format_bytes
 from ..runtime.again import limit_after_oom
 from ..runtime.agree import broadcast_plan, on_rank_zero, require_same_run
+from ..runtime.allocator_settings import expands_segments
 from ..runtime.given import check_given, refuse_a_host_of_the_cpu, warn_of_other_nodes
 from ..runtime.host_offload import uses_host
 from ..runtime.mesh import Meshes
@@ -142,6 +143,7 @@ class RunFacts:
             recompute=config.recompute,
             host_offload=True if self.offloads_all else config.host_offload,
             offload_activations=config.offload_activations,
+            expandable_segments=expands_segments(),
         )
         job.micro_batch_sizes(self.world_size)
         return job

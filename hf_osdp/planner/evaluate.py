@@ -87,8 +87,13 @@ def _reserved(
     """Reserved memory, of what the plan's limit leaves the allocator; None on the CPU, which has no such allocator."""
     if hardware.backend is not Backend.NCCL:
         return None
-    capacity = plan.memory_limit_bytes - hardware.device.reserved_bytes if plan.memory_limit_bytes else None
+    capacity = capacity_of(plan, hardware, job, plan.memory_limit_bytes) if plan.memory_limit_bytes else None
     return estimate_reserved(description, choices, plan.world_size, job, batch, capacity_bytes=capacity)
+
+
+def capacity_of(plan: Plan, hardware: Hardware, job: TrainingJob, memory_limit_bytes: int) -> int:
+    """Bytes that a limit leaves torch's allocator under a plan: without the margin, what no tensor can have, and the correction."""
+    return hardware.room_bytes(memory_limit_bytes) - hardware.outside_bytes(plan.communicators) - job.correction_bytes
 
 
 def _collectives(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from .description import DType, ParameterSpec
@@ -30,6 +30,10 @@ class Precision:
     def reduced_dtype(self, parameter: ParameterSpec) -> DType:
         """Dtype in which the gradient crosses the links."""
         return parameter.dtype if parameter.keeps_dtype or self.autocast else self.reduce or self.gathered_dtype(parameter)
+
+    def on(self, world_size: int) -> Precision:
+        """Return what runs on so many ranks: autocast is for one alone, several leave the casts to FSDP2."""
+        return replace(self, autocast=False) if self.autocast and world_size > 1 else self
 
     @classmethod
     def named(cls, name: str, *, autocast: bool = False) -> Precision:

@@ -1,77 +1,94 @@
-"""A plan's reserved peak held against the limit: what the caching allocator takes, tensors and the gaps between them."""
+"""A plan held against the limit as the device enforces it: torch's caching allocator has to serve the whole step within it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import InfeasibleError
 from ..quantities import format_bytes
 from .correction import Correction
-from .costs import Batch, Choice
 from .description import ModelDescription
-from .evaluate import batch_of, choices_of
+from .evaluate import batch_of, capacity_of, choices_of
 from .hardware import Hardware
 from .job import TrainingJob
 from .memory import estimate_memory
+from .plan import Plan
+from .step_events import estimate_reserved
 
 if TYPE_CHECKING:
     from .search import SearchResult
 
-ReservedPeak = Callable[[ModelDescription, Sequence[Choice], int, TrainingJob, Batch], int]
-"""From a description, choices, the world size, a job and a batch to the most bytes that torch's allocator reserves in a step."""
 _ROUNDS = 8
-_LEAST_STEP = 2**-10
-"""Of the room, by which a round asks for more at least; twice as much in each."""
+_CLOSE = 2**-8
+"""Of the room: the second round leaves so much more free, twice as much in each that follows, and nothing finer is looked for."""
+
+
+def is_replayed(description: ModelDescription, hardware: Hardware) -> bool:
+    """Whether plans can be replayed: their allocations were traced, and the device has the allocator (CUDA)."""
+    return hardware.backend.overlaps and bool(description.allocations)
+
+
+def runs_within(plan: Plan, description: ModelDescription, job: TrainingJob, capacity_bytes: int) -> bool:
+    """Return whether the allocator can serve two steps of a plan from so many bytes, by emptying its cache where it has to."""
+    return estimate_reserved(
+        description, choices_of(plan, description), plan.world_size, job, batch_of(plan), capacity_bytes=capacity_bytes
+    ).fits
 
 
 def within_reserved(
     find: Callable[[TrainingJob], SearchResult],
-    reserved_peak: ReservedPeak,
     description: ModelDescription,
     hardware: Hardware,
     job: TrainingJob,
     memory_limit_bytes: int,
+    *,
+    runs: Callable[[Plan, ModelDescription, TrainingJob, int], bool] | None = None,
 ) -> SearchResult:
-    """The first plan whose reserved peak, with what no tensor can have, is within the limit less the margin.
+    """Return the first plan that the allocator can serve within the limit less the margin.
 
-    Where a plan passes it, the search is repeated with the excess at every moment. Plans differ in their excess: where nothing is left
-    with so much of it, half of what was added last is tried.
+    Where it cannot, the search is repeated with more bytes at every moment, doubled until a plan runs or none is left, and then halved.
+    Plans differ in what they need beside their estimate, so that the answer is the best that was seen.
 
     Args:
         find: from a job to the fastest plan that fits by its estimate.
-        reserved_peak: of one plan.
         description, hardware, job, memory_limit_bytes: what is searched with.
+        runs: whether a plan runs within so many bytes; None replays it (`runs_within`).
 
     Returns:
         The plan with the estimates of the job that was given; one that took a second round is not proven to be optimal.
 
     Raises:
-        InfeasibleError: no plan fits by its estimate, or none that was found by its reserved peak.
+        InfeasibleError: no plan fits by its estimate, or none that was found as the allocator serves it.
     """
+    runs = runs or runs_within
     room = hardware.room_bytes(memory_limit_bytes)
-    extra, feasible, least, error = 0, 0, int(room * _LEAST_STEP), None
+    close = step = max(1, int(room * _CLOSE))
+    extra, too_little, enough, best, error = 0, 0, None, None, None
     for _ in range(_ROUNDS):
+        found = None
         try:
             found = find(Correction(extra_bytes=extra).of_job(job))
         except InfeasibleError as caught:
             if not extra:
                 raise
-            error, extra = caught, (feasible + extra) // 2
-            continue
-        plan, feasible = found.plan, extra
-        choices, batch = choices_of(plan, description), batch_of(plan)
-        over = reserved_peak(description, choices, plan.world_size, job, batch) + hardware.outside_bytes(plan.communicators) - room
-        if over <= 0:
-            memory = estimate_memory(description, choices, plan.world_size, job, batch)
-            plan = replace(plan, peak_bytes=memory.on(hardware), proven_optimal=plan.proven_optimal and not extra)
-            return replace(found, plan=plan, memory=memory)
-        extra, least = extra + max(over, least), 2 * least
-    needed = hardware.limit_for(room + over)
+            error = caught
+        if found is not None and not runs(found.plan, description, job, capacity_of(found.plan, hardware, job, memory_limit_bytes)):
+            too_little = extra
+        else:
+            enough, best = extra, found or best
+        if enough is not None and enough - too_little <= close:
+            break
+        extra, step = (too_little + step if enough is None else (too_little + enough) // 2), 2 * step
+    if best is not None:
+        plan = best.plan
+        memory = estimate_memory(description, choices_of(plan, description), plan.world_size, job, batch_of(plan))
+        plan = replace(plan, peak_bytes=memory.on(hardware), proven_optimal=plan.proven_optimal and not extra)
+        return replace(best, plan=plan, memory=memory)
     raise error or InfeasibleError(
-        f"No plan that was found fits {format_bytes(memory_limit_bytes)} per device by what the allocator reserves: the last one needs"
-        f" {format_bytes(room + over)}. Use a memory limit of {format_bytes(needed)}.",
+        f"No plan that was found runs within {format_bytes(memory_limit_bytes)} per device as torch's allocator serves it, though"
+        f" {format_bytes(extra)} were left free for its gaps. Use a memory limit of {format_bytes(memory_limit_bytes + extra)}.",
         memory_limit_bytes=memory_limit_bytes,
-        least_peak_bytes=needed,
+        least_peak_bytes=memory_limit_bytes + extra,
     )

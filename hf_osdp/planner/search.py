@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import HardwareError, InfeasibleError, OSDPError
 from ..quantities import format_bytes, whole_bytes
@@ -16,7 +16,7 @@ from .line import build_line
 from .memory import MemoryEstimate, estimate_memory
 from .plan import Plan
 from .remedies import remedies_for
-from .reserved import ReservedPeak, within_reserved
+from .reserved import is_replayed, within_reserved
 from .solver import Solution, any_within, fastest, least_peak
 from .stations import Line
 from .strategies import Strategy, batches, search_spaces
@@ -63,11 +63,11 @@ def search(
     memory_limit_bytes: int,
     *,
     strategy: str | Strategy = Strategy.OSDP,
-    reserved_peak: ReservedPeak | None = None,
 ) -> SearchResult:
     """The plan with the most samples a second whose peak stays within the limit less the margin, proven for the cost model.
 
-    The global batch is fixed, so that most samples a second is least time a step.
+    The global batch is fixed, so that most samples a second is least time a step. On CUDA the plan also has to run as torch's caching
+    allocator serves it (`within_reserved`), where the description has traces.
 
     Args:
         description: the model at one sequence length.
@@ -76,7 +76,6 @@ def search(
         memory_limit_bytes: bytes that a rank may use for tensors, whatever the device reserves, communicators and the margin.
         strategy: `osdp` searches every unit's layout; `fsdp`, `ddp`, `zero2`, `hsdp`, `two_stage` give that strategy at its
             best batch.
-        reserved_peak: what torch's allocator reserves at most under a plan; where it is given, that has to fit too.
 
     Returns:
         The plan with memory and time estimates.
@@ -86,6 +85,7 @@ def search(
         ValueError: unknown strategy, a limit that is no number of bytes, or a global batch that the world size does not divide.
     """
     strategy, memory_limit_bytes = Strategy.parse(strategy), whole_bytes(memory_limit_bytes)
+    job = replace(job, precision=job.precision.on(hardware.world_size))
 
     def find(job: TrainingJob) -> SearchResult:
         candidates = _sorted_candidates(description, hardware, job, strategy)
@@ -94,9 +94,9 @@ def search(
             raise _infeasible(description, hardware, job, memory_limit_bytes, strategy, candidates)
         return found
 
-    if reserved_peak is None:
+    if not is_replayed(description, hardware):
         return find(job)
-    return within_reserved(find, reserved_peak, description, hardware, job, memory_limit_bytes)
+    return within_reserved(find, description, hardware, job, memory_limit_bytes)
 
 
 def search_or_floor(description: ModelDescription, hardware: Hardware, job: TrainingJob, memory_limit_bytes: int) -> SearchResult | int:

@@ -6,10 +6,12 @@ import socket
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...errors import InfeasibleError
 from ...planner.cut import WHOLE_BLOCKS, Cut
 from ...planner.description import ModelDescription
 from ...planner.hardware import Backend, Hardware, check_margin
@@ -54,6 +56,12 @@ def profile_of(request: Request) -> Any:
     return Profile.load(request.profile)
 
 
+def precision_of(request: Request, hardware: Hardware) -> Precision:
+    """What is computed in: one device runs autocast, unless units may be on the host, which FSDP2 runs in its own precision."""
+    may_offload = request.host_offload or (request.host_offload is None and hardware.host is not None)
+    return Precision.named(request.precision, autocast=hardware.world_size == 1 and not may_offload)
+
+
 def job_of(request: Request, hardware: Hardware) -> TrainingJob:
     """The job, with sizes that fit together.
 
@@ -63,7 +71,7 @@ def job_of(request: Request, hardware: Hardware) -> TrainingJob:
     """
     job = TrainingJob(
         global_batch_size=request.global_batch_size,
-        precision=Precision.named(request.precision),
+        precision=precision_of(request, hardware),
         optimizer=OPTIMIZERS[request.optimizer],
         micro_batch_size=request.micro_batch_size,
         recompute=request.recompute,
@@ -101,7 +109,7 @@ def device_type_of(hardware: Hardware) -> str:
 
 def describer(request: Request, hardware: Hardware) -> Callable[..., ModelDescription]:
     """A function that describes a configuration at a sequence length as the request wants it, times by roofline."""
-    precision = Precision.named(request.precision)
+    precision = precision_of(request, hardware)
     names = names_in(request.block_classes)
 
     def describe_at(config: Any, sequence_length: int, cut: Cut = WHOLE_BLOCKS) -> ModelDescription:
@@ -112,6 +120,7 @@ def describer(request: Request, hardware: Hardware) -> Callable[..., ModelDescri
             sequence_length=sequence_length,
             block_classes=names or None,
             compute_dtype=precision.compute,
+            autocast=precision.autocast,
             device_type=device_type_of(hardware),
             capability=hardware.device.capability,
             activation_checkpointing=request.activation_checkpointing,
@@ -164,11 +173,22 @@ def timed(request: Request, description: ModelDescription) -> ModelDescription:
 def case_of(request: Request) -> tuple[Case, Any]:
     """The whole question, and the configuration that it is about. Cheap checks come before the model is read.
 
+    One device is asked to do without units on the host first, as the Trainer and Accelerate do.
+
     Raises:
         OSDPError: the device or the model is not known, or it cannot be described.
         ValueError: an option cannot be used.
     """
     hardware = hardware_of(request)
+    if hardware.world_size == 1 and hardware.host is not None and request.host_offload is None and request.precision != "no":
+        with suppress(InfeasibleError):
+            case, config = _case_of(replace(request, host_offload=False), hardware)
+            case.search()
+            return case, config
+    return _case_of(request, hardware)
+
+
+def _case_of(request: Request, hardware: Hardware) -> tuple[Case, Any]:
     job = job_of(request, hardware)
     limit = memory_limit_of(request, hardware)
     config = load_config(request.model)

@@ -96,7 +96,8 @@ def _inputs(plan, *, num_nodes: int | None, **options):
         raise ValueError(f"--num-nodes {nodes} does not divide the plan's {plan.world_size} devices; use a divisor.")
     request = Request(
         sequence_length=plan.sequence_length, global_batch_size=plan.global_batch_size, num_nodes=nodes,
-        devices_per_node=plan.world_size // nodes if nodes else None, **options,
+        devices_per_node=plan.world_size // nodes if nodes else None,
+        host_offload=None if any(unit.on_host for unit in plan.units) else False, **options,
     )  # fmt: skip
     hardware = hardware_of(request)
     if hardware.world_size != plan.world_size:

@@ -1,15 +1,21 @@
-"""A plan is held against the limit by what the allocator reserves, and another is found where it passes it."""
+"""A plan is held against the limit as the allocator serves it, and another is found where it cannot."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+from transformers import GPT2Config
 
 from hf_osdp.errors import InfeasibleError
 from hf_osdp.planner.costs import Batch
-from hf_osdp.planner.evaluate import choices_of
+from hf_osdp.planner.evaluate import batch_of, capacity_of, choices_of
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.memory import estimate_memory
-from hf_osdp.planner.search import least_memory, search
+from hf_osdp.planner.presets import preset
+from hf_osdp.planner.reserved import is_replayed, runs_within, within_reserved
+from hf_osdp.planner.search import SearchResult, least_memory, search
+from hf_osdp.profiling.describe import describe
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 
@@ -19,30 +25,35 @@ LEAST = least_memory(MODEL, HARDWARE, JOB)
 LIMIT = 3 * LEAST
 
 
-class Reserved:
-    """So many bytes for each of the estimate's, and how often it was asked."""
+class Gaps:
+    """An allocator that needs so many times the estimate, and how often it was asked."""
 
     def __init__(self, factor: float, below: int = 0):
         self.factor, self.below, self.asked = factor, below, 0
 
-    def __call__(self, description, choices, world_size, job, batch: Batch) -> int:
+    def __call__(self, plan, description, job, capacity_bytes: int) -> bool:
         self.asked += 1
-        peak = estimate_memory(description, choices, world_size, job, batch).peak_bytes
-        return int(peak * self.factor) if peak > self.below else peak
+        peak = estimate_memory(description, choices_of(plan, description), plan.world_size, job, batch_of(plan)).peak_bytes
+        return (peak * self.factor if peak > self.below else peak) <= capacity_bytes
 
 
-def test_a_plan_whose_reserved_peak_fits_is_the_answer_at_once():
-    reserved = Reserved(1.0)
-    assert search(MODEL, HARDWARE, JOB, LIMIT, reserved_peak=reserved) == search(MODEL, HARDWARE, JOB, LIMIT)
-    assert reserved.asked == 1
+def found_with(gaps: Gaps) -> SearchResult:
+    find = partial(search, MODEL, HARDWARE, memory_limit_bytes=LIMIT)
+    return within_reserved(find, MODEL, HARDWARE, JOB, LIMIT, runs=gaps)
 
 
-@pytest.mark.parametrize("factor", [1.1, 1.2, 1.5, 2.5])
-def test_another_plan_is_found_where_the_reserved_peak_does_not_fit(factor):
-    free, reserved = search(MODEL, HARDWARE, JOB, LIMIT), Reserved(factor)
+def test_within_reserved_keeps_a_plan_that_the_allocator_can_serve():
+    gaps = Gaps(1.0)
+    assert found_with(gaps) == search(MODEL, HARDWARE, JOB, LIMIT)
+    assert gaps.asked == 1
+
+
+@pytest.mark.parametrize("factor", [1.1, 1.2])
+def test_within_reserved_finds_another_plan_where_gaps_are_too_large(factor):
+    free, gaps = search(MODEL, HARDWARE, JOB, LIMIT), Gaps(factor)
     assert free.plan.peak_bytes * factor > HARDWARE.room_bytes(LIMIT), "or there is nothing to find"
-    found = search(MODEL, HARDWARE, JOB, LIMIT, reserved_peak=reserved)
-    assert reserved.asked > 1 and found.plan.step_s >= free.plan.step_s
+    found = found_with(gaps)
+    assert gaps.asked > 1 and found.plan.step_s >= free.plan.step_s
     assert found.memory.peak_bytes * factor <= HARDWARE.room_bytes(LIMIT) + 1
     plain = estimate_memory(MODEL, choices_of(found.plan, MODEL), 4, JOB, Batch(micro_batch_size=found.plan.micro_batch_size,
                             accumulation_steps=found.plan.accumulation_steps))  # fmt: skip
@@ -50,14 +61,28 @@ def test_another_plan_is_found_where_the_reserved_peak_does_not_fit(factor):
     assert not found.plan.proven_optimal
 
 
-def test_less_is_added_where_nothing_is_left_with_the_excess():
-    """Only the least plan has none, and the first plan's excess is more than there is."""
-    reserved = Reserved(9.0, below=HARDWARE.room_bytes(2 * LEAST))
-    found = search(MODEL, HARDWARE, JOB, LIMIT, reserved_peak=reserved)
-    assert found.memory.peak_bytes <= reserved.below
+def test_within_reserved_adds_less_where_no_plan_is_left():
+    gaps = Gaps(9.0, below=HARDWARE.room_bytes(2 * LEAST))
+    assert found_with(gaps).memory.peak_bytes <= gaps.below
 
 
-def test_no_plan_that_reserves_too_much_is_an_answer():
-    with pytest.raises(InfeasibleError) as caught:
-        search(MODEL, HARDWARE, JOB, LIMIT, reserved_peak=Reserved(9.0))
+def test_within_reserved_raises_in_one_line_where_no_plan_runs():
+    with pytest.raises(InfeasibleError, match="as torch's allocator serves it") as caught:
+        found_with(Gaps(9.0))
     assert "\n" not in str(caught.value)
+
+
+def test_search_gives_a_plan_that_the_replayed_allocator_can_serve():
+    hardware = preset("h100", devices_per_node=4)
+    model = describe(GPT2Config(n_layer=4, n_embd=256, n_head=4, vocab_size=5000), sequence_length=128, device_type="cuda")
+    assert is_replayed(model, hardware) and not is_replayed(model, preset("cpu", devices_per_node=4))
+    job = TrainingJob(global_batch_size=64)
+    for part in (1.02, 1.1, 1.5):
+        limit = int(least_memory(model, hardware, job) * part)
+        try:
+            plan = search(model, hardware, job, limit).plan
+        except InfeasibleError as error:
+            assert part < 1.5, error
+            continue
+        capacity = capacity_of(plan, hardware, job, limit)
+        assert runs_within(plan, model, job, capacity) and plan.peak_bytes <= hardware.room_bytes(limit)
