@@ -58,18 +58,18 @@ def configuration(content: str) -> Callable[[Path], object]:
 
 
 command("'pln'", "No such command 'pln'‹...› hf-osdp --help says what there is.", "pln model")
-command("--memory", "No such option: --memory‹...›; hf-osdp --help says what there is.", f"plan model {SIZES} --memory 8GiB")
+command("--memory", "No such option‹...›--memory‹...› hf-osdp --help says what there is.", f"plan model {SIZES} --memory 8GiB")
 command(
     "'--global-batch-size'", "Missing option '--global-batch-size'; hf-osdp --help says what there is.", "plan model --sequence-length 16"
 )
 command(
     "--sequence-length 0",
-    "--sequence-length 0: ‹rule›; hf-osdp --help says what there is.",
+    "--sequence-length 0‹rule›; hf-osdp --help says what there is.",
     "plan model --sequence-length 0 --global-batch-size 8",
 )
 command(
-    "'fp8'",
-    "Invalid value for '--precision': 'fp8' is not one of 'no', 'bf16', 'fp16'; hf-osdp --help says what there is.",
+    "fp8",
+    "--precision fp8 is not one of 'no', 'bf16', 'fp16'; hf-osdp --help says what there is.",
     f"plan model {SIZES} {DEVICES} --precision fp8",
 )
 command("--device", "Neither was given: use either --device with one of ‹names›, or --profile FILE.", f"plan model {SIZES}")

@@ -37,6 +37,11 @@ def option(names: str, line: str, **options: Any) -> None:
 
 
 option(
+    "4",
+    "memory_margin=4 must be the share of the limit that stays free, at least 0 and below 1, such as 0.04.",
+    memory_margin=4,
+)
+option(
     "'8GB?'",
     "memory_limit='8GB?' is not a number of bytes; write it as bytes or with a unit, for example 8GiB or 500MB.",
     memory_limit="8GB?",

@@ -51,8 +51,9 @@ def _usage_line(error: Any, given: Sequence[str]) -> str:
     text = " ".join(error.format_message().replace("Value error, ", "").split()).rstrip(".")
     for option in getattr(getattr(error, "param", None), "opts", ()):
         for name, value in itertools.pairwise(given):
-            if name == option and value not in text:
-                text = f"{option} {value}: {text.removeprefix(f'Invalid value for {option!r}: ')}"
+            if name == option:
+                rule = text.removeprefix(f"Invalid value for {option!r}: ").removeprefix(f"{value} ").removeprefix(f"{value!r} ")
+                text = f"{option} {value}{' ' if rule.startswith('is not') else ': '}{rule}"
     return f"{text}{'' if text.endswith('?') else ';'} hf-osdp --help says what there is."
 
 
