@@ -92,8 +92,11 @@ def _reserved(
 
 
 def capacity_of(plan: Plan, hardware: Hardware, job: TrainingJob, memory_limit_bytes: int) -> int:
-    """Bytes that a limit leaves torch's allocator under a plan: without the margin, what no tensor can have, and the correction."""
-    return hardware.room_bytes(memory_limit_bytes) - hardware.outside_bytes(plan.communicators) - job.correction_bytes
+    """Bytes that a limit leaves torch's allocator under a plan: without the margin and what no tensor can have.
+
+    A replay holds a correction that is positive; what a negative one says that tensors do not take comes on top.
+    """
+    return hardware.room_bytes(memory_limit_bytes) - hardware.outside_bytes(plan.communicators) - min(0, job.correction_bytes)
 
 
 def _collectives(

@@ -60,8 +60,9 @@ def frontier(
         return search(description, hardware, job, limit, strategy=strategy)
 
     last = fastest(most_bytes)
-    first = fastest(least_memory(description, hardware, job, strategy=strategy))
-    found, gaps = [first, last], [_Gap.between(first.plan.peak_bytes, first, last)]
+    least = least_memory(description, hardware, job, strategy=strategy)
+    first = fastest(least)
+    found, gaps = [first, last], [_Gap.between(least, first, last)]
 
     def split(gap: _Gap, limit: int) -> None:
         found.append(fastest(limit))

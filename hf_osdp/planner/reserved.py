@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from ..errors import InfeasibleError
-from ..quantities import format_bytes
 from .correction import Correction
 from .description import ModelDescription
 from .evaluate import batch_of, capacity_of, choices_of
@@ -15,6 +14,7 @@ from .hardware import Hardware
 from .job import TrainingJob
 from .memory import estimate_memory
 from .plan import Plan
+from .replay import Reserved
 from .step_events import estimate_reserved
 
 if TYPE_CHECKING:
@@ -30,65 +30,103 @@ def is_replayed(description: ModelDescription, hardware: Hardware) -> bool:
     return hardware.backend.overlaps and bool(description.allocations)
 
 
-def runs_within(plan: Plan, description: ModelDescription, job: TrainingJob, capacity_bytes: int) -> bool:
-    """Return whether the allocator can serve two steps of a plan from so many bytes, by emptying its cache where it has to."""
-    return estimate_reserved(
-        description, choices_of(plan, description), plan.world_size, job, batch_of(plan), capacity_bytes=capacity_bytes
-    ).fits
+def runs_within(plan: Plan, description: ModelDescription, job: TrainingJob, capacity_bytes: int, *, retries: bool = True) -> bool:
+    """Return whether the allocator can serve two steps of a plan from so many bytes.
+
+    Args:
+        plan, description, job: what is replayed.
+        capacity_bytes: what the allocator may reserve.
+        retries: it may empty its cache to make room, for which the device stands still.
+    """
+    replayed = _replayed(plan, description, job, capacity_bytes)
+    return replayed.fits and (retries or not replayed.alloc_retries)
+
+
+def capacity_needed(plan: Plan, description: ModelDescription, job: TrainingJob) -> int:
+    """Return a capacity in bytes with which a plan runs, at most a 256th above the least."""
+    free = _replayed(plan, description, job, None)
+    too_little, enough = free.peak_allocated_bytes - 1, free.peak_reserved_bytes
+    while enough - too_little > max(1, int(enough * _CLOSE)):
+        between = (too_little + enough) // 2
+        if runs_within(plan, description, job, between):
+            enough = between
+        else:
+            too_little = between
+    return enough
+
+
+def _replayed(plan: Plan, description: ModelDescription, job: TrainingJob, capacity_bytes: int | None) -> Reserved:
+    choices = choices_of(plan, description)
+    return estimate_reserved(description, choices, plan.world_size, job, batch_of(plan), capacity_bytes=capacity_bytes)
 
 
 def within_reserved(
-    find: Callable[[TrainingJob], SearchResult],
+    find: Callable[[TrainingJob], SearchResult | None],
+    least: Callable[[], SearchResult | None],
     description: ModelDescription,
     hardware: Hardware,
     job: TrainingJob,
     memory_limit_bytes: int,
     *,
-    runs: Callable[[Plan, ModelDescription, TrainingJob, int], bool] | None = None,
-) -> SearchResult:
+    runs: Callable[..., bool] | None = None,
+) -> SearchResult | None:
     """Return the first plan that the allocator can serve within the limit less the margin.
 
     Where it cannot, the search is repeated with more bytes at every moment, doubled until a plan runs or none is left, and then halved.
-    Plans differ in what they need beside their estimate, so that the answer is the best that was seen.
+    Plans differ in what they need beside their estimate, so that the answer is the best that was seen. Plans for which the allocator
+    never empties its cache are looked for first.
 
     Args:
-        find: from a job to the fastest plan that fits by its estimate.
+        find: from a job to the fastest plan that fits by its estimate; None where there is none.
+        least: the plan that needs least, of which there is one where any runs.
         description, hardware, job, memory_limit_bytes: what is searched with.
-        runs: whether a plan runs within so many bytes; None replays it (`runs_within`).
+        runs: as `runs_within`, which is the default.
 
     Returns:
-        The plan with the estimates of the job that was given; one that took a second round is not proven to be optimal.
-
-    Raises:
-        InfeasibleError: no plan fits by its estimate, or none that was found as the allocator serves it.
+        The plan with the estimates of the job that was given; one that took a second round is not proven to be optimal. None where no
+        plan runs.
     """
-    runs = runs or runs_within
-    room = hardware.room_bytes(memory_limit_bytes)
-    close = step = max(1, int(room * _CLOSE))
-    extra, too_little, enough, best, error = 0, 0, None, None, None
+    check = runs or runs_within
+
+    def serves(found: SearchResult, retries: bool) -> bool:
+        capacity = capacity_of(found.plan, hardware, job, memory_limit_bytes)
+        return check(found.plan, description, job, capacity, retries=retries)
+
+    first = find(job)
+    if first is None:
+        return None
+    for retries in (False, True):
+        if found := _first_served(first, find, job, hardware.room_bytes(memory_limit_bytes), partial(serves, retries=retries)):
+            break
+    else:
+        found = least()
+        if found is None or not serves(found, True):
+            return None
+    plan = found.plan
+    memory = estimate_memory(description, choices_of(plan, description), plan.world_size, job, batch_of(plan))
+    plan = replace(plan, peak_bytes=memory.on(hardware), proven_optimal=plan.proven_optimal and found is first)
+    return replace(found, plan=plan, memory=memory)
+
+
+def _first_served(
+    first: SearchResult,
+    find: Callable[[TrainingJob], SearchResult | None],
+    job: TrainingJob,
+    room_bytes: int,
+    serves: Callable[[SearchResult], bool],
+) -> SearchResult | None:
+    """The plan with the fewest bytes added that is served; None where there is none."""
+    if serves(first):
+        return first
+    close = step = max(1, int(room_bytes * _CLOSE))
+    too_little, enough, best = 0, None, None
     for _ in range(_ROUNDS):
-        found = None
-        try:
-            found = find(Correction(extra_bytes=extra).of_job(job))
-        except InfeasibleError as caught:
-            if not extra:
-                raise
-            error = caught
-        if found is not None and not runs(found.plan, description, job, capacity_of(found.plan, hardware, job, memory_limit_bytes)):
+        extra = too_little + step if enough is None else (too_little + enough) // 2
+        found, step = find(Correction(extra_bytes=extra).of_job(job)), 2 * step
+        if found is not None and not serves(found):
             too_little = extra
         else:
             enough, best = extra, found or best
         if enough is not None and enough - too_little <= close:
             break
-        extra, step = (too_little + step if enough is None else (too_little + enough) // 2), 2 * step
-    if best is not None:
-        plan = best.plan
-        memory = estimate_memory(description, choices_of(plan, description), plan.world_size, job, batch_of(plan))
-        plan = replace(plan, peak_bytes=memory.on(hardware), proven_optimal=plan.proven_optimal and not extra)
-        return replace(best, plan=plan, memory=memory)
-    raise error or InfeasibleError(
-        f"No plan that was found runs within {format_bytes(memory_limit_bytes)} per device as torch's allocator serves it, though"
-        f" {format_bytes(extra)} were left free for its gaps. Use a memory limit of {format_bytes(memory_limit_bytes + extra)}.",
-        memory_limit_bytes=memory_limit_bytes,
-        least_peak_bytes=memory_limit_bytes + extra,
-    )
+    return best

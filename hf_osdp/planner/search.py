@@ -16,7 +16,7 @@ from .line import build_line
 from .memory import MemoryEstimate, estimate_memory
 from .plan import Plan
 from .remedies import remedies_for
-from .reserved import is_replayed, within_reserved
+from .reserved import capacity_needed, is_replayed, within_reserved
 from .solver import Solution, any_within, fastest, least_peak
 from .stations import Line
 from .strategies import Strategy, batches, search_spaces
@@ -86,25 +86,35 @@ def search(
     """
     strategy, memory_limit_bytes = Strategy.parse(strategy), whole_bytes(memory_limit_bytes)
     job = replace(job, precision=job.precision.on(hardware.world_size))
+    found = _found(description, hardware, job, memory_limit_bytes, strategy)
+    if found is None:
+        raise _infeasible(description, hardware, job, memory_limit_bytes, strategy)
+    return found
 
-    def find(job: TrainingJob) -> SearchResult:
+
+def _found(description, hardware, job, memory_limit_bytes: int, strategy: Strategy) -> SearchResult | None:
+    """The best plan, as the allocator serves it where it can be replayed; None where none fits."""
+
+    def find(job: TrainingJob) -> SearchResult | None:
         candidates = _sorted_candidates(description, hardware, job, strategy)
-        found = _fastest(description, hardware, job, memory_limit_bytes, strategy, candidates)
-        if found is None:
-            raise _infeasible(description, hardware, job, memory_limit_bytes, strategy, candidates)
-        return found
+        return _fastest(description, hardware, job, memory_limit_bytes, strategy, candidates)
+
+    def least() -> SearchResult | None:
+        found = _least(description, hardware, job, strategy)
+        return found if found.memory.on(hardware) <= hardware.room_bytes(memory_limit_bytes) else None
 
     if not is_replayed(description, hardware):
         return find(job)
-    return within_reserved(find, description, hardware, job, memory_limit_bytes)
+    return within_reserved(find, least, description, hardware, job, memory_limit_bytes)
 
 
 def search_or_floor(description: ModelDescription, hardware: Hardware, job: TrainingJob, memory_limit_bytes: int) -> SearchResult | int:
     """What `search` finds, or where nothing fits a bound below every plan's peak, in bytes; it takes less time than the error."""
-    memory_limit_bytes = whole_bytes(memory_limit_bytes)
-    candidates = _sorted_candidates(description, hardware, job, Strategy.OSDP)
-    found = _fastest(description, hardware, job, memory_limit_bytes, Strategy.OSDP, candidates)
-    return hardware.limit_for(min(c.floor_bytes for c in candidates) + hardware.unavoidable_bytes) if found is None else found
+    found = _found(description, hardware, job, whole_bytes(memory_limit_bytes), Strategy.OSDP)
+    if found is not None:
+        return found
+    candidates = _candidates(description, hardware, job, Strategy.OSDP)
+    return hardware.limit_for(min(c.floor_bytes for c in candidates) + hardware.unavoidable_bytes)
 
 
 def _sorted_candidates(description, hardware, job, strategy: Strategy) -> list[_Candidate]:
@@ -151,9 +161,8 @@ def least_memory(description: ModelDescription, hardware: Hardware, job: Trainin
     Raises:
         ValueError: unknown strategy, or a global batch that the world size does not divide.
     """
-    _check_uses(description)
-    candidates = tuple(_candidates(description, hardware, job, Strategy.parse(strategy)))
-    return hardware.limit_for(_least(description, hardware, job, candidates)[1].on(hardware))
+    least = _least(description, hardware, job, Strategy.parse(strategy))
+    return hardware.limit_for(_needed(least, description, hardware, job))
 
 
 def compare_strategies(
@@ -224,12 +233,13 @@ def _free_choice(description, hardware, job, candidate: _Candidate, limit: int) 
 
 
 def _decode(
-    description, hardware, job, memory_limit_bytes, strategy, batch: Batch, chosen: dict[int, Choice], proven: bool
+    description, hardware, job, memory_limit_bytes: int | None, strategy, batch: Batch, chosen: dict[int, Choice], proven: bool
 ) -> SearchResult:
     choices = in_order(chosen)
     memory = estimate_memory(description, choices, hardware.world_size, job, batch)
     time = estimate_time(description, choices, hardware, job, batch)
-    assert memory.on(hardware) <= hardware.room_bytes(memory_limit_bytes), "the solver's moments are those of the walk"
+    fits = memory_limit_bytes is None or memory.on(hardware) <= hardware.room_bytes(memory_limit_bytes)
+    assert fits, "the solver's moments are those of the walk"
     plan = Plan.of(
         description,
         choices,
@@ -256,20 +266,23 @@ def _check_uses(description: ModelDescription) -> None:
         seen.add(segment.unit)
 
 
-def _infeasible(description, hardware, job, limit, strategy, candidates: Sequence[_Candidate]) -> InfeasibleError:
+def _infeasible(description, hardware, job, limit, strategy: Strategy) -> InfeasibleError:
     """The tightest limit that could be met, what fills it, and the cheapest ways out."""
-    batch, memory = _least(description, hardware, job, candidates)
-    needed, room = memory.on(hardware), hardware.room_bytes(limit)
+    least = _least(description, hardware, job, strategy)
+    memory, samples = least.memory, least.plan.micro_batch_size
+    needed, room = _needed(least, description, hardware, job), hardware.room_bytes(limit)
+    gaps = needed - memory.on(hardware)
     peak = memory.peak
     kinds = [(getattr(peak.breakdown, name), name) for name in peak.breakdown.__slots__]
-    parts = sorted([*kinds, *((nbytes, name) for name, nbytes in memory.outside(hardware).items())], reverse=True)
+    outside = [*((nbytes, name) for name, nbytes in memory.outside(hardware).items()), (gaps, "gaps of torch's allocator")]
+    parts = sorted([*kinds, *outside], reverse=True)
     largest = ", ".join(f"{name} {format_bytes(nbytes)}" for nbytes, name in parts[:2])
-    ways = remedies_for(description, hardware, job, limit, strategy, needed)
+    ways = remedies_for(description, hardware, job, limit - gaps, strategy, needed)
     margin = f", of which a margin of {format_bytes(limit - room)} stays free" if limit > room else ""
     message = (
         f"No plan fits {format_bytes(limit)} per device{margin}: the least that {strategy.value} needs on {hardware.world_size}"
         f" device{'s' if hardware.world_size > 1 else ''} is {format_bytes(needed)}{_difference(needed, room)}, at micro-batch size"
-        f" {batch.micro_batch_size} in {peak.phase} of {peak.unit} ({largest}). Use {'; or '.join(ways)}."
+        f" {samples} in {peak.phase} of {peak.unit} ({largest}). Use {'; or '.join(ways)}."
     )
     return InfeasibleError(message, memory_limit_bytes=limit, least_peak_bytes=hardware.limit_for(needed), remedies=tuple(ways))
 
@@ -280,18 +293,26 @@ def _difference(needed: int, room: int) -> str:
     return f" ({missing:,} byte{'s' if missing > 1 else ''} more)" if format_bytes(needed) == format_bytes(room) else ""
 
 
-def _least(description, hardware, job, candidates: Sequence[_Candidate]) -> tuple[Batch, MemoryEstimate]:
-    """The batch and the moments of the plan that needs least memory, communicators included."""
-    needed, memory, batch = None, None, None
-    for candidate in sorted(candidates, key=lambda c: c.floor_bytes):
+def _needed(least: SearchResult, description, hardware, job) -> int:
+    """What a plan needs of a device: as the allocator serves it, where that can be replayed, with all that no tensor can have."""
+    if not is_replayed(description, hardware):
+        return least.memory.on(hardware)
+    outside = hardware.outside_bytes(least.plan.communicators) + min(0, job.correction_bytes)
+    return max(least.memory.on(hardware), capacity_needed(least.plan, description, job) + outside)
+
+
+def _least(description, hardware, job, strategy: Strategy) -> SearchResult:
+    """The plan that needs least memory by its estimate, communicators included."""
+    needed, found, batch = None, None, None
+    for candidate in sorted(_sorted_candidates(description, hardware, job, strategy), key=lambda c: c.floor_bytes):
         if needed is not None and (candidate.floor_bytes >= needed or any_within(candidate.line, job, needed - 1) is None):
             continue
-        choices, needed = _tightest(description, hardware, job, candidate)
-        batch, memory = candidate.batch, estimate_memory(description, choices, hardware.world_size, job, candidate.batch)
-    return batch, memory
+        found, needed = _tightest(description, hardware, job, candidate)
+        batch = candidate.batch
+    return _decode(description, hardware, job, None, strategy, batch, found, proven=False)
 
 
-def _tightest(description, hardware, job, candidate: _Candidate) -> tuple[Sequence[Choice], int]:
+def _tightest(description, hardware, job, candidate: _Candidate) -> tuple[dict[int, Choice], int]:
     def needed_by(choices: dict[int, Choice]) -> int:
         memory = estimate_memory(description, in_order(choices), hardware.world_size, job, candidate.batch)
         return memory.on(hardware) - hardware.unavoidable_bytes
@@ -299,5 +320,4 @@ def _tightest(description, hardware, job, candidate: _Candidate) -> tuple[Sequen
     start = frugal_choices(candidate.line)
     if not candidate.line.fits_host(start):
         start = any_within(candidate.line, job, _UNLIMITED)
-    choices, needed = least_peak(candidate.line, job, start, candidate.floor_bytes, needed_by)
-    return in_order(choices), needed
+    return least_peak(candidate.line, job, start, candidate.floor_bytes, needed_by)

@@ -11,7 +11,8 @@ from .description import ModelDescription
 from .hardware import Hardware
 from .job import TrainingJob
 from .remedies import fits
-from .search import SearchResult, search
+from .reserved import is_replayed
+from .search import SearchResult, least_memory, search
 from .strategies import Strategy
 
 _PRECISION = 16
@@ -39,7 +40,11 @@ class Case:
 
     def fits(self) -> bool:
         """Whether any plan does."""
-        return fits(self.description, self.hardware, self.job, self.memory_limit_bytes, self.strategy)
+        if not fits(self.description, self.hardware, self.job, self.memory_limit_bytes, self.strategy):
+            return False
+        if not is_replayed(self.description, self.hardware):
+            return True
+        return least_memory(self.description, self.hardware, self.job, strategy=self.strategy) <= self.memory_limit_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
