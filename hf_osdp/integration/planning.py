@@ -33,7 +33,6 @@ from ..runtime.again import limit_after_oom
 from ..runtime.agree import broadcast_plan, on_rank_zero, require_same_run
 from ..runtime.allocator_settings import expands_segments
 from ..runtime.given import check_given, refuse_a_host_of_the_cpu, warn_of_other_nodes
-from ..runtime.host_offload import uses_host
 from ..runtime.mesh import Meshes
 from ..runtime.probe import Trial, probe
 from ..runtime.recalibrate import Problem, Round, recalibrate
@@ -177,11 +176,9 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
     """
     if facts.precision.autocast and not (facts.offloads_all or config.host_offload):
         try:
-            run = _plan_run(model, config, facts)
-            if not uses_host(run.plan):
-                return run
+            return _plan_run(model, replace(config, host_offload=False), facts)
         except InfeasibleError:
-            if facts.device_type == "cpu":
+            if facts.device_type == "cpu" or config.host_offload is False:
                 raise
     # units on the host are FSDP2's to run, in its own mixed precision
     return _plan_run(model, config, replace(facts, precision=replace(facts.precision, autocast=False)))

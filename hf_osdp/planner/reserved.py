@@ -20,9 +20,9 @@ from .step_events import estimate_reserved
 if TYPE_CHECKING:
     from .search import SearchResult
 
-_ROUNDS = 8
+_ROUNDS = 6
 _CLOSE = 2**-8
-"""Of the room: the second round leaves so much more free, twice as much in each that follows, and nothing finer is looked for."""
+"""Of the room: nothing finer is looked for."""
 
 
 def is_replayed(description: ModelDescription, hardware: Hardware) -> bool:
@@ -42,9 +42,11 @@ def runs_within(plan: Plan, description: ModelDescription, job: TrainingJob, cap
     return replayed.fits and (retries or not replayed.alloc_retries)
 
 
-def capacity_needed(plan: Plan, description: ModelDescription, job: TrainingJob) -> int:
-    """Return a capacity in bytes with which a plan runs, at most a 256th above the least."""
+def capacity_needed(plan: Plan, description: ModelDescription, job: TrainingJob, *, retries: bool = True) -> int:
+    """Return a capacity in bytes with which a plan runs, at most a 256th above the least; arguments as for `runs_within`."""
     free = _replayed(plan, description, job, None)
+    if not retries:
+        return free.peak_reserved_bytes
     too_little, enough = free.peak_allocated_bytes - 1, free.peak_reserved_bytes
     while enough - too_little > max(1, int(enough * _CLOSE)):
         between = (too_little + enough) // 2
@@ -68,39 +70,39 @@ def within_reserved(
     job: TrainingJob,
     memory_limit_bytes: int,
     *,
-    runs: Callable[..., bool] | None = None,
+    needed: Callable[..., int] | None = None,
 ) -> SearchResult | None:
-    """Return the first plan that the allocator can serve within the limit less the margin.
+    """Return the fastest plan found that the allocator can serve within the limit less the margin.
 
-    Where it cannot, the search is repeated with more bytes at every moment, doubled until a plan runs or none is left, and then halved.
-    Plans differ in what they need beside their estimate, so that the answer is the best that was seen. Plans for which the allocator
-    never empties its cache are looked for first.
+    Where it cannot, the search is repeated with the bytes that were missing at every moment, until a plan runs; where none is left, or
+    it may be more than enough, with half of what was added last. Plans for which the allocator never empties its cache are looked for first.
 
     Args:
         find: from a job to the fastest plan that fits by its estimate; None where there is none.
         least: the plan that needs least, of which there is one where any runs.
         description, hardware, job, memory_limit_bytes: what is searched with.
-        runs: as `runs_within`, which is the default.
+        needed: as `capacity_needed`, which is the default.
 
     Returns:
         The plan with the estimates of the job that was given; one that took a second round is not proven to be optimal. None where no
         plan runs.
     """
-    check = runs or runs_within
+    needed = needed or capacity_needed
+    room = hardware.room_bytes(memory_limit_bytes)
 
-    def serves(found: SearchResult, retries: bool) -> bool:
+    def missing(found: SearchResult, retries: bool) -> int:
         capacity = capacity_of(found.plan, hardware, job, memory_limit_bytes)
-        return check(found.plan, description, job, capacity, retries=retries)
+        return needed(found.plan, description, job, retries=retries) - capacity
 
     first = find(job)
     if first is None:
         return None
     for retries in (False, True):
-        if found := _first_served(first, find, job, hardware.room_bytes(memory_limit_bytes), partial(serves, retries=retries)):
+        if found := _first_served(first, find, job, int(room * _CLOSE), partial(missing, retries=retries)):
             break
     else:
         found = least()
-        if found is None or not serves(found, True):
+        if found is None or missing(found, True) > 0:
             return None
     plan = found.plan
     memory = estimate_memory(description, choices_of(plan, description), plan.world_size, job, batch_of(plan))
@@ -112,21 +114,20 @@ def _first_served(
     first: SearchResult,
     find: Callable[[TrainingJob], SearchResult | None],
     job: TrainingJob,
-    room_bytes: int,
-    serves: Callable[[SearchResult], bool],
+    close_bytes: int,
+    missing: Callable[[SearchResult], int],
 ) -> SearchResult | None:
-    """The plan with the fewest bytes added that is served; None where there is none."""
-    if serves(first):
-        return first
-    close = step = max(1, int(room_bytes * _CLOSE))
-    too_little, enough, best = 0, None, None
+    """A plan that misses nothing, with as few bytes added as are found in some rounds; None where there is none."""
+    found: SearchResult | None = first
+    best: SearchResult | None = None
+    extra, too_little, enough, over = 0, 0, None, 0
     for _ in range(_ROUNDS):
-        extra = too_little + step if enough is None else (too_little + enough) // 2
-        found, step = find(Correction(extra_bytes=extra).of_job(job)), 2 * step
-        if found is not None and not serves(found):
+        if found is not None and (over := missing(found)) > 0:
             too_little = extra
         else:
             enough, best = extra, found or best
-        if enough is not None and enough - too_little <= close:
+        if enough is not None and enough - too_little <= close_bytes:
             break
+        extra = too_little + max(over, close_bytes, 1) if enough is None else (too_little + enough) // 2
+        found = find(Correction(extra_bytes=extra).of_job(job))
     return best

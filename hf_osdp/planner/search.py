@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ..errors import HardwareError, InfeasibleError, OSDPError
@@ -93,7 +94,23 @@ def search(
 
 
 def _found(description, hardware, job, memory_limit_bytes: int, strategy: Strategy) -> SearchResult | None:
-    """The best plan, as the allocator serves it where it can be replayed; None where none fits."""
+    """The best plan, as the allocator serves it where it can be replayed; None where none fits.
+
+    Where the allocator does not serve the first plan, another is found by what that one missed; single strategies may miss less.
+    """
+    found = _served(description, hardware, job, memory_limit_bytes, strategy)
+    if strategy is not Strategy.OSDP or not is_replayed(description, hardware) or (found is not None and found.plan.proven_optimal):
+        return found
+    served = [] if found is None else [found]
+    for single in (one for one in Strategy if one is not Strategy.OSDP):
+        with suppress(ValueError):  # no group size between 1 and all
+            if (other := _served(description, hardware, job, memory_limit_bytes, single)) is not None:
+                served.append(replace(other, plan=replace(other.plan, strategy=strategy.value, proven_optimal=False)))
+    return min(served, key=lambda result: result.time.step_s, default=None)
+
+
+def _served(description, hardware, job, memory_limit_bytes: int, strategy: Strategy) -> SearchResult | None:
+    """The best plan of one strategy that the allocator serves, where it can be replayed."""
 
     def find(job: TrainingJob) -> SearchResult | None:
         candidates = _sorted_candidates(description, hardware, job, strategy)

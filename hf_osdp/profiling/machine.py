@@ -13,8 +13,7 @@ from ..collectives.topology import find_topology
 from ..errors import HardwareError
 from ..planner.description import DType
 from ..planner.hardware import Backend, Collective, CollectiveTiming, DeviceSpec, Hardware, Link
-from ..planner.job import divisors
-from ..planner.presets import UNIT_S, preset
+from ..planner.presets import COMMUNICATOR_BYTES, UNIT_S, preset
 from .handling import measure_handling, measure_hooks
 from .host import measure_host, memory_of_rank
 from .links import GroupSizes, few_sizes, measure_collectives
@@ -128,7 +127,8 @@ def _measure_device(device: torch.device, seconds: float, allocated_before: int)
     communicator = _communicator_bytes(device)
     available, reserved, where = _memory_bytes(device, allocated_before)
     dispatching = operator_seconds(device, 0.1 * seconds)
-    known = [copy_rate(device, 0.2 * seconds), available, -(reserved - communicator), -dispatching, -communicator]
+    formed = int(world_size() > 1)  # what the device holds now has that of all ranks in it
+    known = [copy_rate(device, 0.2 * seconds), available, -(reserved - formed * communicator), -dispatching, -communicator]
     agreed = smallest([*known, *(rates.get(dtype, 0.0) for dtype in dtypes)], device)
     return DeviceSpec(
         name=_agreed_name(device),
@@ -152,10 +152,10 @@ def _hooks_s(device: torch.device, seconds: float) -> float:
 
 
 def _communicator_bytes(device: torch.device) -> int:
-    """What NCCL takes for one group of all ranks; 0 where plans have no other groups than that of all ranks. Collective."""
+    """What NCCL takes for one group of all ranks; a process alone, which cannot measure it, takes the presets' figure. Collective."""
     world = world_size()
-    if device.type != "cuda" or len(divisors(world)) < 3:
-        return 0
+    if device.type != "cuda" or world == 1:
+        return 0 if device.type != "cuda" else COMMUNICATOR_BYTES
     part, whole = torch.zeros(1, device=device), torch.zeros(world, device=device)
     group = dist.new_group()
     free, cached = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)

@@ -170,8 +170,8 @@ def timed(request: Request, description: ModelDescription) -> ModelDescription:
     return with_block_times(description, profile_of(request))
 
 
-def case_of(request: Request) -> tuple[Case, Any]:
-    """The whole question, and the configuration that it is about. Cheap checks come before the model is read.
+def case_of(request: Request) -> tuple[Case, Any, Request]:
+    """The whole question, the configuration that it is about, and the request as settled. Cheap checks come first.
 
     One device is asked to do without units on the host first, as the Trainer and Accelerate do.
 
@@ -182,10 +182,11 @@ def case_of(request: Request) -> tuple[Case, Any]:
     hardware = hardware_of(request)
     if hardware.world_size == 1 and hardware.host is not None and request.host_offload is None and request.precision != "no":
         with suppress(InfeasibleError):
-            case, config = _case_of(replace(request, host_offload=False), hardware)
+            settled = replace(request, host_offload=False)
+            case, config = _case_of(settled, hardware)
             case.search()
-            return case, config
-    return _case_of(request, hardware)
+            return case, config, settled
+    return *_case_of(request, hardware), request
 
 
 def _case_of(request: Request, hardware: Hardware) -> tuple[Case, Any]:

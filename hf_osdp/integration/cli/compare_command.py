@@ -23,7 +23,7 @@ def compare(
     screen = Output(json_file)
     check_outputs(None, plot)
     with screen.working("Describing the model"):
-        case, config = case_of(request)
+        case, config, request = case_of(request)
         plain = case.description if case.description.cut.is_none else plain_of(request, case.hardware, config)
     from ...planner.search import compare_strategies
     from ...report.contents import comparison_content

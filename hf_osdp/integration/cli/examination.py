@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from ...quantities import format_bytes, format_count, format_seconds
 from ...report.checks_table import CheckRow
 from .cases import (
     OPTIMIZERS,
+    case_of,
     cut_case,
     describer,
     device_type_of,
@@ -103,6 +105,7 @@ def examine(request: Request, optimizer: str, plan_file: Path | None, folder: Ru
         seen.sound[Check.OPTIMIZER] = f"{spec.name} goes element by element, with {spec.states} states a parameter"
     if hardware is None:
         return seen
+    request = _settled(request, hardware)
     seen.sound[Check.DEVICES] = f"{hardware.summary}, {format_bytes(hardware.device.memory_bytes)} each"
     description = None if config is None else _described(seen, request, hardware, config, plan_file)
     case = _case(seen, request, hardware, description, spec or OptimizerSpec())
@@ -118,6 +121,14 @@ def examine(request: Request, optimizer: str, plan_file: Path | None, folder: Ru
         seen.findings += [*findings_of(known), *filter(None, [split_ties(model_of(request, config))])]
         seen.sound |= _sound(description, known)
     return seen
+
+
+def _settled(request: Request, hardware: Hardware) -> Request:
+    """The request as `hf-osdp plan` settles it; what it refuses is found later, one thing after the other."""
+    if hardware.world_size == 1:
+        with suppress(OSDPError, ValueError):
+            return case_of(request)[2]
+    return request
 
 
 def _is_chosen(request: Request, plan_file: Path | None) -> bool:

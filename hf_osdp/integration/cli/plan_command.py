@@ -41,7 +41,7 @@ def plan(
     check_outputs(output, plot)
     started = time.perf_counter()
     with screen.working("Describing the model, searching" + (" and simulating" if simulate else "")):
-        case, config = case_of(request)
+        case, config, request = case_of(request)
         rounds = _rounds(request, case, config) if simulate else ()
         if rounds:
             case = replace(case, job=rounds[-1].job)

@@ -26,7 +26,7 @@ def what_if(request: Request, json_file: JsonFile = None) -> None:
     """Answer what-if questions: one more device, twice the memory, half the sequence, the longest sequence, the widest model."""
     screen = Output(json_file)
     with screen.working("Describing the model"):
-        case, config = case_of(request)
+        case, config, request = case_of(request)
     models = _Models(request, case, config)
     with _progress(screen) as step:
         questions: list[Callable[[], Answer]] = [

@@ -34,7 +34,7 @@ from hf_osdp.runtime.probe import Trial, sharded_copy
 from hf_osdp.runtime.simulate import fake_process_group
 from hf_osdp.runtime.steps import batch_on, make_optimizer, train_step
 from tests.helpers.counted_memory import CountedMemory
-from tests.helpers.descriptions import transformer
+from tests.helpers.descriptions import transformer, untraced
 from tests.helpers.distributed import run_ranks
 
 TINY = Case(
@@ -270,7 +270,7 @@ def test_models_may_be_cut_where_they_are_planned():
     """Blocks in operators gather less at once: the least limit of the whole model is one that ours alone meets by cutting."""
     case = replace(TINY, devices=8, limit_bytes=0, sizes={**TINY.sizes, "n_embd": 256})
     model, hardware = build_on_meta(case.config()), named_machine(case)
-    whole, cut = (describe(model, sequence_length=16, cut=one) for one in (Cut(), Cut(operators=True)))
+    whole, cut = (untraced(describe(model, sequence_length=16, cut=one)) for one in (Cut(), Cut(operators=True)))
     least = least_memory(cut, hardware, job_of(case, 8))
     assert least < least_memory(whole, hardware, job_of(case, 8))
     lineup = line_up(replace(case, limit_bytes=least), whole, hardware, samples=(1,), cut=[cut])

@@ -30,6 +30,8 @@ HARDWARE = preset("titan-rtx", devices_per_node=4)
 LIMIT = HARDWARE.limit_for(HARDWARE.unavoidable_bytes + 9 * 2**19)
 OPTIONS = (*SIZES, *DEVICES, "--memory-limit", str(LIMIT))
 WHOLE = (*OPTIONS, "--no-operator-splitting")
+ROOMY = (*WHOLE, "--memory-limit", str(LIMIT + 2**26))
+"""Room for a page of 20 MiB on each of the allocator's streams."""
 JOB = TrainingJob(global_batch_size=32)
 
 
@@ -134,7 +136,7 @@ def test_every_option_reaches_the_planner(model, config):
 
 def test_adapters_are_planned_for(model, config, description):
     pytest.importorskip("peft")
-    content = as_json("plan", model, *WHOLE, "--lora-rank", 2, "--lora-targets", "c_attn")
+    content = as_json("plan", model, *ROOMY, "--lora-rank", 2, "--lora-targets", "c_attn")
     adapters = config.n_layer * 2 * (config.n_embd + 3 * config.n_embd)
     assert content["model"]["parameters"] == description.numel + adapters
     assert content["estimated"]["peak_breakdown"]["optimizer"] <= 2 * 4 * adapters
@@ -211,7 +213,7 @@ def test_what_if_answers_by_searching(model, description, monkeypatch):
 
 
 def test_simulation_stands_beside_the_estimate(model, tmp_path):
-    done = call("plan", model, *WHOLE, "--simulate", "--json", tmp_path / "x.json", "--plot", tmp_path / "x.svg")
+    done = call("plan", model, *ROOMY, "--simulate", "--json", tmp_path / "x.json", "--plot", tmp_path / "x.svg")
     assert done.exit_code == 0, done.stderr
     assert "simulated" in done.stdout and "%" in done.stdout
     assert_readable(done.stdout)

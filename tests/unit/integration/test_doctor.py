@@ -73,6 +73,10 @@ def test_warnings_are_no_failure(model):
     found = rows(done)
     assert [result for result, _ in found["blocks"]] == ["warning", "note"]
     assert "trainable parameters are in bfloat16" in found["float32 masters"][0][1]
+
+
+def test_a_slow_link_is_told(model):
+    found = rows(call(model, *SIZES, "--device", "cpu", "--num-nodes", 2, "--devices-per-node", 2, "--strategy", "fsdp", "--json", "-"))
     assert found["links"][0][0] == "warning" and "strategy=osdp is estimated" in found["links"][0][1]
 
 

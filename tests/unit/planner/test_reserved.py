@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -31,10 +32,10 @@ class Gaps:
     def __init__(self, factor: float, below: int = 0):
         self.factor, self.below, self.asked = factor, below, 0
 
-    def __call__(self, plan, description, job, capacity_bytes: int, *, retries: bool) -> bool:
+    def __call__(self, plan, description, job, *, retries: bool) -> int:
         self.asked += 1
         peak = estimate_memory(description, choices_of(plan, description), plan.world_size, job, batch_of(plan)).peak_bytes
-        return (peak * self.factor if peak > self.below else peak) <= capacity_bytes
+        return math.ceil(peak * self.factor if peak > self.below else peak)
 
 
 def found_with(gaps: Gaps) -> SearchResult | None:
@@ -44,7 +45,7 @@ def found_with(gaps: Gaps) -> SearchResult | None:
         except InfeasibleError:
             return None
 
-    return within_reserved(find, lambda: search(MODEL, HARDWARE, JOB, LEAST), MODEL, HARDWARE, JOB, LIMIT, runs=gaps)
+    return within_reserved(find, lambda: search(MODEL, HARDWARE, JOB, LEAST), MODEL, HARDWARE, JOB, LIMIT, needed=gaps)
 
 
 def test_within_reserved_keeps_a_plan_that_the_allocator_can_serve():

@@ -14,6 +14,7 @@ from hf_osdp.profiling import machine, rates
 from hf_osdp.profiling.describe import describe
 from hf_osdp.profiling.handling import measure_hooks
 from hf_osdp.runtime.simulate import fake_process_group
+from tests.helpers.descriptions import untraced
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -43,12 +44,12 @@ def test_hooks_of_fsdp2_are_timed_on_the_machine(monkeypatch):
 @pytest.fixture
 def small(configuration):
     config = configuration("GPT2LMHeadModel", n_layer=4, n_embd=128, vocab_size=1000, n_positions=128)
-    return describe(config, sequence_length=128, compute_dtype=DType.BFLOAT16, device_type="cuda", capability=(9, 0))
+    return untraced(describe(config, sequence_length=128, compute_dtype=DType.BFLOAT16, device_type="cuda", capability=(9, 0)))
 
 
 def micro_batch(description, limit_bytes: int, **changes) -> int:
     gpus = preset("h100", devices_per_node=8)
-    gpus = replace(gpus, host=None, device=replace(gpus.device, reserved_bytes=0, **changes))
+    gpus = replace(gpus, host=None, margin=0.0, device=replace(gpus.device, reserved_bytes=0, communicator_bytes=0, **changes))
     job = TrainingJob(global_batch_size=512, precision=Precision.named("bf16"))
     return search(description, gpus, job, limit_bytes).plan.micro_batch_size
 
