@@ -57,7 +57,7 @@ class Row:
     @property
     def cells(self) -> tuple[str, ...]:
         """What the table says."""
-        peak = self.result.memory.peak_bytes + self.hardware.device.reserved_bytes
+        peak = self.result.memory.on(self.hardware)
         blocks = Counter(u.class_name for u in self.description.units if u.class_name in self.description.block_classes)
         return (
             self.name,

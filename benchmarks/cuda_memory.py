@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from hf_osdp.planner.job import Precision
+from hf_osdp.runtime.allocator_settings import prefer_expandable_segments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,7 @@ class CudaMemory:
     """The first GPU's memory, as torch's allocator counts and limits it."""
 
     def __init__(self, precision: Precision) -> None:
+        prefer_expandable_segments()  # as in training
         self.device = torch.device("cuda", 0)
         torch.cuda.set_device(self.device)
         free, self._total = torch.cuda.mem_get_info(self.device)

@@ -49,6 +49,7 @@ from hf_osdp.profiling.batch import training_batch  # noqa: E402
 from hf_osdp.profiling.build import build_on_meta  # noqa: E402
 from hf_osdp.profiling.describe import describe  # noqa: E402
 from hf_osdp.quantities import format_bytes  # noqa: E402
+from hf_osdp.runtime.allocator_settings import expands_segments  # noqa: E402
 from hf_osdp.runtime.mesh import Meshes  # noqa: E402
 from hf_osdp.runtime.probe import Trial, sharded_copy  # noqa: E402
 from hf_osdp.runtime.simulate import fake_process_group  # noqa: E402
@@ -207,7 +208,8 @@ def setting_of(name: str, model: Model, precision: str, device: torch.device) ->
     """Describe the model for CUDA, or for the CPU in a test."""
     config = getattr(transformers, model.config)(**model.sizes, architectures=[model.architecture])
     job = TrainingJob(
-        global_batch_size=model.samples * WORLD, micro_batch_size=model.samples, precision=Precision.named(precision)
+        global_batch_size=model.samples * WORLD, micro_batch_size=model.samples, precision=Precision.named(precision),
+        expandable_segments=expands_segments(),
     )  # fmt: skip
     description = describe(
         config, sequence_length=model.sequence_length, compute_dtype=job.precision.compute, device_type=device.type
@@ -324,10 +326,11 @@ def headline(layouts: Sequence[LayoutRow], limits: Sequence[LimitRow]) -> tuple[
 
 
 def hardware_of(memory: Memory) -> Hardware:
-    """Eight such devices, whose allocator is shared with the libraries' workspaces and nothing else."""
+    """Eight such devices, whose allocator is shared with the libraries' workspaces and nothing else: the process group has no
+    communicator. Without a margin, so that plans are held against the limit itself."""
     hardware = preset("h100", devices_per_node=WORLD)
-    device = replace(hardware.device, memory_bytes=memory.total_bytes, reserved_bytes=memory.workspace_bytes)
-    return replace(hardware, device=device, host=None)  # it is the device's memory that is asked about
+    device = replace(hardware.device, memory_bytes=memory.total_bytes, reserved_bytes=memory.workspace_bytes, communicator_bytes=0)
+    return replace(hardware, device=device, host=None, margin=0.0)  # it is the device's memory that is asked about
 
 
 def plan_of(setting: Setting, layout: str) -> Plan:

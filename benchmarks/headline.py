@@ -242,7 +242,10 @@ def head_of(arguments: list[str] | None, machine: str, notes: list[str]) -> dict
 def commit() -> str:
     """The checkout's, marked where files differ from it."""
     git = ["git", "-C", str(ROOT)]
-    found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    try:
+        found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    except OSError:  # there is no git
+        return "unknown"
     if found.returncode:
         return "unknown"
     changed = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True).stdout.strip()

@@ -291,7 +291,7 @@ def _searched(description: ModelDescription, job: TrainingJob, world: int) -> li
         for name in ("zero3", "ddp")
     ]
     hardware = _hardware(world)
-    result = search(description, hardware, job, sum(ends) // 2 + hardware.device.reserved_bytes)
+    result = search(description, hardware, job, hardware.limit_for(sum(ends) // 2 + hardware.unavoidable_bytes))
     return list(choices_of(result.plan, description))
 
 

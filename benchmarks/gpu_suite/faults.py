@@ -24,6 +24,9 @@ from .step import Bench, step
 
 SCRIPT = Path(__file__).parent / "scripts" / "runs_out.py"
 LEFT_BYTES = 4 * 2**20
+_SMALLEST_BYTES = 2 * 2**20
+_NO_PAGES = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:False")
+"""Segments that expand grow by whole pages of 20 MiB."""
 BUSY_S = 15.0
 """What processes may take longer to end than is stated, where they share cores."""
 SAID = re.compile(r"Out of memory on .+? in .+?: the plan was estimated to need [^\n]+")
@@ -94,7 +97,7 @@ def problem_of(done: subprocess.CompletedProcess[str], ranks: int, on_oom: str) 
 )  # fmt: skip
 def full_device(bench: Bench) -> None:
     for name in _LIBRARY_CALLS:
-        kind, line = apart(library_error, name)
+        kind, line = apart(library_error, name, **_NO_PAGES)
         bench.row(call=name, raises=kind, message=line)
     bench.note(f"All but {LEFT_BYTES // 2**20} MiB of the device were taken first. What hf_osdp explains must know these errors.")
 
@@ -103,15 +106,26 @@ def library_error(name: str) -> tuple[str, str]:
     """Type and first line of what a call raises where the device has next to no memory left; in a process of its own."""
     form_process_group(needed=True)
     small = torch.ones(8, 8, device="cuda")
-    held = []
-    while (free := torch.cuda.mem_get_info()[0]) > LEFT_BYTES + 2**21:
-        held.append(torch.empty(free - LEFT_BYTES, dtype=torch.uint8, device="cuda"))
+    held = fill_device()
     try:
         _LIBRARY_CALLS[name](small)
         torch.cuda.synchronize()
     except Exception as error:
         return f"{type(error).__module__}.{type(error).__name__}", str(error).splitlines()[0]
+    finally:
+        del held
     return "nothing", ""
+
+
+def fill_device() -> list[torch.Tensor]:
+    """Tensors that take all but about `LEFT_BYTES` of the device, in halves where the allocator refuses the whole."""
+    held, chunk = [], torch.cuda.mem_get_info()[0]
+    while min(chunk, left := torch.cuda.mem_get_info()[0] - LEFT_BYTES) >= _SMALLEST_BYTES:
+        try:
+            held.append(torch.empty(min(chunk, left), dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            chunk //= 2
+    return held
 
 
 def _first_collective(tensor: torch.Tensor) -> None:

@@ -33,7 +33,7 @@ GPT2_TINY = GPT2_SMALL | {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size":
 
 @step(
     part=1, expected_s=25, limit_s=90, rehearsal_s=8,
-    proves="collectives of one NCCL rank run under the clock, whose works may be null; the second FSDP2 step, too",
+    proves="collectives of one NCCL rank run under the clock, whose works may be null; FSDP2 steps, which send nothing there",
 )  # fmt: skip
 def clock(bench: Bench) -> None:
     form_process_group(needed=True)

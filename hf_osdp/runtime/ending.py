@@ -164,6 +164,8 @@ class Lifeline:
 
     def _speaks_for(self, member: Member) -> bool:
         """One rank of each machine: the first that lives."""
+        if member.host == self.me.host and member.local_rank == self.me.local_rank is not None:  # one number for all: they share a GPU
+            return self.me.rank == (1 if member.rank == 0 else 0)
         first = 1 if member.host == self.me.host and member.local_rank == 0 else 0
         return self.me.local_rank in (None, first)
 

@@ -28,9 +28,11 @@ def main(on_oom: str, device: str) -> None:
     """Train three steps; prints `PLAN fingerprint` in each start and `END`."""
     sizes, world = SIZES[device], int(os.environ.get("WORLD_SIZE", 1))
     length, vocabulary = sizes["n_positions"], sizes["vocab_size"]
+    # Of ranks that share a GPU each would measure the other's context as its own.
+    hardware = "cpu" if device == "cpu" else "h100" if world > 1 else None
     model = OptimalShardedDataParallel(
         GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)), sequence_length=length, global_batch_size=32,
-        memory_limit=LIMITS[device], on_oom=on_oom, hardware="cpu" if device == "cpu" else None,
+        memory_limit=LIMITS[device], on_oom=on_oom, hardware=hardware,
     )  # fmt: skip
     plan = model.plan
     if "OSDP_RESTART_COUNT" not in os.environ and int(os.environ.get("RANK", 0)) == world - 1:

@@ -81,8 +81,27 @@ def test_layouts_are_judged_by_their_mean_error(bench, monkeypatch, estimated, m
 
 
 def test_errors_of_a_full_device_are_listed(bench, monkeypatch):
-    monkeypatch.setattr(faults, "apart", lambda fn, name: ("torch.AcceleratorError", f"{name}: out of memory"))
+    def apart(fn, name, **variables):
+        assert set(variables.values()) == {"expandable_segments:False"}
+        return "torch.AcceleratorError", f"{name}: out of memory"
+
+    monkeypatch.setattr(faults, "apart", apart)
     assert [row["raises"] for row in found(bench, "full-device")["rows"]] == ["torch.AcceleratorError"] * 3
+
+
+def test_a_device_is_filled_by_halves_where_whole_pages_do_not_fit(monkeypatch):
+    page, free = 20 * 2**20, [GIB + 7]
+
+    def empty(size, **options):
+        taken = -(-size // page) * page
+        if taken > free[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        free[0] -= taken
+        return size
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], GIB))
+    monkeypatch.setattr(torch, "empty", empty)
+    assert faults.fill_device() and free[0] < page
 
 
 def test_a_headline_experiment_has_its_rows_and_verdicts(bench, monkeypatch):

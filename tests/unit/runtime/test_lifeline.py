@@ -212,6 +212,16 @@ def test_one_rank_of_each_machine_speaks():
     assert [line._speaks_for(MEMBERS[0]) for line in lines[1:]] == [True, True, False]
 
 
+@pytest.mark.parametrize(("dead", "speaker"), [(0, 1), (1, 0), (2, 0)])
+def test_one_rank_speaks_where_all_have_the_local_rank_0(dead, speaker):
+    class Silent:
+        def run(self, heard) -> None: ...
+
+    members = [Member(rank=rank, host="node0", local_rank=0) for rank in range(4)]
+    lines = [Lifeline(member, Silent(), world_size=4, token=TOKEN) for member in members if member.rank != dead]
+    assert [line.me.rank for line in lines if line._speaks_for(members[dead])] == [speaker]
+
+
 def test_errors_of_communication():
     def chained(cause: BaseException) -> BaseException:
         try:
