@@ -106,7 +106,8 @@ def within_reserved(
             return None
     plan = found.plan
     memory = estimate_memory(description, choices_of(plan, description), plan.world_size, job, batch_of(plan))
-    plan = replace(plan, peak_bytes=memory.on(hardware), proven_optimal=plan.proven_optimal and found is first)
+    proven = plan.proven_optimal and found is first
+    plan = replace(plan, peak_bytes=memory.on(hardware), proven_optimal=proven, memory_limit_bytes=memory_limit_bytes)
     return replace(found, plan=plan, memory=memory)
 
 

@@ -27,7 +27,7 @@ from hf_osdp.report.plan_file import read_plan_file
 SIZES = ("--sequence-length", "32", "--global-batch-size", "32")
 DEVICES = ("--device", "titan-rtx", "--devices-per-node", "4")
 HARDWARE = preset("titan-rtx", devices_per_node=4)
-LIMIT = HARDWARE.limit_for(HARDWARE.unavoidable_bytes + 9 * 2**19)
+LIMIT = HARDWARE.limit_for(HARDWARE.unavoidable_bytes + 13 * 2**19)
 OPTIONS = (*SIZES, *DEVICES, "--memory-limit", str(LIMIT))
 WHOLE = (*OPTIONS, "--no-operator-splitting")
 ROOMY = (*WHOLE, "--memory-limit", str(LIMIT + 2**26))

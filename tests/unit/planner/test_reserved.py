@@ -97,7 +97,8 @@ def test_search_names_a_limit_that_can_be_met(traced):
         search(traced, hardware, job, 2**30)
     least = caught.value.least_peak_bytes
     assert least == least_memory(traced, hardware, job)
-    assert search(traced, hardware, job, least).plan.peak_bytes <= hardware.room_bytes(least)
+    plan = search(traced, hardware, job, least).plan
+    assert plan.peak_bytes <= hardware.room_bytes(least) and plan.memory_limit_bytes == least
     with pytest.raises(InfeasibleError):
         search(traced, hardware, job, int(0.98 * least))
 
