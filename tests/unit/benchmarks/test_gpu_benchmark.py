@@ -15,12 +15,14 @@ TINY = Model(
     sizes={"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 301, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0},
 )  # fmt: skip
 
+RESOLUTION = 0.02
+
 
 @pytest.fixture(scope="module")
 def found() -> tuple[list[LayoutRow], list[LimitRow], CountedMemory]:
     memory = CountedMemory()
     with pytest.MonkeyPatch.context() as patched, fake_process_group(gpu_memory.WORLD):
-        patched.setattr(gpu_memory, "RESOLUTION", 0.02)
+        patched.setattr(gpu_memory, "RESOLUTION", RESOLUTION)
         setting = setting_of("tiny", TINY, "bf16", memory.device)
         layouts, limits = measure(setting, memory, ("mixed",), (0.3,))
     return layouts, limits, memory
@@ -39,7 +41,8 @@ def test_plans_run_at_their_limit_and_the_walk_finds_where_they_no_longer_do(fou
     assert [row.between for row in limits] == [0.3]
     for row in limits:
         assert row.planned_bytes <= row.limit_bytes
-        assert row.survives_bytes == pytest.approx(row.planned_bytes, rel=0.05)
+        # The limit is of the allocator's segments, many times what is live in a model as small as this; the walk is as fine as its part.
+        assert 0.95 * row.planned_bytes <= row.survives_bytes <= 1.05 * row.planned_bytes + RESOLUTION * row.limit_bytes
         assert row.fits == (row.survives_bytes <= row.limit_bytes)
     assert memory.attempts >= 4, "the walk tried limits"
     gpu_memory.show(found[0], limits)
@@ -51,6 +54,11 @@ def test_the_walk_goes_down_from_what_fits_and_up_from_what_does_not():
         assert truth <= lowest <= truth + 1000 * gpu_memory.RESOLUTION + 1
     assert lowest_limit(lambda limit: False, 1000, 1500, fits=False) is None
     assert lowest_limit(lambda limit: True, 1000, 1500, fits=True) <= 1 + 1000 * gpu_memory.RESOLUTION
+
+
+def test_plans_are_held_against_the_limit_itself():
+    hardware = gpu_memory.hardware_of(CountedMemory())
+    assert (hardware.free_share, hardware.unavoidable_bytes) == (0.0, CountedMemory.workspace_bytes)
 
 
 def layout(estimated: int, allocated: int | None) -> LayoutRow:

@@ -311,3 +311,8 @@ def test_wrong_options_are_one_line(arguments, part, capsys):
 def test_without_a_gpu_nothing_is_claimed(capsys):
     assert headline.main(["--device", "cuda"]) == headline.NOTHING_MEASURED
     assert "nothing was measured" in capsys.readouterr().err
+
+
+def test_a_machine_without_git_is_no_error(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert headline.commit() == "unknown"
