@@ -33,6 +33,7 @@ from ..runtime.again import limit_after_oom
 from ..runtime.agree import broadcast_plan, on_rank_zero, require_same_run
 from ..runtime.allocator_settings import expands_segments
 from ..runtime.given import check_given, refuse_a_host_of_the_cpu, warn_of_other_nodes
+from ..runtime.host_offload import uses_host
 from ..runtime.mesh import Meshes
 from ..runtime.probe import Trial, probe
 from ..runtime.recalibrate import Problem, Round, recalibrate
@@ -176,7 +177,9 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
     """
     if facts.precision.autocast and not (facts.offloads_all or config.host_offload):
         try:
-            return _plan_run(model, replace(config, host_offload=False), facts)
+            run = _plan_run(model, config if config.plan is not None else replace(config, host_offload=False), facts)
+            if not uses_host(run.plan):
+                return run
         except InfeasibleError:
             if facts.device_type == "cpu" or config.host_offload is False:
                 raise

@@ -63,6 +63,7 @@ def _replayed(plan: Plan, description: ModelDescription, job: TrainingJob, capac
 
 
 def within_reserved(
+    first: SearchResult,
     find: Callable[[TrainingJob], SearchResult | None],
     least: Callable[[], SearchResult | None],
     description: ModelDescription,
@@ -74,11 +75,12 @@ def within_reserved(
 ) -> SearchResult | None:
     """Return the fastest plan found that the allocator can serve within the limit less the margin.
 
-    Where it cannot, the search is repeated with the bytes that were missing at every moment, until a plan runs; where none is left, or
-    it may be more than enough, with half of what was added last. Plans for which the allocator never empties its cache are looked for first.
+    Where it cannot, the search is repeated with the bytes that were missing at every moment, until a plan runs; where none is left, with
+    half of what was added last. Plans for which the allocator never empties its cache are looked for first.
 
     Args:
-        find: from a job to the fastest plan that fits by its estimate; None where there is none.
+        first: the fastest plan that fits by its estimate.
+        find: from a job with more bytes at every moment to that plan; None where there is none.
         least: the plan that needs least, of which there is one where any runs.
         description, hardware, job, memory_limit_bytes: what is searched with.
         needed: as `capacity_needed`, which is the default.
@@ -94,9 +96,6 @@ def within_reserved(
         capacity = capacity_of(found.plan, hardware, job, memory_limit_bytes)
         return needed(found.plan, description, job, retries=retries) - capacity
 
-    first = find(job)
-    if first is None:
-        return None
     for retries in (False, True):
         if found := _first_served(first, find, job, int(room * _CLOSE), partial(missing, retries=retries)):
             break
@@ -118,17 +117,18 @@ def _first_served(
     close_bytes: int,
     missing: Callable[[SearchResult], int],
 ) -> SearchResult | None:
-    """A plan that misses nothing, with as few bytes added as are found in some rounds; None where there is none."""
+    """The first plan that misses nothing; None where there is none."""
     found: SearchResult | None = first
-    best: SearchResult | None = None
-    extra, too_little, enough, over = 0, 0, None, 0
+    extra, too_little, too_much, over = 0, 0, None, 0
     for _ in range(_ROUNDS):
-        if found is not None and (over := missing(found)) > 0:
-            too_little = extra
+        if found is None:
+            too_much = extra
+        elif (over := missing(found)) <= 0:
+            return found
         else:
-            enough, best = extra, found or best
-        if enough is not None and enough - too_little <= close_bytes:
-            break
-        extra = too_little + max(over, close_bytes, 1) if enough is None else (too_little + enough) // 2
+            too_little = extra
+        if too_much is not None and too_much - too_little <= close_bytes:
+            return None
+        extra = too_little + max(over, close_bytes, 1) if too_much is None else (too_little + too_much) // 2
         found = find(Correction(extra_bytes=extra).of_job(job))
-    return best
+    return None

@@ -55,6 +55,8 @@ class _Candidate:
 
 
 _UNLIMITED = 2**60
+_NEAR = 1.02
+"""Times the first plan's step: closer to it, single strategies are not asked."""
 
 
 def search(
@@ -98,19 +100,19 @@ def _found(description, hardware, job, memory_limit_bytes: int, strategy: Strate
 
     Where the allocator does not serve the first plan, another is found by what that one missed; single strategies may miss less.
     """
-    found = _served(description, hardware, job, memory_limit_bytes, strategy)
-    if strategy is not Strategy.OSDP or not is_replayed(description, hardware) or (found is not None and found.plan.proven_optimal):
-        return found
+    first, found = _served(description, hardware, job, memory_limit_bytes, strategy)
+    if strategy is not Strategy.OSDP or first is None or (found is not None and found.time.step_s <= _NEAR * first.time.step_s):
+        return found  # no other plan is quicker than the first
     served = [] if found is None else [found]
     for single in (one for one in Strategy if one is not Strategy.OSDP):
         with suppress(ValueError):  # no group size between 1 and all
-            if (other := _served(description, hardware, job, memory_limit_bytes, single)) is not None:
+            if (other := _served(description, hardware, job, memory_limit_bytes, single)[1]) is not None:
                 served.append(replace(other, plan=replace(other.plan, strategy=strategy.value, proven_optimal=False)))
     return min(served, key=lambda result: result.time.step_s, default=None)
 
 
-def _served(description, hardware, job, memory_limit_bytes: int, strategy: Strategy) -> SearchResult | None:
-    """The best plan of one strategy that the allocator serves, where it can be replayed."""
+def _served(description, hardware, job, memory_limit_bytes: int, strategy: Strategy) -> tuple[SearchResult | None, SearchResult | None]:
+    """The best plan of one strategy by its estimate, and the best that the allocator serves, where it can be replayed."""
 
     def find(job: TrainingJob) -> SearchResult | None:
         candidates = _sorted_candidates(description, hardware, job, strategy)
@@ -120,9 +122,10 @@ def _served(description, hardware, job, memory_limit_bytes: int, strategy: Strat
         found = _least(description, hardware, job, strategy)
         return found if found.memory.on(hardware) <= hardware.room_bytes(memory_limit_bytes) else None
 
-    if not is_replayed(description, hardware):
-        return find(job)
-    return within_reserved(find, least, description, hardware, job, memory_limit_bytes)
+    first = find(job)
+    if first is None or not is_replayed(description, hardware):
+        return first, first
+    return first, within_reserved(first, find, least, description, hardware, job, memory_limit_bytes)
 
 
 def search_or_floor(description: ModelDescription, hardware: Hardware, job: TrainingJob, memory_limit_bytes: int) -> SearchResult | int:

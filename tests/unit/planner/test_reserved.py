@@ -45,7 +45,9 @@ def found_with(gaps: Gaps) -> SearchResult | None:
         except InfeasibleError:
             return None
 
-    return within_reserved(find, lambda: search(MODEL, HARDWARE, JOB, LEAST), MODEL, HARDWARE, JOB, LIMIT, needed=gaps)
+    return within_reserved(
+        search(MODEL, HARDWARE, JOB, LIMIT), find, lambda: search(MODEL, HARDWARE, JOB, LEAST), MODEL, HARDWARE, JOB, LIMIT, needed=gaps
+    )
 
 
 def test_within_reserved_keeps_a_plan_that_the_allocator_can_serve():
