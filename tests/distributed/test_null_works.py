@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def library() -> str:
-    return null_works.library()
+    return null_works.extension()
 
 
 class _Touching(TorchDispatchMode):

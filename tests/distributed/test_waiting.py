@@ -40,7 +40,7 @@ TIMEOUT_S, WORK_S = 3.0, 5.0
 
 @pytest.fixture(scope="module")
 def library() -> str:
-    return null_works.library()
+    return null_works.extension()
 
 
 def work(rank: int) -> None:

@@ -19,7 +19,7 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 @functools.cache
-def library() -> str:
+def extension() -> str:
     """The backend, compiled once a session; skips the test where there is no compiler."""
     if shutil.which(cpp_extension.get_cxx_compiler()) is None or not cpp_extension.is_ninja_available():
         pytest.skip("the backend with null works is C++: it needs a compiler and ninja")
