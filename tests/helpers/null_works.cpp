@@ -82,7 +82,10 @@ class NullWorks : public Backend {
   template <typename Options, typename Act>
   Work each(Tensors& out, Tensors& in, const Options& options, Act act) {
     Work last;
-    for (size_t i = 0; i < out.size(); ++i) last = act(out[i], in[i], options);
+    for (size_t i = 0; i < out.size(); ++i) {
+      if (last) last->wait();  // gloo's works are each their own; as with NCCL, the one that is returned stands for all
+      last = act(out[i], in[i], options);
+    }
     return last;
   }
 
