@@ -26,6 +26,8 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.mixed import mixed_plan
 
 LENGTH = 32
+HELD_BEFORE = 1_000_000
+"""Bytes, a fifth of the trial's peak. Real peaks differ by 1.4 % now and then: gloo's threads free a buffer a moment later."""
 
 
 def model_of(dropout: float = 0.1) -> GPT2LMHeadModel:
@@ -113,7 +115,7 @@ def on_cuda(plan, trial, meshes) -> dict:
             raise torch.OutOfMemoryError("as it would be")
         return original(plan, trial, meshes, timed_steps, **options)
 
-    module._observe, torch.cuda.memory_allocated = observe, lambda device: 1000
+    module._observe, torch.cuda.memory_allocated = observe, lambda device: HELD_BEFORE
     try:
         fits, fails = (module._on_cuda(plan, trial, meshes, 1) for _ in range(2))
     finally:
@@ -126,13 +128,14 @@ def test_a_trial_shows_peak_time_and_collectives_and_leaves_nothing():
     for rank in (first, second):
         cuda = rank[0]["cuda"]
         assert cuda["seen"] == ["SilentMeshes", "Meshes", "SilentMeshes"] and cuda["kept"]
-        assert cuda["fits"].peak_bytes == rank[0]["observed"].peak_bytes - 1000, "what was there before does not count"
+        counted = cuda["fits"].peak_bytes + HELD_BEFORE
+        assert counted == pytest.approx(rank[0]["observed"].peak_bytes, rel=0.03), "what was there before does not count"
         assert cuda["fails"].out_of_memory and cuda["fails"].peak_bytes is None, "every rank learns of it"
     assert [case["observed"] for case in first] == [case["observed"] for case in second]
     for case in first:
         observed = case["observed"]
         assert abs(case["estimated"] / observed.peak_bytes - 1) < 0.05, (case["estimated"], observed.peak_bytes)
-        assert case["alone"] == observed.peak_bytes, "silent collectives allocate what real ones do"
+        assert case["alone"] == pytest.approx(observed.peak_bytes, rel=0.03), "silent collectives allocate what real ones do"
         assert observed.median_step_s > 0 and observed.steps == 4
         assert case["unchanged"] == (True, True, 0)
         assert {total.collective for total in observed.collectives} == {
@@ -152,7 +155,7 @@ def test_two_stages_are_timed_as_one_collective():
     observed = ranks[0]["observed"]
     assert all(rank["observed"] == observed for rank in ranks)
     assert abs(ranks[0]["estimated"] / observed.peak_bytes - 1) < 0.05, (ranks[0]["estimated"], observed.peak_bytes)
-    assert ranks[0]["alone"] == observed.peak_bytes
+    assert ranks[0]["alone"] == pytest.approx(observed.peak_bytes, rel=0.03)
     staged = {Collective.TWO_STAGE_ALL_GATHER, Collective.TWO_STAGE_REDUCE_SCATTER}
     found = {(timing.collective, timing.group_size, timing.crosses_nodes) for timing in observed.timings}
     assert {(kind, 4, True) for kind in staged} <= found
