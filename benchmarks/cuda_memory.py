@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
+from hf_osdp.distributed.allocator_settings import prefer_expandable_segments
 from hf_osdp.planner.job import Precision
-from hf_osdp.runtime.allocator_settings import prefer_expandable_segments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

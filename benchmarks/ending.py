@@ -30,8 +30,8 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from hf_osdp.runtime.agree import on_rank_zero  # noqa: E402
-from hf_osdp.runtime.environment import form_process_group, training_device  # noqa: E402
+from hf_osdp.distributed.consensus import on_rank_zero  # noqa: E402
+from hf_osdp.sharding.environment import form_process_group, training_device  # noqa: E402
 from tests.helpers.ending import endings  # noqa: E402
 
 RANKS, VICTIM = 4, 2

@@ -36,24 +36,24 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from benchmarks.cuda_memory import CudaMemory, Memory, Reading  # noqa: E402
-from hf_osdp.planner.costs import Batch, Choice  # noqa: E402
+from hf_osdp.distributed.allocator_settings import expands_segments  # noqa: E402
+from hf_osdp.distributed.mesh import Meshes  # noqa: E402
+from hf_osdp.modeling.batch import training_batch  # noqa: E402
+from hf_osdp.modeling.build import build_on_meta  # noqa: E402
+from hf_osdp.planner.cost.evaluate import estimate_plan  # noqa: E402
+from hf_osdp.planner.cost.units import Batch, Choice  # noqa: E402
 from hf_osdp.planner.description import ModelDescription  # noqa: E402
-from hf_osdp.planner.evaluate import estimate_plan  # noqa: E402
 from hf_osdp.planner.hardware import Hardware  # noqa: E402
 from hf_osdp.planner.job import Precision, TrainingJob  # noqa: E402
 from hf_osdp.planner.plan import Plan  # noqa: E402
 from hf_osdp.planner.presets import preset  # noqa: E402
-from hf_osdp.planner.search import least_memory, search  # noqa: E402
-from hf_osdp.planner.strategies import Strategy, search_spaces  # noqa: E402
-from hf_osdp.profiling.batch import training_batch  # noqa: E402
-from hf_osdp.profiling.build import build_on_meta  # noqa: E402
-from hf_osdp.profiling.describe import describe  # noqa: E402
+from hf_osdp.planner.search.search import least_memory, search  # noqa: E402
+from hf_osdp.planner.search.strategies import Strategy, search_spaces  # noqa: E402
+from hf_osdp.planning.probe import Trial, sharded_copy  # noqa: E402
+from hf_osdp.planning.simulate import fake_process_group  # noqa: E402
 from hf_osdp.quantities import format_bytes  # noqa: E402
-from hf_osdp.runtime.allocator_settings import expands_segments  # noqa: E402
-from hf_osdp.runtime.mesh import Meshes  # noqa: E402
-from hf_osdp.runtime.probe import Trial, sharded_copy  # noqa: E402
-from hf_osdp.runtime.simulate import fake_process_group  # noqa: E402
-from hf_osdp.runtime.steps import batch_on, make_optimizer, train_step  # noqa: E402
+from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step  # noqa: E402
+from hf_osdp.tracing.describe import describe  # noqa: E402
 
 WORLD = 8
 STEPS = 3

@@ -135,9 +135,9 @@ def no_device() -> str:
 
 def planned_by(options: argparse.Namespace, sections: list, console: Console) -> tuple[str, list[str]]:
     """Estimates of the real sizes."""
-    from hf_osdp.profiling.build import build_on_meta
-    from hf_osdp.profiling.cuts import possible_cuts
-    from hf_osdp.profiling.describe import describe
+    from hf_osdp.modeling.build import build_on_meta
+    from hf_osdp.modeling.split.candidates import possible_cuts
+    from hf_osdp.tracing.describe import describe
 
     _quiet()
     machine = ""

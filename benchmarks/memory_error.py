@@ -36,23 +36,23 @@ from rich.table import Table
 from torch import nn
 from transformers.utils import logging
 
-from hf_osdp.planner.costs import Batch, Choice
-from hf_osdp.planner.cut import WHOLE_BLOCKS, Cut
+from hf_osdp.modeling.build import build_on_meta
+from hf_osdp.modeling.split.candidates import possible_cuts
+from hf_osdp.planner.cost.evaluate import choices_of
+from hf_osdp.planner.cost.memory import estimate_memory
+from hf_osdp.planner.cost.units import Batch, Choice
 from hf_osdp.planner.description import Activations, ModelDescription
-from hf_osdp.planner.evaluate import choices_of
 from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import Precision, TrainingJob
-from hf_osdp.planner.memory import estimate_memory
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.search import search
-from hf_osdp.planner.strategies import Strategy, search_spaces
-from hf_osdp.profiling.build import build_on_meta
-from hf_osdp.profiling.cuts import possible_cuts
-from hf_osdp.profiling.describe import describe
+from hf_osdp.planner.search.search import search
+from hf_osdp.planner.search.strategies import Strategy, search_spaces
+from hf_osdp.planner.split import WHOLE_BLOCKS, Cut
+from hf_osdp.planning.simulate import simulate
 from hf_osdp.quantities import format_bytes
 from hf_osdp.report.run_report import package_versions
-from hf_osdp.runtime.simulate import simulate
+from hf_osdp.tracing.describe import describe
 
 MEAN_AIM, WORST_AIM, UNDER_AIM = 0.005, 0.03, -0.01
 TOKENS, SAMPLES = 512, 4

@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from hf_osdp.collectives.fsdp import RingReduceScatter
-from hf_osdp.profiling.together import largest, rounds, wait_for_all
+from hf_osdp.distributed.two_stage import RingReduceScatter
+from hf_osdp.measurement.synchronize import largest, rounds, wait_for_all
 
 SIZES_BYTES = (2**16, 2**20, 2**24, 2**26)
 CPU = torch.device("cpu")

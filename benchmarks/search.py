@@ -26,9 +26,9 @@ from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.search import search
-from hf_osdp.profiling.describe import describe
+from hf_osdp.planner.search.search import search
 from hf_osdp.quantities import format_bytes, format_seconds
+from hf_osdp.tracing.describe import describe
 
 AIM_S = 1.0
 FACTORS = (1.001, 1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10, 100)

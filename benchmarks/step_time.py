@@ -31,20 +31,20 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.measurement.profile import measure_profile
+from hf_osdp.measurement.rates import median_seconds
+from hf_osdp.modeling.batch import training_batch
+from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.description import GatherSpan, ModelDescription
-from hf_osdp.planner.evaluate import estimate_plan
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.profile import with_block_times
-from hf_osdp.profiling.batch import training_batch
-from hf_osdp.profiling.describe import describe
-from hf_osdp.profiling.profile import measure_profile
-from hf_osdp.profiling.rates import median_seconds
 from hf_osdp.quantities import format_seconds
-from hf_osdp.runtime.accumulation import micro_step
-from hf_osdp.runtime.apply import apply_plan
-from hf_osdp.runtime.clip import clip_grad_norm_
-from hf_osdp.runtime.mesh import Meshes
+from hf_osdp.sharding.accumulation import micro_step
+from hf_osdp.sharding.apply import apply_plan
+from hf_osdp.sharding.clip import clip_grad_norm_
+from hf_osdp.tracing.describe import describe
 
 AIM = 0.10
 BUSY = 1.25

@@ -28,23 +28,23 @@ _PUBLIC = {
     "Profile": "planner.profile",
     "TrainingJob": "planner.job",
     "preset": "planner.presets",
-    "search": "planner.search",
+    "search": "planner.search.search",
     "begin_anew": "checkpoint.starts",
     "go_on": "checkpoint.starts",
     "is_restart": "checkpoint.starts",
     "last_checkpoint": "checkpoint.finding",
-    "describe": "profiling.describe",
-    "measure_hardware": "profiling.machine",
-    "measure_profile": "profiling.profile",
-    "OptimalShardedDataParallel": "runtime.parallel",
-    "roll_call": "runtime.roll_call",
-    "OSDPGradScaler": "runtime.scaler",
-    "StopSignal": "runtime.stop_signal",
-    "OSDPAccelerator": "integration.accelerator",
-    "OSDPConfig": "integration.config",
-    "OSDPPlugin": "integration.plugin",
-    "Trainer": "integration.trainer",
-    "with_osdp": "integration.trainer",
+    "describe": "tracing.describe",
+    "measure_hardware": "measurement.machine",
+    "measure_profile": "measurement.profile",
+    "OptimalShardedDataParallel": "integrations.plain_loop",
+    "roll_call": "distributed.roll_call",
+    "OSDPGradScaler": "sharding.scaler",
+    "StopSignal": "distributed.stop",
+    "OSDPAccelerator": "integrations.accelerator",
+    "OSDPConfig": "planning.config",
+    "OSDPPlugin": "integrations.plugin",
+    "Trainer": "integrations.trainer",
+    "with_osdp": "integrations.trainer",
 }
 
 __all__ = [*sorted(_PUBLIC), "__version__"]
@@ -63,6 +63,8 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from .checkpoint.finding import last_checkpoint
     from .checkpoint.starts import begin_anew, go_on, is_restart
+    from .distributed.roll_call import roll_call
+    from .distributed.stop import StopSignal
     from .errors import (
         CheckpointError,
         DescriptionError,
@@ -76,21 +78,19 @@ if TYPE_CHECKING:
         ProfileError,
         UnreducedGradientError,
     )
-    from .integration.accelerator import OSDPAccelerator
-    from .integration.config import OSDPConfig
-    from .integration.plugin import OSDPPlugin
-    from .integration.trainer import Trainer, with_osdp
+    from .integrations.accelerator import OSDPAccelerator
+    from .integrations.plain_loop import OptimalShardedDataParallel
+    from .integrations.plugin import OSDPPlugin
+    from .integrations.trainer import Trainer, with_osdp
+    from .measurement.machine import measure_hardware
+    from .measurement.profile import measure_profile
     from .planner.description import ModelDescription
     from .planner.hardware import Hardware
     from .planner.job import TrainingJob
     from .planner.plan import Plan
     from .planner.presets import preset
     from .planner.profile import Profile
-    from .planner.search import search
-    from .profiling.describe import describe
-    from .profiling.machine import measure_hardware
-    from .profiling.profile import measure_profile
-    from .runtime.parallel import OptimalShardedDataParallel
-    from .runtime.roll_call import roll_call
-    from .runtime.scaler import OSDPGradScaler
-    from .runtime.stop_signal import StopSignal
+    from .planner.search.search import search
+    from .planning.config import OSDPConfig
+    from .sharding.scaler import OSDPGradScaler
+    from .tracing.describe import describe

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_USER_ERROR)
     sys.argv = given[is_module:]
     sys.excepthook = _show
-    from .runtime.roll_call import roll_call
+    from .distributed.roll_call import roll_call
 
     with roll_call():
         if is_module:
@@ -71,7 +71,7 @@ def _prepare() -> None:
     Raises:
         ValueError: something is in the way.
     """
-    from .integration.launch import launch_request, launched_rank
+    from .integrations.launch import launch_request, launched_rank
 
     request = launch_request()
     if request is not None and not request.osdp:
@@ -88,8 +88,8 @@ def _prepare() -> None:
     import torch
     import transformers
 
-    from .integration.accelerator import OSDPAccelerator
-    from .integration.trainer import Trainer
+    from .integrations.accelerator import OSDPAccelerator
+    from .integrations.trainer import Trainer
 
     if (request is not None and request.use_cpu) or not torch.accelerator.is_available():
         os.environ["ACCELERATE_USE_CPU"] = "true"  # for TrainingArguments; accelerate does not hand it to FSDP processes

@@ -12,7 +12,7 @@ import torch
 from arguments_file import SUFFIXES, read_defaults
 from transformers import HfArgumentParser, TrainingArguments
 
-from hf_osdp.integration.launch import launch_request
+from hf_osdp.integrations.launch import launch_request
 
 
 @dataclass

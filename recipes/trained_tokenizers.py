@@ -14,7 +14,7 @@ from transformers import (
     RobertaTokenizer,
 )
 
-from hf_osdp.runtime.agree import on_rank_zero
+from hf_osdp.distributed.consensus import on_rank_zero
 
 END_OF_TEXT = "<|endoftext|>"
 _BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

@@ -98,7 +98,7 @@ def _watched() -> tuple[list[int], list[set[Any]]]:
     """Lists that fill with optimizer steps, and with the layouts of plans that are applied."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from hf_osdp.runtime import apply
+    from hf_osdp.sharding import apply
 
     steps: list[int] = []
     layouts: list[set[Any]] = []

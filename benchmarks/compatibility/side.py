@@ -20,7 +20,7 @@ from transformers import TrainingArguments
 
 import hf_osdp
 from hf_osdp.planner.plan import Plan
-from hf_osdp.runtime.recalibrate import Problem
+from hf_osdp.planning.recalibrate import Problem
 
 from .row import Figures, Oracle
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend
 
-from hf_osdp.profiling.describe import describe
-from hf_osdp.profiling.live_bytes import LiveBytes
 from hf_osdp.quantities import format_bytes
+from hf_osdp.tracing.describe import describe
+from hf_osdp.tracing.live_bytes import LiveBytes
 
 from .step import Bench, step
 

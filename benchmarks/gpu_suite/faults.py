@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.ending import ENDS, PLACES, RANKS, VICTIM, train
-from hf_osdp.runtime.ending import END_S
-from hf_osdp.runtime.environment import form_process_group
+from hf_osdp.distributed.shutdown import END_S
+from hf_osdp.sharding.environment import form_process_group
 from tests.helpers.ending import endings
 
 from .processes import apart

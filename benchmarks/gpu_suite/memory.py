@@ -12,10 +12,10 @@ import torch
 from benchmarks import gpu_memory
 from benchmarks.cuda_memory import CudaMemory
 from benchmarks.gpu_memory import LAYOUTS, WORLD, LayoutRow, LimitRow, Model
-from hf_osdp.planner.evaluate import estimate_plan
+from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.job import Precision
+from hf_osdp.planning.simulate import fake_process_group
 from hf_osdp.quantities import format_bytes
-from hf_osdp.runtime.simulate import fake_process_group
 
 from .processes import apart
 from .step import Bench, step
@@ -90,7 +90,7 @@ def simulated_bytes(name: str, precision: str, layout: str, expandable: bool) ->
     """Peak reserved by the step on fake tensors; None where this version does not replay it."""
     from dataclasses import fields, replace
 
-    from hf_osdp.runtime.simulate import simulate
+    from hf_osdp.planning.simulate import simulate
 
     with fake_process_group(WORLD):
         setting = gpu_memory.setting_of(name, gpu_memory.MODELS[name], precision, torch.device("cuda", 0))
@@ -104,7 +104,7 @@ def simulated_bytes(name: str, precision: str, layout: str, expandable: bool) ->
 def replayed_bytes(path: Any) -> int | None:
     """Peak reserved by the replay of a snapshot; None where this version has no model of the allocator."""
     try:
-        from hf_osdp.profiling.memory_snapshot import replay_snapshot
+        from hf_osdp.measurement.memory_snapshot import replay_snapshot
     except ImportError:
         return None
     with open(path, "rb") as file:

@@ -12,7 +12,7 @@ from .step import Bench, step
 
 REHEARSED = {
     "host": ("tests/distributed/test_host_offload.py", "-k", "1"),
-    "activations": ("tests/unit/profiling/test_offloading.py",),
+    "activations": ("tests/unit/modeling/test_offloading.py",),
 }
 ON_GPU = {"host": ("tests/gpu/test_host_offload_cuda.py",), "activations": ("tests/gpu/test_activation_offload_cuda.py",)}
 

@@ -9,11 +9,11 @@ import sys
 import torch
 import torch.distributed as dist
 
-from hf_osdp.profiling.machine import measure_hardware
+from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.measurement.collective_clock import CollectiveClock
+from hf_osdp.measurement.machine import measure_hardware
 from hf_osdp.quantities import format_bytes, format_seconds
-from hf_osdp.runtime.collective_clock import CollectiveClock
-from hf_osdp.runtime.environment import form_process_group
-from hf_osdp.runtime.mesh import Meshes
+from hf_osdp.sharding.environment import form_process_group
 
 from .runner import ROOT
 from .step import Bench, step
@@ -66,9 +66,9 @@ _CALLS = {
 
 def _two_steps(bench: Bench) -> None:
     """FSDP2's own calls."""
-    from hf_osdp.profiling.units import find_units
-    from hf_osdp.runtime.apply import apply_plan
-    from hf_osdp.runtime.measure import StepMeter
+    from hf_osdp.measurement.step_meter import StepMeter
+    from hf_osdp.modeling.units import find_units
+    from hf_osdp.sharding.apply import apply_plan
     from tests.helpers.layouts import plan_of
     from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_osdp.runtime.collective_clock import CollectiveClock
-from hf_osdp.runtime.environment import form_process_group
-from hf_osdp.runtime.mesh import collective_device
+from hf_osdp.distributed.mesh import collective_device
+from hf_osdp.measurement.collective_clock import CollectiveClock
+from hf_osdp.sharding.environment import form_process_group
 from tests.distributed import test_exactness as exactness
 from tests.helpers.distributed import run_ranks
 from tests.helpers.training import Trained, train_alone
@@ -29,8 +29,8 @@ def on_ranks(bench: Bench, fn: Any, world: int, *args: Any, nodes: int = 1) -> l
 
 def ranks_train(names: tuple[str, ...]) -> tuple[dict[str, Trained], str, int]:
     """On a rank: every case, the backends, and how many collectives of the first case the clock saw."""
-    from hf_osdp.runtime.apply import default_device_type
-    from hf_osdp.runtime.mesh import Meshes
+    from hf_osdp.distributed.mesh import Meshes
+    from hf_osdp.sharding.apply import default_device_type
 
     form_process_group(needed=True)
     meshes = Meshes(default_device_type())
@@ -84,7 +84,7 @@ def four_ranks(bench: Bench) -> None:
 def rank_of_trainer(folder: str, use_cpu: bool) -> tuple[dict[str, list[float]], dict[str, torch.Tensor]]:
     """On a rank: the Trainer under a mixed plan in float64."""
     from hf_osdp import OSDPConfig
-    from hf_osdp.integration.launch import launched_rank, launched_world_size
+    from hf_osdp.integrations.launch import launched_rank, launched_world_size
     from tests.distributed import test_integration_trainer as there
     from tests.helpers.mixed import mixed_plan
 
@@ -122,7 +122,7 @@ def ranks_trainer(bench: Bench) -> None:
 def rank_of_recalibration(hardware: str) -> dict[str, Any]:
     """On a rank: plans that are tried before training, then steps."""
     from hf_osdp import OptimalShardedDataParallel, preset
-    from hf_osdp.runtime.environment import training_device
+    from hf_osdp.sharding.environment import training_device
     from tests.distributed.test_recalibrate import LENGTH, tiny_model, tokens
 
     model = OptimalShardedDataParallel(

@@ -11,23 +11,23 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_memory import MODELS, Model
-from hf_osdp.planner.costs import Batch, Choice
+from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.measurement.profile import measure_profile
+from hf_osdp.modeling.batch import training_batch
+from hf_osdp.modeling.build import build_on_meta
+from hf_osdp.planner.cost.evaluate import estimate_plan
+from hf_osdp.planner.cost.units import Batch, Choice
 from hf_osdp.planner.description import ModelDescription
-from hf_osdp.planner.evaluate import estimate_plan
 from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.profile import with_block_times
-from hf_osdp.planner.search import search
-from hf_osdp.profiling.batch import training_batch
-from hf_osdp.profiling.build import build_on_meta
-from hf_osdp.profiling.describe import describe
-from hf_osdp.profiling.profile import measure_profile
+from hf_osdp.planner.search.search import search
+from hf_osdp.planning.probe import Trial, sharded_copy
 from hf_osdp.quantities import format_seconds
-from hf_osdp.runtime.environment import form_process_group
-from hf_osdp.runtime.mesh import Meshes
-from hf_osdp.runtime.probe import Trial, sharded_copy
-from hf_osdp.runtime.steps import batch_on, make_optimizer, train_step
+from hf_osdp.sharding.environment import form_process_group
+from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step
+from hf_osdp.tracing.describe import describe
 
 from .step import Bench, step
 

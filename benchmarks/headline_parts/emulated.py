@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from hf_osdp.planner.collectives import collective_seconds, gather_seconds, reduce_scatter_seconds, replicate_ring
+from hf_osdp.modeling.units import modules_by_name
+from hf_osdp.planner.cost.collectives import collective_seconds, gather_seconds, reduce_scatter_seconds, replicate_ring
 from hf_osdp.planner.hardware import Collective, Hardware
 from hf_osdp.planner.plan import Plan
-from hf_osdp.profiling.units import modules_by_name
 
 _CALIBRATION_CYCLES, _CALIBRATIONS = 20_000_000, 7
 

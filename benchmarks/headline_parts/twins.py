@@ -13,21 +13,21 @@ import torch.distributed as dist
 from benchmarks.headline_parts.cases import Case
 from benchmarks.headline_parts.lineup import Lineup, job_of, line_up
 from benchmarks.headline_parts.rows import Measured, rows_of
+from hf_osdp.distributed.consensus import on_rank_zero
+from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.measurement.profile import measure_profile
+from hf_osdp.measurement.step_meter import StepMeter, training_tensors
+from hf_osdp.modeling.batch import training_batch
+from hf_osdp.modeling.build import build_on_meta
+from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.description import ModelDescription
-from hf_osdp.planner.evaluate import estimate_plan
 from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import with_block_times
-from hf_osdp.profiling.batch import training_batch
-from hf_osdp.profiling.build import build_on_meta
-from hf_osdp.profiling.describe import describe
-from hf_osdp.profiling.profile import measure_profile
-from hf_osdp.runtime.agree import on_rank_zero
-from hf_osdp.runtime.measure import StepMeter, training_tensors
-from hf_osdp.runtime.mesh import Meshes
-from hf_osdp.runtime.probe import Trial, sharded_copy
-from hf_osdp.runtime.steps import batch_on, make_optimizer, train_step
+from hf_osdp.planning.probe import Trial, sharded_copy
+from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step
+from hf_osdp.tracing.describe import describe
 
 CPU = torch.device("cpu")
 

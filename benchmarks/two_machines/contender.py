@@ -17,13 +17,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from benchmarks.two_machines.counters import sent_bytes
 from benchmarks.two_machines.emulate import INTERFACE
 from benchmarks.two_machines.lineup import Entrant, Sends
+from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.measurement.collective_clock import CollectiveClock, of_last_rank
+from hf_osdp.modeling.batch import training_batch
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.job import TrainingJob
-from hf_osdp.profiling.batch import training_batch
-from hf_osdp.runtime.apply import apply_plan
-from hf_osdp.runtime.collective_clock import CollectiveClock, of_last_rank
-from hf_osdp.runtime.mesh import Meshes
-from hf_osdp.runtime.steps import make_optimizer, train_step
+from hf_osdp.sharding.apply import apply_plan
+from hf_osdp.sharding.steps import make_optimizer, train_step
 
 SETTLED_S = 0.2
 """So long after a barrier nothing is on its way any more."""

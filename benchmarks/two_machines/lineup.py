@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.description import ModelDescription
-from hf_osdp.planner.evaluate import estimate_plan
 from hf_osdp.planner.hardware import Collective, Hardware
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
-from hf_osdp.planner.search import StrategyResult
-from hf_osdp.planner.strategies import Strategy
+from hf_osdp.planner.search.search import StrategyResult
+from hf_osdp.planner.search.strategies import Strategy
 from hf_osdp.quantities import format_bytes
 
 STOCK, ALONE = "stock", "alone"

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from hf_osdp.planner.costs import Batch
+from hf_osdp.planner.cost.evaluate import batch_of
+from hf_osdp.planner.cost.units import Batch
 from hf_osdp.planner.description import GatherSpan, ModelDescription, UnitDescription
-from hf_osdp.planner.evaluate import batch_of
 from hf_osdp.planner.plan import Plan, UnitDecision
 
 ETHERNET_HEADER, IP_HEADER, TCP_HEADER = 14, 20, 32

@@ -22,17 +22,17 @@ from benchmarks.two_machines.emulate import GSO_BYTES, MTU
 from benchmarks.two_machines.experiment import Experiment
 from benchmarks.two_machines.lineup import Entrant, Lineup, Sends, layout, line_up
 from benchmarks.two_machines.theory import bytes_sent, with_headers
+from hf_osdp.distributed.consensus import on_rank_zero
+from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.measurement.links import measure_collectives
+from hf_osdp.measurement.profile import measure_profile
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.files import plain
 from hf_osdp.planner.hardware import CollectiveTiming
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.profile import Profile, with_block_times
-from hf_osdp.planner.search import compare_strategies
-from hf_osdp.profiling.describe import describe
-from hf_osdp.profiling.links import measure_collectives
-from hf_osdp.profiling.profile import measure_profile
-from hf_osdp.runtime.agree import on_rank_zero
-from hf_osdp.runtime.mesh import Meshes
+from hf_osdp.planner.search.search import compare_strategies
+from hf_osdp.tracing.describe import describe
 
 ROUNDS_A_PROFILE = 2
 """Blocks are timed again after so many rounds: that takes as long as a step or two."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
-from ..splitting.positions import at_positions
+from ..modeling.split.positions import at_positions
 from .finding import check_checkpoint
 from .layouts import Layout, Place, find_model, find_optimizer, is_state, model_place, optimizer_place
 from .manifest import MANIFEST_NAME

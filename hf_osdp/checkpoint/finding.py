@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..collectives.waiting import waiting_group
+from ..distributed.consensus import on_rank_zero
+from ..distributed.mesh import rank, world_size
+from ..distributed.waiting import waiting_group
 from ..errors import CheckpointError
-from ..runtime.agree import on_rank_zero
-from ..runtime.mesh import rank, world_size
 from .folders import numbered_checkpoints, remove_left, restore_replaced
 from .layouts import find_model
 from .manifest import MANIFEST_NAME, FileRecord, Manifest, damage

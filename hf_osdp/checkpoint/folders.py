@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from ..distributed.roll_call import own_versions
 from ..errors import CheckpointError
 from ..planner.plan import Plan
-from ..runtime.roll_call import own_versions
 from .layouts import is_state
 from .manifest import MANIFEST_NAME, FileRecord, Manifest
 

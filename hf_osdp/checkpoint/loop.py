@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ..distributed.consensus import on_rank_zero
+from ..distributed.mesh import rank
 from ..errors import CheckpointError
 from ..planner.plan import Plan
-from ..runtime.agree import on_rank_zero
-from ..runtime.mesh import rank
 from .finding import check_checkpoint
 from .random_states import load_random_states, save_random_states
 from .safe import load_file

@@ -16,12 +16,12 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from ..distributed.consensus import on_rank_zero
+from ..distributed.mesh import world_size
+from ..distributed.restarts import restart_count
 from ..errors import CheckpointError
 from ..planner.files import validated
 from ..reading import read_json
-from ..runtime.agree import on_rank_zero
-from ..runtime.mesh import world_size
-from ..runtime.restarts import restart_count
 from .folders import PARTIAL, numbered_checkpoints
 from .manifest import MANIFEST_NAME
 

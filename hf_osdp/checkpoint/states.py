@@ -14,12 +14,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.fsdp import FSDPModule
 
-from ..collectives.waiting import waiting_group
+from ..distributed.consensus import on_rank_zero
+from ..distributed.waiting import waiting_group
 from ..errors import CheckpointError
-from ..profiling.units import canonical_name
-from ..runtime.agree import on_rank_zero
-from ..runtime.optimizer import unwrapped
-from ..runtime.state import (
+from ..modeling.split.names import is_split, split_names, split_optimizer_state
+from ..modeling.units import canonical_name
+from ..sharding.optimizer import unwrapped
+from ..sharding.state import (
     free_gathered,
     full_optimizer_state_dict,
     full_state_dict,
@@ -27,11 +28,10 @@ from ..runtime.state import (
     load_full_state_dict,
     named_optimizer_state,
 )
-from ..runtime.whole_states import set_named_optimizer_state
-from ..splitting.checkpoint import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
-from ..splitting.names import is_split, split_names, split_optimizer_state
+from ..sharding.whole_states import set_named_optimizer_state
 from .layouts import Layout, find_model, find_optimizer, model_place, optimizer_place
 from .safe import SafePlanner, SafeReader
+from .split_states import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
 from .whole import cause_of, is_positional, named_state, read_optimizer, read_weights
 
 _MODEL, _OPTIMIZER = "model", "optimizer"

@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from ..collectives.waiting import wait_for_ranks, waiting_group
+from ..distributed.background import began, is_over
+from ..distributed.consensus import on_rank_zero
+from ..distributed.mesh import rank, world_size
+from ..distributed.waiting import wait_for_ranks, waiting_group
 from ..errors import CheckpointError
 from ..planner.plan import Plan
-from ..runtime.agree import on_rank_zero
-from ..runtime.background import began, is_over
-from ..runtime.mesh import rank, world_size
 from .folders import complete, flush, prepare_staging
 from .manifest import FileRecord
 

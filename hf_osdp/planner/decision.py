@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ..reading import problem_of_text
-from .costs import Choice
+from .cost.units import Choice
 from .description import Activations
 
 

@@ -15,7 +15,7 @@ from enum import Enum
 
 from .affine import Affine, Envelope
 from .allocation_trace import AllocationTrace
-from .cut import WHOLE_BLOCKS, Cut
+from .split import WHOLE_BLOCKS, Cut
 
 
 class DType(str, Enum):

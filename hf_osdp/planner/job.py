@@ -117,7 +117,7 @@ class TrainingJob:
     """As torch's allocator for CUDA is set; hf_osdp sets it where the user has set nothing. It bears on reserved memory alone."""
     correction_bytes: int = 0
     """Added to every moment: what a simulation or a measurement of an earlier plan found beside its estimate, see
-    `planner/correction.py`."""
+    `planner/cost/correction.py`."""
 
     def __post_init__(self) -> None:
         for name in ("reduce_every_micro_step", "recompute", "host_offload", "offload_activations"):

@@ -11,13 +11,13 @@ from typing import Any
 
 from ..errors import PlanError
 from ..reading import parse_json, problem_of_text, read_bytes
-from .communicators import communicators_of
-from .costs import Batch, Choice
-from .cut import WHOLE_BLOCKS, Cut
+from .cost.communicators import communicators_of
+from .cost.units import Batch, Choice
 from .decision import UnitDecision
 from .description import ModelDescription
 from .files import validated, write_whole
 from .hardware import MOST_RANKS
+from .split import WHOLE_BLOCKS, Cut
 
 PLAN_VERSION = 3
 _MOST = {"world_size": MOST_RANKS, "micro_batch_size": 2**20, "accumulation_steps": 2**20, "sequence_length": 2**30}
@@ -54,7 +54,7 @@ class Plan:
     """The search proved that no plan of its space is faster under the limit.
 
     The space holds every layout of every unit where equal units come in rows of up to 8, and the layouts that the rule of
-    `planner/stations.py` gives where rows are longer.
+    `planner/search/stages.py` gives where rows are longer.
     """
     hardware: str = ""
     devices_per_node: int | None = None

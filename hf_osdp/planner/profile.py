@@ -13,8 +13,8 @@ from ..errors import ProfileError
 from ..reading import parse_json, read_bytes
 from .description import Affine, DType, ModelDescription, PhaseCost, Segment
 from .files import plain, validated, write_whole
+from .fit import fit_line
 from .hardware import Hardware
-from .lines import fit_line
 
 PROFILE_VERSION = 2
 _WORK_SAMPLES = 2

@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 from ..planner.files import plain
 from ..planner.hardware import Hardware
-from ..planner.search import SearchResult, StrategyResult
-from ..planner.what_if import Answer
+from ..planner.search.search import SearchResult, StrategyResult
+from ..planner.search.what_if import Answer
 from .explain import Alternative, Explanation
 from .explain_tables import layout_text, layouts_text
 from .run_report import strategy_content

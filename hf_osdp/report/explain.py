@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from ..errors import InfeasibleError
-from ..planner.costs import Choice, UnitSeconds, unit_seconds
+from ..planner.cost.evaluate import PlanEstimate, batch_of, choices_of, estimate_plan
+from ..planner.cost.memory import MemoryEstimate, estimate_memory
+from ..planner.cost.timing import UnitTimer
+from ..planner.cost.units import Choice, UnitSeconds, unit_seconds
 from ..planner.description import ModelDescription
-from ..planner.evaluate import PlanEstimate, batch_of, choices_of, estimate_plan
 from ..planner.hardware import Hardware
 from ..planner.job import TrainingJob
-from ..planner.memory import MemoryEstimate, estimate_memory
 from ..planner.plan import Plan
-from ..planner.search import search
-from ..planner.strategies import Strategy, search_spaces
-from ..planner.timing import UnitTimer
+from ..planner.search.search import search
+from ..planner.search.strategies import Strategy, search_spaces
 from .tables import PlanRow, plan_rows
 
 _GAIN = 1.001

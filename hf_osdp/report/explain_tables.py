@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from ..planner.costs import Choice
-from ..planner.memory import MemoryBreakdown, Moment, SegmentBytes
+from ..planner.cost.memory import MemoryBreakdown, Moment, SegmentBytes
+from ..planner.cost.units import Choice
 from ..planner.plan import Plan, UnitDecision
-from ..planner.search import SearchResult
-from ..planner.what_if import Answer
+from ..planner.search.search import SearchResult
+from ..planner.search.what_if import Answer
 from ..quantities import format_bytes, format_count, format_seconds
 from .explain import Alternative, Binding, Binds, Explanation, RowReason
 from .tables import PlanRow, bare_table, plan_rows

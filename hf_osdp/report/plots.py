@@ -12,9 +12,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from ..planner.cost.memory import MemoryBreakdown, MemoryEstimate
 from ..planner.hardware import GIB
-from ..planner.memory import MemoryBreakdown, MemoryEstimate
-from ..planner.search import SearchResult, StrategyResult
+from ..planner.search.search import SearchResult, StrategyResult
 from ..quantities import format_bytes, format_seconds
 from .explain import StreamTime
 

@@ -11,13 +11,13 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from ..planner.cost.evaluate import PlanEstimate
 from ..planner.description import ModelDescription
-from ..planner.evaluate import PlanEstimate
 from ..planner.files import plain
 from ..planner.hardware import Hardware
 from ..planner.job import TrainingJob
 from ..planner.plan import Plan
-from ..planner.search import StrategyResult
+from ..planner.search.search import StrategyResult
 from .plan_file import PlanInputs, write_json
 
 REPORT_FILE = "osdp_report.json"

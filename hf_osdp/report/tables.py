@@ -10,13 +10,13 @@ from itertools import groupby
 from rich import box
 from rich.table import Table
 
+from ..planner.allocator.replay import Reserved
+from ..planner.cost.evaluate import PlanEstimate
+from ..planner.cost.memory import Moment
 from ..planner.description import ModelDescription, UnitDescription
-from ..planner.evaluate import PlanEstimate
 from ..planner.hardware import Hardware
-from ..planner.memory import Moment
 from ..planner.plan import Plan
-from ..planner.replay import Reserved
-from ..planner.search import StrategyResult
+from ..planner.search.search import StrategyResult
 from ..quantities import format_bytes, format_count, format_seconds
 
 _NUMBER = re.compile(r"\d+")

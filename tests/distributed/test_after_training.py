@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from transformers import GPT2LMHeadModel
 
+from hf_osdp.distributed import collective_calls as together
 from hf_osdp.errors import OSDPError
-from hf_osdp.integration.accelerator import OSDPAccelerator
-from hf_osdp.integration.config import OSDPConfig
-from hf_osdp.integration.trainer import Trainer
+from hf_osdp.integrations.accelerator import OSDPAccelerator
+from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.planner.presets import preset
-from hf_osdp.runtime import together
+from hf_osdp.planning.config import OSDPConfig
 from tests.distributed.test_integration_trainer import LENGTH, arguments, tiny_model, tokens
 from tests.helpers.distributed import run_ranks
 from tests.helpers.mixed import mixed_plan

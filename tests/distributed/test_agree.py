@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
+from hf_osdp.distributed.consensus import broadcast_plan, on_rank_zero
 from hf_osdp.errors import DescriptionError, HardwareError, InfeasibleError, OSDPError, PlanError, PlanMismatchError
 from hf_osdp.planner.plan import Plan, UnitDecision
-from hf_osdp.runtime.agree import broadcast_plan, on_rank_zero
 from tests.helpers.distributed import run_ranks
 
 PLAN = Plan(

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 from hf_osdp.errors import CheckpointingError
+from hf_osdp.measurement.block_times import measure_block_times
+from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.search import search
-from hf_osdp.profiling.block_times import measure_block_times
-from hf_osdp.profiling.describe import describe
-from hf_osdp.profiling.units import find_units
-from hf_osdp.runtime.environment import prepare_model
+from hf_osdp.planner.search.search import search
+from hf_osdp.sharding.environment import prepare_model
+from hf_osdp.tracing.describe import describe
 from tests.helpers.architectures import TINY, tiny_architecture, train_alone, train_by_plan
 from tests.helpers.distributed import run_ranks
 from tests.helpers.training import Trained
@@ -31,7 +31,7 @@ KINDS = (
 
 
 def run_all(names: tuple[str, ...]) -> dict[str, Trained]:
-    from hf_osdp.runtime.mesh import Meshes
+    from hf_osdp.distributed.mesh import Meshes
 
     meshes = Meshes("cpu")
     results = {name: train_by_plan(name, meshes) for name in names}

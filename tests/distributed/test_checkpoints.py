@@ -17,11 +17,11 @@ from hf_osdp.checkpoint.finding import last_checkpoint
 from hf_osdp.checkpoint.loop import load_loop, save_loop
 from hf_osdp.checkpoint.starts import begin_anew, is_restart
 from hf_osdp.checkpoint.writer import CheckpointWriter
+from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import CheckpointError
-from hf_osdp.profiling.units import find_units
-from hf_osdp.runtime.apply import apply_plan
-from hf_osdp.runtime.mesh import Meshes
-from hf_osdp.runtime.state import full_state_dict
+from hf_osdp.modeling.units import find_units
+from hf_osdp.sharding.apply import apply_plan
+from hf_osdp.sharding.state import full_state_dict
 from tests.helpers.checkpointed import Leg, folders, run_leg, trained_step, uninterrupted, worst
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of

@@ -17,16 +17,16 @@ from torch.distributed.fsdp import fully_shard
 
 from hf_osdp.checkpoint.finding import last_checkpoint
 from hf_osdp.checkpoint.states import load_model, load_optimizer, save_model, save_optimizer
-from hf_osdp.integration.accelerator import OSDPAccelerator
-from hf_osdp.integration.config import OSDPConfig
-from hf_osdp.integration.launch import launched_rank, launched_world_size
-from hf_osdp.integration.plugin import OSDPPlugin
+from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.distributed.stop import EXIT_CODE
+from hf_osdp.integrations.accelerator import OSDPAccelerator
+from hf_osdp.integrations.launch import launched_rank, launched_world_size
+from hf_osdp.integrations.plugin import OSDPPlugin
+from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.presets import preset
-from hf_osdp.profiling.units import find_units
-from hf_osdp.runtime.apply import apply_plan
-from hf_osdp.runtime.mesh import Meshes
-from hf_osdp.runtime.state import full_optimizer_state_dict, full_state_dict
-from hf_osdp.runtime.stop_signal import EXIT_CODE
+from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.sharding.apply import apply_plan
+from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict
 from tests.distributed import test_integration_accelerator as loop
 from tests.distributed import test_integration_trainer as stock
 from tests.helpers.checkpointed import groups_of, worst

@@ -38,7 +38,7 @@ IS_SLOW = {(world_size, name): name not in EVERYDAY for world_size, names in NAM
 
 
 def run_cases(names: tuple[str, ...]) -> dict[str, Trained]:
-    from hf_osdp.runtime.mesh import Meshes
+    from hf_osdp.distributed.mesh import Meshes
 
     meshes = Meshes("cpu")
     results = {name: train_by_layout(meshes=meshes, **CASES[name]) for name in names}

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_osdp.runtime.environment import form_process_group
+from hf_osdp.sharding.environment import form_process_group
 from tests.helpers.distributed import RankFailure, run_ranks
 
 

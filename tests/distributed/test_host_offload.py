@@ -12,16 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import PlanMismatchError
+from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
-from hf_osdp.profiling.units import find_units
-from hf_osdp.runtime.apply import apply_plan
-from hf_osdp.runtime.by_place import step_by_place
-from hf_osdp.runtime.host_offload import host_parameters
-from hf_osdp.runtime.mesh import Meshes
-from hf_osdp.runtime.optimizer import parameter_names, rebind_parameters
-from hf_osdp.runtime.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict, load_full_state_dict
-from hf_osdp.runtime.verify import read_back, verify_applied
+from hf_osdp.sharding.apply import apply_plan
+from hf_osdp.sharding.host_offload import host_parameters
+from hf_osdp.sharding.mixed_step import step_by_place
+from hf_osdp.sharding.optimizer import parameter_names, rebind_parameters
+from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict, load_full_state_dict
+from hf_osdp.sharding.verify import read_back, verify_applied
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
@@ -167,7 +167,7 @@ def test_layout_is_read_back(world_size):
 
 def accelerated() -> dict[str, Any]:
     """Accelerate in one process: no launcher, no process group before the plan is made."""
-    from hf_osdp.integration.accelerator import OSDPAccelerator
+    from hf_osdp.integrations.accelerator import OSDPAccelerator
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)

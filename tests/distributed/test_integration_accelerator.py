@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, set_seed
 
 from hf_osdp.errors import OSDPError
-from hf_osdp.integration.accelerator import OSDPAccelerator
-from hf_osdp.integration.config import OSDPConfig
-from hf_osdp.integration.launch import launched_rank, launched_world_size
-from hf_osdp.integration.plugin import OSDPPlugin
+from hf_osdp.integrations.accelerator import OSDPAccelerator
+from hf_osdp.integrations.launch import launched_rank, launched_world_size
+from hf_osdp.integrations.plugin import OSDPPlugin
 from hf_osdp.planner.presets import preset
+from hf_osdp.planning.config import OSDPConfig
 from tests.helpers.distributed import run_ranks
 from tests.helpers.mixed import mixed_plan
 from tests.helpers.sampling import slow_but

@@ -12,11 +12,11 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
 
-from hf_osdp.integration.config import OSDPConfig
-from hf_osdp.integration.launch import launched_rank, launched_world_size
-from hf_osdp.integration.trainer import Trainer
+from hf_osdp.integrations.launch import launched_rank, launched_world_size
+from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.presets import preset
+from hf_osdp.planning.config import OSDPConfig
 from tests.helpers.distributed import RankFailure, run_ranks
 from tests.helpers.mixed import mixed_plan
 from tests.helpers.sampling import slow_but

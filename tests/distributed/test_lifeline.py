@@ -16,16 +16,17 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.two_machines import emulate
+from hf_osdp.distributed import lifeline
+from hf_osdp.distributed import shutdown as ending
+from hf_osdp.distributed.consensus import on_rank_zero, require_same_run
+from hf_osdp.distributed.roll_call import compare_versions
 from hf_osdp.errors import PlanError, PlanMismatchError
-from hf_osdp.integration.accelerator import OSDPAccelerator
-from hf_osdp.integration.config import OSDPConfig
-from hf_osdp.integration.exits import run_script
+from hf_osdp.integrations.accelerator import OSDPAccelerator
+from hf_osdp.integrations.exits import run_script
+from hf_osdp.measurement.loop_meter import LoopWatch
 from hf_osdp.planner.plan import Plan, UnitDecision
-from hf_osdp.runtime import ending, lifeline
-from hf_osdp.runtime.agree import on_rank_zero, require_same_run
-from hf_osdp.runtime.environment import form_process_group
-from hf_osdp.runtime.roll_call import compare_versions
-from hf_osdp.runtime.watch import LoopWatch
+from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.sharding.environment import form_process_group
 from tests.helpers.distributed import run_ranks
 from tests.helpers.ending import die, endings
 
@@ -290,8 +291,8 @@ def test_gpus_of_two_kinds_stop_all_ranks():
 
 UNDER_TORCHRUN = """
 import os, time
-from hf_osdp.integration.exits import run_script
-from hf_osdp.runtime.environment import form_process_group
+from hf_osdp.integrations.exits import run_script
+from hf_osdp.sharding.environment import form_process_group
 
 def main():
     form_process_group(needed=True)
@@ -324,7 +325,7 @@ notebook_launcher(train, (True,), num_processes=2, use_port="PORT")
 WITHOUT_NETWORK = """
 import os, subprocess, sys, time
 import torch, torch.distributed as dist
-from hf_osdp.runtime.environment import form_process_group
+from hf_osdp.sharding.environment import form_process_group
 
 form_process_group(needed=True)
 dist.all_reduce(torch.ones(1))

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_osdp.measurement.collective_clock import CollectiveCall
+from hf_osdp.measurement.step_meter import StepMeter, _timings, _totals, training_tensors
 from hf_osdp.planner.hardware import Collective
-from hf_osdp.runtime.collective_clock import CollectiveCall
-from hf_osdp.runtime.measure import StepMeter, _timings, _totals, training_tensors
 from tests.helpers.distributed import run_ranks
 
 ELEMENTS = 1_000_000
@@ -35,7 +35,7 @@ def measure(steps: int, seconds: float, elements: int, *, hold_all: bool = True)
 
 def test_the_time_of_a_step_leaves_out_the_first_two_and_what_lies_between(monkeypatch):
     clock = iter([0.0, 200.0, 400.0, 405.0, 500.0, 501.0, 600.0, 602.0])
-    monkeypatch.setattr("hf_osdp.runtime.measure.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("hf_osdp.measurement.step_meter.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     meter = StepMeter("cpu")
     for _ in range(5):
         meter.step_begins()

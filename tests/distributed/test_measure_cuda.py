@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_osdp.runtime.measure import StepMeter
+from hf_osdp.measurement.step_meter import StepMeter
 
 
 class Allocator:

@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from hf_osdp.profiling.units import find_units
-from hf_osdp.runtime.host_offload import parameter_groups
+from hf_osdp.modeling.units import find_units
+from hf_osdp.sharding.host_offload import parameter_groups
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_model

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_osdp.collectives.fsdp import TwoStageAllGather, TwoStageReduceScatter
-from hf_osdp.collectives.transport import BackendTransport, transport_of
+from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.distributed.transport import BackendTransport, transport_of
+from hf_osdp.distributed.two_stage import TwoStageAllGather, TwoStageReduceScatter
+from hf_osdp.measurement.collective_clock import CollectiveClock, of_last_rank
+from hf_osdp.measurement.machine import measure_hardware
 from hf_osdp.planner.presets import preset
-from hf_osdp.profiling.machine import measure_hardware
-from hf_osdp.runtime.collective_clock import CollectiveClock, of_last_rank
-from hf_osdp.runtime.mesh import Meshes
-from hf_osdp.runtime.scaler import OSDPGradScaler
+from hf_osdp.sharding.scaler import OSDPGradScaler
 from tests.distributed.test_collectives import gathered, scattered
 from tests.distributed.test_recalibrate import LIMIT, loop, plain_loop, trained
 from tests.distributed.test_weight_reads import reference, run_cases
@@ -183,7 +183,7 @@ def test_links_are_measured(library):
 
 def trainer_run(path: str, folder: str, recalibrate: bool) -> dict[str, object]:
     """The Trainer plans by itself and, where asked to, tries its plan; each run's first steps are under the clock."""
-    from hf_osdp.integration.config import OSDPConfig
+    from hf_osdp.planning.config import OSDPConfig
 
     null_works.form(path)
     hardware = preset("cpu", devices_per_node=2)

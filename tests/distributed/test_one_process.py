@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_osdp.planner.evaluate import estimate_plan
-from hf_osdp.profiling.units import find_units
+from hf_osdp.modeling.units import find_units
+from hf_osdp.planner.cost.evaluate import estimate_plan
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_model
@@ -20,7 +20,7 @@ STEPS = 10
 
 def trained(on_host: bool) -> dict[str, Any]:
     """Train without a process group; says what ran, and what a step was estimated to hold and held."""
-    from hf_osdp.integration.accelerator import OSDPAccelerator
+    from hf_osdp.integrations.accelerator import OSDPAccelerator
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)

@@ -15,11 +15,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-from hf_osdp.profiling.units import find_units
-from hf_osdp.runtime import again, ending, lifeline
-from hf_osdp.runtime.apply import apply_plan
-from hf_osdp.runtime.environment import form_process_group
-from hf_osdp.runtime.whereabouts import Whereabouts
+from hf_osdp.distributed import lifeline
+from hf_osdp.distributed import restart as again
+from hf_osdp.distributed import shutdown as ending
+from hf_osdp.modeling.units import find_units
+from hf_osdp.planning.oom_location import Whereabouts
+from hf_osdp.sharding.apply import apply_plan
+from hf_osdp.sharding.environment import form_process_group
 from tests.helpers.distributed import run_ranks
 from tests.helpers.ending import endings
 from tests.helpers.layouts import plan_of
@@ -118,7 +120,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments, set_seed
 from hf_osdp import OSDPConfig, Trainer
-from hf_osdp.integration.exits import run_script
+from hf_osdp.integrations.exits import run_script
 
 OUTPUT, ON_OOM, FAILS = sys.argv[1:]
 

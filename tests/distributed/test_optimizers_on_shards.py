@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hf_osdp.errors import OSDPError, PreflightError
-from hf_osdp.preflight.findings import Check, error, note
-from hf_osdp.preflight.ranks import agreed
-from hf_osdp.runtime.optimizer import _ELEMENT_WISE, check_new_optimizers, check_optimizer
-from hf_osdp.runtime.optimizer_probe import difference_on_shards
+from hf_osdp.planning.preflight.findings import Check, error, note
+from hf_osdp.planning.preflight.ranks import agreed
+from hf_osdp.sharding.optimizer import _ELEMENT_WISE, check_new_optimizers, check_optimizer
+from hf_osdp.sharding.optimizer_probe import difference_on_shards
 from tests.helpers.distributed import run_ranks
 
 STEPS = 3

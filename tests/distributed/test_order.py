@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import GatherSpan, UnitDescription
 from hf_osdp.planner.plan import UnitDecision
-from hf_osdp.profiling.units import find_units
-from hf_osdp.runtime.apply import apply_plan, bottom_up, effective
-from hf_osdp.runtime.verify import verify_applied
+from hf_osdp.sharding.apply import apply_plan, bottom_up, effective
+from hf_osdp.sharding.verify import verify_applied
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import MODELS, tiny_model
 

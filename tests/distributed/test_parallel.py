@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from hf_osdp.errors import InfeasibleError, OSDPError, PlanError
+from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
+from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
-from hf_osdp.profiling.units import find_units
-from hf_osdp.runtime.parallel import OptimalShardedDataParallel
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import SAMPLES, SEQUENCE_LENGTH, tiny_batch, tiny_loss, tiny_model

@@ -13,15 +13,15 @@ from torch import nn
 
 import hf_osdp
 from hf_osdp.errors import HardwareError, PlanError
-from hf_osdp.planner.cut import WHOLE_BLOCKS
+from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
+from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import Activations
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep
 from hf_osdp.planner.presets import preset
-from hf_osdp.profiling.units import find_units
-from hf_osdp.runtime.given import check_given
-from hf_osdp.runtime.parallel import OptimalShardedDataParallel
-from hf_osdp.runtime.scaler import OSDPGradScaler
-from hf_osdp.runtime.wanted import plain_adamw
+from hf_osdp.planner.split import WHOLE_BLOCKS
+from hf_osdp.planning.given import check_given
+from hf_osdp.planning.wanted import plain_adamw
+from hf_osdp.sharding.scaler import OSDPGradScaler
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import SAMPLES, SEQUENCE_LENGTH, tiny_batch, tiny_loss, tiny_model
@@ -108,7 +108,7 @@ def test_reducing_otherwise_than_the_plan_is_refused():
 
 def jobs_of(monkeypatch) -> list[tuple[Any, ...]]:
     """What `search` is called with from here on: description, hardware, job, limit."""
-    from hf_osdp.runtime import recalibrate as module
+    from hf_osdp.planning import recalibrate as module
 
     calls, search = [], module.search
 
@@ -132,7 +132,7 @@ def test_the_optimizer_counted_by_default_is_plain_adamw(monkeypatch):
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_plain_adamw_is_what_the_integration_makes_of_it(device_type):
-    from hf_osdp.integration.optimizers import spec_of_optimizer
+    from hf_osdp.integrations.optimizers import spec_of_optimizer
 
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
     assert plain_adamw(device_type) == spec_of_optimizer(optimizer, device_type=device_type)

@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
+from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import OSDPError, PlanError, PlanMismatchError
-from hf_osdp.profiling.units import find_units
-from hf_osdp.runtime.apply import apply_plan
-from hf_osdp.runtime.broadcast import broadcast_parameters
-from hf_osdp.runtime.clip import clip_grad_norm_
-from hf_osdp.runtime.mesh import Meshes
-from hf_osdp.runtime.optimizer import parameter_names, rebind_parameters, release_parameters
-from hf_osdp.runtime.scaler import OSDPGradScaler
-from hf_osdp.runtime.state import full_state_dict, load_full_state_dict
-from hf_osdp.runtime.verify import read_back, verify_applied
+from hf_osdp.modeling.units import find_units
+from hf_osdp.sharding.apply import apply_plan
+from hf_osdp.sharding.broadcast import broadcast_parameters
+from hf_osdp.sharding.clip import clip_grad_norm_
+from hf_osdp.sharding.optimizer import parameter_names, rebind_parameters, release_parameters
+from hf_osdp.sharding.scaler import OSDPGradScaler
+from hf_osdp.sharding.state import full_state_dict, load_full_state_dict
+from hf_osdp.sharding.verify import read_back, verify_applied
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_osdp.planner.search import least_memory, search
-from hf_osdp.profiling.describe import describe
+from hf_osdp.planner.search.search import least_memory, search
+from hf_osdp.tracing.describe import describe
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import SAMPLES, SEQUENCE_LENGTH, VOCABULARY, tiny_batch, tiny_model
@@ -31,8 +31,8 @@ def adapted(name: str = "llama", dtype: torch.dtype = torch.float64) -> nn.Modul
 
 
 def train_by_plan(name: str) -> Trained:
-    from hf_osdp.profiling.units import find_units
-    from hf_osdp.runtime.apply import apply_plan
+    from hf_osdp.modeling.units import find_units
+    from hf_osdp.sharding.apply import apply_plan
 
     model = adapted(name)
     units = find_units(model)
@@ -105,7 +105,7 @@ def test_frozen_parameters_change_the_plan():
 
 
 def test_inputs_are_those_of_the_model_inside():
-    from hf_osdp.profiling.batch import training_batch
+    from hf_osdp.modeling.batch import training_batch
 
     model = peft.get_peft_model(tiny_model("bert"), peft.LoraConfig(r=2, target_modules=["query"]))
     batch = training_batch(model, SEQUENCE_LENGTH)(2)

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_osdp.collectives.waiting import waiting_group
-from hf_osdp.planner.evaluate import estimate_plan
+from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.distributed.waiting import waiting_group
+from hf_osdp.modeling.batch import training_batch
+from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.hardware import Collective
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.presets import preset
-from hf_osdp.profiling.batch import training_batch
-from hf_osdp.profiling.describe import describe
-from hf_osdp.runtime import probe as module
-from hf_osdp.runtime.mesh import Meshes
-from hf_osdp.runtime.probe import SilentMeshes, Trial, _observe, probe
+from hf_osdp.planning import probe as module
+from hf_osdp.planning.probe import SilentMeshes, Trial, _observe, probe
+from hf_osdp.tracing.describe import describe
 from tests.helpers.distributed import run_ranks
 from tests.helpers.mixed import mixed_plan
 

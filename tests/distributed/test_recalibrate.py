@@ -10,12 +10,12 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
 
-from hf_osdp.integration.accelerator import OSDPAccelerator
-from hf_osdp.integration.config import OSDPConfig
-from hf_osdp.integration.trainer import Trainer
+from hf_osdp.integrations.accelerator import OSDPAccelerator
+from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
+from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
-from hf_osdp.runtime.parallel import OptimalShardedDataParallel
+from hf_osdp.planning.config import OSDPConfig
 from tests.helpers.distributed import run_ranks
 
 LENGTH, VOCABULARY, LIMIT = 24, 173, "4MiB"
@@ -113,7 +113,7 @@ def plain_loop() -> dict:
     return {"measured": model.measured, "rounds": model.rounds, "plan": model.plan.fingerprint}
 
 
-pytestmark = pytest.mark.slow  # half a minute of trials; tests/unit/runtime/test_recalibrate.py has the rules
+pytestmark = pytest.mark.slow  # half a minute of trials; tests/unit/planning/test_recalibrate.py has the rules
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_osdp.distributed import roll_call as roll_call_module
+from hf_osdp.distributed.roll_call import compare_versions, own_versions, roll_call
+from hf_osdp.distributed.stores import call_space, confer
 from hf_osdp.errors import LaunchError
-from hf_osdp.runtime import roll_call as roll_call_module
-from hf_osdp.runtime.environment import form_process_group
-from hf_osdp.runtime.roll_call import compare_versions, own_versions, roll_call
-from hf_osdp.runtime.stores import call_space, confer
+from hf_osdp.sharding.environment import form_process_group
 from tests.helpers.distributed import run_ranks
 
 
@@ -23,7 +23,7 @@ def _form_group() -> None:
 
 
 def _make_accelerator() -> None:
-    from hf_osdp.integration.accelerator import OSDPAccelerator
+    from hf_osdp.integrations.accelerator import OSDPAccelerator
 
     OSDPAccelerator()
 

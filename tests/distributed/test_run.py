@@ -135,7 +135,7 @@ def test_an_error_of_the_script_shows_the_script_s_own_traceback(tmp_path):
     done = launched(["hf_osdp.run", "fails.py"], tmp_path)
     lines = done.stderr.strip().splitlines()
     start = lines.index("Traceback (most recent call last):")
-    assert done.returncode == 1 and lines[-1] == "KeyError: 'hf_osdp.integration.trainer'"
+    assert done.returncode == 1 and lines[-1] == "KeyError: 'hf_osdp.integrations.trainer'"
     assert 'fails.py", line 6, in <module>' in lines[start + 1] and "runpy" not in done.stderr and "run.py" not in done.stderr
 
 

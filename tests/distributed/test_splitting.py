@@ -12,19 +12,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from hf_osdp.planner.cut import OperatorSplit
+from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.modeling.split.apply_split import split_operators
+from hf_osdp.modeling.split.names import slice_names
+from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
-from hf_osdp.profiling.units import find_units
-from hf_osdp.runtime.accumulation import micro_step
-from hf_osdp.runtime.apply import apply_plan
-from hf_osdp.runtime.clip import clip_grad_norm_
-from hf_osdp.runtime.host_offload import parameter_groups
-from hf_osdp.runtime.mesh import Meshes
-from hf_osdp.runtime.optimizer import parameter_names, rebind_parameters
-from hf_osdp.runtime.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict, load_full_state_dict
-from hf_osdp.runtime.verify import verify_applied
-from hf_osdp.splitting.names import slice_names
-from hf_osdp.splitting.split import split_operators
+from hf_osdp.planner.split import OperatorSplit
+from hf_osdp.sharding.accumulation import micro_step
+from hf_osdp.sharding.apply import apply_plan
+from hf_osdp.sharding.clip import clip_grad_norm_
+from hf_osdp.sharding.host_offload import parameter_groups
+from hf_osdp.sharding.optimizer import parameter_names, rebind_parameters
+from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict, load_full_state_dict
+from hf_osdp.sharding.verify import verify_applied
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.mixed import mixed_plan
@@ -182,9 +182,9 @@ def full_states() -> dict[int, Any]:
 
 def accelerate_states(folder: str, layout: str) -> dict[int, float]:
     """save_state in four slices, load_state in others: how far the next two steps are from those of the first."""
-    from hf_osdp.integration.accelerator import OSDPAccelerator
-    from hf_osdp.integration.config import OSDPConfig
-    from hf_osdp.integration.plugin import OSDPPlugin
+    from hf_osdp.integrations.accelerator import OSDPAccelerator
+    from hf_osdp.integrations.plugin import OSDPPlugin
+    from hf_osdp.planning.config import OSDPConfig
 
     def start(slices: int, seed: int):
         accelerator = OSDPAccelerator(fsdp_plugin=OSDPPlugin(osdp=OSDPConfig(), state_dict_type=layout))
@@ -274,8 +274,8 @@ def trainer_resumes(folder: str) -> list[list[float]]:
     """What the Trainer logs from the third step on: in four slices, and resumed in two."""
     from transformers import TrainingArguments
 
-    from hf_osdp.integration.config import OSDPConfig
-    from hf_osdp.integration.trainer import Trainer
+    from hf_osdp.integrations.trainer import Trainer
+    from hf_osdp.planning.config import OSDPConfig
 
     data = [{"input_ids": ids, "labels": ids} for ids in tiny_batch(0)["input_ids"].repeat(4, 1)]
     options = {"fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}

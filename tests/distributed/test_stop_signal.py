@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from hf_osdp import last_checkpoint
 from hf_osdp.checkpoint import writer
-from hf_osdp.runtime.environment import form_process_group
-from hf_osdp.runtime.stop_signal import EXIT_CODE, StopSignal
+from hf_osdp.distributed.stop import EXIT_CODE, StopSignal
+from hf_osdp.sharding.environment import form_process_group
 from tests.helpers.ending import endings
 
 

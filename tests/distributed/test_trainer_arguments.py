@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers
 
-from hf_osdp.integration.config import OSDPConfig
-from hf_osdp.integration.launch import launched_world_size
-from hf_osdp.integration.trainer import Trainer
+from hf_osdp.integrations.launch import launched_world_size
+from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.planner.presets import preset
+from hf_osdp.planning.config import OSDPConfig
 from tests.distributed.test_integration_trainer import GLOBAL_BATCH, arguments, tiny_model, tokens
 from tests.helpers.distributed import run_ranks
 

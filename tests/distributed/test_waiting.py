@@ -20,15 +20,15 @@ from hf_osdp.checkpoint.finding import check_checkpoint
 from hf_osdp.checkpoint.loop import load_loop, save_loop
 from hf_osdp.checkpoint.safe import SafeReader
 from hf_osdp.checkpoint.writer import CheckpointWriter
-from hf_osdp.collectives.topology import find_topology
+from hf_osdp.distributed.consensus import largest_of_ranks, on_rank_zero
+from hf_osdp.distributed.roll_call import compare_versions
+from hf_osdp.distributed.topology import find_topology
 from hf_osdp.errors import LaunchError
-from hf_osdp.integration.accelerator import OSDPAccelerator
-from hf_osdp.integration.config import OSDPConfig
-from hf_osdp.integration.trainer import Trainer
+from hf_osdp.integrations.accelerator import OSDPAccelerator
+from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.planner.presets import preset
-from hf_osdp.preflight.ranks import agreed
-from hf_osdp.runtime.agree import largest_of_ranks, on_rank_zero
-from hf_osdp.runtime.roll_call import compare_versions
+from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.planning.preflight.ranks import agreed
 from tests.distributed.test_recalibrate import trained
 from tests.helpers import null_works
 from tests.helpers.checkpointed import Leg, built
@@ -96,7 +96,7 @@ def whole_runs(folder: str) -> None:
     """The Trainer plans and saves on rank 0."""
     hardware = preset("cpu", devices_per_node=2)
     osdp = OSDPConfig(hardware=hardware, memory_limit="4MiB", operator_splitting=False, compare=True)
-    with slow(Trainer, "_save", 0), mock.patch("hf_osdp.integration.planning._comparison", compared):
+    with slow(Trainer, "_save", 0), mock.patch("hf_osdp.planning.plan_run._comparison", compared):
         *_, trainer = trained(folder, osdp)
         trainer.save_model(folder)
         dist.all_reduce(torch.ones(1))

@@ -140,10 +140,10 @@ def _model(name: str, kind: str) -> nn.Module:
 
 
 def run_cases(names: tuple[str, ...]) -> dict[str, Trained]:
-    from hf_osdp.profiling.units import find_units
-    from hf_osdp.runtime.apply import apply_plan
-    from hf_osdp.runtime.mesh import Meshes
-    from hf_osdp.runtime.verify import verify_applied
+    from hf_osdp.distributed.mesh import Meshes
+    from hf_osdp.modeling.units import find_units
+    from hf_osdp.sharding.apply import apply_plan
+    from hf_osdp.sharding.verify import verify_applied
 
     meshes = Meshes("cpu")
     results = {}
@@ -209,11 +209,11 @@ def _warm_forward(model: nn.Module) -> None:
 
 
 def run_without_the_fix() -> dict[str, Trained | str]:
+    from hf_osdp.distributed.mesh import Meshes
     from hf_osdp.errors import UnreducedGradientError
-    from hf_osdp.profiling.units import find_units
-    from hf_osdp.runtime.apply import apply_plan
-    from hf_osdp.runtime.mesh import Meshes
-    from hf_osdp.runtime.weight_reads import WeightReads
+    from hf_osdp.modeling.units import find_units
+    from hf_osdp.sharding.apply import apply_plan
+    from hf_osdp.sharding.weight_reads import WeightReads
 
     meshes = Meshes("cpu")
     found: dict[str, Trained | str] = {}
@@ -257,10 +257,10 @@ def test_guard_raises_for_a_gradient_after_the_units_own_reduction():
 
 
 def run_twice() -> str:
+    from hf_osdp.distributed.mesh import Meshes
     from hf_osdp.errors import OSDPError
-    from hf_osdp.profiling.units import find_units
-    from hf_osdp.runtime.apply import apply_plan
-    from hf_osdp.runtime.mesh import Meshes
+    from hf_osdp.modeling.units import find_units
+    from hf_osdp.sharding.apply import apply_plan
 
     meshes, model = Meshes("cpu"), tiny_model("llama")
     units = find_units(model)
@@ -278,10 +278,10 @@ def test_second_backward_through_a_read_weight_is_refused():
 
 
 def run_evaluations() -> dict[str, list[float]]:
-    from hf_osdp.profiling.units import find_units
-    from hf_osdp.runtime.apply import apply_plan
-    from hf_osdp.runtime.mesh import Meshes
-    from hf_osdp.runtime.state import full_state_dict
+    from hf_osdp.distributed.mesh import Meshes
+    from hf_osdp.modeling.units import find_units
+    from hf_osdp.sharding.apply import apply_plan
+    from hf_osdp.sharding.state import full_state_dict
 
     meshes = Meshes("cpu")
     found = {}

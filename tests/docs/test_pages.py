@@ -13,7 +13,7 @@ import pytest
 import typer
 
 import hf_osdp
-from hf_osdp.integration.cli.app import app
+from hf_osdp.cli.app import app
 
 from .pages import DOCS, ROOT, page
 

@@ -26,8 +26,8 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLI
 
 def ran(name: str, folder: str, *arguments: str) -> str:
     """Run a snippet in this process, in a folder; what it printed."""
+    from hf_osdp.measurement import machine
     from hf_osdp.planner.presets import preset
-    from hf_osdp.profiling import machine
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     machine.measure_hardware = lambda **_: preset("cpu", devices_per_node=ranks)  # measuring takes seconds and is tested elsewhere

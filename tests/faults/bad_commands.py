@@ -10,7 +10,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from hf_osdp.integration.cli.app import app
+from hf_osdp.cli.app import app
 
 from .bad_inputs import BadInput, NotRefused, raised
 

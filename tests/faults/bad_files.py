@@ -14,9 +14,9 @@ from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
-from hf_osdp.planner.search import search
+from hf_osdp.planner.search.search import search
+from hf_osdp.planning.given import check_given
 from hf_osdp.reading import MOST_BYTES
-from hf_osdp.runtime.given import check_given
 from tests.helpers.descriptions import transformer
 
 from .bad_inputs import BadInput, raised

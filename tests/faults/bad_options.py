@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_osdp.integration.config import OSDPConfig
-from hf_osdp.integration.launch import launch_request, launched_rank
-from hf_osdp.integration.trainer_options import asked_config
-from hf_osdp.runtime.launched import Launch, launch_timeout_s
-from hf_osdp.runtime.parallel import OptimalShardedDataParallel
+from hf_osdp.distributed.launched import Launch, launch_timeout_s
+from hf_osdp.integrations.launch import launch_request, launched_rank
+from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
+from hf_osdp.integrations.trainer_options import asked_config
+from hf_osdp.planning.config import OSDPConfig
 
 from .bad_inputs import BadInput, raised
 

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_osdp.integration.optimizers import spec_of_optimizer, spec_of_trainer_name
+from hf_osdp.integrations.optimizers import spec_of_optimizer, spec_of_trainer_name
+from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.search import search
-from hf_osdp.preflight.findings import refuse_errors
-from hf_osdp.preflight.folder import RunFolder, not_writable
-from hf_osdp.preflight.model import check_model
-from hf_osdp.profiling.units import find_units
-from hf_osdp.runtime.optimizer import check_optimizer, parameter_names, release_parameters
+from hf_osdp.planner.search.search import search
+from hf_osdp.planning.preflight.findings import refuse_errors
+from hf_osdp.planning.preflight.folder import RunFolder, not_writable
+from hf_osdp.planning.preflight.model import check_model
+from hf_osdp.sharding.optimizer import check_optimizer, parameter_names, release_parameters
 from tests.helpers.descriptions import transformer
 from tests.helpers.models import tiny_model
 

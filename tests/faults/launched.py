@@ -9,7 +9,7 @@ import sys
 import torch
 
 from hf_osdp import roll_call
-from hf_osdp.runtime.restarts import restart_count
+from hf_osdp.distributed.restarts import restart_count
 from tests.faults import training
 
 

@@ -16,9 +16,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_see
 
 import hf_osdp.checkpoint.loop
 import hf_osdp.checkpoint.writer
-import hf_osdp.integration.trainer
-import hf_osdp.integration.trainer_checkpoints
-import hf_osdp.runtime.parallel
+import hf_osdp.integrations.plain_loop
+import hf_osdp.integrations.trainer
+import hf_osdp.integrations.trainer_checkpoints
 from hf_osdp import OptimalShardedDataParallel, OSDPConfig, Trainer, preset, roll_call
 from hf_osdp.checkpoint.finding import last_checkpoint
 
@@ -61,9 +61,9 @@ def _mark(file: Path, text: str) -> None:
 
 def _mark_phases(mark: Callable[[str], None]) -> None:
     """Have the package's own functions tell where they are."""
-    _before(hf_osdp.integration.trainer, "plan_run", lambda *a: mark("planning"))
-    _before(hf_osdp.runtime.parallel.Wanted, "search", lambda *a: mark("planning"))
-    for module in (hf_osdp.integration.trainer_checkpoints, hf_osdp.checkpoint.loop):
+    _before(hf_osdp.integrations.trainer, "plan_run", lambda *a: mark("planning"))
+    _before(hf_osdp.integrations.plain_loop.Wanted, "search", lambda *a: mark("planning"))
+    for module in (hf_osdp.integrations.trainer_checkpoints, hf_osdp.checkpoint.loop):
         _before(module, "load_model", lambda folder, *a: mark(f"resume {Path(folder).name}"))
     _before(hf_osdp.checkpoint.writer.CheckpointWriter, "new", lambda *a: mark("save"))
     complete = hf_osdp.checkpoint.writer.complete

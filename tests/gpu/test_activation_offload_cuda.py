@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_osdp.profiling import offloading
-from hf_osdp.profiling.offloading import offload, tensors_of
+from hf_osdp.modeling import activation_offload as offloading
+from hf_osdp.modeling.activation_offload import offload, tensors_of
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.offloading import WAYS, Way
 

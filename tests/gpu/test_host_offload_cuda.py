@@ -11,23 +11,23 @@ from typing import Any
 import pytest
 import torch
 
-from hf_osdp.planner.costs import Batch, Choice
+from hf_osdp.measurement.host import measure_host
+from hf_osdp.modeling.batch import training_batch
+from hf_osdp.modeling.build import build_on_meta
+from hf_osdp.modeling.units import find_units
+from hf_osdp.planner.cost.memory import estimate_memory
+from hf_osdp.planner.cost.units import Batch, Choice
 from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
-from hf_osdp.planner.memory import estimate_memory
 from hf_osdp.planner.plan import Plan
-from hf_osdp.profiling.batch import training_batch
-from hf_osdp.profiling.build import build_on_meta
-from hf_osdp.profiling.describe import describe
-from hf_osdp.profiling.host import measure_host
-from hf_osdp.profiling.units import find_units
-from hf_osdp.runtime.apply import apply_plan
-from hf_osdp.runtime.by_place import step_by_place
-from hf_osdp.runtime.clip import clip_grad_norm_
-from hf_osdp.runtime.environment import mp_policy
-from hf_osdp.runtime.host_offload import empty_on_device, host_parameters, move_to_device
-from hf_osdp.runtime.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict, load_full_state_dict
-from hf_osdp.runtime.steps import batch_on, make_optimizer, train_step
-from hf_osdp.runtime.verify import verify_applied
+from hf_osdp.sharding.apply import apply_plan
+from hf_osdp.sharding.clip import clip_grad_norm_
+from hf_osdp.sharding.environment import mp_policy
+from hf_osdp.sharding.host_offload import empty_on_device, host_parameters, move_to_device
+from hf_osdp.sharding.mixed_step import step_by_place
+from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict, load_full_state_dict
+from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step
+from hf_osdp.sharding.verify import verify_applied
+from hf_osdp.tracing.describe import describe
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 

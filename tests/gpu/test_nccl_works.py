@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_osdp.collectives.own_gpu import own_gpu
-from hf_osdp.runtime.collective_clock import CollectiveClock
-from hf_osdp.runtime.environment import form_process_group
+from hf_osdp.distributed.device import own_gpu
+from hf_osdp.measurement.collective_clock import CollectiveClock
+from hf_osdp.sharding.environment import form_process_group
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -12,17 +12,17 @@ from torch import nn
 
 from hf_osdp.checkpoint.loop import load_loop, save_loop
 from hf_osdp.checkpoint.writer import CheckpointWriter
-from hf_osdp.planner.cut import OperatorSplit
-from hf_osdp.profiling.units import find_units
-from hf_osdp.runtime.accumulation import micro_step
-from hf_osdp.runtime.apply import apply_plan
-from hf_osdp.runtime.by_place import step_by_place
-from hf_osdp.runtime.clip import clip_grad_norm_
-from hf_osdp.runtime.host_offload import host_parameters
-from hf_osdp.runtime.mesh import Meshes
-from hf_osdp.runtime.state import full_state_dict
-from hf_osdp.splitting.positions import keep_positions
-from hf_osdp.splitting.split import split_operators
+from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.modeling.split.apply_split import split_operators
+from hf_osdp.modeling.split.positions import keep_positions
+from hf_osdp.modeling.units import find_units
+from hf_osdp.planner.split import OperatorSplit
+from hf_osdp.sharding.accumulation import micro_step
+from hf_osdp.sharding.apply import apply_plan
+from hf_osdp.sharding.clip import clip_grad_norm_
+from hf_osdp.sharding.host_offload import host_parameters
+from hf_osdp.sharding.mixed_step import step_by_place
+from hf_osdp.sharding.state import full_state_dict
 
 from .layouts import plan_of
 from .models import tiny_batch, tiny_loss, tiny_model

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from benchmarks.cuda_memory import Reading
-from hf_osdp.profiling.live_bytes import LiveBytes
+from hf_osdp.tracing.live_bytes import LiveBytes
 
 
 class CountedMemory:

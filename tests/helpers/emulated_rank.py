@@ -12,12 +12,12 @@ from benchmarks.two_machines.emulate import GSO_BYTES, MTU
 from benchmarks.two_machines.experiment import Experiment
 from benchmarks.two_machines.lineup import Entrant, Sends
 from benchmarks.two_machines.theory import bytes_sent, with_headers
-from hf_osdp.planner.costs import Batch, Choice
+from hf_osdp.distributed.consensus import on_rank_zero
+from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.planner.cost.units import Batch, Choice
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
-from hf_osdp.profiling.describe import describe
-from hf_osdp.runtime.agree import on_rank_zero
-from hf_osdp.runtime.mesh import Meshes
+from hf_osdp.tracing.describe import describe
 
 SIZES = Experiment(
     rate="", limits=(), rounds=1, links_s=1.0, profile_s=1.0, layers=2, width=128, vocabulary=4096, sequence_length=16,

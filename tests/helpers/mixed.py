@@ -6,9 +6,9 @@ from itertools import cycle
 
 from torch import nn
 
+from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.plan import Plan, UnitDecision
-from hf_osdp.profiling.units import find_units
 
 
 def mixed_plan(

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-from hf_osdp.profiling.offloading import offload
-from hf_osdp.profiling.wrapping import recompute
+from hf_osdp.modeling.activation_offload import offload
+from hf_osdp.modeling.wrapping import recompute
 
 Way = Callable[[nn.Module], None]
 

@@ -63,7 +63,7 @@ def _end_with_parent(parent: int) -> None:
 
 def leave(code: int) -> None:
     """Without interpreter shutdown: a failed rank may hold a collective that never ends. The lifeline is told that it is no death."""
-    lifeline = sys.modules.get("hf_osdp.runtime.lifeline")
+    lifeline = sys.modules.get("hf_osdp.distributed.lifeline")
     if code == 0 and lifeline is not None:
         lifeline.leave()
     sys.stdout.flush()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_osdp.planner.costs import Choice
+from hf_osdp.planner.cost.units import Choice
 from hf_osdp.planner.description import GatherSpan, ModelDescription
 
 LAYOUTS = ("ddp", "zero2", "zero3", "two_stage", "hsdp", "mixed")

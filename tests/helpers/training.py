@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_osdp.distributed.mesh import Meshes, collective_device
+from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
-from hf_osdp.profiling.units import find_units
-from hf_osdp.runtime.accumulation import micro_step
-from hf_osdp.runtime.apply import apply_plan
-from hf_osdp.runtime.clip import clip_grad_norm_
-from hf_osdp.runtime.host_offload import move_to_device
-from hf_osdp.runtime.mesh import Meshes, collective_device
-from hf_osdp.runtime.state import full_state_dict
-from hf_osdp.runtime.verify import verify_applied
+from hf_osdp.sharding.accumulation import micro_step
+from hf_osdp.sharding.apply import apply_plan
+from hf_osdp.sharding.clip import clip_grad_norm_
+from hf_osdp.sharding.host_offload import move_to_device
+from hf_osdp.sharding.state import full_state_dict
+from hf_osdp.sharding.verify import verify_applied
 
 from .layouts import plan_of
 from .models import tiny_batch, tiny_loss, tiny_model

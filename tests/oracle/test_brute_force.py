@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.errors import HardwareError, InfeasibleError
+from hf_osdp.planner.cost.memory import estimate_memory
+from hf_osdp.planner.cost.timing import estimate_time
 from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, HostSpec, Link
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
-from hf_osdp.planner.memory import estimate_memory
-from hf_osdp.planner.search import search
-from hf_osdp.planner.strategies import Strategy, batches, search_spaces
-from hf_osdp.planner.timing import estimate_time
+from hf_osdp.planner.search.search import search
+from hf_osdp.planner.search.strategies import Strategy, batches, search_spaces
 from tests.helpers.descriptions import at_random
 from tests.helpers.sampling import slow_but
 

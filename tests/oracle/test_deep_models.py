@@ -9,8 +9,8 @@ import pytest
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.search import least_memory, search
-from hf_osdp.profiling.describe import describe
+from hf_osdp.planner.search.search import least_memory, search
+from hf_osdp.tracing.describe import describe
 
 
 @pytest.mark.slow

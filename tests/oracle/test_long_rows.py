@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 import pytest
 
 from hf_osdp.errors import InfeasibleError
-from hf_osdp.planner.costs import Batch, gradients_arriving, unit_bytes
+from hf_osdp.planner.cost.memory import SegmentBytes, estimate_memory, merging_stretch
+from hf_osdp.planner.cost.timing import UnitTimer, estimate_time
+from hf_osdp.planner.cost.units import Batch, gradients_arriving, unit_bytes
 from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, Segment
 from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, Link
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
-from hf_osdp.planner.line import SHORT_ROW, build_line
-from hf_osdp.planner.memory import SegmentBytes, estimate_memory, merging_stretch
-from hf_osdp.planner.search import search
-from hf_osdp.planner.strategies import Strategy, batches, search_spaces
-from hf_osdp.planner.timing import UnitTimer, estimate_time
+from hf_osdp.planner.search.search import search
+from hf_osdp.planner.search.strategies import Strategy, batches, search_spaces
+from hf_osdp.planner.search.timeline import SHORT_ROW, build_line
 from tests.helpers.descriptions import at_random
 from tests.helpers.sampling import slow_but
 

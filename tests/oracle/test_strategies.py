@@ -13,8 +13,8 @@ from hf_osdp.errors import InfeasibleError, OSDPError
 from hf_osdp.planner.description import DType, Envelope, ModelDescription
 from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, Link
 from hf_osdp.planner.job import TrainingJob
-from hf_osdp.planner.search import SearchResult, compare_strategies, search
-from hf_osdp.planner.strategies import Strategy
+from hf_osdp.planner.search.search import SearchResult, compare_strategies, search
+from hf_osdp.planner.search.strategies import Strategy
 from hf_osdp.quantities import parse_bytes
 from tests.helpers.descriptions import transformer
 

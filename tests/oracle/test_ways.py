@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.errors import HardwareError, InfeasibleError
-from hf_osdp.planner import solver
 from hf_osdp.planner.description import Activations, Affine, Segment
 from hf_osdp.planner.hardware import Backend
 from hf_osdp.planner.job import TrainingJob
-from hf_osdp.planner.line import build_line
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.program import Program
-from hf_osdp.planner.search import least_memory, search
-from hf_osdp.planner.solver import fastest
-from hf_osdp.planner.strategies import Strategy, batches, search_spaces
+from hf_osdp.planner.search import solver
+from hf_osdp.planner.search.program import Program
+from hf_osdp.planner.search.search import least_memory, search
+from hf_osdp.planner.search.solver import fastest
+from hf_osdp.planner.search.strategies import Strategy, batches, search_spaces
+from hf_osdp.planner.search.timeline import build_line
 from tests.helpers.descriptions import at_random, transformer
 from tests.helpers.sampling import slow_but
 from tests.oracle.test_brute_force import small_hardware, small_host

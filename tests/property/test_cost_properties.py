@@ -8,17 +8,17 @@ from dataclasses import replace
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hf_osdp.planner.bounds import frugal_choices, in_order, peak_floor
-from hf_osdp.planner.collectives import collective_seconds, replicate_ring, shard_ring
-from hf_osdp.planner.costs import Batch, Choice
+from hf_osdp.planner.cost.collectives import collective_seconds, replicate_ring, shard_ring
+from hf_osdp.planner.cost.memory import estimate_memory
+from hf_osdp.planner.cost.timing import estimate_time
+from hf_osdp.planner.cost.units import Batch, Choice
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import Backend, Collective, Hardware
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
-from hf_osdp.planner.line import build_line
-from hf_osdp.planner.memory import estimate_memory
 from hf_osdp.planner.presets import preset_names
-from hf_osdp.planner.strategies import Strategy, batches, divisors, search_spaces
-from hf_osdp.planner.timing import estimate_time
+from hf_osdp.planner.search.bounds import frugal_choices, in_order, peak_floor
+from hf_osdp.planner.search.strategies import Strategy, batches, divisors, search_spaces
+from hf_osdp.planner.search.timeline import build_line
 from tests.helpers.descriptions import at_random
 from tests.helpers.hardware import bare_preset
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hf_osdp.errors import OSDPError, PlanError, ProfileError
 from hf_osdp.planner.description import DType
-from hf_osdp.planner.hardware import (
+from hf_osdp.planner.hardware import (  # fmt: skip
     Backend,
     Collective,
     CollectiveTiming,
@@ -28,11 +28,11 @@ from hf_osdp.planner.hardware import (
     HostSpec,
     Link,
     WorkTime,
-)  # fmt: skip
+)
 from hf_osdp.planner.job import OptimizerStep, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.profile import HostLink, Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
-from hf_osdp.planner.search import search
+from hf_osdp.planner.search.search import search
 from hf_osdp.report.explain import explain
 from hf_osdp.report.explain_tables import peak_table, unit_bytes_table
 from hf_osdp.report.plan_file import PlanInputs, plan_file_content, read_plan_file

@@ -9,10 +9,7 @@ from dataclasses import asdict, replace
 import pytest
 from hypothesis import strategies as st
 
-from hf_osdp.planner.costs import Batch, Choice, choices_for, merged_gradients, reduce_input, unit_bytes
-from hf_osdp.planner.description import Activations, Affine, GatherSpan, ModelDescription, Segment
-from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
-from hf_osdp.planner.memory import (
+from hf_osdp.planner.cost.memory import (
     MemoryBreakdown,
     MemoryEstimate,
     SegmentBytes,
@@ -21,6 +18,9 @@ from hf_osdp.planner.memory import (
     gathered_ahead,
     resident_bytes,
 )
+from hf_osdp.planner.cost.units import Batch, Choice, choices_for, merged_gradients, reduce_input, unit_bytes
+from hf_osdp.planner.description import Activations, Affine, GatherSpan, ModelDescription, Segment
+from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from tests.helpers.descriptions import at_random
 from tests.helpers.properties import holds
 

@@ -8,11 +8,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hf_osdp.errors import PlanError
-from hf_osdp.planner.cut import Cut, OperatorSplit
 from hf_osdp.planner.description import Activations
 from hf_osdp.planner.plan import Plan, UnitDecision
-from hf_osdp.planner.remedies import _rounded_up
-from hf_osdp.planner.strategies import divisors
+from hf_osdp.planner.search.remedies import _rounded_up
+from hf_osdp.planner.search.strategies import divisors
+from hf_osdp.planner.split import Cut, OperatorSplit
 from hf_osdp.quantities import format_bytes, parse_bytes
 
 quick = settings(max_examples=50, deadline=None)

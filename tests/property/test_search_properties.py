@@ -11,14 +11,14 @@ import pytest
 from hypothesis import strategies as st
 
 from hf_osdp.errors import InfeasibleError
+from hf_osdp.planner.cost.evaluate import estimate_plan
+from hf_osdp.planner.cost.memory import estimate_memory
+from hf_osdp.planner.cost.timing import estimate_time
 from hf_osdp.planner.description import GatherSpan, ModelDescription, Segment
-from hf_osdp.planner.evaluate import estimate_plan
 from hf_osdp.planner.hardware import Backend, Hardware, Link
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
-from hf_osdp.planner.memory import estimate_memory
-from hf_osdp.planner.search import least_memory, search
-from hf_osdp.planner.strategies import Strategy, batches, search_spaces
-from hf_osdp.planner.timing import estimate_time
+from hf_osdp.planner.search.search import least_memory, search
+from hf_osdp.planner.search.strategies import Strategy, batches, search_spaces
 from tests.helpers.descriptions import at_random
 from tests.helpers.hardware import bare_preset
 from tests.helpers.properties import holds

@@ -159,7 +159,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Pretrained:
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     """Run the recipe in this process, for what fails before anything is trained: its exit code and what it wrote to stderr."""
-    from hf_osdp.integration.exits import run_script
+    from hf_osdp.integrations.exits import run_script
 
     monkeypatch.syspath_prepend(str(ROOT / "recipes"))
 

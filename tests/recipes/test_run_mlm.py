@@ -99,7 +99,7 @@ def test_a_grouping_is_a_strategy(recipes, monkeypatch, grouping, strategy):
 def test_a_grouping_goes_before_the_strategy_of_the_launcher(recipes, monkeypatch):
     from recipe_arguments import OSDPArguments
 
-    from hf_osdp.integration.trainer_options import asked_config
+    from hf_osdp.integrations.trainer_options import asked_config
 
     for name, value in {
         "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": "{'osdp': True, 'strategy': 'ddp', 'compare': False}",

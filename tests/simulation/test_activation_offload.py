@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from hf_osdp.planner.costs import Batch
-from hf_osdp.planner.cut import WHOLE_BLOCKS
+from hf_osdp.planner.cost.memory import MemoryEstimate, estimate_memory
+from hf_osdp.planner.cost.units import Batch
 from hf_osdp.planner.description import Activations
 from hf_osdp.planner.job import Precision, TrainingJob
-from hf_osdp.planner.memory import MemoryEstimate, estimate_memory
 from hf_osdp.planner.plan import Plan
-from hf_osdp.runtime.simulate import Simulation, simulate
+from hf_osdp.planner.split import WHOLE_BLOCKS
+from hf_osdp.planning.simulate import Simulation, simulate
 from tests.helpers.sampling import slow_but
 from tests.helpers.simulation import choices_of_layout
 from tests.simulation.test_ways_estimate import LENGTH, WORLD, built, described

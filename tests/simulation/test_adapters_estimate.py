@@ -7,14 +7,14 @@ from itertools import product
 import pytest
 from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
 
+from hf_osdp.modeling.adapters import with_lora
+from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.search import least_memory, search
-from hf_osdp.profiling.adapters import with_lora
-from hf_osdp.profiling.build import build_on_meta
-from hf_osdp.profiling.describe import describe
-from hf_osdp.runtime.simulate import simulate
+from hf_osdp.planner.search.search import least_memory, search
+from hf_osdp.planning.simulate import simulate
+from hf_osdp.tracing.describe import describe
 
 pytest.importorskip("peft", reason="the extra peft is not installed")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from hf_osdp.planner.costs import Batch, Choice
+from hf_osdp.planner.cost.memory import MemoryEstimate, estimate_memory
+from hf_osdp.planner.cost.units import Batch, Choice
 from hf_osdp.planner.description import GatherSpan
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
-from hf_osdp.planner.memory import MemoryEstimate, estimate_memory
 from hf_osdp.planner.plan import Plan
-from hf_osdp.runtime.simulate import Simulation, simulate
+from hf_osdp.planning.simulate import Simulation, simulate
 from tests.helpers.sampling import slow_but
 from tests.simulation.test_memory_estimate import MODELS, described
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from hf_osdp.planner.costs import Batch, Choice
+from hf_osdp.planner.cost.memory import estimate_memory
+from hf_osdp.planner.cost.units import Batch, Choice
 from hf_osdp.planner.description import Activations, ModelDescription
 from hf_osdp.planner.job import TrainingJob
-from hf_osdp.planner.memory import estimate_memory
 from hf_osdp.planner.plan import Plan
-from hf_osdp.profiling.describe import describe
-from hf_osdp.runtime.simulate import simulate
+from hf_osdp.planning.simulate import simulate
+from hf_osdp.tracing.describe import describe
 from tests.helpers.simulation import choices_of_layout
 
 WORLD, WIDTH, ROWS = 8, 64, 128

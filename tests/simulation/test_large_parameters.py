@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, CLIPConfig, CLIPModel, MixtralConfig
 
-from hf_osdp.planner.costs import Batch
+from hf_osdp.planner.cost.memory import estimate_memory
+from hf_osdp.planner.cost.units import Batch
 from hf_osdp.planner.description import GatherSpan
 from hf_osdp.planner.job import Precision, TrainingJob
-from hf_osdp.planner.memory import estimate_memory
 from hf_osdp.planner.plan import Plan
-from hf_osdp.profiling.describe import describe
-from hf_osdp.runtime.simulate import simulate
+from hf_osdp.planning.simulate import simulate
+from hf_osdp.tracing.describe import describe
 from tests.helpers.simulation import choices_of_layout
 
 WORLD, TOKENS = 8, 32

@@ -10,13 +10,13 @@ from itertools import product
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, BertConfig, GPT2Config, LlamaConfig, T5Config
 
-from hf_osdp.planner.costs import Batch
+from hf_osdp.planner.cost.memory import estimate_memory
+from hf_osdp.planner.cost.units import Batch
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
-from hf_osdp.planner.memory import estimate_memory
 from hf_osdp.planner.plan import Plan
-from hf_osdp.profiling.describe import describe
-from hf_osdp.runtime.simulate import simulate
+from hf_osdp.planning.simulate import simulate
+from hf_osdp.tracing.describe import describe
 from tests.helpers.sampling import slow_but
 from tests.helpers.simulation import LAYOUTS, choices_of_layout
 

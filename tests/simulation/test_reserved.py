@@ -9,14 +9,14 @@ from itertools import product
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config, LlamaConfig
 
-from hf_osdp.planner.costs import Batch
+from hf_osdp.planner.allocator.step_events import estimate_reserved
+from hf_osdp.planner.cost.memory import estimate_memory
+from hf_osdp.planner.cost.units import Batch
 from hf_osdp.planner.description import Activations, ModelDescription
 from hf_osdp.planner.job import Precision, TrainingJob
-from hf_osdp.planner.memory import estimate_memory
 from hf_osdp.planner.plan import Plan
-from hf_osdp.planner.step_events import estimate_reserved
-from hf_osdp.profiling.describe import describe
-from hf_osdp.runtime.simulate import Simulation, simulate
+from hf_osdp.planning.simulate import Simulation, simulate
+from hf_osdp.tracing.describe import describe
 from tests.helpers.sampling import slow_but
 from tests.helpers.simulation import LAYOUTS, choices_of_layout
 

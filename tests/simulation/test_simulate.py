@@ -12,17 +12,17 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import InfeasibleError, OSDPError
-from hf_osdp.planner.costs import Batch, Choice
+from hf_osdp.planner.cost.units import Batch, Choice
 from hf_osdp.planner.job import OptimizerSpec, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.search import search
-from hf_osdp.profiling.describe import describe
-from hf_osdp.runtime.apply import apply_plan
-from hf_osdp.runtime.mesh import Meshes
-from hf_osdp.runtime.simulate import _shapes_apart, simulate
-from hf_osdp.runtime.simulated_search import search_and_simulate
+from hf_osdp.planner.search.search import search
+from hf_osdp.planning.simulate import _shapes_apart, simulate
+from hf_osdp.planning.simulated_search import search_and_simulate
+from hf_osdp.sharding.apply import apply_plan
+from hf_osdp.tracing.describe import describe
 from tests.helpers.descriptions import untraced
 
 WORLD = 8

@@ -10,15 +10,15 @@ import pytest
 from torch import nn
 from transformers import GPT2Config, LlamaConfig
 
-from hf_osdp.planner.costs import Batch, Choice
-from hf_osdp.planner.cut import WHOLE_BLOCKS, Cut, OperatorSplit
+from hf_osdp.modeling.build import build_on_meta
+from hf_osdp.planner.cost.memory import estimate_memory
+from hf_osdp.planner.cost.units import Batch, Choice
 from hf_osdp.planner.description import Activations, GatherSpan, ModelDescription
 from hf_osdp.planner.job import Precision, TrainingJob
-from hf_osdp.planner.memory import estimate_memory
 from hf_osdp.planner.plan import Plan
-from hf_osdp.profiling.build import build_on_meta
-from hf_osdp.profiling.describe import describe
-from hf_osdp.runtime.simulate import simulate
+from hf_osdp.planner.split import WHOLE_BLOCKS, Cut, OperatorSplit
+from hf_osdp.planning.simulate import simulate
+from hf_osdp.tracing.describe import describe
 from tests.helpers.sampling import slow_but
 from tests.helpers.simulation import choices_of_layout
 

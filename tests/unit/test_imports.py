@@ -24,7 +24,7 @@ def loaded_by(statement: str) -> set[str]:
     "statement",
     [
         "import hf_osdp",
-        "import hf_osdp.planner.search, hf_osdp.planner.evaluate, hf_osdp.planner.presets",
+        "import hf_osdp.planner.search.search, hf_osdp.planner.cost.evaluate, hf_osdp.planner.presets",
         "from hf_osdp import Plan, TrainingJob, Hardware, preset, search, InfeasibleError",
     ],
 )

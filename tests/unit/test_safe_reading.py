@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hf_osdp.planner.job import TrainingJob
-from hf_osdp.planner.search import search
+from hf_osdp.planner.search.search import search
 from hf_osdp.report.plan_file import PlanInputs, plan_file_content, read_plan_file, write_json
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
@@ -32,7 +32,7 @@ REFERENCES = {
 KEYWORDS = {"weights_only": False, "allow_pickle": True, "shell": True, "trust_remote_code": True}
 """Arguments that make a harmless call such a one."""
 ALLOWED = {
-    ("hf_osdp/runtime/agree.py", "pickle.loads"): "what rank 0 of this very run sends, by the process group; no file",
+    ("hf_osdp/distributed/consensus.py", "pickle.loads"): "what rank 0 of this very run sends, by the process group; no file",
     ("hf_osdp/run.py", "runpy.run_path"): "the user's own script, named on the command line, as Python itself runs it",
     ("benchmarks/compatibility/run.py", "pickle.loads"): "what this run's own ranks wrote into its temporary folder",
     ("benchmarks/compatibility/saving_rows.py", "weights_only=False"): "a file that the row has just written",
@@ -122,7 +122,7 @@ def test_nothing_in_a_plan_is_opened_run_or_taken_for_markup(tmp_path, capsys):
     """All names of a plan file are paths, markup and programs; explaining it opens none, and prints them as they are."""
     from typer.testing import CliRunner
 
-    from hf_osdp.integration.cli.app import app
+    from hf_osdp.cli.app import app
 
     evil = f"/tmp/{MARK}/[/red]</script><script>alert(1)</script>"
     model = transformer(layers=2)

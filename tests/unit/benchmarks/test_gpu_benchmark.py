@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import gpu_memory
 from benchmarks.gpu_memory import LayoutRow, LimitRow, Model, headline, lowest_limit, measure, setting_of
-from hf_osdp.runtime.simulate import fake_process_group
+from hf_osdp.planning.simulate import fake_process_group
 from tests.helpers.counted_memory import CountedMemory
 
 TINY = Model(

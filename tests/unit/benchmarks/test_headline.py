@@ -21,18 +21,18 @@ from benchmarks.headline_parts.machines import as_one_of, named_machine
 from benchmarks.headline_parts.rows import Measured, Row, rows_of
 from benchmarks.headline_parts.tables import WIDTH, groups, markdown, table_of, verdicts
 from benchmarks.headline_parts.twins import TwinEffort, measure_twin
-from hf_osdp.planner.costs import Batch, Choice
-from hf_osdp.planner.cut import Cut
-from hf_osdp.planner.evaluate import estimate_plan
+from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.modeling.batch import training_batch
+from hf_osdp.modeling.build import build_on_meta
+from hf_osdp.planner.cost.evaluate import estimate_plan
+from hf_osdp.planner.cost.units import Batch, Choice
 from hf_osdp.planner.plan import Plan
-from hf_osdp.planner.search import least_memory
-from hf_osdp.profiling.batch import training_batch
-from hf_osdp.profiling.build import build_on_meta
-from hf_osdp.profiling.describe import describe
-from hf_osdp.runtime.mesh import Meshes
-from hf_osdp.runtime.probe import Trial, sharded_copy
-from hf_osdp.runtime.simulate import fake_process_group
-from hf_osdp.runtime.steps import batch_on, make_optimizer, train_step
+from hf_osdp.planner.search.search import least_memory
+from hf_osdp.planner.split import Cut
+from hf_osdp.planning.probe import Trial, sharded_copy
+from hf_osdp.planning.simulate import fake_process_group
+from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step
+from hf_osdp.tracing.describe import describe
 from tests.helpers.counted_memory import CountedMemory
 from tests.helpers.descriptions import transformer, untraced
 from tests.helpers.distributed import run_ranks

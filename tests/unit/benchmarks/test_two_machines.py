@@ -15,11 +15,11 @@ from benchmarks.two_machines.counters import sent_bytes
 from benchmarks.two_machines.lineup import ALONE, STOCK, Sends, line_up, with_stock_reduce_scatter
 from benchmarks.two_machines.tables import cell_table, cells_of, remarks, verdicts
 from benchmarks.two_machines.theory import bytes_sent, with_headers
-from hf_osdp.planner.costs import Batch, Choice
+from hf_osdp.planner.cost.units import Batch, Choice
 from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, Hardware, Link
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
-from hf_osdp.planner.search import compare_strategies, least_memory
+from hf_osdp.planner.search.search import compare_strategies, least_memory
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from hf_osdp.checkpoint.convert import Target, convert
 from hf_osdp.checkpoint.finding import check_checkpoint
 from hf_osdp.checkpoint.states import load_model, load_optimizer
+from hf_osdp.cli.app import app
 from hf_osdp.errors import CheckpointError
-from hf_osdp.integration.cli.app import app
 
 from .checkpoints import saved, trained
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.errors import HardwareError
-from hf_osdp.planner.costs import Batch, Choice, UnitSeconds
+from hf_osdp.planner.cost.memory import SegmentBytes, activation_host_bytes, estimate_memory
+from hf_osdp.planner.cost.timing import HostTrip, Windows, host_trips, unit_time
+from hf_osdp.planner.cost.units import Batch, Choice, UnitSeconds
 from hf_osdp.planner.description import Activations, Affine, Envelope, GatherSpan, ModelDescription, PhaseCost, Segment
 from hf_osdp.planner.hardware import Backend, HostSpec
 from hf_osdp.planner.job import TrainingJob
-from hf_osdp.planner.memory import SegmentBytes, activation_host_bytes, estimate_memory
-from hf_osdp.planner.search import search
-from hf_osdp.planner.strategies import Strategy, search_spaces
-from hf_osdp.planner.timing import HostTrip, Windows, host_trips, unit_time
+from hf_osdp.planner.search.search import search
+from hf_osdp.planner.search.strategies import Strategy, search_spaces
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from hf_osdp.planner.allocator import CachingAllocator, DeviceFullError
-from hf_osdp.profiling.memory_snapshot import replay_snapshot
+from hf_osdp.measurement.memory_snapshot import replay_snapshot
+from hf_osdp.planner.allocator.caching import CachingAllocator, DeviceFullError
 
 MiB = 2**20
 

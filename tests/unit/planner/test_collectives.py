@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from hf_osdp.planner.collectives import Ring, collective_seconds, gather_seconds, reduce_scatter_seconds, replicate_ring, shard_ring
+from hf_osdp.planner.cost.collectives import Ring, collective_seconds, gather_seconds, reduce_scatter_seconds, replicate_ring, shard_ring
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, DeviceSpec, Hardware, Link
-from hf_osdp.planner.strategies import divisors
+from hf_osdp.planner.search.strategies import divisors
 
 INSIDE, OUTSIDE = 1e-6, 1e-4
 """α of the two links; β is 1e-9 inside a node (1 GB/s), 1e-8 outside."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from hf_osdp.planner.communicators import communicators_of
+from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.planner.cost.communicators import communicators_of
 from hf_osdp.planner.hardware import Backend
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.presets import COMMUNICATOR_BYTES, preset
-from hf_osdp.planner.search import compare_strategies, least_memory
-from hf_osdp.runtime.mesh import Meshes
-from hf_osdp.runtime.simulate import fake_process_group
+from hf_osdp.planner.search.search import compare_strategies, least_memory
+from hf_osdp.planning.simulate import fake_process_group
 from tests.helpers.descriptions import transformer
 from tests.helpers.distributed import run_ranks
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from hf_osdp.planner.correction import Correction, correction_of
-from hf_osdp.planner.costs import Batch, Choice
-from hf_osdp.planner.evaluate import estimate_plan
+from hf_osdp.planner.cost.correction import Correction, correction_of
+from hf_osdp.planner.cost.evaluate import estimate_plan
+from hf_osdp.planner.cost.memory import estimate_memory
+from hf_osdp.planner.cost.timing import compute_seconds
+from hf_osdp.planner.cost.units import Batch, Choice
 from hf_osdp.planner.hardware import Collective, CollectiveTiming
 from hf_osdp.planner.job import TrainingJob
-from hf_osdp.planner.memory import estimate_memory
-from hf_osdp.planner.search import search
-from hf_osdp.planner.timing import compute_seconds
+from hf_osdp.planner.search.search import search
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.errors import HardwareError
-from hf_osdp.planner.collectives import collective_seconds, replicate_ring, shard_ring
-from hf_osdp.planner.costs import Batch, Choice, UnitBytes, choices_for, merged_gradients, unit_bytes, unit_seconds
+from hf_osdp.planner.cost.collectives import collective_seconds, replicate_ring, shard_ring
+from hf_osdp.planner.cost.units import Batch, Choice, UnitBytes, choices_for, merged_gradients, unit_bytes, unit_seconds
 from hf_osdp.planner.description import Activations, DType, GatherSpan, ParameterSpec, UnitDescription
 from hf_osdp.planner.hardware import Backend, Collective, DeviceSpec, Handling, Hardware, HostSpec, Link, WorkTime
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_osdp.planner.cut import Cut, OperatorSplit
+from hf_osdp.planner.split import Cut, OperatorSplit
 
 
 def test_default_cuts_nothing():

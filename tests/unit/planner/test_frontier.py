@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hf_osdp.errors import InfeasibleError
-from hf_osdp.planner.frontier import frontier, not_dominated
 from hf_osdp.planner.job import TrainingJob
-from hf_osdp.planner.search import compare_strategies, least_memory, search
+from hf_osdp.planner.search.frontier import frontier, not_dominated
+from hf_osdp.planner.search.search import compare_strategies, least_memory, search
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 
@@ -49,7 +49,9 @@ def test_no_strategy_lies_above_a_front_that_was_searched_at_its_peak():
 
 def test_points_bound_the_searches(monkeypatch):
     asked = []
-    monkeypatch.setattr("hf_osdp.planner.frontier.search", lambda *args, **options: asked.append(args[3]) or search(*args, **options))
+    monkeypatch.setattr(
+        "hf_osdp.planner.search.frontier.search", lambda *args, **options: asked.append(args[3]) or search(*args, **options)
+    )
     frontier(MODEL, HARDWARE, JOB, MOST, points=5)
     assert len(asked) <= 5 + 1  # the one that finds the least
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.errors import PlanError
-from hf_osdp.planner.cut import Cut
 from hf_osdp.planner.description import Activations
 from hf_osdp.planner.plan import Plan, UnitDecision
+from hf_osdp.planner.split import Cut
 
 UNITS = (
     UnitDecision(fqn="", shard_size=2, reshard_after_forward=False),

@@ -9,13 +9,13 @@ import pytest
 
 from hf_osdp.errors import OSDPError, PlanError
 from hf_osdp.planner.affine import Affine, Envelope
-from hf_osdp.planner.cut import Cut, OperatorSplit
 from hf_osdp.planner.decision import UnitDecision
 from hf_osdp.planner.description import Activations, DType, ParameterSpec
 from hf_osdp.planner.hardware import MOST_RANKS, DeviceSpec, Link
 from hf_osdp.planner.job import TrainingJob, divisors
 from hf_osdp.planner.plan import Plan
-from hf_osdp.planner.search import least_memory, search
+from hf_osdp.planner.search.search import least_memory, search
+from hf_osdp.planner.split import Cut, OperatorSplit
 from tests.helpers.descriptions import at_random, transformer
 from tests.helpers.hardware import bare_preset
 

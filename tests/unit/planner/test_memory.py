@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from hf_osdp.planner.bounds import peak_floor
-from hf_osdp.planner.costs import Batch, Choice, choices_for, unit_bytes
+from hf_osdp.planner.cost.memory import MemoryBreakdown, combined_scratch, estimate_memory, gathered_ahead, merging_stretch
+from hf_osdp.planner.cost.units import Batch, Choice, choices_for, unit_bytes
 from hf_osdp.planner.description import (
     Affine,
     DType,
@@ -21,10 +21,10 @@ from hf_osdp.planner.description import (
     UnitDescription,
 )
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
-from hf_osdp.planner.line import build_line
-from hf_osdp.planner.memory import MemoryBreakdown, combined_scratch, estimate_memory, gathered_ahead, merging_stretch
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.strategies import Strategy, batches, search_spaces
+from hf_osdp.planner.search.bounds import peak_floor
+from hf_osdp.planner.search.strategies import Strategy, batches, search_spaces
+from hf_osdp.planner.search.timeline import build_line
 from tests.helpers.descriptions import at_random, transformer
 
 ONCE = Batch(micro_batch_size=1, accumulation_steps=1)

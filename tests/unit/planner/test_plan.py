@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.errors import PlanError
-from hf_osdp.planner.costs import Batch, Choice
+from hf_osdp.planner.cost.units import Batch, Choice
 from hf_osdp.planner.decision import ShardMode, UnitDecision
 from hf_osdp.planner.description import Activations
 from hf_osdp.planner.plan import PLAN_VERSION, Plan

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.errors import ProfileError
+from hf_osdp.planner.cost.timing import compute_seconds, phase_seconds
 from hf_osdp.planner.description import Affine, DType, ModelDescription, PhaseCost
+from hf_osdp.planner.fit import fit_line
 from hf_osdp.planner.hardware import Collective, CollectiveTiming, Handling, WorkTime
 from hf_osdp.planner.job import OptimizerStep
-from hf_osdp.planner.lines import fit_line
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import HostLink, Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
-from hf_osdp.planner.timing import compute_seconds, phase_seconds
 from hf_osdp.reading import MOST_BYTES
 from tests.helpers.descriptions import transformer
 

@@ -9,14 +9,14 @@ import pytest
 from transformers import GPT2Config
 
 from hf_osdp.errors import InfeasibleError
-from hf_osdp.planner.costs import Batch
-from hf_osdp.planner.evaluate import batch_of, capacity_of, choices_of
+from hf_osdp.planner.allocator.reserved import is_replayed, runs_within, within_reserved
+from hf_osdp.planner.cost.evaluate import batch_of, capacity_of, choices_of
+from hf_osdp.planner.cost.memory import estimate_memory
+from hf_osdp.planner.cost.units import Batch
 from hf_osdp.planner.job import TrainingJob
-from hf_osdp.planner.memory import estimate_memory
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.reserved import is_replayed, runs_within, within_reserved
-from hf_osdp.planner.search import SearchResult, least_memory, search
-from hf_osdp.profiling.describe import describe
+from hf_osdp.planner.search.search import SearchResult, least_memory, search
+from hf_osdp.tracing.describe import describe
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-import hf_osdp.planner.search as search_module
+import hf_osdp.planner.search.search as search_module
 from hf_osdp.errors import InfeasibleError, OSDPError
 from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.search import compare_strategies, fastest_without_limit, least_memory, search, search_or_floor
-from hf_osdp.planner.solver import fastest
-from hf_osdp.planner.strategies import Strategy
+from hf_osdp.planner.search.search import compare_strategies, fastest_without_limit, least_memory, search, search_or_floor
+from hf_osdp.planner.search.solver import fastest
+from hf_osdp.planner.search.strategies import Strategy
 from hf_osdp.quantities import format_bytes
 from tests.helpers.descriptions import at_random, transformer
 from tests.helpers.hardware import bare_preset

@@ -10,8 +10,12 @@ import pytest
 
 from hf_osdp.planner.affine import Affine, Envelope
 from hf_osdp.planner.allocation_trace import AllocationTrace, Handed
-from hf_osdp.planner.costs import Batch, Choice
-from hf_osdp.planner.description import (
+from hf_osdp.planner.allocator.event_log import COMPUTE, COPY_IN, REDUCE, REDUCE_REPLICAS
+from hf_osdp.planner.allocator.replay import Event, StepEvents, replay_steps
+from hf_osdp.planner.allocator.step_events import estimate_reserved, step_events
+from hf_osdp.planner.cost.memory import estimate_memory
+from hf_osdp.planner.cost.units import Batch, Choice
+from hf_osdp.planner.description import (  # fmt: skip
     Activations,
     DType,
     GatherSpan,
@@ -20,13 +24,9 @@ from hf_osdp.planner.description import (
     PhaseCost,
     Segment,
     UnitDescription,
-)  # fmt: skip
-from hf_osdp.planner.event_log import COMPUTE, COPY_IN, REDUCE, REDUCE_REPLICAS
+)
 from hf_osdp.planner.files import plain, validated
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
-from hf_osdp.planner.memory import estimate_memory
-from hf_osdp.planner.replay import Event, StepEvents, replay_steps
-from hf_osdp.planner.step_events import estimate_reserved, step_events
 
 MiB = 2**20
 WORLD, BLOCKS = 4, 3

@@ -9,9 +9,9 @@ import pytest
 from hf_osdp.planner.hardware import Collective, CollectiveTiming
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.search import least_memory, search
-from hf_osdp.planner.strategies import Strategy
-from hf_osdp.planner.what_if import Case, Changed, answer, largest, next_batch, one_more_device, twice_the_memory
+from hf_osdp.planner.search.search import least_memory, search
+from hf_osdp.planner.search.strategies import Strategy
+from hf_osdp.planner.search.what_if import Case, Changed, answer, largest, next_batch, one_more_device, twice_the_memory
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from hf_osdp.planner.evaluate import estimate_plan
+from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
-from hf_osdp.planner.search import least_memory, search
+from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.report.explain import Binds, explain, row_reasons, stream_times, what_binds
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hf_osdp.planner.frontier import frontier
+from hf_osdp.planner.cost.memory import MemoryBreakdown
 from hf_osdp.planner.job import TrainingJob
-from hf_osdp.planner.memory import MemoryBreakdown
-from hf_osdp.planner.search import least_memory, search
-from hf_osdp.planner.what_if import Answer, Case, Changed, answer, twice_the_memory
+from hf_osdp.planner.search.frontier import frontier
+from hf_osdp.planner.search.search import least_memory, search
+from hf_osdp.planner.search.what_if import Answer, Case, Changed, answer, twice_the_memory
 from hf_osdp.quantities import format_bytes, format_seconds
 from hf_osdp.report.contents import answers_content, comparison_content, explanation_content
 from hf_osdp.report.explain import Binding, Binds, explain

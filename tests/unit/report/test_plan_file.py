@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.errors import PlanError
+from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.description import Affine, DType, PhaseCost
-from hf_osdp.planner.evaluate import estimate_plan
 from hf_osdp.planner.files import plain
 from hf_osdp.planner.hardware import Collective, CollectiveTiming
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
-from hf_osdp.planner.search import search
+from hf_osdp.planner.search.search import search
 from hf_osdp.report.plan_file import PlanInputs, plan_file_content, read_plan_file, write_json
 from hf_osdp.report.run_report import report_content, write_report
 from tests.helpers.descriptions import transformer

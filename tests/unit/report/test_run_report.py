@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from hf_osdp.planner.evaluate import estimate_plan
+from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.hardware import Collective, CollectiveTiming
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.search import compare_strategies, search
+from hf_osdp.planner.search.search import compare_strategies, search
 from hf_osdp.report.run_report import REPORT_FILE, report_content, write_report
 from tests.helpers.descriptions import transformer
 

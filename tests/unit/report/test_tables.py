@@ -9,15 +9,15 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from hf_osdp.planner.allocator.replay import Reserved
+from hf_osdp.planner.cost.evaluate import PlanEstimate, estimate_plan
 from hf_osdp.planner.description import Activations, ModelDescription
-from hf_osdp.planner.evaluate import PlanEstimate, estimate_plan
 from hf_osdp.planner.hardware import HostSpec
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
-from hf_osdp.planner.replay import Reserved
-from hf_osdp.planner.search import compare_strategies
+from hf_osdp.planner.search.search import compare_strategies
 from hf_osdp.quantities import format_seconds
-from hf_osdp.report.tables import (
+from hf_osdp.report.tables import (  # fmt: skip
     comparison_table,
     describe_moment,
     outcome_table,
@@ -25,7 +25,7 @@ from hf_osdp.report.tables import (
     plan_rows,
     plan_table,
     reserved_text,
-)  # fmt: skip
+)
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 

@@ -1,0 +1,148 @@
+"""Options that several sub-commands share, and how they become a command's signature."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Literal, get_type_hints
+
+import typer
+
+from ..planner.presets import preset_names
+from ..planner.search.strategies import Strategy
+from .output import errors_in_one_line
+
+DeviceName = Annotated[
+    str | None,
+    typer.Option("--device", metavar="NAME", help=f"Kind of device: {', '.join(preset_names())}. --profile can stand in for it."),
+]
+ProfileFile = Annotated[
+    Path | None, typer.Option("--profile", metavar="FILE", help="Measured hardware and block times, as `hf-osdp profile` writes them.")
+]
+PrecisionName = Annotated[
+    Literal["no", "bf16", "fp16"],
+    typer.Option("--precision", metavar="NAME", help="no, bf16 or fp16: mixed precision, as Accelerate names it."),
+]
+OptimizerName = Annotated[
+    Literal["adamw", "momentum", "sgd"],
+    typer.Option(
+        "--optimizer",
+        metavar="NAME",
+        help="adamw, momentum or sgd. Its states count: AdamW keeps 2 tensors a parameter, SGD with momentum 1.",
+    ),
+]
+MarginShare = Annotated[
+    float | None,
+    typer.Option("--margin", metavar="SHARE", help="Share of the limit that stays free; 0.04 on CUDA, 0 on the CPU, unless given."),
+]
+NumNodes = Annotated[int | None, typer.Option("--num-nodes", min=1, metavar="N", help="Machines; 1, or as the profile has it.")]
+Checkpointing = Annotated[
+    bool, typer.Option("--activation-checkpointing", help="Recompute blocks in backward instead of saving activations.")
+]
+AutoClass = Annotated[
+    str | None,
+    typer.Option("--auto-class", metavar="CLASS", help="Class to build, such as AutoModelForCausalLM; else found from the configuration."),
+]
+BlockClasses = Annotated[
+    str | None,
+    typer.Option("--block-classes", metavar="NAMES", help="Classes that become units, comma-separated; else found from the model."),
+]
+JsonFile = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Also write the content for machines; - for stdout, with nothing else on it.")
+]
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it, as .png, .svg or .html (needs the extra plot).")
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a user asks to have planned, as it stands on the command line."""
+
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, local folder or config.json; no weights are needed.")]
+    sequence_length: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of one sample.")]
+    global_batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Samples of one optimizer step over all devices.")]
+    memory_limit: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Bytes of each device that training may use, such as 8GiB; else all that it has.")
+    ] = None
+    margin: MarginShare = None
+    device: DeviceName = None
+    profile: ProfileFile = None
+    num_nodes: NumNodes = None
+    devices_per_node: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Devices in each machine; 1, or as the profile has it.")
+    ] = None
+    precision: PrecisionName = "no"
+    optimizer: OptimizerName = "adamw"
+    strategy: Annotated[
+        Strategy,
+        typer.Option(metavar="NAME", help="osdp decides unit by unit; the others are one layout for all units."),
+    ] = Strategy.OSDP
+    micro_batch_size: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Samples that one device runs at once; else the planner decides.")
+    ] = None
+    activation_checkpointing: Checkpointing = False
+    recompute: Annotated[
+        bool | None, typer.Option("--recompute/--no-recompute", help="Recompute every block, or none; else the planner decides.")
+    ] = None
+    host_offload: Annotated[
+        bool | None,
+        typer.Option("--host-offload/--no-host-offload", help="Hold all states on the host, or none; else the planner decides."),
+    ] = None
+    offload_activations: Annotated[
+        bool | None,
+        typer.Option(
+            "--offload-activations/--no-offload-activations",
+            help="Have what every block saves for backward wait on the host, or of none; else the planner decides.",
+        ),
+    ] = None
+    operator_splitting: Annotated[
+        bool, typer.Option(help="Cut blocks into operator units, and operators into slices, where that pays.")
+    ] = True
+    split_vocabulary: Annotated[
+        bool, typer.Option(help="Also the vocabulary projection with its loss: outputs.logits is then None in training with labels.")
+    ] = False
+    lora_rank: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Train LoRA adapters of this rank, the rest frozen (needs the extra peft)."),
+    ] = None
+    lora_targets: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Projections that get an adapter, comma-separated; else every linear one but the head."),
+    ] = None
+    block_classes: BlockClasses = None
+    auto_class: AutoClass = None
+
+
+def takes_request(command: Callable[..., None], *, leave_out: tuple[str, ...] = ()) -> Callable[..., None]:
+    """A command for typer whose arguments are a `Request`'s and the command's own.
+
+    Args:
+        command: its first parameter takes the request, the others are options.
+        leave_out: fields that are no options of this command and keep their default.
+    """
+    hints = get_type_hints(Request, include_extras=True)
+    shared = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(Request)
+        if field.name not in leave_out
+    ]
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
+    @wraps(command)
+    def run(**options) -> None:
+        asked = {parameter.name: options.pop(parameter.name) for parameter in shared}
+        with errors_in_one_line():
+            command(Request(**asked), **options)
+
+    run.__signature__ = inspect.Signature([*shared, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own)])
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in run.__signature__.parameters.values()}
+    return run

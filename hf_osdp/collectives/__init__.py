@@ -1,1 +1,0 @@
-"""Collectives of our own beneath FSDP2: in two stages across nodes, and a reduce-scatter for gloo. Design: docs/two_machines.md."""

@@ -1,0 +1,1 @@
+"""Process groups, meshes and collectives; agreement of ranks; the end of a run."""

@@ -1,0 +1,243 @@
+"""All ranks run one plan, or all stop with the same error."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import (
+    CheckpointError,
+    CheckpointingError,
+    DescriptionError,
+    HardwareError,
+    InfeasibleError,
+    OSDPError,
+    PlanError,
+    PlanMismatchError,
+    ProfileError,
+)
+from ..planner.job import OptimizerSpec, Precision
+from ..planner.plan import Plan
+from .device import own_gpu
+from .mesh import world_size
+from .rank_reports import mismatch_line
+from .roll_call import compare_versions
+from .stores import are_several, call_space, confer
+from .waiting import waiting_group
+
+T = TypeVar("T")
+_SAME_MEMORY = 0.02
+"""A share: devices of one name whose memory differs by less are of one kind."""
+
+_SHARED_ERRORS: dict[str, type[Exception]] = {
+    cls.__name__: cls
+    for cls in (
+        CheckpointError, CheckpointingError, DescriptionError, HardwareError, InfeasibleError, OSDPError, PlanError, PlanMismatchError,
+        ProfileError, ValueError,
+    )
+}  # fmt: skip
+
+
+def on_rank_zero(fn: Callable[[], T]) -> T:
+    """Run `fn` on rank 0 and give every rank its result, or its error. Collective.
+
+    Args:
+        fn: called on rank 0 alone; its result must be picklable where there is more than one rank.
+
+    Returns:
+        What `fn` returned on rank 0.
+
+    Raises:
+        OSDPError, ValueError: what `fn` raised, with its type and attributes where it is `ValueError` or one of hf_osdp's
+            errors, else an `OSDPError` that names the type; the same line on every rank.
+    """
+    if world_size() == 1:
+        return fn()
+    message: list[bytes | None] = [None]
+    cause: BaseException | None = None
+    group = waiting_group()
+    if dist.get_rank() == 0:
+        message[0], cause = _outcome(fn)
+    dist.broadcast_object_list(message, src=0, group=group)
+    assert message[0] is not None
+    outcome = pickle.loads(message[0])  # of rank 0 of this run, by the process group: no file
+    if "error" in outcome:
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause  # an interrupt stays one on the rank that got it
+        raise _rebuild(**outcome["error"]) from cause
+    return outcome["result"]
+
+
+def broadcast_plan(plan: Plan | None) -> Plan:
+    """Give every rank rank 0's plan, as JSON text. Collective.
+
+    Args:
+        plan: rank 0's plan; on other ranks None, or a plan of their own that must then run the same.
+
+    Returns:
+        The plan, parsed anew on every rank but the first.
+
+    Raises:
+        PlanError: rank 0 has no plan.
+        PlanMismatchError: some ranks have another plan; on every rank, naming them.
+    """
+    text = on_rank_zero(lambda: _text_of(plan))
+    if world_size() == 1:
+        assert plan is not None
+        return plan
+    mine = plan or Plan.from_json(text, source="the plan from rank 0")
+    fingerprints = [""] * dist.get_world_size()
+    dist.all_gather_object(fingerprints, mine.fingerprint)
+    if different := [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]:
+        raise PlanMismatchError(
+            f"Ranks {different} hold another plan than rank 0 ({fingerprints[different[0]]} instead of {fingerprints[0]});"
+            " plan on rank 0 only, or give every rank the same file."
+        )
+    return mine
+
+
+def _text_of(plan: Plan | None) -> str:
+    if plan is None:
+        raise PlanError("Rank 0 has no plan to broadcast; plan or load one there.")
+    return plan.to_json()
+
+
+def _outcome(fn: Callable[[], Any]) -> tuple[bytes, BaseException | None]:
+    """Result or error as bytes. Whatever happens here must not leave the other ranks waiting, hence BaseException."""
+    try:
+        return pickle.dumps({"result": fn()}), None
+    except BaseException as error:
+        return pickle.dumps({"error": _describe(error)}), error
+
+
+def _describe(error: BaseException) -> dict[str, Any]:
+    """The nearest shared type, the message in one line, and the attributes that can travel."""
+    name = next((cls.__name__ for cls in type(error).__mro__ if _SHARED_ERRORS.get(cls.__name__) is cls), None)
+    text = " ".join(str(error).split())
+    if name is None:
+        return {"type_name": OSDPError.__name__, "text": f"Rank 0 failed with {type(error).__name__}: {text}", "attributes": {}}
+    attributes = {key: value for key, value in vars(error).items() if isinstance(value, (int, float, str, tuple, type(None)))}
+    return {"type_name": name, "text": text, "attributes": attributes}
+
+
+def _rebuild(*, type_name: str, text: str, attributes: dict[str, Any]) -> Exception:
+    cls = _SHARED_ERRORS[type_name]
+    error = cls.__new__(cls, text)
+    error.args = (text,)
+    vars(error).update(attributes)
+    return error
+
+
+def largest_of_ranks(value: int) -> int:
+    """Return the largest of all ranks' values. Collective."""
+    values = [value] * world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group=waiting_group())
+    return max(values)
+
+
+def require_same(said: Mapping[str, str]) -> None:
+    """Stop all ranks where they are about to run different things. Collective, before any collective: ranks ask the store.
+
+    Args:
+        said: what this rank is about to run, by name.
+
+    Raises:
+        PlanMismatchError: ranks differ; the same line on every rank, which says in what, and which ranks.
+    """
+    if are_several() and (line := confer(call_space(), dict(said), mismatch_line)):
+        raise PlanMismatchError(line)
+
+
+def require_same_run(model: nn.Module, *asked: object, **more: object) -> None:
+    """Before planning: the ranks' versions, models, options and devices. From here on a rank that ends ends all. Collective, without a
+    collective.
+
+    Args:
+        model: not yet sharded.
+        *asked: dataclasses of options. Of objects among them, and of `memory_limit`, which may be measured, it counts only whether
+            they are there; of `sequence_length`, which may be read from the data, nothing. With a `device_type` of `cuda` the devices'
+            names count, and their memory where it differs by 2 % or more.
+        **more: further options.
+
+    Raises:
+        LaunchError: versions differ.
+        PlanMismatchError: models, options or devices do.
+    """
+    if not are_several():
+        return
+    compare_versions()
+    options = {field.name: getattr(one, field.name) for one in asked for field in fields(one)} | more
+    texts = {name: _option_text(name, value) for name, value in options.items() if name != "sequence_length"}
+    mine = {"said": {"the model": _model_text(model), **texts}, "device": _own_device(options.get("device_type"))}
+    if line := confer(call_space(), mine, _judged):
+        raise PlanMismatchError(line)
+
+
+def _own_device(device_type: object) -> tuple[str, int] | None:
+    """Name and MiB of this rank's GPU; None without one. Processors and their memory may differ."""
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(own_gpu())
+    return found.name, round(found.total_memory / 2**20)
+
+
+def _judged(reports: Sequence[Mapping[str, Any]]) -> str | None:
+    """What is wrong with what ranks say of themselves."""
+    devices = _device_texts([report["device"] for report in reports])
+    line = mismatch_line([{**report["said"], "the device": text} for report, text in zip(reports, devices, strict=True)])
+    differ = len(set(devices) - {""}) > 1
+    return f"{line} Plans are made for devices of one kind; CUDA_VISIBLE_DEVICES chooses those of a machine." if differ else line
+
+
+def _device_texts(devices: Sequence[tuple[str, int] | None]) -> list[str]:
+    """Devices of one kind get one text: that of the first of this name and of nearly this memory."""
+    kinds: list[tuple[str, int]] = []
+    texts = []
+    for device in devices:
+        if device is None:
+            texts.append("")
+            continue
+        name, mib = device
+        kind = next((kind for kind in kinds if kind[0] == name and abs(kind[1] - mib) < _SAME_MEMORY * max(kind[1], mib)), None)
+        if kind is None:
+            kinds.append(kind := (name, mib))
+        texts.append(f"{kind[0]} with {kind[1]} MiB")
+    return texts
+
+
+def _model_text(model: nn.Module) -> str:
+    """Class, size, and a hash over names, shapes and dtypes."""
+    tensors = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    return f"{type(model).__name__} ({len(tensors)} tensors, {elements} elements, {hashlib.sha256(repr(tensors).encode()).hexdigest()[:8]})"
+
+
+def _option_text(name: str, value: object) -> str:
+    """As it is shown where ranks differ."""
+    if value is None:
+        return "left out"
+    if name == "plan":
+        return _plan_text(value)
+    plain = isinstance(value, (bool, int, float, str, tuple, Precision, OptimizerSpec)) and name != "memory_limit"
+    return repr(value) if plain and name not in ("hardware", "profile") else "given"
+
+
+def _plan_text(plan: object) -> str:
+    """A plan's fingerprint; a file that cannot be read here may be rank 0's alone, whose counts."""
+    if isinstance(plan, Plan):
+        return plan.fingerprint
+    if not Path(str(plan)).is_file():
+        return ""
+    try:
+        return Plan.load(Path(str(plan))).fingerprint
+    except PlanError:
+        return "a file that is no plan"

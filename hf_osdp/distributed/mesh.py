@@ -1,0 +1,163 @@
+"""Device meshes of a plan, and the device that collectives of the whole world run on."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..planner.job import divisors
+from ..planner.plan import Plan
+from .device import own_gpu
+from .two_stage import Stages
+
+REPLICATE_AXIS = "replicate"
+SHARD_AXIS = "shard"
+NODES_AXIS = "nodes"
+Layout = tuple[int, int]
+"""Shard size and stage size."""
+
+
+class Meshes:
+    """The meshes of one process group, one for each shard size, each made when first asked for.
+
+    Making a mesh forms process groups, which is collective: every rank must ask for the same sizes in the same order
+    (`prepare` does). Shard groups are neighbouring ranks, so that they stay inside a node where the size allows it. Groups of
+    two stages are those of meshes that plans have anyway, where the shard group is the world.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        """
+        Args:
+            device_type: `"cuda"` or `"cpu"`, as `init_device_mesh` takes it.
+
+        Raises:
+            ValueError: there is no process group.
+        """
+        if not dist.is_initialized():
+            raise ValueError("Meshes need a process group; start the program with torchrun, or call torch.distributed.init_process_group.")
+        self.device_type = device_type
+        self.world_size = dist.get_world_size()
+        self._by_shard_size: dict[int, DeviceMesh] = {}
+        self._staged: dict[Layout, DeviceMesh] = {}
+
+    def mesh(self, shard_size: int) -> DeviceMesh:
+        """The mesh whose shard axis has `shard_size` ranks.
+
+        Returns:
+            A 1-D mesh (W,) where the whole world shards; else the 2-D mesh (W / shard_size, shard_size) of HSDP, which
+            for `shard_size=1` replicates.
+
+        Raises:
+            ValueError: `shard_size` does not divide the world size.
+        """
+        axes = mesh_axes(self.world_size, shard_size)
+        if shard_size not in self._by_shard_size:
+            self._by_shard_size[shard_size] = self.form(tuple(axes.values()), tuple(axes))
+        return self._by_shard_size[shard_size]
+
+    def stages(self, shard_size: int, stage_size: int) -> Stages:
+        """This rank's groups between nodes and inside its node, for collectives over `shard_size` ranks.
+
+        Args:
+            shard_size: ranks of the whole collective, several nodes.
+            stage_size: ranks of each node.
+
+        Raises:
+            ValueError: `stage_size` is not between 1 and `shard_size`, or a size does not divide the next.
+        """
+        axes = stage_axes(self.world_size, shard_size, stage_size)
+        nodes = self.mesh(stage_size)
+        if shard_size == self.world_size:  # replicas of node groups are the ranks of the same place
+            return Stages(between=nodes.get_group(REPLICATE_AXIS), within=nodes.get_group(SHARD_AXIS))
+        key = (shard_size, stage_size)
+        if key not in self._staged:
+            self._staged[key] = self.form(tuple(axes.values()), tuple(axes))
+        return Stages(between=self._staged[key].get_group(NODES_AXIS), within=nodes.get_group(SHARD_AXIS))
+
+    def form(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        """Make one mesh. Collective."""
+        return init_device_mesh(self.device_type, shape, mesh_dim_names=names)
+
+    def prepare(self, plan: Plan) -> None:
+        """Make all that the plan needs, in the same order on every rank. Collective."""
+        sizes, staged = self._needed(plan)
+        for shard_size in sizes:
+            self.mesh(shard_size)
+        for layout in staged:
+            self.stages(*layout)
+
+    def keep(self, plan: Plan) -> None:
+        """Give back the process groups that the plan does not need: each holds memory on the device. Collective."""
+        sizes, staged = self._needed(plan)
+        for shard_size in sorted(set(self._by_shard_size) - set(sizes)):
+            destroy_mesh(self._by_shard_size.pop(shard_size))
+        for layout in sorted(set(self._staged) - set(staged)):
+            destroy_mesh(self._staged.pop(layout))
+
+    def groups(self, plan: Plan) -> list[dist.ProcessGroup]:
+        """The process groups in which units of the plan communicate, each once, in the same order on every rank. Collective.
+
+        Others were formed with a mesh, and cost nothing as long as nobody communicates in them.
+        """
+        found: list[dist.ProcessGroup] = [dist.group.WORLD]
+        for unit in plan.units:
+            mesh = self.mesh(unit.shard_size)
+            if unit.shard_size < self.world_size:
+                found.append(mesh.get_group(REPLICATE_AXIS))
+            if unit.two_stage:
+                stages = self.stages(unit.shard_size, unit.stage_size)
+                found += [stages.between, stages.within]
+            elif unit.shard_size > 1:
+                found.append(mesh.get_group(SHARD_AXIS))
+        return list(dict.fromkeys(found))
+
+    def _needed(self, plan: Plan) -> tuple[list[int], list[Layout]]:
+        """Shard sizes of meshes, and layouts in two stages; ascending."""
+        staged = sorted({(unit.shard_size, unit.stage_size) for unit in plan.units if unit.two_stage})
+        sizes = {plan.world_size, *(unit.shard_size for unit in plan.units), *(stage_size for _, stage_size in staged)}
+        return sorted(sizes), staged
+
+
+def mesh_axes(world_size: int, shard_size: int) -> dict[str, int]:
+    """The mesh of a shard size: its axes and their ranks, the last varies fastest with the rank. See `Meshes.mesh`."""
+    if shard_size < 1 or world_size % shard_size:
+        sizes = ", ".join(map(str, divisors(world_size)))
+        raise ValueError(f"shard_size={shard_size} does not divide the world size {world_size}; use {sizes}.")
+    if shard_size == world_size:
+        return {SHARD_AXIS: world_size}
+    return {REPLICATE_AXIS: world_size // shard_size, SHARD_AXIS: shard_size}
+
+
+def stage_axes(world_size: int, shard_size: int, stage_size: int) -> dict[str, int]:
+    """The mesh of collectives in two stages, as `mesh_axes`. See `Meshes.stages`."""
+    if not 1 < stage_size < shard_size or shard_size % stage_size or world_size % shard_size:
+        raise ValueError(
+            f"stage_size={stage_size} must divide shard_size={shard_size}, and that the world size {world_size};"
+            " each must be less than the next, but for the last two."
+        )
+    return {REPLICATE_AXIS: world_size // shard_size, NODES_AXIS: shard_size // stage_size, SHARD_AXIS: stage_size}
+
+
+def destroy_mesh(mesh: DeviceMesh) -> None:
+    """Give a mesh's process groups back, but for the world's own. Collective."""
+    for group in mesh.get_all_groups():
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+def world_size() -> int:
+    """Ranks of the default process group; 1 where there is none."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process's rank in the default process group; 0 where there is none."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def collective_device() -> torch.device:
+    """The device on which tensors must lie for a collective of the default process group."""
+    if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
+        return own_gpu()
+    return torch.device("cpu")

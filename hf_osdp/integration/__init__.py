@@ -1,1 +1,0 @@
-"""Accelerate and the Trainer of transformers."""

@@ -1,0 +1,1 @@
+"""Thin ends: the Trainer of transformers, Accelerate, and a plain PyTorch loop."""

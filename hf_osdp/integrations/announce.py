@@ -1,0 +1,166 @@
+"""What a person sees of a run, on rank 0: the plan before it, the estimate beside the measurement after it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from ..measurement.step_meter import CollectiveTotal, Observation
+from ..planner.cost.evaluate import PlanEstimate, estimate_plan
+from ..planner.hardware import Collective
+from ..planning.plan_run import PlannedRun
+from ..planning.recalibrate import Round
+from ..quantities import format_seconds
+from ..report.run_report import REPORT_FILE, report_content, write_report
+from ..report.tables import comparison_table, outcome_table, plan_caption, plan_table
+from ..report.trials import TrialRow, trials_table
+
+__all__ = ["REPORT_FILE", "announce_plan", "announce_result"]
+
+_WIDTH = 100
+"""Columns where the output is no terminal."""
+
+
+@contextmanager
+def shown_while_planning(*, is_rank_zero: bool) -> Iterator[None]:
+    """Say on rank 0's terminal, if it has one, what is going on while a plan is made; it may take a while."""
+    if not (is_rank_zero and sys.stderr.isatty()):
+        yield
+        return
+    console = Console(stderr=True, force_jupyter=False)
+    text = "Describing the model, measuring the machine, searching for a plan"
+    with console.status(text, refresh_per_second=2):  # by a thread: seldom, beside what is measured
+        yield
+
+
+def announce_plan(run: PlannedRun, *, is_rank_zero: bool) -> None:
+    """Print the plan, with other strategies and plans that were tried beside it, and what the checks before the start found, if any."""
+    if not is_rank_zero:
+        return
+    console, estimate = _console(), _estimate(run)
+    if run.rounds:
+        console.print(trials_table(_trial_rows(run)))
+    console.print(plan_table(run.plan, run.description, estimate))
+    for line in plan_caption(run.plan, estimate, run.hardware):
+        console.print(line, highlight=False)
+    if run.comparison is not None and run.memory_limit_bytes is not None:
+        console.print()
+        console.print(comparison_table(run.comparison, run.memory_limit_bytes))
+    where = "" if run.hardware is None else f" for {run.hardware.summary}"
+    console.print(f"Planned{where} in {format_seconds(run.planning_s)}; activations: {run.description.trace}.", highlight=False)
+    for finding in run.findings:
+        console.print(finding.line, highlight=False, markup=False, soft_wrap=True)
+
+
+def announce_result(run: PlannedRun, measured: Observation, *, output_dir: str | Path | None, is_rank_zero: bool) -> None:
+    """Print estimated beside measured peak, step time and collectives, and write `osdp_report.json`.
+
+    Args:
+        run: what was planned.
+        measured: summary of the step meter.
+        output_dir: an existing folder; None writes nothing.
+        is_rank_zero: whether this process reports.
+    """
+    if not is_rank_zero:
+        return
+    console, estimate = _console(), _estimate(run)
+    console.print(
+        outcome_table(
+            estimated_peak=estimate.memory.peak_bytes,  # of tensors, as the measurement is
+            measured_peak=measured.peak_bytes,
+            estimated_step_s=run.plan.step_s if estimate.time is None else estimate.time.step_s,
+            measured_step_s=measured.median_step_s,
+            estimated_reserved=estimate.reserved and estimate.reserved.peak_reserved_bytes,
+            measured_reserved=measured.reserved_bytes,
+            collectives=_collectives(estimate, measured),
+        )
+    )
+    if output_dir is None:
+        return
+    content = report_content(
+        plan=run.plan,
+        description=run.description,
+        estimate=estimate,
+        hardware=run.hardware,
+        comparison=run.comparison,
+        planning_s=run.planning_s,
+        measured=observation_content(measured),
+        job=run.job,
+        recalibration=[_round_content(past, runs=past.plan.fingerprint == run.plan.fingerprint) for past in run.rounds],
+    )
+    path = write_report(content, output_dir)
+    console.print(f"Report: {path}", highlight=False)
+
+
+def observation_content(observed: Observation) -> dict:
+    """An observation as plain values; bytes and seconds of one optimizer step."""
+    return {
+        "steps": observed.steps,
+        "median_step_s": observed.median_step_s,
+        "peak_bytes": observed.peak_bytes,
+        "reserved_bytes": observed.reserved_bytes,
+        "out_of_memory": observed.out_of_memory,
+        "collectives": [
+            {"collective": t.collective.value, "group_size": t.group_size, "calls": t.calls, "bytes": t.nbytes, "seconds": t.seconds}
+            for t in observed.collectives
+        ],
+    }
+
+
+def _round_content(past: Round, *, runs: bool) -> dict:
+    return {
+        "plan": past.plan.fingerprint,
+        "estimated": {"peak_bytes": past.estimated_peak_bytes, "step_s": past.estimated_step_s},
+        "measured": observation_content(past.observed),
+        "correction": {"extra_bytes": past.correction.extra_bytes, "compute_factor": past.correction.compute_factor},
+        "fits": past.fits,
+        "runs": runs,
+    }
+
+
+def _trial_rows(run: PlannedRun) -> list[TrialRow]:
+    return [
+        TrialRow(
+            fingerprint=past.plan.fingerprint,
+            estimated_peak_bytes=past.estimated_peak_bytes,
+            measured_peak_bytes=past.observed.peak_bytes,
+            estimated_step_s=past.estimated_step_s,
+            measured_step_s=past.observed.median_step_s,
+            extra_bytes=past.correction.extra_bytes,
+            compute_factor=past.correction.compute_factor,
+            fits=past.fits,
+            runs=past.plan.fingerprint == run.plan.fingerprint,
+        )
+        for past in run.rounds
+    ]
+
+
+def _collectives(estimate: PlanEstimate, measured: Observation) -> list[tuple[str, float | None, float | None]]:
+    """Each kind that the plan uses: seconds of a step, estimated and measured."""
+    rows = []
+    for kind in Collective:
+        estimated = None if estimate.collectives is None else estimate.collectives[kind]
+        seen = _seconds_of(measured.collectives, kind)
+        if estimated or seen:
+            rows.append((kind.value.replace("_", "-"), estimated, seen))
+    return rows
+
+
+def _seconds_of(totals: Sequence[CollectiveTotal], kind: Collective) -> float | None:
+    return sum(total.seconds for total in totals if total.collective is kind) if totals else None
+
+
+def _estimate(run: PlannedRun) -> PlanEstimate:
+    return estimate_plan(run.plan, run.description, run.job, run.hardware)
+
+
+def _console() -> Console:
+    """Where a run's tables go. In a notebook rich would send them to the page by a way that does not work in the processes that a
+    notebook forks, and its kernels ask for colours though they are no terminals."""
+    if sys.stdout.isatty():
+        return Console(force_jupyter=False, markup=False, emoji=False)  # names of a model are as they are
+    return Console(width=_WIDTH, force_jupyter=False, force_terminal=False, markup=False, emoji=False)

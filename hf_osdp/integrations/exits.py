@@ -1,0 +1,65 @@
+"""How a script ends when what it was given cannot be used: one line, once, on every number of processes."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from ..distributed import lifeline
+from ..distributed.roll_call import roll_call
+from ..errors import OSDPError
+from .launch import launched_rank
+
+USER_ERROR = 2
+"""Exit code for input that cannot be used, as argparse has it."""
+_RANK_ZERO_FIRST_S = 5.0
+"""How long other ranks leave it to rank 0 to speak, before there is a lifeline; its exit makes the launcher end them."""
+
+logger = logging.getLogger(__name__)
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Run `main` once all launched ranks are there; where input is at fault, rank 0 prints `error: ...` in one line, exit code 2.
+
+    Input is at fault where hf_osdp or the script's own folder says so. What other libraries raise is a bug or a broken machine,
+    and keeps its traceback.
+
+    Args:
+        main: the script.
+    """
+    try:
+        with roll_call():
+            main()
+    except (ValueError, OSDPError) as error:
+        if not isinstance(error, OSDPError) and not _is_ours(error, main):
+            raise
+        logger.debug("Input cannot be used", exc_info=True)
+        _say_once(error)
+        sys.exit(USER_ERROR)
+
+
+def _say_once(error: Exception) -> None:
+    """Rank 0 says it, if it has the same error; else the lifeline does. Without one each rank does, where rank 0 has not ended it."""
+
+    def say() -> None:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+
+    line, rank = lifeline.current(), launched_rank()
+    if line is None:
+        time.sleep(_RANK_ZERO_FIRST_S if rank else 0)
+        say()
+        return
+    line.fail(error, say if rank == 0 else lambda: None, exit_code=USER_ERROR)
+    line.wait_for_rank_zero()
+
+
+def _is_ours(error: BaseException, main: Callable[[], None]) -> bool:
+    """Whether the error was raised in hf_osdp, or in the folder of the script."""
+    frames = traceback.extract_tb(error.__traceback__)
+    raised = Path(frames[-1].filename).resolve()
+    script = Path(main.__code__.co_filename).resolve()
+    return raised.is_relative_to(Path(__file__).resolve().parents[1]) or raised.parent == script.parent

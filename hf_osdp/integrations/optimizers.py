@@ -1,0 +1,62 @@
+"""Which optimizer will run, as the planner counts it: tensors of state, and how the step goes through memory."""
+
+from __future__ import annotations
+
+import torch
+
+from ..planner.job import OptimizerSpec, OptimizerStep
+from ..sharding.optimizer import reason_against, unwrapped
+
+_STATES = {"adamw": 2, "adam": 2, "adamax": 2, "nadam": 2, "radam": 2, "sgd": 0, "adagrad": 1, "rmsprop": 1, "adadelta": 2}
+"""State tensors for each parameter, as `torch.optim` keeps them by default."""
+_TRAINER_NAMES = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd", "adagrad": "adagrad", "rmsprop": "rmsprop"}
+"""`TrainingArguments.optim` → the optimizer of `torch.optim` behind it."""
+
+
+def spec_of_optimizer(optimizer: torch.optim.Optimizer, *, device_type: str) -> OptimizerSpec:
+    """What an optimizer of `torch.optim` will hold.
+
+    Args:
+        optimizer: plain, or wrapped by Accelerate.
+        device_type: `cpu` or `cuda`; torch picks its kernels by it.
+
+    Raises:
+        ValueError: the optimizer is not one that is known to work on sharded parameters.
+    """
+    optimizer = unwrapped(optimizer)
+    name = type(optimizer).__name__.lower()
+    if name not in _STATES or type(optimizer) is not getattr(torch.optim, type(optimizer).__name__, None):
+        raise ValueError(
+            f"The memory of the optimizer {type(optimizer).__name__} is not known; use one of torch.optim's {', '.join(sorted(_STATES))}."
+        )
+    options = optimizer.defaults
+    states = _STATES[name]
+    states += bool(options.get("amsgrad", False)) + bool(options.get("momentum", 0)) + bool(options.get("centered", False))
+    return OptimizerSpec(name=name, states=states, step=_step(options.get("fused"), options.get("foreach"), device_type))
+
+
+def spec_of_trainer_name(name: str, *, device_type: str) -> OptimizerSpec:
+    """What the optimizer that `TrainingArguments(optim=...)` names will hold.
+
+    Args:
+        name: for example `adamw_torch_fused`.
+        device_type: `cpu` or `cuda`.
+
+    Raises:
+        ValueError: the optimizer is not known to work on sharded parameters, or its memory is not known.
+    """
+    if name not in _TRAINER_NAMES:
+        reason = reason_against(name)
+        why = f"{reason}, which shards of a parameter do not allow" if reason else "is not known to work on sharded parameters"
+        raise ValueError(f"optim={name!r} {why}; use one of {', '.join(_TRAINER_NAMES)}.")
+    optimizer, fused = _TRAINER_NAMES[name], True if name.endswith("_fused") else None
+    return OptimizerSpec(name=optimizer, states=_STATES[optimizer], step=_step(fused, None, device_type))
+
+
+def _step(fused: bool | None, foreach: bool | None, device_type: str) -> OptimizerStep:
+    """torch's own choice where the user made none: foreach on accelerators, one tensor after the other on the CPU."""
+    if fused:
+        return OptimizerStep.FUSED
+    if foreach or (foreach is None and fused is None and device_type != "cpu"):
+        return OptimizerStep.FOREACH
+    return OptimizerStep.FOR_LOOP

@@ -1,0 +1,131 @@
+"""The FSDP plugin of Accelerate, with a plan in place of one strategy for all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from accelerate import FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+
+from ..modeling.units import class_of, dtype_of
+from ..planner.description import DType
+from ..planner.job import Precision
+from ..planning.config import OSDPConfig, merged_config
+from .fsdp_options import DECIDED, refuse_decided, with_block_classes
+from .launch import LaunchRequest, launch_request, state_dict_type
+
+_COMPUTE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass
+class OSDPPlugin(FullyShardedDataParallelPlugin):
+    """FSDP2 under a plan: what is sharded, over how many ranks, and when it is freed is decided unit by unit.
+
+    All other fields are those of `FullyShardedDataParallelPlugin` (`state_dict_type`, `activation_checkpointing`,
+    `cpu_offload`, `cpu_ram_efficient_loading`, `mixed_precision_policy`); `transformer_cls_names_to_wrap` counts as
+    `block_classes`.
+
+    Raises:
+        ValueError: a field was set that the plan decides, or that FSDP2 does not have.
+    """
+
+    osdp: OSDPConfig | Mapping[str, object] = field(default_factory=OSDPConfig)
+    """What to plan for. What is not set here comes from the file given to `accelerate launch`."""
+
+    def __post_init__(self) -> None:
+        refuse_decided({name: getattr(self, name) for name in DECIDED})
+        request = launch_request()
+        asked = with_block_classes(self.osdp, self.transformer_cls_names_to_wrap, option="transformer_cls_names_to_wrap")
+        self.osdp = merged_config(asked, {} if request is None else request.options)
+        if self.fsdp_version not in (None, 2):
+            raise ValueError(f"fsdp_version={self.fsdp_version} cannot run a plan; leave it out or use 2.")
+        self.fsdp_version = 2
+        self.reshard_after_forward = True
+        self.backward_prefetch = "NO_PREFETCH"  # or the base class would read the launcher's default
+        self.auto_wrap_policy = self.auto_wrap_policy or "transformer_based_wrap"
+        if self.state_dict_type is None:
+            self.state_dict_type = state_dict_type(default="SHARDED_STATE_DICT" if self.osdp.async_save else "FULL_STATE_DICT")
+        super().__post_init__()
+        if self.osdp.async_save and not writes_shards(self):
+            raise ValueError(
+                "async_save=True writes shards while training goes on, but state_dict_type is FULL_STATE_DICT; use SHARDED_STATE_DICT, or"
+                " leave async_save out."
+            )
+
+    def set_mixed_precision(self, mixed_precision, buffer_autocast: bool = False, override: bool = False) -> None:
+        """Compute in `mixed_precision` and reduce gradients in float32; activations keep the dtype that the model gives them."""
+        if isinstance(mixed_precision, str) and mixed_precision in _COMPUTE_DTYPES:
+            if override or self.mixed_precision_policy is None:
+                self.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=_COMPUTE_DTYPES[mixed_precision], reduce_dtype=torch.float32)
+            return
+        super().set_mixed_precision(mixed_precision, buffer_autocast=buffer_autocast, override=override)
+
+    def set_auto_wrap_policy(self, model: nn.Module) -> None:
+        """Used for activation checkpointing only; classes that this model lacks are left out instead of raising."""
+        if isinstance(model, FSDPModule):
+            return
+        if self.transformer_cls_names_to_wrap:
+            present = {class_of(module).__name__ for module in model.modules()}
+            self.transformer_cls_names_to_wrap = [name for name in self.transformer_cls_names_to_wrap if name in present] or None
+        super().set_auto_wrap_policy(model)
+
+
+def plugin_for(
+    osdp: OSDPConfig | Mapping[str, object] | None, osdp_plugin: object, fsdp_plugin: object, request: LaunchRequest | None
+) -> OSDPPlugin:
+    """The plugin given, or one for the configuration given, or for what the launcher was told.
+
+    Args:
+        osdp: the configuration, or None.
+        osdp_plugin: the plugin, or None.
+        fsdp_plugin: the same under Accelerate's name, or None.
+        request: what the launcher was told.
+
+    Raises:
+        ValueError: more than one was given, another kind of plugin, or none where the launcher was told `osdp: false`.
+    """
+    if osdp_plugin is not None and fsdp_plugin is not None:
+        raise ValueError("Both osdp_plugin and fsdp_plugin were given; they name the same thing, give osdp_plugin only.")
+    name, plugin = ("fsdp_plugin", fsdp_plugin) if osdp_plugin is None else ("osdp_plugin", osdp_plugin)
+    if plugin is not None and not isinstance(plugin, OSDPPlugin):
+        raise ValueError(f"{name} is a {type(plugin).__name__}; OSDPAccelerator needs an OSDPPlugin.")
+    if plugin is not None and osdp is not None:
+        raise ValueError(f"Both osdp and {name} were given; put the configuration into OSDPPlugin(osdp=...).")
+    if plugin is not None:
+        return plugin
+    if osdp is None and request is not None and not request.osdp:
+        raise ValueError("The launcher's file has osdp: false, but OSDPAccelerator always plans; use accelerate's Accelerator instead.")
+    return OSDPPlugin(osdp={} if osdp is None else osdp)
+
+
+def writes_shards(plugin: FullyShardedDataParallelPlugin) -> bool:
+    """Whether checkpoints are written in shards, and not whole."""
+    return "FULL" not in str(plugin.state_dict_type)
+
+
+def offloads(plugin: OSDPPlugin) -> bool:
+    """Whether parameters and optimizer states are to live in the host's memory."""
+    return isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+
+
+def precision_of(mixed_precision: str, policy: MixedPrecisionPolicy | None, *, alone: bool) -> Precision:
+    """The planner's form of what FSDP2 will be told, or of the autocast that one process runs without it.
+
+    Args:
+        mixed_precision: Accelerate's name, `no`, `bf16` or `fp16`.
+        policy: a policy that the user set, which counts before the name.
+        alone: this is the only process, and FSDP2 is not in charge of it.
+
+    Raises:
+        ValueError: another name.
+    """
+    if policy is None:
+        return Precision.named(mixed_precision, autocast=alone)
+
+    def planned(dtype: torch.dtype | None) -> DType | None:
+        return None if dtype is None else dtype_of(dtype)
+
+    return Precision(compute=planned(policy.param_dtype), reduce=planned(policy.reduce_dtype))

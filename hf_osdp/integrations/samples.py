@@ -1,0 +1,279 @@
+"""The batches that training will run: samples looked up in the data, without taking any from it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import DataLoader
+
+from ..distributed.consensus import largest_of_ranks
+
+_MOST_OF_A_STREAM = 256
+"""Samples of a stream that are looked at."""
+_MOST_S = 2.0
+"""Seconds for looking at samples that have to be made one by one."""
+_TOKEN_FIELDS = ("input_ids", "inputs_embeds", "decoder_input_ids")
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looked:
+    """Samples that may make the largest batch."""
+
+    samples: tuple[Any, ...]
+    seen: int
+    """Samples whose length was looked at."""
+    total: int | None
+    """Samples that there are; None for a stream."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no longer sample can come."""
+        return self.seen == self.total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """Batches of any number of samples, each as large as the largest sample that was found makes it."""
+
+    sample: Any
+    collate: Collate
+    tokens: int | None
+    """Tokens of a row; None where rows have no tokens, as with images."""
+    wanted_tokens: int | None = None
+    """Rows are made this long in the place of `tokens`."""
+
+    def __call__(self, samples: int) -> Any:
+        """The batch that the data's collator makes of as many equal samples."""
+        batch = _collated(self.collate, [self.sample] * samples)
+        if None in (self.tokens, self.wanted_tokens) or self.tokens == self.wanted_tokens:
+            return batch
+        return tree_map_only(torch.Tensor, self._stretch, batch)
+
+    def _stretch(self, tensor: torch.Tensor) -> torch.Tensor:
+        for dim in range(1, tensor.dim()):
+            if tensor.shape[dim] == self.tokens:
+                tensor = tensor.index_select(dim, torch.arange(self.wanted_tokens) % self.tokens)
+        return tensor
+
+
+def find_batches(dataset: Any, collate: Collate) -> tuple[Batches, Looked] | None:
+    """Look for the largest batch that a dataset gives.
+
+    Neither is anything taken from a stream, nor does a generator of random numbers move.
+
+    Args:
+        dataset: whatever a DataLoader takes.
+        collate: the DataLoader's `collate_fn`.
+
+    Returns:
+        Batches by number of samples and what was looked at; None where the dataset is empty, or cannot be looked at.
+    """
+    collate = _copied(collate)
+    with kept_random_states():
+        looked = look(dataset)
+        if looked is None:
+            return None
+        made = [(sample, _collated(collate, [sample])) for sample in looked.samples]
+        sample, batch = max(made, key=lambda pair: _numel(pair[1]))
+    return Batches(sample=sample, collate=collate, tokens=tokens_of(batch)), looked
+
+
+def look(dataset: Any) -> Looked | None:
+    """Find the samples that are longest, in each field and in all.
+
+    Of a table of `datasets` the lengths alone are read, of all rows. Other datasets with a length are read sample by sample, of
+    large ones as many as two seconds allow, evenly spread; of a stream the first samples of a copy.
+
+    Args:
+        dataset: whatever a DataLoader takes; None is no dataset.
+
+    Returns:
+        The samples; None where there is none, or where a stream cannot be copied, so that looking would take from it.
+    """
+    if dataset is None:
+        return None
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        total = len(dataset)
+        rows = _longest_rows(dataset)
+        if rows is not None:
+            return Looked(samples=tuple(dataset[row] for row in rows), seen=total, total=total) if total else None
+        samples, seen = _longest(dataset[index] for index in _spread(total))
+        return Looked(samples=samples, seen=seen, total=total) if samples else None
+    try:
+        stream = copy.deepcopy(dataset)
+    except Exception:  # generators, files and sockets cannot be copied
+        return None
+    samples, seen = _longest(islice(iter(stream), _MOST_OF_A_STREAM))
+    return Looked(samples=samples, seen=seen, total=None) if samples else None
+
+
+def tokens_of(batch: Any) -> int | None:
+    """Tokens of a row of a batch: the last dimension of its ids; None where it has none."""
+    if isinstance(batch, Mapping):
+        named = [batch[name] for name in _TOKEN_FIELDS if name in batch] or [v for k, v in batch.items() if str(k).endswith("input_ids")]
+        tensors = [tensor for tensor in named if isinstance(tensor, torch.Tensor) and tensor.dim() > 1]
+        return max((int(t.shape[-1 if not t.is_floating_point() else 1]) for t in tensors), default=None)
+    if isinstance(batch, (tuple, list)) and batch:
+        batch = batch[0]
+    return int(batch.shape[1]) if isinstance(batch, torch.Tensor) and batch.dim() == 2 and not batch.is_floating_point() else None
+
+
+def takes_keywords(model: nn.Module, batch: Any) -> bool:
+    """Whether a model can be called with a batch's names as keywords, as `model(**batch)` does."""
+    if not isinstance(batch, Mapping):
+        return False
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = {parameter.name for parameter in parameters}
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters) or set(batch) <= names
+
+
+def batch_size_of(loader: DataLoader, *, share: int) -> int | None:
+    """Samples that one process gets at once.
+
+    Args:
+        loader: not yet prepared.
+        share: processes that one of its batches is split over.
+
+    Returns:
+        The number, or None where the loader does not say.
+    """
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    return None if size is None else size // share
+
+
+def batches_of_loader(loader: DataLoader, model: nn.Module, sequence_length: int | None) -> tuple[Batches | None, int | None]:
+    """Look for the batches that a loop gives to the model by keywords. Collective.
+
+    Args:
+        loader: not yet prepared.
+        model: that the loop trains.
+        sequence_length: tokens that rows are to have; None takes those of the longest that any rank finds.
+
+    Returns:
+        The batches, None where the loop cannot give them by keywords, and the tokens of a row, None where they are not known.
+    """
+    found = None if loader.collate_fn is None else find_batches(loader.dataset, loader.collate_fn)
+    if found is None:
+        return None, sequence_length
+    batches = found[0]
+    tokens = None if batches.tokens is None else largest_of_ranks(batches.tokens)
+    length = sequence_length or tokens
+    if not takes_keywords(model, batches(1)):
+        return None, length
+    return replace(batches, wanted_tokens=length if tokens else None), length or 1
+
+
+@contextmanager
+def kept_random_states() -> Iterator[None]:
+    """Leave the generators of Python, numpy and torch as they were: datasets and collators may draw."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _copied(collate: Collate) -> Collate:
+    """A copy of a collator, which may hold a generator of its own; models and tokenizers that it holds are not copied."""
+    memo: dict[int, Any] = {}
+    holders = [collate]
+    for holder in holders:
+        for value in vars(holder).values() if hasattr(holder, "__dict__") else ():
+            if isinstance(value, nn.Module) or hasattr(value, "save_pretrained"):
+                memo[id(value)] = value
+            elif callable(value) and len(holders) < 8:  # a collator inside another
+                holders.append(value)
+    try:
+        return copy.deepcopy(collate, memo)
+    except Exception:  # it holds a file, say
+        return collate
+
+
+def _collated(collate: Collate, samples: Sequence[Any]) -> Any:
+    """Some collators take fields out of the samples."""
+    with kept_random_states():
+        return collate([copy.copy(sample) if isinstance(sample, dict) else sample for sample in samples])
+
+
+def _longest_rows(dataset: Any) -> tuple[int, ...] | None:
+    """Rows of a `datasets.Dataset` with the longest lists or texts, in each column and in all; None for another kind of dataset."""
+    table = getattr(dataset, "_data", None)
+    if table is None or not hasattr(dataset, "features") or getattr(dataset, "_format_type", None) == "custom":
+        return None
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    columns = []
+    for name in dataset.column_names:
+        column = table.column(name)
+        if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+            columns.append(pc.list_value_length(column))
+        elif pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+            columns.append(pc.utf8_length(column))
+    if not columns or not len(dataset):
+        return (0,)
+    lengths = [np.nan_to_num(column.to_numpy().astype(float)) for column in columns]
+    if dataset._indices is not None:
+        rows = dataset._indices.column(0).to_numpy()
+        lengths = [column[rows] for column in lengths]
+    return tuple(dict.fromkeys(int(values.argmax()) for values in (sum(lengths), *lengths)))
+
+
+def _spread(total: int) -> Iterator[int]:
+    """Every index once, the first ones spread evenly over all."""
+    step = 1 << max(0, total - 1).bit_length()
+    yield from range(0, total, step)
+    while step > 1:
+        yield from range(step // 2, total, step)
+        step //= 2
+
+
+def _longest(samples: Iterable[Any]) -> tuple[tuple[Any, ...], int]:
+    """The samples with the longest fields and the largest in all, and how many were seen."""
+    best: dict[Any, tuple[int, int, Any]] = {}
+    seen, started = 0, time.monotonic()
+    for sample in samples:
+        lengths = {name: _length(value) for name, value in _fields(sample)}
+        for name, length in ((None, sum(lengths.values())), *lengths.items()):
+            if name not in best or length > best[name][0]:
+                best[name] = (length, seen, sample)
+        seen += 1
+        if time.monotonic() - started > _MOST_S:
+            break
+    chosen = {index: sample for _, index, sample in best.values()}
+    return tuple(chosen[index] for index in sorted(chosen)), seen
+
+
+def _fields(sample: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(sample, Mapping):
+        return sample.items()
+    return enumerate(sample) if isinstance(sample, (tuple, list)) else [(0, sample)]
+
+
+def _length(value: Any) -> int:
+    """Elements of a field."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value.numel() if isinstance(value, torch.Tensor) else value.size
+    return len(value) if hasattr(value, "__len__") else 1
+
+
+def _numel(batch: Any) -> int:
+    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))

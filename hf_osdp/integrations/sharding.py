@@ -1,0 +1,116 @@
+"""Shards a model for an accelerator: weights from rank 0, optimizers handed over, the result checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..planning.plan_run import PlannedRun
+from ..sharding.apply import apply_plan
+from ..sharding.host_offload import empty_on_device, move_to_device
+from ..sharding.optimizer import check_optimizer, parameter_names, rebind_parameters, release_parameters
+from ..sharding.state import free_gathered, load_full_state_dict
+from ..sharding.verify import verify_applied
+from .plugin import OSDPPlugin, offloads
+
+
+def shard_model(
+    model: nn.Module, run: PlannedRun, plugin: OSDPPlugin, optimizers: Sequence[torch.optim.Optimizer], *, device: torch.device
+) -> nn.Module:
+    """Lay the plan out on the model and hand the optimizers its sharded parameters. Collective.
+
+    Args:
+        model: unsharded; on ranks other than 0 it may be on the meta device, then weights come from rank 0.
+        run: the planned run.
+        plugin: mixed precision and offload.
+        optimizers: made from the model's parameters, without state.
+        device: where the model is to run.
+
+    Returns:
+        The same model.
+
+    Raises:
+        OSDPError: an optimizer cannot work on shards, or was not made from this model.
+        PlanError: the plan is not for this model.
+    """
+    for optimizer in optimizers:
+        check_optimizer(optimizer)
+    names = parameter_names(model)
+    for optimizer in optimizers:
+        release_parameters(optimizer, names)
+    weights = _take_weights(model) if plugin.cpu_ram_efficient_loading and run.plan.world_size > 1 else None
+    apply_plan(
+        model, run.plan, run.description.units, meshes=run.meshes,
+        mp_policy=plugin.mixed_precision_policy, pin_memory=plugin.cpu_offload.pin_memory if offloads(plugin) else None,
+    )  # fmt: skip
+    if weights is not None:
+        _give_weights(model, weights, device)
+    elif run.plan.world_size == 1:
+        move_to_device(model, device)
+    verify_applied(model, run.plan, run.description.units)
+    for optimizer in optimizers:
+        rebind_parameters(optimizer, names, model)
+    return model
+
+
+def change_alone(model: nn.Module, run: PlannedRun, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """What a plan changes in a model that one process trains as it is: blocks that are recomputed, operators in slices.
+
+    Args:
+        model: not wrapped by anything.
+        run: the planned run of one process, with no unit on the host.
+        optimizers: made from the model's parameters, without state.
+
+    Raises:
+        OSDPError: an optimizer was not made from this model.
+        PlanError: the plan is not for this model.
+    """
+    names = parameter_names(model)
+    apply_plan(model, run.plan, run.description.units)
+    verify_applied(model, run.plan, run.description.units)
+    if run.plan.cut.splits:
+        for optimizer in optimizers:
+            rebind_parameters(optimizer, names, model)
+
+
+def check_bound(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
+    """Refuse an optimizer of a sharded model that holds other parameters than the model's shards.
+
+    Raises:
+        ValueError: the optimizer would train nothing.
+    """
+    free_gathered(model)
+    known = {id(parameter) for parameter in model.parameters()}
+    strange = sum(id(p) not in known for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    if strange:
+        raise ValueError(
+            f"The optimizer holds {strange} parameters that are not the sharded model's; make it before the first forward,"
+            " or prepare model and optimizer together."
+        )
+
+
+def _take_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Take the weights out, so that each rank allocates its shards only. Buffers that checkpoints leave out come along."""
+    persistent = set(model.state_dict())
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name not in persistent}
+    weights = {name: value.detach() for name, value in (*model.state_dict().items(), *buffers.items())}
+    model.to("meta")
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
+    return weights
+
+
+def _give_weights(model: nn.Module, weights: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Give every rank its shards of rank 0's weights."""
+    others = {name for name, _ in model.named_buffers()} - set(model.state_dict())
+    empty_on_device(model, device)
+    # Not by the sharded model's own names: what is in slices was taken out under its Hugging Face name.
+    load_full_state_dict(model, {name: value for name, value in weights.items() if name not in others})
+    for name, buffer in model.named_buffers():
+        if name in others:
+            if dist.get_rank() == 0:
+                buffer.copy_(weights[name])
+            dist.broadcast(buffer, src=0)

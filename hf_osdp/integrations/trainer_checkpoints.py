@@ -1,0 +1,208 @@
+"""The Trainer's checkpoints: complete or invisible, under Hugging Face names, of any plan and any number of ranks."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import transformers.trainer
+from torch import nn
+from transformers import TrainerState, TrainingArguments
+
+from ..checkpoint.finding import check_checkpoint, last_checkpoint
+from ..checkpoint.folders import numbered_checkpoints, remove_checkpoint
+from ..checkpoint.layouts import Layout, find_model, find_optimizer
+from ..checkpoint.manifest import Manifest
+from ..checkpoint.random_states import load_random_states
+from ..checkpoint.safe import load_file
+from ..checkpoint.starts import begin_anew, go_on, is_restart, of_earlier_training
+from ..checkpoint.states import load_model, load_optimizer, save_model
+from ..distributed.consensus import on_rank_zero
+from ..errors import CheckpointError
+from .plugin import writes_shards
+from .stock_states import by_position, is_adapted, own_states, replaced
+
+_log = logging.getLogger(__name__)
+
+TRAINER_STATE = transformers.trainer.TRAINER_STATE_NAME
+"""What the Trainer writes last into a checkpoint."""
+
+
+class TrainerCheckpoints:
+    """Before `transformers.Trainer` among its bases."""
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As stock, into a hidden folder that then appears under its name."""
+        if self._osdp is None:
+            super()._save_checkpoint(model, trial)
+            return
+        run_dir = Path(super()._get_output_dir(trial))
+        folder = run_dir / f"{transformers.trainer.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with self._writer.new(folder, plan=self._run.plan) as staging:
+            self._staging = staging
+            try:
+                super()._save_checkpoint(model, trial)
+                self._name_best(staging.path, folder)
+                if self.args.save_only_model and self._writes_shards():  # stock writes no weights then
+                    save_model(staging.path, self.model, sharded=True, trainable_only=is_adapted(self.model), files=staging.file_system)
+            finally:
+                self._staging = None
+        self._keep_limit(run_dir, folder)
+        if self.args.push_to_hub:
+            self._writer.wait()
+            super()._push_from_checkpoint(str(folder))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """While a checkpoint is written, the folder in which it is staged."""
+        return super()._get_output_dir(trial) if self._staging is None else str(self._staging.path.parent)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Not before it has its name."""
+        if self._staging is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _name_best(self, staged: Path, folder: Path) -> None:
+        """The state that was saved names checkpoints by their final names."""
+        if self.state.best_global_step:
+            best = folder.with_name(f"{transformers.trainer.PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
+            if best == folder or best.exists():
+                self.state.best_model_checkpoint = str(best)
+                if self.args.should_save:
+                    self.state.save_to_json(str(staged / TRAINER_STATE))
+
+    def _keep_limit(self, run_dir: Path, new: Path | None = None) -> None:
+        """Take checkpoints away beyond the limit, an earlier training's first, then the oldest; not the new one, nor the best.
+
+        In the background the new one is yet to be complete: the one before it stays.
+        """
+        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+        if not self.is_world_process_zero() or not limit or limit < 1:
+            return
+        older = of_earlier_training(run_dir)
+        found = sorted(numbered_checkpoints(run_dir), key=lambda path: path in older)
+        kept = {new if new in found else found[0], *([Path(best)] if best else [])} if found else set()
+        rest = [path for path in found if path not in kept]
+        for path in rest[max(limit - len(kept), 0) :]:
+            remove_checkpoint(path)
+
+    def _writes_shards(self) -> bool:
+        return self.is_fsdp_enabled and writes_shards(self.accelerator.plugin)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        by_position([self.model], [self.optimizer])
+        files = None if self._staging is None else self._staging.file_system
+        with nullcontext() if self._osdp is None else own_states(files):
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As stock, the optimizer's state from any layout."""
+        by_position([self.model], [self.optimizer])
+        if self._osdp is None or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        folder = Path(checkpoint)
+        load_optimizer(folder, self.model, self.optimizer)
+        self.lr_scheduler.load_state_dict(load_file(folder / transformers.trainer.SCHEDULER_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """As stock, weights from any layout."""
+        model = self.model if model is None else model
+        if self._osdp is None or (not self.is_fsdp_enabled and is_adapted(model) and _of_one_process(resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        load_model(Path(resume_from_checkpoint), model, trainable_only=is_adapted(model))
+
+    def _load_best_model(self) -> None:
+        if self._osdp is None:
+            super()._load_best_model()
+            return
+        check_checkpoint(self.state.best_model_checkpoint)
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """As stock; where SIGTERM ended training, the last checkpoint stays, and the best is not loaded: there are seconds left."""
+        if self._osdp is not None:
+            self._writer.wait()  # stock looks for the best one, which may be the last
+        if self._osdp is None or not self._stop.stopped:
+            return super()._finalize_training(*args, **kwargs)
+        with replaced(self.args, load_best_model_at_end=False, save_total_limit=None):
+            return super()._finalize_training(*args, **kwargs)
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """As stock, which warns where a checkpoint was saved with other arguments: what counts is the user's batch size, not the plan's."""
+        if self._osdp is None:
+            return super()._init_training_state(*args, **kwargs)
+
+        def compare(own: TrainingArguments, state: TrainerState) -> None:
+            with replaced(own, per_device_train_batch_size=self._asked_batch):
+                stock(own, state)
+
+        stock = transformers.trainer.compare_trainer_and_checkpoint_args
+        with replaced(transformers.trainer, compare_trainer_and_checkpoint_args=compare):
+            begun = super()._init_training_state(*args, **kwargs)
+        self.state.train_batch_size = self._asked_batch
+        return begun
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """As stock; ranks that were not there get states of their own."""
+        if self._osdp is None or checkpoint is None:
+            super()._load_rng_state(checkpoint)
+        else:
+            load_random_states(Path(checkpoint), self.args.process_index)
+
+    def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
+        """The checkpoint that training begins with, sound and complete; the same on every rank.
+
+        Args:
+            asked: `train`'s argument.
+
+        Raises:
+            CheckpointError: the one that was asked for is damaged.
+            ValueError: the last was asked for, and there is none.
+        """
+        folder = self.args.output_dir
+        (go_on if asked is True else begin_anew)(folder)
+        restarted = asked is not False and self._osdp.resume_after_restart and is_restart(folder)
+        if asked is True or restarted:
+            found = last_checkpoint(folder, marker=TRAINER_STATE)
+            if found is not None and (asked is True or _goes_on(found)):
+                self._warn_of_another_batch(found)
+                return str(found)
+            if asked is True:
+                raise ValueError(f"There is no complete checkpoint in {folder}; leave resume_from_checkpoint out to begin.")
+        if not asked:
+            return None
+        check_checkpoint(str(asked))
+        self._warn_of_another_batch(Path(str(asked)))
+        return str(asked)
+
+    def _warn_of_another_batch(self, folder: Path) -> None:
+        """Steps count samples: with more or fewer in each, data position and schedule are others than they were."""
+        found = Manifest.load(folder) if self.is_world_process_zero() else None
+        saved, now = None if found is None else found.global_batch_size, self._run.plan.global_batch_size
+        if saved is not None and saved != now:
+            _log.warning(
+                "%s was saved with a global batch of %d samples, this run has %d: data and schedule do not go on where they were. To keep"
+                " it, set OSDPConfig(global_batch_size=%d).",
+                folder, saved, now, saved,
+            )  # fmt: skip
+
+
+def _goes_on(folder: Path) -> bool:
+    """Whether a restart may take a checkpoint up: with `save_only_model` there is nothing to go on from."""
+
+    def has_optimizer() -> bool:
+        try:
+            find_optimizer(folder)
+        except CheckpointError as error:
+            _log.warning("%s; training begins anew.", str(error).rstrip("."))
+            return False
+        return True
+
+    return on_rank_zero(has_optimizer)
+
+
+def _of_one_process(folder: str | Path) -> bool:
+    return find_model(Path(folder)).layout is Layout.SINGLE

@@ -1,0 +1,170 @@
+"""Where the Trainer's arguments and OSDP meet: what asks for it, what goes on to the plugin, what cannot be planned."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import TrainingArguments
+
+from ..planner.plan import Plan
+from ..planning.config import OSDPConfig, merged_config, stated_options
+from ..reading import read_json
+from .fsdp_options import refuse_decided, with_block_classes
+from .launch import launch_request
+
+_PLUGIN_OPTIONS = ("cpu_offload", "cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing")
+"""What of `TrainingArguments.fsdp_config` OSDP passes on; the rest is for the plan to decide."""
+_ADDED = ("min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
+"""What transformers writes into `fsdp_config` by itself, switched off."""
+
+_MOST_BYTES = 2**20
+"""Of a file of options."""
+
+_log = logging.getLogger(__name__)
+
+
+def asked_config(
+    osdp: OSDPConfig | Mapping[str, object] | bool | None, args: TrainingArguments | None, *, unasked: bool = False
+) -> OSDPConfig | None:
+    """What was asked for: by the argument, then by `fsdp_config`, then by the launcher; the first that says so switches it
+    on or off, and each option comes from the first that sets it.
+
+    Args:
+        osdp: the Trainer's argument.
+        args: the training arguments, whose `fsdp_config` may hold `osdp`.
+        unasked: whether it is on where none of them says so.
+
+    Returns:
+        The configuration, or None for the stock Trainer.
+
+    Raises:
+        ValueError: an option cannot be read.
+    """
+    if osdp is False:
+        return None
+    if osdp not in (None, True) and not isinstance(osdp, (OSDPConfig, Mapping)):
+        raise ValueError(f"osdp={osdp!r} is of type {type(osdp).__name__}; use True, False, an OSDPConfig or a mapping of its fields.")
+    beside = _fsdp_config(args)
+    here, request = beside.get("osdp"), launch_request()
+    if here is not None and not isinstance(here, (bool, Mapping)):
+        raise ValueError(f"fsdp_config has osdp={here!r}; use true, false or a mapping of options.")
+    launched = unasked if request is None else request.osdp
+    if osdp is None and (here is False or (here is None and not launched)):
+        return None
+    _refuse_ignored(beside)
+    near = {**stated_options(here if isinstance(here, Mapping) else None), **stated_options(None if osdp is True else osdp)}
+    classes = beside.get("transformer_layer_cls_to_wrap")
+    return merged_config(
+        with_block_classes(near, classes, option="transformer_layer_cls_to_wrap"), {} if request is None else request.options
+    )
+
+
+def _refuse_ignored(beside: Mapping[str, Any]) -> None:
+    """Refuse what stands in `fsdp_config` and would have no effect. What transformers adds by itself, switched off, may stand.
+
+    Raises:
+        ValueError: the plan decides it, or it is not known.
+    """
+    if beside.get("version", 2) not in (2, "2"):
+        raise ValueError(f"fsdp_config has version={beside['version']!r}, which cannot run a plan; leave it out or use 2.")
+    set_here = {name: value for name, value in beside.items() if name not in _ADDED or value not in (0, None)}
+    refuse_decided(set_here)
+    known = ("osdp", "version", "transformer_layer_cls_to_wrap", "auto_wrap_policy", *_PLUGIN_OPTIONS)
+    if unknown := [name for name in set_here if name not in known and set_here[name] is not None]:
+        raise ValueError(
+            f"fsdp_config has {unknown[0]}={set_here[unknown[0]]!r}, which has no effect under a plan; leave it out (known are"
+            f" {', '.join(known)}; options of OSDPConfig go into osdp)."
+        )
+
+
+def plugin_options(args: TrainingArguments) -> dict[str, Any]:
+    """Fields of the plugin that the training arguments set."""
+    stated = {**(args.fsdp_plugin_args or {})}
+    if not args.fsdp:
+        stated.update({name: value for name, value in _fsdp_config(args).items() if name in _PLUGIN_OPTIONS})
+    return {name: stated[name] for name in _PLUGIN_OPTIONS if name in stated}
+
+
+def own_arguments(args: TrainingArguments) -> TrainingArguments:
+    """A copy of the training arguments that the planner may write into, with one number of accumulation steps in it.
+
+    Raises:
+        ValueError: the accumulation steps are set twice.
+    """
+    own = copy.copy(args)
+    own.accelerator_config = copy.deepcopy(args.accelerator_config)
+    steps = (own.accelerator_config.gradient_accumulation_kwargs or {}).pop("num_steps", None)
+    if steps is not None and args.gradient_accumulation_steps not in (1, steps):
+        raise ValueError(
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps} and num_steps={steps} of accelerator_config were both given;"
+            " leave one of the two out."
+        )
+    own.gradient_accumulation_steps = steps or args.gradient_accumulation_steps
+    return own
+
+
+def samples_of_step(args: TrainingArguments) -> int:
+    """Samples of one optimizer step over all processes. `split_batches` cuts each batch into a part for every process.
+
+    Raises:
+        ValueError: a batch cannot be split over the processes.
+    """
+    batch, splits = args.per_device_train_batch_size, args.accelerator_config.split_batches
+    if splits and batch % args.world_size:
+        raise ValueError(
+            f"split_batches=True splits batches of {batch} over {args.world_size} processes; use a per_device_train_batch_size that"
+            f" {args.world_size} divides."
+        )
+    return batch * args.gradient_accumulation_steps * (1 if splits else args.world_size)
+
+
+def set_batch(args: TrainingArguments, plan: Plan) -> None:
+    """Write the planner's batch sizes into the Trainer's own arguments; the batch stays one that `split_batches` splits."""
+    parts = args.world_size if args.accelerator_config.split_batches else 1
+    args.per_device_train_batch_size = plan.micro_batch_size * parts
+    args.gradient_accumulation_steps = plan.accumulation_steps
+    if args.auto_find_batch_size and args.process_index == 0:
+        _log.warning(
+            "auto_find_batch_size=True was switched off: the plan has the batch size, %d samples at once on each process, which fits by its"
+            " estimate.",
+            plan.micro_batch_size,
+        )
+    args.auto_find_batch_size = False
+
+
+def refuse_unplanned(given: Mapping[str, Any]) -> None:
+    """Refuse what a plan made beforehand cannot know.
+
+    Args:
+        given: the Trainer's arguments by name.
+
+    Raises:
+        ValueError: for `model_init`, DeepSpeed, torch.compile, or weights that are converted for evaluation.
+    """
+    args: TrainingArguments | None = given.get("args")
+    if given.get("model") is None:
+        raise ValueError("OSDP plans for one model when the Trainer is made; pass model=... instead of model_init.")
+    if args is None:
+        return
+    if args.deepspeed:
+        raise ValueError("deepspeed and OSDP both decide how the model is sharded; leave one of them out.")
+    if args.torch_compile:
+        raise ValueError("torch_compile=True is not planned for yet; leave it out.")
+    if (full := next((name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(args, name)), None)) and args.world_size > 1:
+        raise ValueError(
+            f"{full}=True converts the weights for evaluation, which FSDP2's shards do not allow; leave it out:"
+            f" {full.partition('_')[0]}=True computes evaluations in that precision too."
+        )
+
+
+def _fsdp_config(args: TrainingArguments | None) -> dict[str, Any]:
+    """`TrainingArguments.fsdp_config` as a dict; with `fsdp` unset, transformers leaves the path of a file unread."""
+    config = None if args is None else args.fsdp_config
+    if isinstance(config, str):
+        config = read_json(config, "fsdp_config", limit_bytes=_MOST_BYTES)
+        if not isinstance(config, dict):
+            raise ValueError(f"fsdp_config={args.fsdp_config!r} holds a {type(config).__name__}; it must map option names to values.")
+    return {str(name).removeprefix("fsdp_"): value for name, value in (config or {}).items()}

@@ -1,0 +1,1 @@
+"""Measure the machine, the links, and the steps of a run."""

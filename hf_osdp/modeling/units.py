@@ -1,0 +1,336 @@
+"""A module → the units that FSDP2 gathers: the root's rest, blocks, tied weights, embedding and head."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..errors import DescriptionError
+from ..planner.description import DType, GatherSpan, ParameterSpec, UnitDescription
+from .batch_norm import batch_norm_groups
+from .operator_units import operator_names
+from .split.modules import SplitEmbedding
+from .split.names import slice_names
+
+_WRAPPER = "_checkpoint_wrapped_module"
+
+
+def canonical_name(name: str) -> str:
+    """The name of a module or parameter without the parts that torch's `checkpoint_wrapper` inserts."""
+    return ".".join(part for part in name.split(".") if part != _WRAPPER)
+
+
+def dtype_of(dtype: torch.dtype) -> DType:
+    """The planner's name of a torch dtype.
+
+    Raises:
+        DescriptionError: the planner has no such dtype.
+    """
+    try:
+        return DType(str(dtype).removeprefix("torch."))
+    except ValueError:
+        known = ", ".join(d.value for d in DType)
+        raise DescriptionError(f"Parameters of {dtype} cannot be planned (known: {known}); convert them first.") from None
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The module's class as its author wrote it, without the wrapper of checkpointing and FSDP2's subclass."""
+    module = unwrapped(module)
+    cls = type(module)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded where it was never imported, and planning does without
+    return cls.__mro__[2] if fsdp is not None and isinstance(module, fsdp.FSDPModule) else cls
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module itself, or the one that torch's `checkpoint_wrapper` is around."""
+    return getattr(module, _WRAPPER, module)
+
+
+def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module once, by canonical name; a checkpoint wrapper stands for what it wraps."""
+    modules: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        modules.setdefault(canonical_name(name), module)
+    return modules
+
+
+def stretching_modules(modules: dict[str, nn.Module], units: Sequence[UnitDescription]) -> list[tuple[int, nn.Module]]:
+    """Modules whose calls are stretches of their own, with their units' indices. The root's are what lies between; batch norms that are
+    units cost what little they do where they are."""
+    return [(i, modules[name]) for i, unit in enumerate(units) if unit.fqn and not unit.keeps_dtype for name in unit.module_names]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tie:
+    """Modules that own parameters together, and every name of each such parameter."""
+
+    owners: tuple[str, ...]
+    names: tuple[tuple[str, ...], ...]
+
+
+def find_units(
+    model: nn.Module, block_classes: Sequence[str] | None = None, *, operators: bool = False, low_precision: bool = False
+) -> tuple[UnitDescription, ...]:
+    """Cut a model into units.
+
+    Args:
+        model: any module, real or on the meta device, plain or with `checkpoint_wrapper` around blocks.
+        block_classes: class names of the blocks, the outermost count; names that the model lacks are ignored as long as
+            one is there. None takes `_no_split_modules`, else the elements of homogeneous `nn.ModuleList`s; a model without
+            repeated blocks is one unit, its embedding and head left out.
+        operators: cut every block into operator units (attention, MLP); a block with operators in slices is cut in any case,
+            and each slice is a unit.
+        low_precision: training computes in less than the parameters' precision, so that batch norms, which do not, are units of
+            their own.
+
+    Returns:
+        The root's rest first (fqn `""`, perhaps without parameters), then the units in the order in which the model lists
+        their modules. Each parameter is in exactly one unit, under the first of its names.
+
+    Raises:
+        DescriptionError: `block_classes` match nothing, or a parameter has a dtype that the planner does not know.
+    """
+    modules = modules_by_name(model)
+    ties = _find_ties(model)
+    blocks = _find_blocks(model, modules, ties, block_classes)
+    slices = slice_names(model)
+    whole = [block for block in blocks if not (operators or any(_is_within(name, block) for name in slices)) or _holds_tie(block, ties)]
+    parts = [name for block in blocks for name in ((block,) if block in whole else operator_names(block, modules, slices))]
+    ties = [tie for tie in ties if "" not in tie.owners and not _inside_one(tie.owners, blocks)]
+    groups: dict[tuple[str, ...], GatherSpan] = {(name,): GatherSpan.USE for name in parts}
+    groups |= {(name,): _span_of_slice(modules, name) for name in slices if name not in parts}
+    for tie in ties:
+        groups[_outermost_owners(tie.owners, blocks)] = GatherSpan.STEP
+    taken = {name for names in groups for name in names}
+    for name in _embedding_and_head(model, modules):
+        if not any(_is_within(name, other) for other in taken):
+            groups[(name,)] = GatherSpan.USE
+    tied = {name for tie in ties for name in tie.owners}
+    keeping = batch_norm_groups(modules, parts, tied) if low_precision else ()
+    groups |= dict.fromkeys(keeping, GatherSpan.STEP)
+    order = {name: index for index, name in enumerate(modules)}
+    ordered = [("",), *sorted(groups, key=lambda names: order[names[0]])]
+    return _describe_groups(model, modules, ordered, {("",): GatherSpan.STEP, **groups}, keeping)
+
+
+def _span_of_slice(modules: dict[str, nn.Module], name: str) -> GatherSpan:
+    """Slices of an embedding are those of a projection as well, and run for both."""
+    return GatherSpan.CALLS if isinstance(modules[name.rpartition(".slices.")[0]], SplitEmbedding) else GatherSpan.USE
+
+
+def _describe_groups(
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    groups: Sequence[tuple[str, ...]],
+    spans: dict[tuple[str, ...], GatherSpan],
+    keeping: Container[tuple[str, ...]],
+) -> tuple[UnitDescription, ...]:
+    """Give each parameter to the group that has the innermost module around it; groups in `keeping` keep their dtype."""
+    group_of = {name: names for names in groups for name in names}
+    parameters: dict[tuple[str, ...], list[ParameterSpec]] = {names: [] for names in groups}
+    shared: dict[tuple[str, ...], list[tuple[str, ...]]] = {names: [] for names in groups}
+    for names in _parameter_names(model).values():
+        parameter = _parameter(modules, names[0])
+        group = group_of[_innermost(names[0], group_of)]
+        parameters[group].append(
+            ParameterSpec(
+                name=names[0],
+                shape=tuple(parameter.shape),
+                dtype=dtype_of(parameter.dtype),
+                requires_grad=parameter.requires_grad,
+                keeps_dtype=group in keeping,
+            )
+        )
+        if len(names) > 1:
+            shared[group].append(names)
+    return tuple(
+        UnitDescription(
+            fqn="+".join(names),
+            module_names=names,
+            class_name="+".join(class_of(modules[name]).__name__ for name in names),
+            span=spans[names],
+            parameters=tuple(parameters[names]),
+            shared=tuple(shared[names]),
+        )
+        for names in groups
+        if names == ("",) or parameters[names]
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- parameters
+
+
+def _parameter_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
+    """Every name of each parameter by identity, parameters and names in the model's order."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(canonical_name(name))
+    return {key: tuple(dict.fromkeys(found)) for key, found in names.items()}
+
+
+def _parameter(modules: dict[str, nn.Module], name: str) -> nn.Parameter:
+    owner, _, leaf = name.rpartition(".")
+    return getattr(unwrapped(modules[owner]), leaf)
+
+
+def _find_ties(model: nn.Module) -> list[_Tie]:
+    """Groups of modules joined by parameters with more than one name, by identity: `_tied_weights_keys` may name what is not tied."""
+    first_name: dict[int, str] = {}
+    canonical: dict[str, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        name = canonical_name(name)
+        canonical[name] = first_name.setdefault(id(unwrapped(module)), name)
+    ties: list[_Tie] = []
+    for names in _parameter_names(model).values():
+        if len(names) < 2:
+            continue
+        owners = {canonical[name.rpartition(".")[0]] for name in names}
+        joined = [tie for tie in ties if owners & set(tie.owners)]
+        ties = [tie for tie in ties if tie not in joined]
+        owners.update(*(tie.owners for tie in joined))
+        in_order = tuple(name for name in canonical if name in owners)
+        ties.append(_Tie(owners=in_order, names=(*(n for tie in joined for n in tie.names), names)))
+    return ties
+
+
+def _outermost_owners(owners: tuple[str, ...], blocks: Iterable[str]) -> tuple[str, ...]:
+    """Owners without those that lie in another owner, unless a block between the two would claim them."""
+
+    def covered(name: str, other: str) -> bool:
+        between = any(_is_within(name, block) and _is_within(block, other) and block != other for block in blocks)
+        return name != other and _is_within(name, other) and not between
+
+    return tuple(name for name in owners if not any(covered(name, other) for other in owners))
+
+
+# -------------------------------------------------------------------------------------------------------------- blocks
+
+
+def _find_blocks(
+    model: nn.Module, modules: dict[str, nn.Module], ties: Sequence[_Tie], block_classes: Sequence[str] | None
+) -> tuple[str, ...]:
+    """Names of the outermost blocks that hold parameters and are not themselves owners of tied ones."""
+    if block_classes is not None:
+        found = _of_classes(modules, set(block_classes))
+    else:
+        hinted, listed = _hinted(model, modules), _listed(modules)
+        found = listed if not hinted or _each_has_one(listed, hinted) else hinted
+    split_ties = [tie for tie in ties if not _inside_one(tie.owners, found)]
+    owners = {name for tie in split_ties for name in tie.owners}
+    blocks = [name for name in found if name and name not in owners and any(True for _ in modules[name].parameters())]
+    if block_classes is None:
+        blocks = [name for name in blocks if not any(_is_within(owner, name) for owner in owners)]
+    if blocks or block_classes is None:
+        return _outermost(blocks)
+    raise DescriptionError(_no_block_message(model, modules, block_classes, tied=bool(found and owners)))
+
+
+def _of_classes(modules: dict[str, nn.Module], class_names: set[str]) -> list[str]:
+    return [name for name, module in modules.items() if class_of(module).__name__ in class_names]
+
+
+def _hinted(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:
+    """Modules of the classes in `_no_split_modules` that repeat: embeddings are listed there too."""
+    hints = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    elements = {name for names in _lists(modules) for name in names}
+    found = _of_classes(modules, hints)
+    counts = {class_of(modules[name]): 0 for name in found}
+    for name in found:
+        counts[class_of(modules[name])] += 1
+    in_lists = {class_of(modules[name]) for name in found if name in elements}
+
+    def is_block(name: str) -> bool:
+        cls = class_of(modules[name])
+        if cls in in_lists:
+            return True
+        return counts[cls] > 1 and not any(isinstance(child, nn.Embedding) for child in modules[name].modules())
+
+    return [name for name in found if is_block(name)]
+
+
+def _each_has_one(outer: Sequence[str], inner: Sequence[str]) -> bool:
+    """Whether the inner modules are parts of the outer ones, one of each: Longformer names its attention, which leaves the MLP."""
+    around = [[name for name in outer if _is_within(part, name) and part != name] for part in inner]
+    return all(len(names) == 1 for names in around) and sorted(name for names in around for name in names) == sorted(outer)
+
+
+def _listed(modules: dict[str, nn.Module]) -> list[str]:
+    """Elements of lists of at least two equal modules; lists of single layers count only where nothing else is there."""
+    homogeneous = [names for names in _lists(modules) if len(names) > 1 and len({class_of(modules[name]) for name in names}) == 1]
+    composite = [names for names in homogeneous if any(True for _ in modules[names[0]].children())]
+    return [name for names in composite or homogeneous for name in names]
+
+
+def _lists(modules: dict[str, nn.Module]) -> list[tuple[str, ...]]:
+    """Names of the elements of each `nn.ModuleList` and `nn.Sequential`."""
+    return [
+        tuple(f"{name}.{key}".lstrip(".") for key in module._modules if f"{name}.{key}".lstrip(".") in modules)
+        for name, module in modules.items()
+        if isinstance(module, (nn.ModuleList, nn.Sequential))
+    ]
+
+
+def _no_block_message(model: nn.Module, modules: dict[str, nn.Module], block_classes: Sequence[str], *, tied: bool) -> str:
+    likely = dict.fromkeys(class_of(modules[name]).__name__ for names in _lists(modules) for name in names)
+    others = dict.fromkeys(class_of(module).__name__ for name, module in modules.items() if name)
+    known = ", ".join(list(dict.fromkeys([*likely, *others]))[:20]) or "no submodules"
+    cls = class_of(model).__name__
+    asked = ", ".join(block_classes) or "no class"
+    reason = "only modules that share their parameters with others" if tied else "nothing"
+    return f"block_classes ({asked}) match {reason} in {cls}; use one of its classes: {known}."
+
+
+# ---------------------------------------------------------------------------------------------------- embedding, head
+
+
+def _embedding_and_head(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:
+    """Names of the input embedding and the output head, where the model tells and they have parameters."""
+    names = []
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            module = getattr(model, getter)()
+        except (AttributeError, NotImplementedError, TypeError):
+            continue  # nn.Modules lack them, and multi-modal models may have none to give
+        for name, candidate in modules.items():
+            if name and candidate is module and any(True for _ in candidate.parameters()):
+                names.append(name)
+    return names
+
+
+# --------------------------------------------------------------------------------------------------------------- names
+
+
+def _is_within(name: str, outer: str) -> bool:
+    """Whether `name` is `outer` or lies in it."""
+    return not outer or name == outer or name.startswith(outer + ".")
+
+
+def _outermost(names: Sequence[str]) -> tuple[str, ...]:
+    chosen = set(names)
+    return tuple(name for name in names if not any(ancestor in chosen for ancestor in _ancestors(name)))
+
+
+def _ancestors(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def _innermost(name: str, known: Iterable[str]) -> str:
+    """The longest known module name around `name`, the root's `""` if there is no other."""
+    for ancestor in reversed(_ancestors(name)):
+        if ancestor in known:
+            return ancestor
+    return ""
+
+
+def _holds_tie(block: str, ties: Sequence[_Tie]) -> bool:
+    """Whether operators of a block share parameters with each other: they have to stay together."""
+    return any(_inside_one(tie.owners, [block]) for tie in ties)
+
+
+def _inside_one(owners: tuple[str, ...], blocks: Iterable[str]) -> bool:
+    return any(all(_is_within(owner, block) for owner in owners) for block in blocks)

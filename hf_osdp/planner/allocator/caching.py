@@ -1,0 +1,315 @@
+"""A model of torch's caching allocator for CUDA: what it reserves of the device when tensors come and go.
+
+The rules are those of `DeviceCachingAllocator` in c10/cuda/CUDACachingAllocator.cpp, torch 2.11 to 2.13, with its default settings
+but for `expandable_segments`. docs/allocator.md lists them with the tests that hold them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Hashable
+
+from ...errors import OSDPError
+
+MIN_BLOCK_BYTES = 512
+"""All sizes are rounded up to a multiple of this (`kMinBlockSize`, c10/core/AllocatorConfig.h)."""
+SMALL_BYTES = 2**20
+"""Largest allocation of the small pool (`kSmallSize`)."""
+SMALL_SEGMENT_BYTES = 2 * 2**20
+"""Segments and pages of the small pool (`kSmallBuffer`)."""
+LARGE_SEGMENT_BYTES = 20 * 2**20
+"""Segments of the large pool for requests below `LARGE_BYTES`, and its pages (`large_segment_size_`)."""
+LARGE_BYTES = 10 * 2**20
+"""Requests from here on get a segment of their own (`kMinLargeAlloc`), in multiples of `LARGE_ROUND_BYTES` (`kRoundLarge`)."""
+LARGE_ROUND_BYTES = 2 * 2**20
+
+_SEGMENT_SPACE = 2**22 * LARGE_SEGMENT_BYTES
+"""Addresses of one segment: whole pages, and more than any device has memory, so that an expandable segment never ends."""
+
+
+class DeviceFullError(OSDPError):
+    """The replayed allocator has no room for an allocation, though it has released all that was free."""
+
+
+class _Block:
+    """A stretch of a segment: taken, free, or with no memory behind its addresses."""
+
+    __slots__ = ("address", "expandable", "free", "mapped", "next", "pool", "prev", "size", "used_elsewhere")
+
+    def __init__(self, pool: _Pool, address: int, size: int, *, expandable: bool, mapped: bool = True) -> None:
+        self.pool, self.address, self.size = pool, address, size
+        self.expandable, self.mapped, self.free = expandable, mapped, True
+        self.prev: _Block | None = None
+        self.next: _Block | None = None
+        self.used_elsewhere = False
+
+    def follow(self, before: _Block) -> None:
+        """Take the place after a block."""
+        self.prev, self.next = before, before.next
+        if before.next is not None:
+            before.next.prev = self
+        before.next = self
+
+    def room(self) -> int:
+        """What it could be expanded to."""
+        after = self.next
+        return self.size + (after.size if after is not None and not after.mapped else 0)
+
+
+class _Pool:
+    """Free blocks of one stream, small or large."""
+
+    __slots__ = ("blocks", "page_bytes", "small", "unmapped")
+
+    def __init__(self, *, small: bool) -> None:
+        self.small = small
+        self.page_bytes = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
+        self.blocks: list[tuple[int, int, _Block]] = []
+        """Free blocks by size, then address."""
+        self.unmapped: list[tuple[int, _Block]] = []
+        """Stretches of expandable segments without memory, by address."""
+
+    def add(self, block: _Block) -> None:
+        insort(self.blocks, (block.size, block.address, block))
+
+    def remove(self, block: _Block) -> None:
+        del self.blocks[bisect_left(self.blocks, (block.size, block.address))]
+
+    def add_unmapped(self, block: _Block) -> None:
+        insort(self.unmapped, (block.address, block))
+
+    def remove_unmapped(self, block: _Block) -> None:
+        del self.unmapped[bisect_left(self.unmapped, (block.address,))]
+
+
+class CachingAllocator:
+    """Replays allocations and frees by the allocator's rules.
+
+    Args:
+        expandable_segments: as the allocator's setting of this name; torch's own default is off.
+        capacity_bytes: what may be reserved; None for no end.
+
+    Attributes:
+        allocated_bytes, reserved_bytes: what tensors hold now, and what the device has given, as `torch.cuda.memory_allocated` and
+            `memory_reserved` say it.
+        peak_allocated_bytes, peak_reserved_bytes: the most of each since the start.
+        alloc_retries: allocations that had to release what was cached first.
+    """
+
+    def __init__(self, *, expandable_segments: bool = True, capacity_bytes: int | None = None) -> None:
+        self.expandable_segments, self.capacity_bytes = expandable_segments, capacity_bytes
+        self.allocated_bytes = self.reserved_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = self.alloc_retries = 0
+        self._pools: dict[tuple[bool, int], _Pool] = {}
+        self._taken: dict[Hashable, _Block | None] = {}
+        self._waiting: list[_Block] = []
+        self._segments = 0
+
+    def allocate(self, key: Hashable, nbytes: int, stream: int = 0) -> None:
+        """Take memory for a tensor.
+
+        Args:
+            key: by which it is freed.
+            nbytes: its size; a tensor of no bytes takes none.
+            stream: the stream that is current, any number.
+
+        Raises:
+            DeviceFullError: `capacity_bytes` are not enough.
+        """
+        if nbytes <= 0:
+            self._taken[key] = None
+            return
+        size = _rounded(nbytes, MIN_BLOCK_BYTES)
+        small = size <= SMALL_BYTES
+        pool = self._pools.get((small, stream))
+        if pool is None:
+            pool = self._pools[small, stream] = _Pool(small=small)
+        block = self._best_fit(pool, size) or self._new(pool, size) or self._retry(pool, size)
+        rest = block.size - size
+        if rest >= MIN_BLOCK_BYTES if small or self.expandable_segments else rest > SMALL_BYTES:
+            remaining = _Block(pool, block.address + size, rest, expandable=block.expandable)
+            remaining.follow(block)
+            block.size = size
+            pool.add(remaining)
+        block.free = False
+        self._taken[key] = block
+        self.allocated_bytes += block.size
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+
+    def free(self, key: Hashable) -> None:
+        """Give a tensor's memory back to the pool; where other streams used it, once `synchronize` has been called.
+
+        Raises:
+            KeyError: nothing is allocated under this key.
+        """
+        block = self._taken.pop(key)
+        if block is None:
+            return
+        self.allocated_bytes -= block.size
+        if block.used_elsewhere:
+            self._waiting.append(block)
+        else:
+            self._give_back(block)
+
+    def holds(self, key: Hashable) -> bool:
+        """Whether something is allocated under this key."""
+        return key in self._taken
+
+    def record_stream(self, key: Hashable, stream: int) -> None:
+        """Note that another stream uses a tensor, as `torch.Tensor.record_stream` does (FSDP2 holds references instead)."""
+        block = self._taken[key]
+        if block is not None and self._pools.get((block.pool.small, stream)) is not block.pool:
+            block.used_elsewhere = True
+
+    def synchronize(self) -> None:
+        """Let all streams come to their end, so that what they used is free."""
+        waiting, self._waiting = self._waiting, []
+        for block in waiting:
+            block.used_elsewhere = False
+            self._give_back(block)
+
+    def empty_cache(self) -> None:
+        """Return to the device all that is free as a whole: segments, or pages of expandable ones."""
+        self.synchronize()
+        for pool in self._pools.values():
+            free = [block for _, _, block in pool.blocks]
+            for block in free:
+                if block.expandable:
+                    self._unmap(block)
+                elif block.prev is None and block.next is None:
+                    pool.remove(block)
+                    self.reserved_bytes -= block.size
+
+    def _best_fit(self, pool: _Pool, size: int) -> _Block | None:
+        """The smallest free block that is large enough. One that can be expanded counts as large as it can become."""
+        blocks = pool.blocks
+        at = bisect_left(blocks, (size,))
+        if at == len(blocks):
+            return None
+        while blocks[at][2].expandable and at + 1 < len(blocks) and blocks[at + 1][2].room() < blocks[at][2].room():
+            at += 1
+        return blocks.pop(at)[2]
+
+    def _new(self, pool: _Pool, size: int) -> _Block | None:
+        """A block of memory that the device gives; None where it has no more."""
+        return self._expanded(pool, size) if self.expandable_segments else self._segment(pool, size)
+
+    def _retry(self, pool: _Pool, size: int) -> _Block:
+        self.alloc_retries += 1
+        self.empty_cache()
+        block = self._new(pool, size)
+        if block is None:
+            raise DeviceFullError(
+                f"{size} bytes do not fit: {self.allocated_bytes} are allocated and {self.reserved_bytes} reserved of"
+                f" {self.capacity_bytes}; give more, or allocate less."
+            )
+        return block
+
+    def _reserve(self, nbytes: int) -> bool:
+        if self.capacity_bytes is not None and self.reserved_bytes + nbytes > self.capacity_bytes:
+            return False
+        self.reserved_bytes += nbytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        return True
+
+    def _segment(self, pool: _Pool, size: int) -> _Block | None:
+        nbytes = SMALL_SEGMENT_BYTES if pool.small else LARGE_SEGMENT_BYTES
+        if not pool.small and size >= LARGE_BYTES:
+            nbytes = _rounded(size, LARGE_ROUND_BYTES)
+        return _Block(pool, self._next_address(), nbytes, expandable=False) if self._reserve(nbytes) else None
+
+    def _next_address(self) -> int:
+        self._segments += 1
+        return self._segments * _SEGMENT_SPACE
+
+    def _expanded(self, pool: _Pool, size: int) -> _Block | None:
+        """Memory at the lowest address where free and unmapped blocks side by side have room; the unmapped ones get memory."""
+        block = _with_room(pool, size)
+        if block is None:
+            block = _Block(pool, self._next_address(), _SEGMENT_SPACE, expandable=True, mapped=False)
+            pool.add_unmapped(block)
+        if not block.mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            after = block.next
+            if not self._map(after, min(size - block.size, after.size)):
+                return None
+            block = after
+        pool.remove(block)
+        return block
+
+    def _map(self, block: _Block, nbytes: int) -> bool:
+        """Put whole pages behind the start of an unmapped block; it becomes free and joins its free neighbours."""
+        pool = block.pool
+        nbytes = _rounded(nbytes, pool.page_bytes)
+        if not self._reserve(nbytes):
+            return False
+        pool.remove_unmapped(block)
+        block.mapped = True
+        if nbytes < block.size:
+            rest = _Block(pool, block.address + nbytes, block.size - nbytes, expandable=True, mapped=False)
+            rest.follow(block)
+            block.size = nbytes
+            pool.add_unmapped(rest)
+        self._merge(block)
+        pool.add(block)
+        return True
+
+    def _unmap(self, block: _Block) -> None:
+        """Take the pages that lie wholly inside a free block from it."""
+        pool = block.pool
+        start = _rounded(block.address, pool.page_bytes)
+        end = (block.address + block.size) // pool.page_bytes * pool.page_bytes
+        if start >= end:
+            return
+        pool.remove(block)
+        tail = block.address + block.size - end
+        if tail:
+            rest = _Block(pool, end, tail, expandable=True)
+            rest.follow(block)
+            pool.add(rest)
+        if start > block.address:
+            block.size = start - block.address
+            pool.add(block)
+            head, block = block, _Block(pool, start, end - start, expandable=True)
+            block.follow(head)
+        block.size, block.mapped = end - start, False
+        self._merge(block)
+        pool.add_unmapped(block)
+        self.reserved_bytes -= end - start
+
+    def _give_back(self, block: _Block) -> None:
+        block.free = True
+        self._merge(block)
+        block.pool.add(block)
+
+    def _merge(self, block: _Block) -> None:
+        """Join free neighbours in the segment of the same kind, mapped or not."""
+        pool = block.pool
+        before, after = block.prev, block.next
+        if before is not None and before.free and before.mapped is block.mapped:
+            pool.remove(before) if before.mapped else pool.remove_unmapped(before)
+            block.address, block.size, block.prev = before.address, block.size + before.size, before.prev
+            if before.prev is not None:
+                before.prev.next = block
+        if after is not None and after.free and after.mapped is block.mapped:
+            pool.remove(after) if after.mapped else pool.remove_unmapped(after)
+            block.size, block.next = block.size + after.size, after.next
+            if after.next is not None:
+                after.next.prev = block
+
+
+def _with_room(pool: _Pool, size: int) -> _Block | None:
+    for _, unmapped in pool.unmapped:
+        before = unmapped.prev
+        first = before if before is not None and before.free else unmapped
+        room, block = 0, first
+        while block is not None and block.free and room < size:
+            room += block.size
+            block = block.next
+        if room >= size:
+            return first
+    return None
+
+
+def _rounded(nbytes: int, to: int) -> int:
+    return -(-nbytes // to) * to

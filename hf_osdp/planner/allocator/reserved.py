@@ -1,0 +1,134 @@
+"""A plan held against the limit as the device enforces it: torch's caching allocator has to serve the whole step within it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..cost.correction import Correction
+from ..cost.evaluate import batch_of, capacity_of, choices_of
+from ..cost.memory import estimate_memory
+from ..description import ModelDescription
+from ..hardware import Hardware
+from ..job import TrainingJob
+from ..plan import Plan
+from .replay import Reserved
+from .step_events import estimate_reserved
+
+if TYPE_CHECKING:
+    from ..search.search import SearchResult
+
+_ROUNDS = 6
+_CLOSE = 2**-8
+"""Of the room: nothing finer is looked for."""
+
+
+def is_replayed(description: ModelDescription, hardware: Hardware) -> bool:
+    """Whether plans can be replayed: their allocations were traced, and the device has the allocator (CUDA)."""
+    return hardware.backend.overlaps and bool(description.allocations)
+
+
+def runs_within(plan: Plan, description: ModelDescription, job: TrainingJob, capacity_bytes: int, *, retries: bool = True) -> bool:
+    """Return whether the allocator can serve two steps of a plan from so many bytes.
+
+    Args:
+        plan, description, job: what is replayed.
+        capacity_bytes: what the allocator may reserve.
+        retries: it may empty its cache to make room, for which the device stands still.
+    """
+    replayed = _replayed(plan, description, job, capacity_bytes)
+    return replayed.fits and (retries or not replayed.alloc_retries)
+
+
+def capacity_needed(plan: Plan, description: ModelDescription, job: TrainingJob, *, retries: bool = True) -> int:
+    """Return a capacity in bytes with which a plan runs, at most a 256th above the least; arguments as for `runs_within`."""
+    free = _replayed(plan, description, job, None)
+    if not retries:
+        return free.peak_reserved_bytes
+    too_little, enough = free.peak_allocated_bytes - 1, free.peak_reserved_bytes
+    while enough - too_little > max(1, int(enough * _CLOSE)):
+        between = (too_little + enough) // 2
+        if runs_within(plan, description, job, between):
+            enough = between
+        else:
+            too_little = between
+    return enough
+
+
+def _replayed(plan: Plan, description: ModelDescription, job: TrainingJob, capacity_bytes: int | None) -> Reserved:
+    choices = choices_of(plan, description)
+    return estimate_reserved(description, choices, plan.world_size, job, batch_of(plan), capacity_bytes=capacity_bytes)
+
+
+def within_reserved(
+    first: SearchResult,
+    find: Callable[[TrainingJob], SearchResult | None],
+    least: Callable[[], SearchResult | None],
+    description: ModelDescription,
+    hardware: Hardware,
+    job: TrainingJob,
+    memory_limit_bytes: int,
+    *,
+    needed: Callable[..., int] | None = None,
+) -> SearchResult | None:
+    """Return the fastest plan found that the allocator can serve within the limit less the margin.
+
+    Where it cannot, the search is repeated with the bytes that were missing at every moment, until a plan runs; where none is left, with
+    half of what was added last. Plans for which the allocator never empties its cache are looked for first.
+
+    Args:
+        first: the fastest plan that fits by its estimate.
+        find: from a job with more bytes at every moment to that plan; None where there is none.
+        least: the plan that needs least, of which there is one where any runs.
+        description, hardware, job, memory_limit_bytes: what is searched with.
+        needed: as `capacity_needed`, which is the default.
+
+    Returns:
+        The plan with the estimates of the job that was given; one that took a second round is not proven to be optimal. None where no
+        plan runs.
+    """
+    needed = needed or capacity_needed
+    room = hardware.room_bytes(memory_limit_bytes)
+
+    def missing(found: SearchResult, retries: bool) -> int:
+        capacity = capacity_of(found.plan, hardware, job, memory_limit_bytes)
+        return needed(found.plan, description, job, retries=retries) - capacity
+
+    for retries in (False, True):
+        if found := _first_served(first, find, job, int(room * _CLOSE), partial(missing, retries=retries)):
+            break
+    else:
+        found = least()
+        if found is None or missing(found, True) > 0:
+            return None
+    plan = found.plan
+    memory = estimate_memory(description, choices_of(plan, description), plan.world_size, job, batch_of(plan))
+    proven = plan.proven_optimal and found is first
+    plan = replace(plan, peak_bytes=memory.on(hardware), proven_optimal=proven, memory_limit_bytes=memory_limit_bytes)
+    return replace(found, plan=plan, memory=memory)
+
+
+def _first_served(
+    first: SearchResult,
+    find: Callable[[TrainingJob], SearchResult | None],
+    job: TrainingJob,
+    close_bytes: int,
+    missing: Callable[[SearchResult], int],
+) -> SearchResult | None:
+    """The first plan that misses nothing; None where there is none."""
+    found: SearchResult | None = first
+    extra, too_little, too_much, over = 0, 0, None, 0
+    for _ in range(_ROUNDS):
+        if found is None:
+            too_much = extra
+        elif (over := missing(found)) <= 0:
+            return found
+        else:
+            too_little = extra
+        if too_much is not None and too_much - too_little <= close_bytes:
+            return None
+        extra = too_little + max(over, close_bytes, 1) if too_much is None else (too_little + too_much) // 2
+        found = find(Correction(extra_bytes=extra).of_job(job))
+    return None

@@ -1,0 +1,323 @@
+"""What one optimizer step of an estimated plan allocates and frees on CUDA, in order, each on its stream.
+
+The order is FSDP2's (torch/distributed/fsdp/_fully_shard): see docs/allocator.md, "Events of an estimated plan".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..cost.memory import gathered_ahead, merging_stretch
+from ..cost.units import Batch, Choice
+from ..description import GatherSpan, ModelDescription
+from ..job import OptimizerStep, TrainingJob
+from .activation_events import ActivationEvents
+from .event_log import COPY_IN, GATHER, REDUCE, REDUCE_REPLICAS, EventLog
+from .replay import Event, Reserved, StepEvents, replay_steps
+from .unit_on_device import UnitOnDevice
+
+_MICRO_STEPS = 2
+"""Micro-steps of an optimizer step that are replayed at most: those between the first and the last are like the first, or allocate less."""
+_STEP_COUNT_BYTES = 4
+"""A parameter's count of steps, which Adam with fused kernels keeps on the device."""
+
+
+def step_events(description: ModelDescription, choices: Sequence[Choice], world_size: int, job: TrainingJob, batch: Batch) -> StepEvents:
+    """The events of one optimizer step on the fullest rank.
+
+    Args:
+        description: the model, with the allocation traces of its segments; a segment without one allocates once for each of its terms.
+        choices: one a unit, in the description's order.
+        world_size: ranks.
+        job: precision, optimizer.
+        batch: micro-batch size and accumulation.
+
+    Returns:
+        Events for `replay_steps`.
+    """
+    step = _Step(description, choices, world_size, job, batch)
+    held = step.hold()
+    micro_steps = min(batch.accumulation_steps, _MICRO_STEPS)
+    for number in range(1, micro_steps + 1):
+        step.micro_step(last=number == micro_steps)
+    before = step.log.take()
+    states = step.make_states()
+    step.optimizer_step()
+    return StepEvents(held=held, before_optimizer=before, states=states, optimizer=step.log.take(), traced=step.traced)
+
+
+def estimate_reserved(
+    description: ModelDescription,
+    choices: Sequence[Choice],
+    world_size: int,
+    job: TrainingJob,
+    batch: Batch,
+    *,
+    capacity_bytes: int | None = None,
+) -> Reserved:
+    """What torch's allocator reserves for a plan on CUDA, in its first two optimizer steps.
+
+    Args:
+        description, choices, world_size, job, batch: as `step_events` takes them.
+        capacity_bytes: what may be reserved, to know the retries; None for no end.
+
+    Returns:
+        Peaks in bytes, and whether the capacity is enough.
+    """
+    events = step_events(description, choices, world_size, job, batch)
+    return replay_steps(events, expandable_segments=job.expandable_segments, capacity_bytes=capacity_bytes)
+
+
+class _Step:
+    """Walks through a step as `planner/cost/memory.py` does, and writes down events instead of levels."""
+
+    def __init__(self, description: ModelDescription, choices: Sequence[Choice], world_size: int, job: TrainingJob, batch: Batch) -> None:
+        self.log = EventLog()
+        self._description, self._job, self._samples = description, job, batch.micro_batch_size
+        self._units = [UnitOnDevice(u, c, world_size, job, batch) for u, c in zip(description.units, choices, strict=True)]
+        self._plain = not any(unit.handled for unit in self._units)
+        self._ahead, self._merging = gathered_ahead(description), merging_stretch(description, job)
+        self._first_use: dict[int, int] = {}
+        for index, segment in enumerate(description.segments):
+            self._first_use.setdefault(segment.unit, index)
+        self._activations = ActivationEvents(description, [c.activations for c in choices], batch.micro_batch_size, self.log)
+        self._last_buffer: int | None = None
+        self._reduce_input: int | None = None
+        self._reducing_replicas: list[int] = []
+
+    @property
+    def traced(self) -> bool:
+        """Whether all segments have a trace."""
+        return self._activations.traced
+
+    def hold(self) -> list[Event]:
+        """What is there before the first step."""
+        description, log = self._description, self.log
+        outputs = [
+            description.buffer_bytes,
+            description.other_bytes,
+            description.input_bytes.bytes(self._samples),
+            self._job.correction_bytes,
+        ]
+        for unit in self._units:
+            for nbytes in () if unit.choice.on_host else unit.shards:
+                log.make(nbytes)
+        for nbytes in outputs:
+            log.make(nbytes)
+        return log.take()
+
+    def make_states(self) -> list[Event]:
+        """What the optimizer makes in its first step."""
+        spec = self._job.optimizer
+        for unit in self._units:
+            for nbytes in () if unit.choice.on_host else unit.trained:
+                for _ in range(spec.states):
+                    self.log.make(nbytes)
+                if spec.states > 1 and spec.step is OptimizerStep.FUSED:
+                    self.log.make(_STEP_COUNT_BYTES)
+        return self.log.take()
+
+    def micro_step(self, *, last: bool) -> None:
+        """Forward and backward."""
+        self._forward()
+        outputs = self.log.make(self._description.output_bytes.bytes(self._samples)) if self._job.holds_outputs else None
+        self._backward(last)
+        self.log.drop(outputs)
+        self._activations.end()
+
+    def optimizer_step(self) -> None:
+        """The optimizer's scratch, then gradients are gone."""
+        scratch: list[int] = []
+        for unit in self._units:
+            for nbytes in () if unit.choice.on_host else unit.trained:
+                match self._job.optimizer.step:
+                    case OptimizerStep.FOREACH:
+                        scratch.append(self.log.make(nbytes))
+                    case OptimizerStep.FOR_LOOP:
+                        self.log.drop_all([self.log.make(nbytes), self.log.make(nbytes)])
+        self.log.drop_all(scratch)
+        for unit in self._units:
+            self.log.drop(unit.gradient)
+            self.log.drop_all(unit.gradients)
+            unit.gradient, unit.gradients = None, []
+
+    # ------------------------------------------------------------------------------------------------ forward
+
+    def _forward(self) -> None:
+        for number, unit in enumerate(self._units):
+            if unit.span is GatherSpan.STEP and (number not in self._first_use or not self._description.units[number].fqn):
+                self._gather(unit, forward=True)
+        for index, segment in enumerate(self._description.segments):
+            unit = self._units[segment.unit]
+            if not unit.gathered:
+                self._gather(unit, forward=True)
+            self._activations.forward(index)
+            if unit.span is not GatherSpan.STEP and not unit.choice.keep:
+                self._free_gathered(unit)
+        self.log.drop(self._last_buffer)
+        self._last_buffer = None
+
+    def _gather(self, unit: UnitOnDevice, *, forward: bool) -> None:
+        """A gather, and the copies out of its buffer; in forward the buffer stays until the next unit's has been filled."""
+        if not unit.handled:
+            return
+        self._start_gather(unit)
+        if unit.choice.shard_size == 1:
+            self._copy_replica(unit)
+        else:
+            unit.gathered = [self.log.make(nbytes) for nbytes in unit.gathered_sizes]
+        if forward:
+            self.log.drop(self._last_buffer)
+            self._last_buffer = unit.buffer
+        else:
+            self.log.drop(unit.buffer)
+        unit.buffer = None
+
+    def _start_gather(self, unit: UnitOnDevice) -> None:
+        """Fill the buffer and send it, on streams of their own."""
+        if unit.buffer is not None or unit.choice.shard_size == 1 or not unit.handled:
+            return
+        log, inputs = self.log, []
+        if unit.choice.on_host:
+            for nbytes, whole, cast in zip(unit.shards, unit.gathered_sizes, unit.casts, strict=True):
+                inputs.append(brought := log.make(nbytes, COPY_IN))
+                if cast:
+                    inputs[-1] = log.make(whole // unit.choice.shard_size, COPY_IN)
+                    log.drop(brought)
+        elif unit.cast_bytes:
+            inputs.append(log.make(unit.cast_bytes, COPY_IN))
+        unit.buffer = log.make(unit.terms.gather_buffer, COPY_IN)
+        log.drop_all(inputs)
+        if unit.terms.cast_buffer:  # what lies between two stages
+            log.drop(log.make(unit.terms.cast_buffer, GATHER))
+
+    def _copy_replica(self, unit: UnitOnDevice) -> None:
+        """Copy each parameter of a replicated unit, by way of one that was brought from the host or cast."""
+        log, before = self.log, None
+        for nbytes, whole, cast in zip(unit.shards, unit.gathered_sizes, unit.casts, strict=True):
+            source = log.make(nbytes) if unit.choice.on_host else None
+            if cast:
+                source, brought = log.make(whole), source
+                log.drop(brought)
+            log.drop(before)
+            unit.gathered.append(log.make(whole))
+            before = source
+        log.drop(before)
+
+    def _free_gathered(self, unit: UnitOnDevice) -> None:
+        self.log.drop_all(unit.gathered)
+        unit.gathered = []
+
+    # ------------------------------------------------------------------------------------------------ backward
+
+    def _backward(self, last: bool) -> None:
+        segments = self._description.segments
+        late = {number for number, unit in enumerate(self._units) if unit.span is GatherSpan.STEP}
+        for index in range(len(segments) - 1, -1, -1):
+            number = segments[index].unit
+            unit = self._units[number]
+            if not unit.gathered:
+                self._gather(unit, forward=False)
+            if self._ahead[index] is not None and not self._units[self._ahead[index]].gathered:
+                self._start_gather(self._units[self._ahead[index]])
+            gradients = self._activations.backward(index, unit.gradient_sizes if index == self._last_use(number) else ())
+            if merged := self._merging.get(index, 0):
+                gradients = self._merged(unit, gradients, merged)
+            self._arrive(unit, gradients)
+            if unit.span is GatherSpan.STEP:
+                continue
+            if index > self._first_use[number]:
+                if not unit.choice.keep:
+                    self._free_gathered(unit)
+            elif self._activations.hands_back(index):
+                self._free_gathered(unit)
+                self._reduce(unit, last)
+            else:  # no gradient of its input tells FSDP2 that its backward is over: it comes last, as the root does
+                late.add(number)
+        for number in sorted(late):
+            if number not in self._first_use:  # its modules run somewhere in the others' segments
+                self._units[number].gradients = [self.log.make(nbytes) for nbytes in self._units[number].gradient_sizes]
+            self._free_gathered(self._units[number])
+            self._reduce(self._units[number], last)
+        self.log.drop(self._reduce_input)
+        self.log.drop_all(self._reducing_replicas)
+        self._reduce_input, self._reducing_replicas = None, []
+
+    def _last_use(self, number: int) -> int:
+        return next(i for i in range(len(self._description.segments) - 1, -1, -1) if self._description.segments[i].unit == number)
+
+    def _merged(self, unit: UnitOnDevice, gradients: list[int], merged_bytes: int) -> list[int]:
+        """Sums with the gradients that came before, out of place: all are there for a moment."""
+        log = self.log
+        if not gradients:  # not told apart from the segment's other terms
+            log.drop(log.make(merged_bytes))
+        sums = []
+        for gradient in gradients:
+            sums.append(log.make(log.bytes_of(gradient)))
+            before = [number for number in unit.gradients if log.bytes_of(number) == log.bytes_of(gradient)][:1]
+            unit.gradients = [number for number in unit.gradients if number not in before]
+            log.drop_all([*before, gradient])
+        return sums
+
+    def _arrive(self, unit: UnitOnDevice, gradients: list[int]) -> None:
+        """Gradients are there; those of a plain module are added to what is."""
+        if not unit.handled and unit.gradients and len(unit.gradients) == len(unit.gradient_sizes):
+            self.log.drop_all(gradients)
+        else:
+            unit.gradients = gradients + unit.gradients  # backward meets the last parameters first
+
+    def _reduce(self, unit: UnitOnDevice, last: bool) -> None:
+        """A unit's backward is over: reduce its gradients, or hold them whole."""
+        log = self.log
+        if not unit.handled:
+            return
+        if unit.holds:
+            self._hold_whole(unit)
+            if not last:
+                return
+            unit.gradients, unit.whole = unit.whole, []
+        log.drop(self._reduce_input)
+        self._reduce_input = log.make(unit.reduce_input) if unit.reduce_input else None
+        sharded = unit.choice.shard_size > 1
+        log.drop_all(reversed(unit.gradients[:-1] if sharded else unit.gradients))
+        late, unit.gradients = (unit.gradients[-1:] if sharded else []), []
+        reduced = log.make(unit.reduced, REDUCE)
+        if unit.terms.reduce_stage:
+            log.drop(log.make(unit.terms.reduce_stage, REDUCE))
+        self._settle(unit, reduced, last)
+        log.drop_all(late)
+
+    def _hold_whole(self, unit: UnitOnDevice) -> None:
+        log = self.log
+        if unit.whole:
+            log.drop_all(unit.gradients)
+        elif unit.whole_factor == 1:
+            unit.whole = unit.gradients
+        else:
+            for gradient in unit.gradients:
+                unit.whole.append(log.make(int(log.bytes_of(gradient) * unit.whole_factor)))
+                log.drop(gradient)
+        unit.gradients = []
+
+    def _settle(self, unit: UnitOnDevice, reduced: int, last: bool) -> None:
+        """What becomes of a reduce-scatter's output."""
+        log = self.log
+        if unit.replicas and not last:
+            if unit.partial is None:
+                unit.partial = reduced
+            else:
+                log.drop(reduced)
+            return
+        log.drop(unit.partial)
+        unit.partial = None
+        becomes_gradient = not unit.choice.on_host and unit.gradient is None  # else it goes to the host, or is added to what is there
+        result = log.make(sum(unit.trained), REDUCE_REPLICAS if unit.replicas else REDUCE) if unit.recast else reduced
+        if becomes_gradient:
+            unit.gradient = result
+        elif unit.recast:
+            log.drop(result)
+        if unit.recast or not becomes_gradient:
+            if unit.replicas:
+                self._reducing_replicas.append(reduced)
+            else:
+                log.drop(reduced)

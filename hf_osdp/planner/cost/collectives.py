@@ -1,0 +1,128 @@
+"""Time of all-gather, reduce-scatter and all-reduce in the groups that a plan uses.
+
+Ring algorithm, α-β model (Thakur, Rabenseifner, Gropp 2005): in a group of n ranks, for N bytes of whole tensor,
+
+    all-gather, reduce-scatter:  (n - 1) α + (n - 1)/n N β
+    all-reduce:                  2 (n - 1) α + 2 (n - 1)/n N β
+
+Where a group spans nodes, β is the slower of the link inside a node and this group's share of the node's outer link. Two stages
+are two rings: of N nodes with 1/L of the bytes, and of the L ranks inside a node with all of them (docs/two_machines.md).
+A measured timing for the group, inside a node or across nodes as it lies, goes before the formula.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..hardware import Collective, Hardware
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """A communication group: every rank of the world is in one such group, all run at once."""
+
+    size: int
+    node_crossings: int
+    """Hops of the ring that leave a node."""
+    sharing: int
+    """Groups that leave the same node at once and share its outer link."""
+
+
+def shard_ring(hardware: Hardware, shard_size: int) -> Ring:
+    """Groups of `shard_size` neighbouring ranks: one copy of a unit's parameters."""
+    return _shard_ring(hardware.world_size, hardware.devices_per_node, shard_size)
+
+
+def replicate_ring(hardware: Hardware, shard_size: int) -> Ring:
+    """Groups of the ranks that hold the same shard: every `shard_size`-th rank."""
+    return _replicate_ring(hardware.world_size, hardware.devices_per_node, shard_size)
+
+
+def stage_rings(hardware: Hardware, shard_size: int, stage_size: int) -> tuple[Ring, Ring]:
+    """Groups of a collective in two stages over `shard_size` ranks, `stage_size` of them in a node: between nodes, and inside."""
+    return _stage_ring(hardware.devices_per_node, shard_size, stage_size), shard_ring(hardware, stage_size)
+
+
+def gather_seconds(hardware: Hardware, shard_size: int, stage_size: int, nbytes: int) -> float:
+    """Seconds to gather `nbytes` of whole tensor among `shard_size` ranks, flat (`stage_size=1`) or in two stages."""
+    if stage_size == 1:
+        return collective_seconds(hardware, Collective.ALL_GATHER, shard_ring(hardware, shard_size), nbytes)
+    return _two_stage_seconds(hardware, Collective.TWO_STAGE_ALL_GATHER, shard_size, stage_size, nbytes)
+
+
+def reduce_scatter_seconds(hardware: Hardware, shard_size: int, stage_size: int, nbytes: int) -> float:
+    """Seconds to reduce `nbytes` of whole tensor to shards, flat (`stage_size=1`) or in two stages."""
+    if stage_size == 1:
+        return collective_seconds(hardware, Collective.REDUCE_SCATTER, shard_ring(hardware, shard_size), nbytes)
+    return _two_stage_seconds(hardware, Collective.TWO_STAGE_REDUCE_SCATTER, shard_size, stage_size, nbytes)
+
+
+def collective_seconds(hardware: Hardware, collective: Collective, ring: Ring, nbytes: int) -> float:
+    """Seconds of one collective.
+
+    Args:
+        hardware: links, backend, measured timings.
+        collective: which one.
+        ring: the group it runs in.
+        nbytes: bytes of the whole tensor: all shards together for all-gather and reduce-scatter.
+
+    Returns:
+        Seconds; 0 for a group of one rank or an empty tensor.
+    """
+    if ring.size == 1 or nbytes == 0:
+        return 0.0
+    measured = hardware.timing(collective, ring.size, crosses_nodes=ring.node_crossings > 0)
+    if measured is not None:
+        return measured.latency_s + measured.seconds_per_byte * nbytes
+    laps = 2 if collective is Collective.ALL_REDUCE else 1
+    return laps * _lap_seconds(hardware, ring, nbytes)
+
+
+def _two_stage_seconds(hardware: Hardware, collective: Collective, shard_size: int, stage_size: int, nbytes: int) -> float:
+    """As measured, else both stages one after the other."""
+    if nbytes == 0:
+        return 0.0
+    measured = hardware.timing(collective, shard_size, crosses_nodes=True)
+    if measured is not None:
+        return measured.latency_s + measured.seconds_per_byte * nbytes
+    between, within = stage_rings(hardware, shard_size, stage_size)
+    return _lap_seconds(hardware, between, nbytes // stage_size) + _lap_seconds(hardware, within, nbytes)
+
+
+@lru_cache(maxsize=256)
+def _shard_ring(world_size: int, per_node: int, shard_size: int) -> Ring:
+    return _ring_of([range(start, start + shard_size) for start in range(0, world_size, shard_size)], per_node)
+
+
+@lru_cache(maxsize=256)
+def _stage_ring(per_node: int, shard_size: int, stage_size: int) -> Ring:
+    return _ring_of([range(place, shard_size, stage_size) for place in range(stage_size)], per_node)
+
+
+@lru_cache(maxsize=256)
+def _replicate_ring(world_size: int, per_node: int, shard_size: int) -> Ring:
+    return _ring_of([range(start, world_size, shard_size) for start in range(shard_size)], per_node)
+
+
+def _ring_of(groups: Sequence[range], per_node: int) -> Ring:
+    """The slowest of the groups: the most hops that leave a node, and the fullest outer link."""
+    left = []
+    for ranks in groups:
+        nodes = [rank // per_node for rank in ranks]
+        left.append([node for node, following in zip(nodes, [*nodes[1:], nodes[0]], strict=True) if node != following])
+    sharing = Counter(node for hops in left for node in hops)
+    return Ring(size=len(groups[0]), node_crossings=max(map(len, left)), sharing=max(sharing.values(), default=1))
+
+
+def _lap_seconds(hardware: Hardware, ring: Ring, nbytes: int) -> float:
+    hops = ring.size - 1
+    outer = min(hops, ring.node_crossings)
+    latency = (hops - outer) * hardware.intra_node.latency_s + outer * hardware.inter_node.latency_s
+    rate = hardware.intra_node.bytes_per_s
+    if ring.node_crossings:
+        share = hardware.inter_node.bytes_per_s / ring.sharing
+        rate = share if ring.node_crossings == ring.size else min(rate, share)
+    return latency + hops / ring.size * nbytes / rate

@@ -1,0 +1,102 @@
+"""What a simulation or a measurement of a plan teaches about the plans to come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..description import ModelDescription, PhaseCost
+from ..hardware import CollectiveTiming, Hardware
+from ..job import TrainingJob
+from ..plan import Plan
+from .evaluate import batch_of, choices_of, estimate_plan
+from .timing import estimate_time, phase_affine
+
+_LEAST_FACTOR, _MOST_FACTOR = 0.05, 20.0
+"""Compute that is further off than this has another cause than a rate: the factor stops here."""
+_HALVINGS = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """How far an estimate was off, as far as the next one can be mended by it."""
+
+    extra_bytes: int = 0
+    """Observed less estimated peak of the same plan."""
+    compute_factor: float = 1.0
+    """Observed over estimated compute time of a step."""
+    timings: tuple[CollectiveTiming, ...] = ()
+    """Collectives as they were observed; they replace those of the same kind, group size and place."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.compute_factor < float("inf"):
+            raise ValueError(f"compute_factor={self.compute_factor} must be positive and finite.")
+
+    def of_job(self, job: TrainingJob) -> TrainingJob:
+        """The job, with the extra bytes at every moment; what an earlier correction added stays."""
+        return replace(job, correction_bytes=job.correction_bytes + self.extra_bytes)
+
+    def of_hardware(self, hardware: Hardware) -> Hardware:
+        """The hardware, with the observed collectives before those it had."""
+        seen = {(timing.collective, timing.group_size, timing.crosses_nodes) for timing in self.timings}
+        kept = (timing for timing in hardware.timings if (timing.collective, timing.group_size, timing.crosses_nodes) not in seen)
+        return replace(hardware, timings=(*self.timings, *kept))
+
+    def of_description(self, description: ModelDescription, hardware: Hardware) -> ModelDescription:
+        """The description, with every phase's time on this hardware scaled by the factor."""
+
+        def scaled(phase: PhaseCost) -> PhaseCost:
+            work = phase_affine(phase, description, hardware)  # and operators, which a GPU may wait for
+            seconds, operators = (line.scaled(self.compute_factor, constants=True) for line in (work, phase.operators))
+            return replace(phase, seconds=seconds, operators=operators)
+
+        segments = (
+            segment.each(lambda costs: replace(costs, forward=scaled(costs.forward), backward=scaled(costs.backward)))
+            for segment in description.segments
+        )
+        return replace(description, segments=tuple(segments))
+
+
+def correction_of(
+    plan: Plan,
+    description: ModelDescription,
+    hardware: Hardware,
+    job: TrainingJob,
+    *,
+    peak_bytes: int | None,
+    step_s: float | None,
+    timings: Sequence[CollectiveTiming] = (),
+) -> Correction:
+    """What an observation of a plan says about estimates made from these values.
+
+    The peak gives `extra_bytes`. Collectives count as observed; the compute factor is the one with which the estimated step
+    then takes as long as the observed one:  step(factor) = step_s, and step rises with factor, exposed communication included.
+
+    Args:
+        plan: what was observed; it must be for this description.
+        description, hardware, job: what the plan was made from, with earlier corrections in them.
+        peak_bytes: peak of tensors that was observed, or None.
+        step_s: seconds of an optimizer step that were observed, or None.
+        timings: collectives that were observed.
+
+    Returns:
+        The correction, to be applied to the same description, hardware and job.
+    """
+    estimate = estimate_plan(plan, description, job)
+    observed = Correction(
+        extra_bytes=0 if peak_bytes is None else peak_bytes - estimate.memory.peak_bytes,
+        timings=tuple(timings),
+    )
+    if step_s is None:
+        return observed
+    choices, batch, measured = choices_of(plan, description), batch_of(plan), observed.of_hardware(hardware)
+
+    def seconds(factor: float) -> float:
+        scaled = replace(observed, compute_factor=factor).of_description(description, hardware)
+        return estimate_time(scaled, choices, measured, job, batch).step_s
+
+    low, high = _LEAST_FACTOR, _MOST_FACTOR
+    for _ in range(_HALVINGS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if seconds(middle) < step_s else (low, middle)
+    return replace(observed, compute_factor=(low * high) ** 0.5)

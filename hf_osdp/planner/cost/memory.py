@@ -1,0 +1,332 @@
+"""Peak memory as the highest moment of a step, not as a sum.
+
+A micro-step is walked through as FSDP2 runs it. Let, for unit u under its choice, h be the bytes held throughout,
+f what its forward leaves behind (saved activations, gathered parameters that are kept), and r what its gradients add
+once its backward is done. With segments 1..n in forward order,
+
+    forward of i:   Σ h + Σ_{j<i} f_j                 + (gathered + gather buffer)_i + max(workspace_i, gather buffer_{i-1})
+    backward of i:  Σ h + Σ_{j<=i} f_j + Σ_{j>i} r_j  + max over i's own moments
+    optimizer:      Σ h + Σ r + scratch
+
+What waits on the host is in f no more, and in i's own moments again. Gradients of a unit's further calls are in r, whole, until
+the first call's backward.
+
+A segment's own moments in backward are the copy-out of its parameters, its compute (with the next gather already
+in flight), and the copy of its gradients into the reduce buffer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from ..description import Activations, GatherSpan, ModelDescription, Segment
+from ..hardware import Hardware
+from ..job import OptimizerStep, TrainingJob
+from .communicators import communicators_of
+from .units import Batch, Choice, UnitBytes, gradients_arriving, merged_gradients, pinned_bytes, reduce_input, unit_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBreakdown:
+    """Bytes on one rank at one moment, by what they are."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    """Saved activations, workspace of the running segment, logits, loss, unsharded gradients of the running segment."""
+    gathered: int = 0
+    """Unsharded parameters and gather buffers."""
+    buffers: int = 0
+    """Reduce buffers, casts and optimizer scratch."""
+    model_buffers: int = 0
+    """The module's own buffers, the batch, and outputs that the loop holds."""
+    correction: int = 0
+    """What a simulation or a measurement found beside the estimate."""
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, name) for name in self.__slots__)
+
+    def plus(self, **changes: int) -> MemoryBreakdown:
+        """The bytes after these changes, each of them positive or negative."""
+        return replace(self, **{name: getattr(self, name) + nbytes for name, nbytes in changes.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """A point of the step at which memory may peak."""
+
+    phase: str
+    """`forward: gather`, `forward`, `backward: gather`, `backward`, `backward: reduce`, `reduce` or `optimizer step`."""
+    unit: str
+    breakdown: MemoryBreakdown
+
+    @property
+    def total_bytes(self) -> int:
+        return self.breakdown.total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentBytes:
+    """Memory terms of one segment of one micro-batch, in bytes; `Segment` and `PhaseCost` say what each is."""
+
+    saved: int
+    """Negative for a stretch of the root that frees more than it saves, such as what a unit before it handed over."""
+    gradient: int
+    forward_peak: int
+    backward_peak: int
+
+    @classmethod
+    def of(cls, segment: Segment, span: GatherSpan, samples: int, activations: Activations = Activations.SAVE) -> SegmentBytes:
+        """The terms at a micro-batch size, under a choice about activations.
+
+        What waits on the host leaves when forward ends and comes back when backward begins.
+        """
+        form = segment.under(activations)
+        frees = span is GatherSpan.STEP
+        saved = form.saved_bytes.change(samples) if frees else form.saved_bytes.bytes(samples)
+        left = max(0, saved - form.own_saved_bytes.bytes(samples)) if activations.offloads else saved
+        return cls(
+            saved=left,
+            gradient=form.gradient_bytes.bytes(samples),
+            forward_peak=form.forward.peak_bytes.bytes(samples),
+            backward_peak=form.backward.peak_bytes.bytes(samples) + saved - left,
+        )
+
+    @classmethod
+    def least(cls, segment: Segment, span: GatherSpan, samples: int, choices: Iterable[Activations]) -> SegmentBytes:
+        """The least of each term under any of these choices about activations."""
+        forms = [cls.of(segment, span, samples, activations) for activations in choices]
+        return cls(**{name: min(getattr(form, name) for form in forms) for name in cls.__slots__})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """All moments of a step in the order in which they come."""
+
+    moments: tuple[Moment, ...]
+    host_bytes: int = 0
+    """States that live on the host and activations that wait there, of one rank."""
+    communicators: int = 0
+    """NCCL's, whose memory is beside all moments; a device says how much each takes."""
+
+    @property
+    def peak(self) -> Moment:
+        """The highest moment, the first of equals."""
+        return max(self.moments, key=lambda moment: moment.total_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of tensors."""
+        return self.peak.total_bytes
+
+    def on(self, hardware: Hardware) -> int:
+        """Peak on a device: of tensors, with what the device reserves and what communicators take."""
+        return self.peak_bytes + hardware.outside_bytes(self.communicators)
+
+    def outside(self, hardware: Hardware) -> dict[str, int]:
+        """Device memory beside the tensors', by what it is."""
+        taken = self.communicators * hardware.device.communicator_bytes
+        communicators = f"{self.communicators} communicator{'s' if self.communicators > 1 else ''}"
+        return {"reserved by the device": hardware.device.reserved_bytes, communicators: taken}
+
+
+def estimate_memory(
+    description: ModelDescription, choices: Sequence[Choice], world_size: int, job: TrainingJob, batch: Batch
+) -> MemoryEstimate:
+    """Every moment of one optimizer step on the fullest rank.
+
+    Args:
+        description: the model.
+        choices: one a unit, in the description's order.
+        world_size: ranks.
+        job: precision, optimizer.
+        batch: micro-batch size and accumulation.
+
+    Returns:
+        Moments with their breakdowns, in bytes.
+    """
+    units = [unit_bytes(u, c, world_size, job, batch) for u, c in zip(description.units, choices, strict=True)]
+    if world_size == 1 and any(choice.on_host for choice in choices):
+        # plain units leave in flight what a unit on the host before them has left there
+        units = [replace(t, reduce_tail=reduce_input(u, 1, job)) for t, u in zip(units, description.units, strict=True)]
+    segments = [
+        SegmentBytes.of(s, description.units[s.unit].span, batch.micro_batch_size, choices[s.unit].activations)
+        for s in description.segments
+    ]
+    return MemoryEstimate(
+        moments=_Walk(description, units, segments, job, batch).moments(),
+        host_bytes=sum(unit.host for unit in units)
+        + max((unit.host_moment for unit in units), default=0)
+        + sum(activation_host_bytes(s, batch.micro_batch_size, choices[s.unit].activations) for s in description.segments),
+        communicators=communicators_of(((choice.shard_size, choice.stage_size) for choice in choices), world_size),
+    )
+
+
+def activation_host_bytes(segment: Segment, samples: int, activations: Activations) -> int:
+    """What a segment's activations take of the host's memory, all of it page-locked, in bytes.
+
+    A block's input is one tensor. The sizes of all that a block saves are not known one by one: rounded up, they are at most
+    doubled.
+    """
+    nbytes = segment.under(activations).sent_bytes.bytes(samples) if activations.offloads else 0
+    return pinned_bytes(nbytes) if activations.recomputes else 2 * nbytes
+
+
+def peak_of_terms(
+    description: ModelDescription, units: Sequence[UnitBytes], segments: Sequence[SegmentBytes], job: TrainingJob, batch: Batch
+) -> int:
+    """Peak in bytes of a step whose units and segments have these terms, whatever choices they come from."""
+    return max(moment.total_bytes for moment in _Walk(description, units, segments, job, batch).moments())
+
+
+def combined_scratch(job: TrainingJob, scratch: Sequence[int]) -> int:
+    """Temporaries of one optimizer step: of all parameters at once with foreach, of one after the other in a loop."""
+    return max(scratch, default=0) if job.optimizer.step is OptimizerStep.FOR_LOOP else sum(scratch)
+
+
+def resident_bytes(description: ModelDescription, job: TrainingJob, samples: int) -> int:
+    """Bytes that no choice changes: the module's buffers, the batch, outputs where the loop holds them, and the correction."""
+    return _model_buffers(description, job, samples) + job.correction_bytes
+
+
+def _model_buffers(description: ModelDescription, job: TrainingJob, samples: int) -> int:
+    outputs = description.output_bytes.bytes(samples) if job.holds_outputs else 0
+    return description.buffer_bytes + description.other_bytes + description.input_bytes.bytes(samples) + outputs
+
+
+def merging_stretch(description: ModelDescription, job: TrainingJob) -> dict[int, int]:
+    """Where gradients of shared parameters meet: the unit's first segment, which backward reaches last; and their sum's bytes."""
+    first: dict[int, int] = {}
+    for index, segment in enumerate(description.segments):
+        first.setdefault(segment.unit, index)
+    meeting = {first[i]: merged_gradients(u, job) for i, u in enumerate(description.units) if i in first}
+    return {index: nbytes for index, nbytes in meeting.items() if nbytes}
+
+
+def gathered_ahead(description: ModelDescription) -> tuple[int | None, ...]:
+    """For each segment, the unit whose gather is in flight while the segment's backward computes; None where there is none.
+
+    FSDP2 prefetches the group whose forward ended before that of the group whose backward begins
+    (`FSDPParamGroup._backward_prefetch`). The root's forward ends last, so that its stretches have no place in that order, nor
+    have those of shared weights of which one module never runs (T5's `shared`). Where it does, nothing runs ahead before
+    shared weights, for they are still gathered.
+    """
+    runs = Counter(segment.unit for segment in description.segments)
+    ahead: list[int | None] = []
+    before: int | None = None
+    for segment in description.segments:
+        ahead.append(before)
+        unit = description.units[segment.unit]
+        if unit.span is not GatherSpan.STEP:
+            before = segment.unit
+        elif unit.fqn and runs[segment.unit] >= len(unit.module_names):
+            before = None
+    return tuple(ahead)
+
+
+class _Walk:
+    """One micro-step over a description, with the bytes of each unit's choice."""
+
+    def __init__(
+        self, description: ModelDescription, units: Sequence[UnitBytes], segments: Sequence[SegmentBytes], job: TrainingJob, batch: Batch
+    ):
+        self.description, self.units, self.segments, self.job = description, units, segments, job
+        self.labels = [unit.label for unit in description.units]
+        self.first_use: dict[int, int] = {}
+        for index, segment in enumerate(description.segments):
+            self.first_use.setdefault(segment.unit, index)
+        spans = [unit.span for unit in description.units]
+        self.whole_step = [i for i, span in enumerate(spans) if span is GatherSpan.STEP]
+        self.merging, self.ahead = merging_stretch(description, job), gathered_ahead(description)
+        self.arriving = gradients_arriving(description, job)
+        self.level = MemoryBreakdown(
+            parameters=sum(u.parameters for u in units),
+            optimizer=sum(u.optimizer for u in units),
+            gradients=sum(u.gradients_held for u in units),
+            gathered=sum(units[i].gathered for i in self.whole_step),
+            model_buffers=_model_buffers(description, job, batch.micro_batch_size),
+            correction=job.correction_bytes,
+        )
+
+    def moments(self) -> tuple[Moment, ...]:
+        """Every moment in its order."""
+        return (*self.forward(), *self.backward(), *self.finish())
+
+    def _moment(self, phase: str, unit: str, **extra: int) -> Moment:
+        return Moment(phase=phase, unit=unit, breakdown=self.level.plus(**extra))
+
+    def forward(self):
+        """Moments of the forward pass; what it leaves behind is added to the level."""
+        buffer = max((self.units[i].gather_buffer for i in self.whole_step), default=0)
+        for index, segment in enumerate(self.description.segments):
+            unit, workspace = self.units[segment.unit], self.segments[index].forward_peak
+            if segment.unit in self.whole_step:
+                yield self._moment("forward", self.labels[segment.unit], activations=workspace, gathered=buffer)
+            else:
+                # FSDP2 frees the buffer of the unit before only when this one has been copied out of its own
+                yield self._moment("forward: gather", self.labels[segment.unit], gathered=buffer + unit.gather_buffer + unit.gathered)
+                buffer = unit.gather_buffer
+                yield self._moment(
+                    "forward", self.labels[segment.unit], activations=workspace, gathered=buffer + unit.gathered,
+                )  # fmt: skip
+                if index == self.first_use[segment.unit]:
+                    self.level = self.level.plus(gathered=unit.kept)
+            self.level = self.level.plus(activations=self.segments[index].saved)
+
+    def backward(self):
+        """Moments of the backward pass, in reverse order."""
+        segments = self.description.segments
+        in_flight = 0  # the reduce input that the unit before left behind
+        waiting: set[int] = set()
+        for index in range(len(segments) - 1, -1, -1):
+            segment, unit = segments[index], self.units[segments[index].unit]
+            terms = self.segments[index]
+            label, compute = self.labels[segment.unit], terms.backward_peak + self.merging.get(index, 0)
+            ahead = 0 if self.ahead[index] is None else self.units[self.ahead[index]].prefetched
+            if segment.unit in self.whole_step:
+                yield self._moment("backward", label, activations=compute, gathered=ahead, buffers=in_flight)
+                self.level = self.level.plus(activations=-terms.saved, gradients=self.arriving[index])
+                continue
+            own = 0 if unit.kept else unit.gathered
+            yield self._moment(
+                "backward: gather", label, gathered=own + unit.prefetched, buffers=in_flight + (0 if unit.kept else unit.cast_buffer)
+            )
+            yield self._moment("backward", label, activations=compute, gathered=own + ahead, buffers=in_flight)
+            self.level = self.level.plus(activations=-terms.saved)
+            if index != self.first_use[segment.unit]:
+                self.level = self.level.plus(gradients=0 if segment.unit in waiting else unit.waiting_gradients)
+                waiting.add(segment.unit)
+                continue
+            self.level = self.level.plus(gathered=-unit.kept, gradients=-unit.waiting_gradients if segment.unit in waiting else 0)
+            yield from self._reduce(label, unit, terms.gradient, ahead)
+            in_flight = unit.reduce_tail
+        idle = set(self.whole_step) - {segment.unit for segment in segments}
+        self.level = self.level.plus(gradients=sum(self.units[i].unsharded_gradients for i in idle))
+
+    def _reduce(self, label: str, unit: UnitBytes, gradient: int, ahead: int):
+        whole = {"activations": gradient + unit.unsharded_gradients, "gathered": ahead}
+        yield self._moment("backward: reduce", label, buffers=unit.reduce_input, **whole)
+        self.level = self.level.plus(gradients=unit.gradients_after)
+        self.level = self.level.plus(buffers=unit.reduced_after)
+        yield self._moment(
+            "backward: reduce", label, activations=gradient, gathered=ahead,
+            buffers=unit.reduce_input + unit.reduce_work,
+        )  # fmt: skip
+
+    def finish(self):
+        """The reductions that come last, and the optimizer step."""
+        running = {segment.unit for segment in self.description.segments} - set(self.whole_step)
+        self.level = self.level.plus(gradients=sum(self.units[i].gradients_settled for i in running))
+        for index in self.whole_step:
+            unit, label = self.units[index], self.labels[index]
+            self.level = self.level.plus(gathered=-unit.gathered)
+            yield self._moment("reduce", label, buffers=unit.reduce_input)
+            self.level = self.level.plus(gradients=unit.gradients_after + unit.gradients_settled - unit.unsharded_gradients)
+            self.level = self.level.plus(buffers=unit.reduced_after)
+            yield self._moment("reduce", label, buffers=unit.reduce_input + unit.reduce_work)
+        self.level = replace(self.level, buffers=0)
+        yield self._moment("optimizer step", "(all)", buffers=combined_scratch(self.job, [u.step_scratch for u in self.units]))

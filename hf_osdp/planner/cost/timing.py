@@ -1,0 +1,278 @@
+"""Time of one optimizer step.
+
+    step = A Σ_segments (forward + backward compute) + Σ_units (A (copies + exposed gathers) + exposed reductions + update)
+
+with A accumulation steps. A collective is exposed by what does not fit beside the compute that FSDP2 runs with it:
+
+    forward:   max(0, gather_u - F)        F: forward compute of the segment before u, during which u is gathered
+    backward:  max(0, gather_u + reduce_u - B)   B: u's own backward compute; reduce_u: reduce-scatter, and in the last
+                                                 micro-step the all-reduce between replicas
+
+Activations that wait on the host go there beside a forward's compute, as the gather of the next unit does (of equal units, F
+stands for it), and come back beside the unit's own backward; the input of a recomputed unit comes back before it, for
+recomputation begins with it. Both ways take of the device's memory bandwidth, however well they are hidden.
+
+The second takes the steady state of a run of equal units: while one computes, the next is gathered and the one before is
+reduced, and the two share the links. Under gloo nothing overlaps, so F = B = 0. What is gathered first and reduced last
+(root, shared embedding) is exposed as a whole. Compute is what was measured; without a measurement it is a roofline:
+matrix products at the device's rate for the compute dtype, everything else at its memory bandwidth, and on the CPU the
+cost of dispatching each operator. A GPU works while the CPU issues what comes next, and
+waits where a micro-step has less work than that takes:
+
+    Σ passes = max(Σ work, Σ issue)    issue = operators * operator_s + unit_s (FSDP2's hooks, once for each unit in each pass)
+
+with the wait shared out among the passes that lack work. Copies (with all that FSDP2 does beside collectives) and update are
+measured terms of the form `call + tensors * per tensor + bytes * per byte` where the hardware has them
+(`Hardware.handling`), else copies at the speed of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..description import Activations, Affine, GatherSpan, ModelDescription, PhaseCost
+from ..hardware import Hardware
+from ..job import TrainingJob
+from .units import Batch, Choice, UnitSeconds, host_of, shape_ids, unit_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """Compute beside which a unit's communication can hide, in seconds of one micro-step."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    later: tuple[Windows, ...] = ()
+    """Of the unit's further calls (`GatherSpan.CALLS`), in which it is gathered again, but not reduced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitTime:
+    """Seconds of one unit in one optimizer step."""
+
+    compute_s: float
+    communication_s: float
+    """All collectives and host copies, hidden or not."""
+    exposed_s: float
+    """The part of them for which compute waits."""
+    copy_s: float
+    optimizer_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.exposed_s + self.copy_s + self.optimizer_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeEstimate:
+    """Seconds of one optimizer step by unit; units are in the description's order."""
+
+    units: tuple[UnitTime, ...]
+
+    @property
+    def step_s(self) -> float:
+        return sum(unit.total_s for unit in self.units)
+
+    def total(self, term: str) -> float:
+        """Sum of one term over the units, for example `total("exposed_s")`."""
+        return sum(getattr(unit, term) for unit in self.units)
+
+
+def phase_affine(phase: PhaseCost, description: ModelDescription, hardware: Hardware) -> Affine:
+    """Seconds of a phase's work on one device against samples: measured where it was, else a roofline, on the CPU with dispatching."""
+    if phase.seconds is not None:
+        return phase.seconds
+    device = hardware.device
+    parts = (
+        (phase.matmul_flops, 1 / device.rate(description.compute_dtype)),
+        (phase.traffic_bytes, 1 / device.memory_bytes_per_s),
+        (phase.operators, 0.0 if hardware.backend.overlaps else device.operator_s),
+    )
+    return Affine(
+        constant=sum(part.constant * seconds for part, seconds in parts),
+        per_sample=sum(part.per_sample * seconds for part, seconds in parts),
+    )
+
+
+def phase_seconds(phase: PhaseCost, samples: int, description: ModelDescription, hardware: Hardware) -> float:
+    """Time of a phase's work on one device, in seconds."""
+    return max(0.0, phase_affine(phase, description, hardware)(samples))
+
+
+def passes(
+    description: ModelDescription, hardware: Hardware, samples: int, activations: Activations = Activations.SAVE
+) -> list[tuple[float, float]]:
+    """Seconds of each segment's forward and backward in one micro-step, all units under one choice about activations: the work, and what
+    a GPU waits for the CPU."""
+    work, lacking, issued_s = [], [], 0.0
+    hooked: set[int] = set()
+    for segment in description.segments:
+        costs = segment.under(activations)
+        hooks_s = hardware.device.unit_s if hardware.world_size > 1 and segment.unit not in hooked else 0.0
+        hooked.add(segment.unit)
+        for phase in (costs.forward, costs.backward):
+            work.append(phase_seconds(phase, samples, description, hardware))
+            issue_s = phase.operators(samples) * hardware.device.operator_s + hooks_s
+            issued_s += issue_s
+            lacking.append(max(0.0, issue_s - work[-1]))
+    share = max(0.0, issued_s - sum(work)) / (sum(lacking) or 1.0) if hardware.backend.overlaps else 0.0
+    seconds = [done + share * lack for done, lack in zip(work, lacking, strict=True)]
+    return list(zip(seconds[::2], seconds[1::2], strict=True))
+
+
+def overlap_windows(
+    description: ModelDescription, hardware: Hardware, samples: int, activations: Activations = Activations.SAVE
+) -> tuple[Windows, ...]:
+    """For each unit, the compute that its communication can hide behind. A segment before the first gives none.
+
+    `activations` is the unit's own choice; a forward takes as long under any.
+    """
+    calls: list[list[Windows]] = [[] for _ in description.units]
+    before, overlaps = 0.0, hardware.backend.overlaps
+    for segment, (forward, backward) in zip(description.segments, passes(description, hardware, samples, activations), strict=True):
+        if description.units[segment.unit].span is not GatherSpan.STEP:
+            calls[segment.unit].append(Windows(forward=before, backward=backward) if overlaps else Windows())
+        before = forward
+    return tuple(replace(first, later=tuple(later)) for first, *later in (windows or [Windows()] for windows in calls))
+
+
+def compute_seconds(
+    description: ModelDescription, hardware: Hardware, samples: int, activations: Activations = Activations.SAVE
+) -> tuple[float, ...]:
+    """Forward and backward compute of each unit in one micro-step, under its own choice about activations."""
+    seconds = [0.0] * len(description.units)
+    for segment, both in zip(description.segments, passes(description, hardware, samples, activations), strict=True):
+        seconds[segment.unit] += sum(both)
+    return tuple(seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTrip:
+    """Seconds that a unit's activations take to the host and back, in one micro-step."""
+
+    out: float = 0.0
+    back: float = 0.0
+    awaited: bool = False
+    """Backward begins with what comes back, so that nothing hides it."""
+    traffic: float = 0.0
+    """What both copies take of the device's memory bandwidth, which compute lacks."""
+
+    @property
+    def back_beside(self) -> float:
+        """The part of the way back that runs beside backward."""
+        return 0.0 if self.awaited else self.back
+
+    @property
+    def back_before(self) -> float:
+        """The part of it that backward waits for."""
+        return self.back if self.awaited else 0.0
+
+
+def host_trips(description: ModelDescription, hardware: Hardware, samples: int, activations: Activations) -> tuple[HostTrip, ...]:
+    """For each unit, under its own choice about activations.
+
+    Raises:
+        HardwareError: they are to go to a host that is not known.
+    """
+    trips = [HostTrip()] * len(description.units)
+    if not activations.offloads:
+        return tuple(trips)
+    host = host_of(hardware)
+    for segment in description.segments:
+        nbytes = segment.under(activations).sent_bytes.bytes(samples)
+        trips[segment.unit] = HostTrip(
+            out=nbytes / host.to_host_bytes_per_s,
+            back=nbytes / host.to_device_bytes_per_s,
+            awaited=activations.recomputes,
+            traffic=2 * nbytes / hardware.device.memory_bytes_per_s,
+        )
+    return tuple(trips)
+
+
+class UnitTimer:
+    """Time of each unit of a description in an optimizer step, whatever is chosen for the others.
+
+    Args:
+        description: the model.
+        hardware: devices and links.
+        job: precision, optimizer.
+        batch: micro-batch size and accumulation.
+    """
+
+    def __init__(self, description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch) -> None:
+        self._description, self._hardware, self._job, self._batch = description, hardware, job, batch
+        samples = batch.micro_batch_size
+        windows = {again: overlap_windows(description, hardware, samples, _FORMS[again]) for again in (False, True)}
+        compute_s = {again: compute_seconds(description, hardware, samples, _FORMS[again]) for again in (False, True)}
+        self.windows = {a: windows[a.recomputes] for a in Activations}
+        """By choice about activations, for each unit."""
+        self.compute_s = {a: compute_s[a.recomputes] for a in Activations}
+        self._trips: dict[Activations, tuple[HostTrip, ...]] = {}
+        self._shapes = shape_ids(description.units)
+        self._terms: dict[tuple, UnitSeconds] = {}
+
+    def trips(self, activations: Activations) -> tuple[HostTrip, ...]:
+        """For each unit, under its own choice about activations.
+
+        Raises:
+            HardwareError: they are to go to a host that is not known.
+        """
+        if activations not in self._trips:
+            self._trips[activations] = host_trips(self._description, self._hardware, self._batch.micro_batch_size, activations)
+        return self._trips[activations]
+
+    def __call__(self, index: int, choice: Choice) -> UnitTime:
+        """Seconds of a unit under a choice."""
+        key = (self._shapes[index], choice.shard_size, choice.keep, choice.stage_size, choice.on_host)
+        terms = self._terms.get(key)
+        if terms is None:
+            terms = self._terms[key] = unit_seconds(self._description.units[index], choice, self._hardware, self._job)
+        kept = choice.activations
+        return unit_time(terms, choice, self.windows[kept][index], self.compute_s[kept][index], self._batch, self.trips(kept)[index])
+
+
+_FORMS = {False: Activations.SAVE, True: Activations.RECOMPUTE}
+"""Whether a unit recomputes → the choice that stands for all that do, or do not."""
+
+
+def unit_time(
+    terms: UnitSeconds, choice: Choice, windows: Windows, compute_s: float, batch: Batch, trip: HostTrip = HostTrip()
+) -> UnitTime:
+    """One unit's time in an optimizer step, from its terms under a choice."""
+    micro_steps, scatters = batch.accumulation_steps, batch.reduce_scatters(choice)
+    forward = max(0.0, terms.gather_forward + trip.out - windows.forward) + trip.back_before
+    back = terms.gather_backward + trip.back_beside
+    last = max(0.0, back + terms.reduce_scatter + terms.all_reduce - windows.backward)
+    earlier = max(0.0, back + (terms.reduce_scatter if scatters > 1 else 0.0) - windows.backward)
+    for call in windows.later:
+        forward += max(0.0, terms.gather_forward - call.forward) + max(0.0, terms.gather_backward - call.backward)
+    further = len(windows.later)
+    gathers = (1 + further) * (terms.gather_forward + terms.gather_backward)
+    copies = terms.copy_forward + terms.copy_backward + further * 2 * terms.copy_forward  # out of buffers in both passes
+    return UnitTime(
+        compute_s=micro_steps * compute_s,
+        communication_s=micro_steps * (gathers + trip.out + trip.back) + scatters * terms.reduce_scatter + terms.all_reduce,
+        exposed_s=micro_steps * forward + (micro_steps - 1) * earlier + last,
+        copy_s=micro_steps * (copies + trip.traffic),
+        optimizer_s=terms.optimizer,
+    )
+
+
+def estimate_time(
+    description: ModelDescription, choices: Sequence[Choice], hardware: Hardware, job: TrainingJob, batch: Batch
+) -> TimeEstimate:
+    """Time of one optimizer step.
+
+    Args:
+        description: the model.
+        choices: one a unit, in the description's order.
+        hardware: devices and links.
+        job: precision, optimizer.
+        batch: micro-batch size and accumulation.
+
+    Returns:
+        Seconds by unit and kind.
+    """
+    timer = UnitTimer(description, hardware, job, batch)
+    return TimeEstimate(units=tuple(timer(index, choice) for index, choice in enumerate(choices)))

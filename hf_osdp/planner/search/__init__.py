@@ -1,0 +1,1 @@
+"""Find the fastest plan that fits, or say what would make one fit."""

@@ -1,0 +1,108 @@
+"""Memory against throughput: plans of which none is better in both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..description import ModelDescription
+from ..hardware import Hardware
+from ..job import TrainingJob
+from .search import SearchResult, least_memory, search
+from .strategies import Strategy
+
+POINTS = 16
+"""Searches of one front, unless the caller wants another number: enough for a curve, and a few seconds at most."""
+_NEAR = 1.01
+"""Plans nearer than this ratio of memory are the same to a person."""
+
+
+def frontier(
+    description: ModelDescription,
+    hardware: Hardware,
+    job: TrainingJob,
+    most_bytes: int,
+    *,
+    strategy: str | Strategy = Strategy.OSDP,
+    points: int = POINTS,
+    at: Sequence[int] = (),
+) -> tuple[SearchResult, ...]:
+    """Points of the Pareto front of peak memory and throughput, between the least memory that any plan needs and `most_bytes`.
+
+    Each point is the fastest plan under some limit (the ε-constraint method: Haimes, Lasdon, Wismer 1971). Limits are put
+    where most is not known yet: in the middle, by ratio, of the gap with the largest product of memory and throughput.
+
+    Limits are here what a plan may fill: the margin is left out of them.
+
+    Args:
+        description: the model.
+        hardware: devices and links.
+        job: global batch, precision, optimizer.
+        most_bytes: the highest limit, in bytes of one rank.
+        strategy: whose plans.
+        points: at most so many searches, those of `at` aside.
+        at: limits that are searched in any case, such as the peaks of other plans, which the front is then not below.
+
+    Returns:
+        Search results by rising peak and rising throughput; equal ones only once.
+
+    Raises:
+        InfeasibleError: nothing fits `most_bytes`.
+        ValueError: fewer than two points, or what `search` refuses.
+    """
+    if points < 2:
+        raise ValueError(f"points={points} must be at least 2, the two ends of the front.")
+
+    hardware = hardware.with_margin(0.0)
+
+    def fastest(limit: int) -> SearchResult:
+        return search(description, hardware, job, limit, strategy=strategy)
+
+    last = fastest(most_bytes)
+    least = least_memory(description, hardware, job, strategy=strategy)
+    first = fastest(least)
+    found, gaps = [first, last], [_Gap.between(least, first, last)]
+
+    def split(gap: _Gap, limit: int) -> None:
+        found.append(fastest(limit))
+        gaps.remove(gap)
+        gaps.extend((_Gap.between(gap.low_bytes, gap.low, found[-1]), _Gap.between(limit, found[-1], gap.high)))
+
+    for limit in at:
+        if gap := next((g for g in gaps if g.low_bytes < limit < g.high.plan.peak_bytes), None):
+            split(gap, limit)
+    for _ in range(points - 2):
+        widest = max(gaps, key=lambda gap: gap.size)
+        if widest.size == 0:
+            break
+        split(widest, int(math.sqrt(widest.low_bytes * widest.high.plan.peak_bytes)))
+    return not_dominated(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gap:
+    """A stretch of limits in which the front is not known: `low` is the fastest up to `low_bytes`, `high` from its own peak."""
+
+    low_bytes: int
+    low: SearchResult
+    high: SearchResult
+
+    @classmethod
+    def between(cls, low_bytes: int, low: SearchResult, high: SearchResult) -> _Gap:
+        return cls(low_bytes=low_bytes, low=low, high=high)
+
+    @property
+    def size(self) -> float:
+        """How much is not known: the gap's area by ratios, 0 where it is too narrow to ask."""
+        memory, rate = self.high.plan.peak_bytes / self.low_bytes, self.low.plan.step_s / self.high.plan.step_s
+        return 0.0 if memory < _NEAR or rate <= 1 else math.log(memory) * math.log(rate)
+
+
+def not_dominated(results: Sequence[SearchResult]) -> tuple[SearchResult, ...]:
+    """Those to which no other is equal or better in both peak and step time, by rising peak."""
+    front: list[SearchResult] = []
+    for result in sorted(results, key=lambda r: (r.plan.peak_bytes, r.plan.step_s)):
+        if not front or result.plan.step_s < front[-1].plan.step_s:
+            front.append(result)
+    return tuple(front)

@@ -1,0 +1,172 @@
+"""The search as an integer program, solved to a proven optimum by CP-SAT.
+
+Variables: for each group of equal units, how many take each option. Each moment of the step is a linear expression in
+them (memory.py has the formulas); within a run of units with one option the level moves by the same amount from unit to
+unit, so that only the ends of each run can be a peak. Constraint: every moment <= limit. Objective: the seconds of a step.
+
+Most options are never put to the solver. The linear relaxation bounds every plan from below, and its reduced costs say how much
+each option adds to the bound at least (reduced-cost fixing: Dantzig, Fulkerson, Johnson 1954). A program over the few options that
+add least gives a plan; every option with which a better one could exist is then put in, until there is none left to add.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from ..cost.units import Choice
+from ..job import TrainingJob
+from .program import Program
+from .stages import Group, Line, Option, undominated
+
+_RESOLUTION = 2**40
+"""Integer steps that the largest possible objective is divided into."""
+_FEW, _MORE = 12, 4
+"""Options of each group in the first program, and by how many times more there are in the next where nothing was found."""
+_SAME = 1e-7
+"""Part of a step's time by which a plan must be quicker to be another's better: no rate or link is known so well, and to tell apart plans
+that are nearer takes long."""
+_ROUNDED = 1e-6
+"""Part of a bound by which rounding in the linear solver may have raised it."""
+_ROUNDING = 2**22
+"""Steps of the objective by which a reduced cost may be off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """What the solver found."""
+
+    choices: dict[int, Choice]
+    """Choice of each unit, by index."""
+    objective: float
+    """Seconds that the options add to a step."""
+    proven: bool
+
+
+def fastest(line: Line, job: TrainingJob, limit_bytes: int, *, cutoff_s: float | None = None) -> Solution | None:
+    """The options that cost least time with every moment within the limit.
+
+    Args:
+        line: stations with their options.
+        job: which optimizer step runs.
+        limit_bytes: bytes that no moment may pass.
+        cutoff_s: look only for solutions faster than this.
+
+    Returns:
+        The optimum, or None where nothing fits (or nothing is faster than the cutoff). Where the solver gave up, what it had found by
+        then, not proven; that may be nothing, at infinite cost.
+    """
+    if (line := line.within(limit_bytes)) is None:
+        return None
+    largest = sum(len(g.units) * max(o.seconds for o in g.options) for g in line.groups) or 1.0
+    scale = _RESOLUTION / largest
+    relaxed = _relaxed(line, job, limit_bytes, scale)
+    if relaxed is None and any_within(line, job, limit_bytes) is None:
+        return None
+    bound, added = relaxed or (-math.inf, {group: dict.fromkeys(group.options, 0.0) for group in line.groups})
+    best = math.inf if cutoff_s is None else cutoff_s * scale
+    if bound > best + _ROUNDING:
+        return None
+    found, proven, tried, few = None, True, _nothing(line), _FEW
+    while True:
+        worthwhile = {group: _worthwhile(group, added[group], best - bound) for group in line.groups}
+        needed = {group: set(options[:few]) for group, options in worthwhile.items()}
+        if all(options <= tried[group] for group, options in needed.items()):
+            if max(map(len, worthwhile.values())) <= few:
+                if proven:
+                    return found
+                return replace(found or Solution(choices={}, objective=math.inf, proven=False), proven=False)
+            few *= _MORE
+            continue
+        tried = needed
+        solution, complete = _solve(line.keeping(needed), job, limit_bytes, scale, best)
+        proven = proven and complete
+        if solution is not None:
+            found, best = solution, solution.objective * scale
+
+
+def _nothing(line: Line) -> dict[Group, set[Option]]:
+    return {group: set() for group in line.groups}
+
+
+def _relaxed(line: Line, job: TrainingJob, limit_bytes: int, scale: float) -> tuple[float, dict[Group, dict[Option, float]]] | None:
+    """What no plan costs less than, and what each option adds to that at least for a unit of each group; None where it was not found.
+
+    Groups of equal units share their options, but not what these add.
+    """
+    program = Program(line, job, limit_bytes, linear=True)
+    program.minimize(program.cost(lambda option: round(option.seconds * scale)))
+    relaxed = program.relax()
+    if relaxed is None:
+        return None
+    bound, reduced = relaxed
+    return bound, {group: dict(zip(group.options, costs, strict=True)) for group, costs in reduced.items()}
+
+
+def _worthwhile(group: Group, added: Mapping[Option, float], gap: float) -> list[Option]:
+    """Options that a plan may have that is no more than the gap above the bound; those that add least come first."""
+    options = sorted(group.options, key=lambda option: added[option])
+    return [option for option in options if added[option] <= gap + _ROUNDING] or options[:1]
+
+
+def _solve(line: Line, job: TrainingJob, limit_bytes: int, scale: float, best: float) -> tuple[Solution | None, bool]:
+    """The optimum of a line's options that is better than the best one known, and whether that is proven."""
+    program = Program(line, job, limit_bytes)
+    cost = program.cost(lambda option: round(option.seconds * scale))
+    program.minimize(cost)
+    if best < math.inf:
+        program.add_at_most(cost, max(-1, int(best) - 1 - int(best * _SAME)))
+    found = program.solve()
+    if found is None:
+        return None, not program.gave_up
+    choices, objective, proven = found
+    return Solution(choices=choices, objective=objective / scale, proven=proven), proven
+
+
+def any_within(line: Line, job: TrainingJob, limit_bytes: int) -> dict[int, Choice] | None:
+    """Some choice for each unit with every moment within the limit, or None where there is none."""
+    possible = line.within(limit_bytes)
+    if possible is None:
+        return None
+    frugal = {group: set(undominated(group.options, Option.fits_where)) for group in possible.groups}
+    found = Program(possible.keeping(frugal), job, limit_bytes).solve()
+    return None if found is None else found[0]
+
+
+def _peak_bound(line: Line, job: TrainingJob) -> int:
+    """Bytes below which no plan's peak lies: the least limit that the linear relaxation meets, less what rounding may have added."""
+    program = Program(line, job, None, linear=True)
+    program.minimize(program.limit)
+    relaxed = program.relax()
+    return 0 if relaxed is None else math.floor(relaxed[0] * (1 - _ROUNDED))
+
+
+def least_peak(
+    line: Line, job: TrainingJob, start: dict[int, Choice], floor_bytes: int, peak_of: Callable[[dict[int, Choice]], int]
+) -> tuple[dict[int, Choice], int]:
+    """The choices whose peak is lowest: the tightest limit that can be met.
+
+    Asks again and again for anything under the lowest peak so far, first just under it (most often there is nothing),
+    then by bisection.
+
+    Args:
+        line: stations with their options.
+        job: which optimizer step runs.
+        start: choices to better.
+        floor_bytes: a peak that nothing goes below.
+        peak_of: peak in bytes of a choice for each unit, its meshes' communicators included.
+
+    Returns:
+        The choices and their peak in bytes.
+    """
+    best, highest, impossible, attempt = start, peak_of(start), max(floor_bytes, _peak_bound(line, job)) - 1, 0
+    while highest - impossible > 1:
+        limit = highest - 1 if attempt % 2 == 0 else (highest + impossible) // 2
+        choices = any_within(line, job, limit)
+        if choices is None:
+            impossible = limit
+        else:
+            best, highest = choices, peak_of(choices)
+        attempt += 1
+    return best, highest

@@ -1,0 +1,218 @@
+"""A micro-step as a row of stations: groups of equal units, and the root's stretches between them.
+
+A choice adds the same time to each of several equal units in a row; only the peak can tell them apart. A short row is
+searched unit by unit. In a long one the units at both ends, where peaks fall, still are, and of those between only how
+many take each choice is searched for. Which of them take it is settled by a rule: in backward, the order of
+independent jobs, each with a local peak p and a change of level d, that minimises the highest level is first those that
+lower it, by ascending p, then those that raise it, by descending p - d (Abdel-Wahab and Kameda 1978; Liu 1987). Units
+are not quite independent, as each one's gather runs beside the unit before it; a plan is optimal among those laid out
+by the rule.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+
+from ..cost.communicators import Mesh
+from ..cost.units import Choice, UnitBytes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Option:
+    """A choice with the constants that it brings into the search, in bytes and seconds."""
+
+    choice: Choice
+    bytes: UnitBytes
+    seconds: float
+    """Time in one optimizer step."""
+    left_by_forward: int = 0
+    """f: saved activations and kept parameters."""
+    left_by_backward: int = 0
+    """r: gradients."""
+    copy_out_peak: int = 0
+    """Highest level while parameters are copied out in forward, above the level before it; the buffer of the unit before is left out."""
+    forward_peak: int = 0
+    """Highest level in the rest of forward, above the level before it."""
+    gather_peak: int = 0
+    """Highest level while parameters are copied out in backward, above the level before it; the reduce buffer of the unit that backward
+    met before is left out."""
+    compute_peak: int = 0
+    """Highest level in backward until gradients are reduced; that buffer and the gather that runs ahead are left out."""
+    reduce_peak: int = 0
+    """Highest level while they are, the gather that runs ahead left out."""
+    activations_on_host: int = 0
+    meshes: frozenset[Mesh] = frozenset()
+    """Those of the layout; empty where communicators take no memory."""
+    later: tuple[Option, ...] = ()
+    """The same choice in the unit's further calls (`GatherSpan.CALLS`), in forward order."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key of the rule above, for backward."""
+        peak = max(self.gather_peak + self.bytes.reduce_tail, self.backward_peak + self.bytes.prefetched)
+        change = self.left_by_backward - self.left_by_forward
+        return (0, peak) if change < 0 else (1, change - peak)
+
+    @property
+    def backward_peak(self) -> int:
+        """Highest level in backward once parameters are there, where the unit before has the same option."""
+        return max(self.compute_peak + self.bytes.reduce_tail, self.reduce_peak)
+
+    @property
+    def lowest_level(self) -> int:
+        """What it adds to the level of forward and backward at least, at every moment."""
+        return self.bytes.held + min(0, self.left_by_forward, self.left_by_backward)
+
+    @property
+    def own_peak(self) -> int:
+        """Its highest moment above the level before its forward, whatever its neighbours have."""
+        backward = self.left_by_forward + max(self.gather_peak, self.compute_peak, self.reduce_peak)
+        return max(0, self.copy_out_peak, self.forward_peak, backward)
+
+    @property
+    def highest(self) -> int:
+        """The largest of its terms, whatever its sign."""
+        own = (self.left_by_forward, self.left_by_backward, self.copy_out_peak, self.forward_peak, self.gather_peak, self.backward_peak)
+        return max(*map(abs, own), self.bytes.held, *(option.highest for option in self.later))
+
+    @property
+    def host(self) -> int:
+        """What is on the host: states, and activations."""
+        return self.bytes.host + self.activations_on_host
+
+    def dominates(self, other: Option) -> bool:
+        """No worse in time and at every moment, so that `other` is never needed."""
+        return self.seconds <= other.seconds and self.fits_where(other)
+
+    def fits_where(self, other: Option) -> bool:
+        """No worse at every moment, and no more communicators."""
+        return self.meshes <= other.meshes and all(a <= b for a, b in zip(self.levels, other.levels, strict=True))
+
+    @functools.cached_property
+    def levels(self) -> tuple[int, ...]:
+        """Bytes at each moment that the choice bears on."""
+        held = self.bytes.held
+        return (
+            held, held + self.left_by_forward, held + self.left_by_backward, held + self.forward_peak, held + self.copy_out_peak,
+            held + self.gather_peak, held + self.compute_peak, held + self.compute_peak + self.bytes.prefetched,
+            held + self.reduce_peak, held + self.reduce_peak + self.bytes.prefetched,
+            self.bytes.prefetched, self.bytes.gather_buffer, held + self.left_by_backward + self.bytes.step_scratch,
+            held + self.bytes.gathered, self.bytes.reduce_input, self.bytes.reduced_after + self.bytes.reduce_output,
+            self.bytes.reduce_stage, self.bytes.last_gradient, self.host, self.bytes.host_moment,
+            held + self.left_by_backward + self.bytes.gradients_settled, held + self.bytes.gradients_after + self.bytes.gradients_settled,
+            held + self.left_by_backward + self.bytes.gradients_settled + self.bytes.step_scratch,
+            held + self.left_by_backward + self.bytes.reduce_tail,
+            *(level for call in self.later for level in call.levels),
+        )  # fmt: skip
+
+
+def undominated(options: Sequence[Option], dominates: Callable[[Option, Option], bool]) -> list[Option]:
+    """Options that no other makes needless; of equal ones the first."""
+    best: list[Option] = []
+    for option in sorted(options, key=lambda option: (sum(option.levels), option.seconds)):  # none is dominated by a later one
+        if not any(dominates(other, option) for other in best):
+            best.append(option)
+    return best
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Group:
+    """Equal units that run one after the other. Groups are told apart by identity: comparing all their options takes long."""
+
+    units: tuple[int, ...]
+    """Indices in forward order."""
+    options: tuple[Option, ...]
+    """Not dominated, in the order in which backward meets them."""
+    prefetches: bool = False
+    """The unit before the first is gathered while that one's backward computes."""
+
+    def assign(self, counts: Sequence[int]) -> dict[int, Choice]:
+        """Give `counts[k]` units the k-th option, by the rule."""
+        chosen = [option.choice for option, count in zip(self.options, counts, strict=True) for _ in range(count)]
+        return dict(zip(reversed(self.units), chosen, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A further call of a unit whose group is earlier in the line."""
+
+    unit: int
+    number: int
+    """Which of `Option.later` it is."""
+    prefetches: bool
+    """The unit before it is gathered while its backward computes."""
+
+    def of(self, group: Group) -> Group:
+        """The call as a group, of the unit's own group."""
+        return replace(group, options=tuple(option.later[self.number] for option in group.options), prefetches=self.prefetches)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """A segment of the root or of shared weights, which are gathered for the whole step."""
+
+    unit: int
+    saved: int
+    forward_peak: int
+    backward_peak: int
+    gradients: int
+    """What the whole step's gradients are more by when its backward is done."""
+    prefetches: bool
+    """The unit before it is gathered while its backward computes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """All stations of a micro-step, in forward order."""
+
+    stations: tuple[Group | Call | Stretch, ...]
+    whole_step: tuple[Group, ...]
+    """Units that are gathered for the whole step, one group each."""
+    idle: tuple[Group, ...]
+    """Units that never run: they hold parameters and nothing else."""
+    model_bytes: int
+    """Buffers of the module and the batch."""
+    host_limit_bytes: int
+    """What may be taken of the host's memory, for one rank; 0 where there is none."""
+    communicator_bytes: int = 0
+    """What each communicator of a mesh takes."""
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Every group of which options are to be chosen."""
+        return (*(s for s in self.stations if isinstance(s, Group)), *self.whole_step, *self.idle)
+
+    @property
+    def least_host_bytes(self) -> int:
+        """Bytes on the host that no choice avoids."""
+        return sum(len(group.units) * min(option.host for option in group.options) for group in self.groups)
+
+    def keeping(self, options: Mapping[Group, Set[Option]]) -> Line:
+        """The line with only these options of each group, in their order."""
+
+        def less(group: Group) -> Group:
+            return replace(group, options=tuple(option for option in group.options if option in options[group]))
+
+        return replace(
+            self,
+            stations=tuple(less(s) if isinstance(s, Group) else s for s in self.stations),
+            whole_step=tuple(map(less, self.whole_step)),
+            idle=tuple(map(less, self.idle)),
+        )
+
+    def within(self, limit_bytes: int) -> Line | None:
+        """The line without options that alone pass a limit though all other units take what adds least; None where a group has no other."""
+        least = {group: min(option.lowest_level for option in group.options) for group in self.groups}
+        level = self.model_bytes + sum(min(0, s.saved) for s in self.stations if isinstance(s, Stretch))
+        level += sum(len(group.units) * nbytes for group, nbytes in least.items())
+        level += sum(min(option.bytes.gathered for option in group.options) for group in self.whole_step)
+        room = {group: limit_bytes - level + nbytes for group, nbytes in least.items()}
+        kept = {group: {o for o in group.options if o.lowest_level + o.own_peak <= room[group]} for group in self.groups}
+        return self.keeping(kept) if all(kept.values()) else None
+
+    def fits_host(self, choices: dict[int, Choice]) -> bool:
+        """Whether the host has memory for what these choices move there."""
+        chosen = [o for group in self.groups for unit in group.units for o in group.options if o.choice == choices[unit]]
+        return sum(o.host for o in chosen) + max((o.bytes.host_moment for o in chosen), default=0) <= self.host_limit_bytes

@@ -1,0 +1,1 @@
+"""Checks before a run starts: what would go wrong, with its remedy."""

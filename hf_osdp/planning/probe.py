@@ -1,0 +1,258 @@
+"""A few real steps of a plan on a throw-away copy of the model: what the plan needs, before training starts.
+
+No rank holds a second whole model: the copy is made on the meta device, sharded there, and only then given memory. Weights are
+small random numbers; peak and time do not depend on them.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ..distributed.mesh import Meshes, collective_device, destroy_mesh, world_size
+from ..distributed.topology import find_topology
+from ..measurement.step_meter import Observation, StepMeter, training_tensors
+from ..modeling.batch import Inputs
+from ..modeling.build import checkpoint_blocks
+from ..modeling.units import class_of
+from ..planner.description import UnitDescription
+from ..planner.job import TrainingJob
+from ..planner.plan import Plan
+from ..sharding.apply import apply_plan, needs_process_group
+from ..sharding.environment import mp_policy
+from ..sharding.host_offload import empty_on_device
+from ..sharding.steps import batch_on, make_optimizer, train_step
+from .memory_errors import is_out_of_memory
+
+TIMED_STEPS = 3
+"""Steps that are timed, and others whose collectives are; medians count."""
+_SPREAD = 0.02
+"""Weights are uniform within this: as transformers are initialised, and finite in float16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What is tried, beside the plan. Every rank has the same."""
+
+    model: nn.Module
+    """Unsharded; it is copied and stays as it is. On any rank it may be on the meta device."""
+    units: tuple[UnitDescription, ...]
+    job: TrainingJob
+    inputs: Inputs
+    """From a number of samples to forward's keyword arguments, as `describe` takes them."""
+    device: torch.device
+    block_classes: tuple[str, ...] = ()
+    """Blocks that are recomputed in backward."""
+    activation_checkpointing: bool = False
+    checkpoint_wrapper: bool = False
+    """They are recomputed in torch's `checkpoint_wrapper`, as Accelerate does it, rather than by the model itself."""
+
+
+def probe(plan: Plan, trial: Trial, meshes: Meshes | None, *, timed_steps: int = TIMED_STEPS) -> Observation:
+    """Run a plan for a few steps and throw everything away but the observation. Collective.
+
+    Random number generators are left as they were found. On CUDA each rank first takes its steps alone, with collectives that
+    send nothing (the same allocations): a rank that runs out of memory there keeps no other waiting.
+
+    Args:
+        plan: the same on every rank.
+        trial: model, job and inputs.
+        meshes: of the process group; None where there is none.
+        timed_steps: steps that are timed, at least 1, and others whose collectives are.
+
+    Returns:
+        Peak, step time and collectives, the same on every rank.
+    """
+    find_topology()  # now, while all ranks are here: what follows looks it up, and ranks may fail one by one
+    with _generators_kept(trial.device):
+        seen = (_on_cuda if trial.device.type == "cuda" else _observe)(plan, trial, meshes, timed_steps)
+    _give_back(trial.device)
+    return seen
+
+
+def _on_cuda(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int) -> Observation:
+    """Memory alone first, then time among all."""
+    before = _least_of_ranks(torch.cuda.memory_allocated(trial.device))
+    if meshes is not None:
+        _connect(meshes, plan, trial.device)
+    alone = None if meshes is None else SilentMeshes(meshes.device_type)
+    silent = replace(trial, job=replace(trial.job, clips_gradients=False))  # a norm would be summed over the world
+    failed = False
+    try:
+        _observe(plan, silent, alone, timed_steps=1, summed=False)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        failed = True  # what follows must not run inside the handler: the traceback keeps the copy alive
+    finally:
+        if alone is not None:
+            alone.close()
+    _give_back(trial.device)
+    if _any_rank(failed):
+        return Observation(steps=0, median_step_s=None, peak_bytes=None, out_of_memory=True)
+    seen = _observe(plan, trial, meshes, timed_steps)
+    peak = None if seen.peak_bytes is None else seen.peak_bytes - before
+    return Observation(
+        steps=seen.steps, median_step_s=seen.median_step_s, peak_bytes=peak, collectives=seen.collectives, timings=seen.timings
+    )
+
+
+def _observe(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int, *, summed: bool = True) -> Observation | None:
+    """Measured steps on a copy that is gone when this returns; `summed` asks for the figures over all ranks."""
+    model = sharded_copy(plan, trial, meshes)
+    optimizer = make_optimizer(model, trial.job.optimizer)
+    batch = batch_on(trial.inputs, plan.micro_batch_size, trial.device)
+    tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
+    meter = StepMeter(
+        trial.device, lambda: [*training_tensors(model, optimizer), *tensors], clocked_steps=timed_steps
+    )  # fmt: skip
+    try:
+        for _ in range(meter.untimed + timed_steps):
+            meter.step_begins()
+            train_step(model, optimizer, batch, plan, trial.job)
+            meter.step_ends()
+        return meter.summary() if summed else None
+    finally:
+        meter.abandon()
+        optimizer.zero_grad()
+        optimizer.state.clear()
+
+
+# ------------------------------------------------------------------------------------------------------------- pieces
+
+
+def sharded_copy(plan: Plan, trial: Trial, meshes: Meshes | None) -> nn.Module:
+    """The model anew under the plan, on the device, with weights of its own. Collective."""
+    policy = mp_policy(trial.job.precision)
+    whole = not needs_process_group(plan, policy)
+    model = _empty_copy(trial.model, trial.device if whole else torch.device("meta"))
+    if trial.checkpoint_wrapper:
+        _wrap_blocks(model, trial.block_classes)
+    elif trial.activation_checkpointing:
+        checkpoint_blocks(model, trial.block_classes)
+    apply_plan(model, plan, trial.units, meshes=meshes, mp_policy=policy, broadcast=False)
+    if isinstance(model, FSDPModule):
+        empty_on_device(model, trial.device)
+    _fill(model, trial.model)
+    return model
+
+
+class SilentMeshes(Meshes):
+    """Meshes of the same shapes whose collectives send nothing: a rank runs alone, and allocates what it does among all."""
+
+    def __init__(self, device_type: str) -> None:
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
+
+        super().__init__(device_type)
+        self._made: list[DeviceMesh] = []
+
+    def form(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        """A mesh on the backend `fake`."""
+        mesh = init_device_mesh(self.device_type, shape, mesh_dim_names=names, backend_override=dict.fromkeys(names, "fake"))
+        self._made.append(mesh)
+        return mesh
+
+    def close(self) -> None:
+        """Give the process groups back. Collective."""
+        for mesh in self._made:
+            destroy_mesh(mesh)
+        self._made.clear()
+
+
+def _empty_copy(model: nn.Module, device: torch.device) -> nn.Module:
+    """The module with parameters and buffers without content on a device; what was shared stays shared."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device=device, requires_grad=False)
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device=device)
+    return copy.deepcopy(model, memo).train()
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, source: nn.Module) -> None:
+    """Random weights from a generator of their own; buffers as they are, or zeros where the source has none in memory."""
+    generators: dict[torch.device, torch.Generator] = {}
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        generator = generators.setdefault(local.device, torch.Generator(local.device).manual_seed(0))
+        if local.is_floating_point():
+            local.uniform_(-_SPREAD, _SPREAD, generator=generator)
+        else:
+            local.zero_()
+    for buffer, original in zip(model.buffers(), source.buffers(), strict=True):
+        if original.is_meta:
+            buffer.zero_()
+        else:
+            buffer.copy_(original)
+
+
+def _wrap_blocks(model: nn.Module, block_classes: tuple[str, ...]) -> None:
+    """Recompute blocks in backward, as `accelerate.utils.fsdp_utils.fsdp2_apply_ac` does it."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
+
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=partial(checkpoint_wrapper, preserve_rng_state=False),
+        check_fn=lambda module: class_of(module).__name__ in block_classes,
+    )
+
+
+@contextmanager
+def _generators_kept(device: torch.device) -> Iterator[None]:
+    """Leave the random number generators of Python, NumPy and torch as they are: models draw from each of them."""
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    array = None if numpy is None else numpy.random.get_state()
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(array)
+
+
+def _connect(meshes: Meshes, plan: Plan, device: torch.device) -> None:
+    """Have NCCL take the memory of every communicator now: it does so when a group first communicates. Collective."""
+    meshes.prepare(plan)
+    for group in meshes.groups(plan):
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def _least_of_ranks(value: int) -> int:
+    if world_size() == 1:
+        return value
+    least = torch.tensor([value], dtype=torch.int64, device=collective_device())
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return int(least.item())
+
+
+def _any_rank(flag: bool) -> bool:
+    if world_size() == 1:
+        return flag
+    flags = torch.tensor([float(flag)], device=collective_device())
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags.item())
+
+
+def _give_back(device: torch.device) -> None:
+    """Free the copy, whose modules and hooks refer to each other, and what it left in torch's cache."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

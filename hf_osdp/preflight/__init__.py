@@ -1,1 +1,0 @@
-"""What can go wrong in a training is said before it starts, with the remedy."""

@@ -1,1 +1,0 @@
-"""Run a plan on FSDP2: mesh, apply, clip, scale, verify."""

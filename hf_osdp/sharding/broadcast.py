@@ -1,0 +1,62 @@
+"""Equal weights on every rank, before they are sharded."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..distributed.mesh import collective_device, world_size
+from ..errors import PlanMismatchError
+from ..modeling.units import canonical_name
+
+
+@torch.no_grad()
+def broadcast_parameters(model: nn.Module) -> None:
+    """Give every rank rank 0's parameters and buffers. Collective.
+
+    Replicated and HSDP units only ever average gradients: replicas that start unequal stay unequal for ever. Tensors that
+    are on the meta device on any rank are left out on all (whoever loads them later makes them equal).
+
+    Args:
+        model: an unsharded model, on any device.
+
+    Raises:
+        PlanMismatchError: the ranks' models have tensors of other names, shapes or dtypes.
+    """
+    if world_size() == 1:
+        return
+    tensors = _tensors(model)
+    on_meta = _agree_on_meta(tensors)
+    device = collective_device()
+    for (_, tensor), skip in zip(tensors, on_meta, strict=True):
+        if not skip and tensor.numel():
+            _broadcast(tensor, device)
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, shared ones once."""
+    return [(canonical_name(name), tensor) for named in (model.named_parameters(), model.named_buffers()) for name, tensor in named]
+
+
+def _agree_on_meta(tensors: list[tuple[str, torch.Tensor]]) -> list[bool]:
+    """For each tensor, whether some rank has it on the meta device."""
+    listing = repr([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors])
+    mine = (hashlib.sha256(listing.encode()).hexdigest(), [tensor.is_meta for _, tensor in tensors])
+    everyone: list[tuple[str, list[bool]]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    if different := [rank for rank, (digest, _) in enumerate(everyone) if digest != everyone[0][0]]:
+        raise PlanMismatchError(
+            f"The model on ranks {different} has other parameters or buffers than on rank 0; build the same model on every rank."
+        )
+    return [any(flags) for flags in zip(*(flags for _, flags in everyone), strict=True)]
+
+
+def _broadcast(tensor: torch.Tensor, device: torch.device) -> None:
+    """Send one tensor from rank 0 as bytes: backends differ in the dtypes that they know."""
+    staged = tensor.detach().to(device).contiguous()
+    dist.broadcast(staged.reshape(-1).view(torch.uint8), src=0)
+    if staged.data_ptr() != tensor.data_ptr():
+        tensor.copy_(staged)

@@ -1,0 +1,117 @@
+"""Gradient norm and clipping where parameters lie on different meshes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from ..distributed.mesh import collective_device, world_size
+
+
+@torch.no_grad()
+def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """Norm of all gradients as one vector, each element counted once. Collective: one all-reduce over the world.
+
+    A gradient cut into s shards on W ranks is held W/s times, so
+
+        norm^p = sum over ranks of sum over gradients of (s / W) * |local shard|_p^p
+
+    and for p = inf the largest local norm. The sum is taken in float64.
+
+    Args:
+        grads: DTensors on any meshes that span the world, or plain tensors that are equal on every rank; on the device or on
+            the host. A rank whose shard is empty takes part.
+        norm_type: p >= 1 or `inf`.
+
+    Returns:
+        A 0-d tensor, equal on every rank, in the widest dtype of the gradients (at least float32).
+
+    Raises:
+        ValueError: `norm_type` is not positive.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type} must be positive; use 1, 2 or inf.")
+    grads = list(grads)
+    device = collective_device() if world_size() > 1 else _main_device(grads)
+    value = torch.zeros((), dtype=torch.float64, device=device)
+    for (shard_size, _), locals_ in _by_kind(grads).items():
+        norms = torch.stack([_norm(tensor, norm_type).double() for tensor in locals_]).to(device)
+        if math.isinf(norm_type):
+            value = torch.maximum(value, norms.max())
+        else:
+            value = value + norms.pow(norm_type).sum() * (shard_size / world_size())
+    if world_size() > 1:
+        dist.all_reduce(value, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
+    if not math.isinf(norm_type):
+        value = value.pow(1.0 / norm_type)
+    return value.to(_result_dtype(grads))
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale gradients in place so that their norm is at most `max_norm`. Collective.
+
+    As `torch.nn.utils.clip_grad_norm_`, which fails where parameters lie on different meshes.
+
+    Args:
+        parameters: the same parameters on every rank; those without a gradient are passed over.
+        max_norm: the largest norm that is left as it is.
+        norm_type: p >= 1 or `inf`.
+
+    Returns:
+        The norm before clipping, a 0-d tensor.
+    """
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = total_norm(grads, norm_type)
+    # 1e-6 as in torch, so that results agree with one process to the last bit.
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for grad in grads:
+        by_device.setdefault(local(grad).device, []).append(local(grad))
+    for device, tensors in by_device.items():
+        torch._foreach_mul_(tensors, factor.to(device))
+    return norm
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, sharing its storage."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _by_kind(grads: list[torch.Tensor]) -> dict[tuple[int, torch.device], list[torch.Tensor]]:
+    """Local gradients by shard size and device."""
+    groups: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
+    for grad in grads:
+        groups.setdefault((_shard_size(grad), local(grad).device), []).append(local(grad))
+    return groups
+
+
+def _main_device(grads: list[torch.Tensor]) -> torch.device:
+    """Where most of a model is: units on the host are beside an accelerator."""
+    devices = [local(grad).device for grad in grads]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def _shard_size(tensor: torch.Tensor) -> int:
+    if not isinstance(tensor, DTensor):
+        return 1
+    return math.prod(tensor.device_mesh.size(axis) for axis, placement in enumerate(tensor.placements) if placement.is_shard())
+
+
+def _norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Norm of one local tensor; 0 where it is empty, for which torch's infinity norm raises."""
+    if not tensor.numel():
+        return tensor.new_zeros((), dtype=torch.float64)
+    return torch.linalg.vector_norm(tensor, norm_type, dtype=torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _result_dtype(grads: list[torch.Tensor]) -> torch.dtype:
+    dtype = torch.float32
+    for grad in grads:
+        dtype = torch.promote_types(dtype, grad.dtype)
+    return dtype

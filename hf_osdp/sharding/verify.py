@@ -1,0 +1,131 @@
+"""Read the layout back from a sharded model, and compare it with the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from ..distributed.mesh import world_size
+from ..distributed.two_stage import TwoStageAllGather, TwoStageReduceScatter, flat_collectives
+from ..errors import PlanMismatchError
+from ..modeling.activation_offload import is_offloaded
+from ..modeling.units import modules_by_name
+from ..modeling.wrapping import is_recomputed
+from ..planner.description import Activations, UnitDescription
+from ..planner.plan import Plan, UnitDecision
+from .apply import effective
+from .host_offload import is_on_host, parameter_groups
+
+
+def read_back(model: nn.Module, units: tuple[UnitDescription, ...]) -> tuple[UnitDecision, ...]:
+    """What FSDP2 really does with each unit.
+
+    Args:
+        model: a model after `apply_plan`.
+        units: its units, found before it was sharded.
+
+    Returns:
+        One decision a unit, in the order of `units`. A unit without parameters has no layout; it reads as sharded over all
+        and kept, as does one that one process trains as it is.
+
+    Raises:
+        PlanMismatchError: a unit is not sharded, lies on a mesh that is not this world, or holds other parameters.
+    """
+    modules, owners = modules_by_name(model), _owners(model)
+    return tuple(_read_unit(unit, modules, owners) for unit in units)
+
+
+def verify_applied(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> None:
+    """Refuse to train in another layout than the plan's.
+
+    Raises:
+        PlanMismatchError: names the first unit that differs, and how many do.
+    """
+    modules = modules_by_name(model)
+    different = [
+        (unit, planned, found)
+        for unit, found in zip(units, read_back(model, units), strict=True)
+        if _managed(unit) and found != (planned := _visible(effective(plan.decision(unit.fqn), unit), modules[unit.module_names[0]]))
+    ]
+    if different:
+        unit, planned, found = different[0]
+        raise PlanMismatchError(
+            f"Unit {unit.label!r} runs as {found.describe(plan.world_size)!r}, but the plan says"
+            f" {planned.describe(plan.world_size)!r} ({len(different)} of {len(units)} units differ);"
+            " apply the plan to a fresh model and do not change its layout afterwards."
+        )
+
+
+def _visible(planned: UnitDecision, module: nn.Module) -> UnitDecision:
+    """What of a decision the model shows: not what micro-steps do, nor the layout of a unit that one process trains as it is."""
+    shown = replace(planned, reduce_every_micro_step=True)
+    plain = world_size() == 1 and not planned.on_host and not parameter_groups(module)
+    return replace(shown, reshard_after_forward=False) if plain else shown
+
+
+def _read_unit(unit: UnitDescription, modules: dict[str, nn.Module], owners: dict[tuple[int, str], str]) -> UnitDecision:
+    world = world_size()
+    if not _managed(unit):
+        return UnitDecision(fqn=unit.fqn, shard_size=world, reshard_after_forward=False)
+    module = modules[unit.module_names[0]]
+    groups = parameter_groups(module)
+    activations = Activations.of(recomputes=is_recomputed(module), offloads=is_offloaded(module))
+    if world == 1 and not groups:  # plain parameters, see `apply_plan`
+        return UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=False, activations=activations)
+    if len(groups) != 1:
+        raise PlanMismatchError(f"Unit {unit.label!r} has {len(groups)} FSDP2 parameter groups instead of one; apply the plan to it.")
+    group = groups[0]
+    held = {owners.get((id(p._module_info.module), p._module_info.param_name), "") for p in group.fsdp_params}
+    if held != (expected := _managed(unit)):
+        odd = sorted(held ^ expected)[0]
+        raise PlanMismatchError(
+            f"Unit {unit.label!r} was to hold {len(expected)} parameters and holds {len(held)}; first odd one: {odd!r}."
+        )
+    mesh = group.mesh_info.mesh
+    if mesh.size() != world:
+        raise PlanMismatchError(f"Unit {unit.label!r} lies on a mesh of {mesh.size()} ranks, but {world} are running.")
+    return UnitDecision(
+        fqn=unit.fqn,
+        shard_size=mesh.size(mesh.ndim - 1),
+        reshard_after_forward=group.post_forward_mesh_info is not None,
+        stage_size=_stage_size(group),
+        activations=activations,
+        on_host=is_on_host(group),
+    )
+
+
+def _managed(unit: UnitDescription) -> set[str]:
+    """Names of the parameters that FSDP2 has; those without dimensions are replicated beside it."""
+    return {parameter.name for parameter in unit.parameters if parameter.shape}
+
+
+def _stage_size(group: Any) -> int:
+    """Ranks of a node where a parameter group gathers and reduces in two stages, else 1."""
+    mesh = group.mesh_info.mesh
+    shards = mesh.get_group(mesh.ndim - 1)
+    gather, scatter = group._all_gather_comm, group._reduce_scatter_comm
+    two_stage = (isinstance(gather, TwoStageAllGather), isinstance(scatter, TwoStageReduceScatter))
+    if two_stage == (True, True) and gather.stages == scatter.stages and gather.stages.covers(shards):
+        return gather.stages.per_node
+    flat = tuple(type(collective) for collective in flat_collectives(shards, mesh.device_type))
+    if shards.size() > 1 and (type(gather), type(scatter)) != flat:
+        raise PlanMismatchError(
+            f"A unit gathers by {type(gather).__name__} and reduces by {type(scatter).__name__}, which no plan has;"
+            " apply the plan to a fresh model and do not change its collectives afterwards."
+        )
+    return 1
+
+
+def _owners(model: nn.Module) -> dict[tuple[int, str], str]:
+    """(identity of the owning module, attribute) → the first name of the parameter."""
+    first: dict[int, str] = {}
+    owners: dict[tuple[int, str], str] = {}
+    for name, module in modules_by_name(model).items():
+        module = getattr(module, "_checkpoint_wrapped_module", module)
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                full = f"{name}.{leaf}".lstrip(".")
+                owners[id(module), leaf] = first.setdefault(id(parameter), full)
+    return owners

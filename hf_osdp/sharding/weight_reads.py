@@ -1,0 +1,293 @@
+"""Weights that are read without a call of their module, and the check that no gradient stays unreduced.
+
+FSDP2 gathers a unit when its module is called. A fused loss that reads `model.lm_head.weight`, or a penalty on the weights of one
+block, calls nothing: it would see a shard, or the gradient of what it saw would never be reduced. So a read of an attribute such
+as `head.weight`, between the start of forward and the end of backward, gathers the unit, which then stays gathered and is reduced
+at the end of backward, as FSDP2 does with the root's parameters. So does the root where a part of the model is called alone.
+
+After each backward every unit is checked: a gradient that no reduction has taken raises an error. This sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from ..distributed.collective_calls import require_all
+from ..distributed.mesh import collective_device, world_size
+from ..errors import OSDPError, UnreducedGradientError
+from ..modeling.units import modules_by_name
+from ..planner.description import UnitDescription
+from .host_offload import parameter_groups
+
+_IN_CALL = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
+"""States of a unit whose module runs forward, or is recomputed in backward: its own reads."""
+_REMEDY = (
+    "read weights as attributes of their module (model.lm_head.weight) within the forward or the loss, and not through"
+    " model.parameters(), full_tensor() or a reference that was kept from before"
+)
+_MIXED = ("got mixed torch.Tensor and DTensor", "inputs with different meshes")
+"""What torch says of operators on shards and whole tensors, or on shards of several layouts."""
+
+
+class WeightReads:
+    """Gathers units whose weights are read outside of a call, and checks all units after backward.
+
+    It lives in hooks of the root module, and around FSDP2's own end of backward.
+    """
+
+    def __init__(self, root: FSDPModule, units: Sequence[UnitDescription], scalars: Iterable[nn.Parameter]) -> None:
+        """
+        Args:
+            root: the model, with every unit sharded.
+            units: its units, for their labels.
+            scalars: parameters without dimensions, which FSDP2 does not manage: their gradients are averaged here.
+        """
+        self.active = False
+        """Between the first forward of the root or a unit and the end of backward."""
+        self._after_evaluation = False
+        """The root's forward without gradients has ended; a loss may follow."""
+        self._root = root
+        self._scalars = tuple(scalars)
+        self._labels = _labelled_groups(root, units)
+        self._pinned: list[Any] = []
+        self._gathered: list[Any] = []
+        self._hooked: dict[tuple[int, str], nn.Parameter] = {}
+        for group in self._labels:
+            _watch_parameters(group, self)
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                state = module._get_fsdp_state()
+                state._root_post_backward_final_callback = partial(self._backward_ends, state)
+                state._pre_backward = partial(_refuse_second_gradients, state._pre_backward)
+                if module is not root:
+                    module.register_forward_pre_hook(self._unit_begins, prepend=True)
+        root.register_forward_pre_hook(self._forward_begins)  # after FSDP2's, which reads shards to set itself up
+        root.register_forward_hook(self._forward_ends)
+        root._apply = self._end_step_before(root._apply)
+
+    def read(self, group: Any) -> None:
+        """Prepare a unit for a read of one of its parameters. Collective where the unit shows shards.
+
+        Args:
+            group: the unit's parameter group of FSDP2.
+        """
+        if not self.active or group._training_state in _IN_CALL:
+            return
+        if not group.is_unsharded:
+            if self._after_evaluation:  # where one rank alone may look at a weight
+                require_all(f"Reading a weight of {self._labels[group]} after forward")
+            group.unshard()
+            group.wait_for_unshard()
+            self._gathered.append(group)
+        if torch.is_grad_enabled() and not any(group is pinned for pinned in self._pinned):
+            # Until all gradients are there: reductions of calls in the same step would miss that of the read.
+            group.post_backward, group.reshard = _wait, _wait
+            self._pinned.append(group)
+            self._hook(group, "_unsharded_param", lambda parameter: self._end_is_due)
+
+    def end_step(self) -> None:
+        """Let go of what reads have gathered, where no backward follows."""
+        self.active = False
+        self._unpin()
+        for group in self._gathered:
+            if group.is_unsharded and group._training_state not in _IN_CALL:
+                group.reshard()
+        self._gathered.clear()
+
+    def _unit_begins(self, module: nn.Module, args: Any) -> None:
+        """A unit is called; perhaps without the root, as `model.base_model(...)` or `model.get_input_embeddings()(ids)` do."""
+        if not self.active or self._after_evaluation:
+            self._root._get_fsdp_state()._lazy_init()
+            self._forward_begins(module, args)
+
+    def _forward_begins(self, module: nn.Module, args: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if not self._pinned:  # else an earlier forward of the same step has read them
+            self.end_step()
+        self.active, self._after_evaluation = True, False
+        for group, label in self._labels.items():  # loading may have put new parameters in the place of others
+            self._hook(group, "sharded_param", lambda parameter, label=label: _refuser(label, parameter))
+
+    def _forward_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() and not self._pinned:
+            self.end_step()
+            self.active = self._after_evaluation = True
+
+    def _end_is_due(self, gradient: torch.Tensor) -> None:
+        """Have backward's end looked at, also where no module was called.
+
+        Raises:
+            OSDPError: backward is to run again through a weight that was read, which is freed at its end.
+        """
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            raise OSDPError(
+                "retain_graph=True lets backward run again through a weight that the loss reads, but it is freed after the first; add the"
+                " losses up and call backward once."
+            )
+        self._root._get_fsdp_state()._register_root_post_backward_final_callback()
+
+    def _backward_ends(self, state: Any) -> None:
+        """FSDP2's end of backward for the units of `state`'s root, when all gradients are there; then the check."""
+        self._unpin()
+        type(state)._root_post_backward_final_callback(state)
+        self._gathered.clear()
+        self.active = False
+        ended = [group for one in state._state_ctx.all_states for group in parameter_groups(one._modules[0])]
+        if state._state_ctx is self._root._get_fsdp_state()._state_ctx:
+            self._average_scalars()
+        self._check(ended)
+
+    def _end_step_before(self, apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+        """`model.to(...)` and its like, which work on shards."""
+
+        def applied(*args: Any, **kwargs: Any) -> nn.Module:
+            self.end_step()
+            return apply(*args, **kwargs)
+
+        return applied
+
+    def _unpin(self) -> None:
+        for group in self._pinned:
+            del group.post_backward, group.reshard
+        self._pinned.clear()
+
+    @torch.no_grad()
+    def _average_scalars(self) -> None:
+        """Average gradients of parameters without dimensions over all ranks, in the micro-step that reduces. Collective."""
+        scalars = [parameter for parameter in self._scalars if parameter.requires_grad]
+        if not scalars or world_size() == 1 or not all(group.all_reduce_grads for group in self._labels):
+            return
+        own = [(0.0, 0.0) if p.grad is None else (p.grad.item(), 1.0) for p in scalars]
+        sums = torch.tensor(own, dtype=torch.float64, device=collective_device())
+        dist.all_reduce(sums)
+        for parameter, (total, used) in zip(scalars, sums.tolist(), strict=True):
+            if used:  # on some rank
+                parameter.grad = torch.full_like(parameter, total / world_size())
+
+    def _check(self, ended: Iterable[Any]) -> None:
+        """Refuse to go on with a gradient that was not reduced.
+
+        Raises:
+            UnreducedGradientError: names the unit and its parameter.
+        """
+        for group in ended:
+            if not group.reduce_grads:
+                continue
+            for parameter in group.fsdp_params:
+                whole = getattr(parameter, "_unsharded_param", None)
+                if (whole is not None and whole.grad is not None) or parameter.unsharded_accumulated_grad is not None:
+                    label, name = self._labels.get(group, "?"), parameter._module_info.param_name
+                    raise UnreducedGradientError(
+                        f"Unit {label!r} got a gradient for its {name} that was not reduced over the ranks, because it came after the"
+                        f" unit's own backward; {_REMEDY}."
+                    )
+
+    def _hook(self, group: Any, attribute: str, hook: Callable[[Any], Callable[[torch.Tensor], None]]) -> None:
+        """Put a hook on the gradients of a unit's tensors, once on each."""
+        for parameter in group.fsdp_params:
+            tensor = getattr(parameter, attribute)
+            if tensor.requires_grad and self._hooked.get((id(parameter), attribute)) is not tensor:
+                tensor.register_hook(hook(parameter))
+                self._hooked[id(parameter), attribute] = tensor
+
+
+class _WatchedParameters(dict):
+    """A module's `_parameters`: a read of one by name tells `WeightReads`. Iteration, as in `named_parameters`, does not."""
+
+    __slots__ = ("group", "reads")
+
+    def __getitem__(self, name: str) -> Any:
+        if self.reads.active:
+            self.reads.read(self.group)
+        return super().__getitem__(name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self.items()),)
+
+
+def watch_reads(model: nn.Module, units: Sequence[UnitDescription], scalars: Iterable[nn.Parameter]) -> None:
+    """Make reads of weights right, and unreduced gradients an error; see the module. A model that FSDP2 does not run needs neither.
+
+    Args:
+        model: after `fully_shard`.
+        units: its units.
+        scalars: its parameters without dimensions, which FSDP2 was told to ignore.
+    """
+    if isinstance(model, FSDPModule):
+        WeightReads(model, units, scalars)
+
+
+def end_step(model: nn.Module) -> None:
+    """Show shards of what was read without a call, where no backward follows. Nothing happens in a model that is not watched."""
+    for hook in model._forward_pre_hooks.values():
+        if isinstance(reads := getattr(hook, "__self__", None), WeightReads):
+            reads.end_step()
+
+
+def _labelled_groups(root: nn.Module, units: Sequence[UnitDescription]) -> dict[Any, str]:
+    """FSDP2's parameter groups with the labels of their units."""
+    modules = modules_by_name(root)
+    return {group: unit.label for unit in units for group in parameter_groups(modules[unit.module_names[0]])}
+
+
+def _watch_parameters(group: Any, reads: WeightReads) -> None:
+    for module in _owners(group):
+        if not isinstance(module._parameters, _WatchedParameters):
+            watched = _WatchedParameters(module._parameters)
+            watched.group, watched.reads = group, reads
+            module.__dict__["_parameters"] = watched
+
+
+def _owners(group: Any) -> Iterator[nn.Module]:
+    """The modules that hold a unit's parameters."""
+    for parameter in group.fsdp_params:
+        yield parameter._module_info.module
+        yield from parameter._module_info.shared_modules
+
+
+def _refuser(label: str, parameter: Any) -> Callable[[torch.Tensor], None]:
+    """A hook of a shard, which nobody reduces the gradients of."""
+
+    def refuse(gradient: torch.Tensor) -> None:
+        name = parameter._module_info.param_name
+        raise UnreducedGradientError(
+            f"Unit {label!r} got a gradient for a shard of its {name}, which is not reduced over the ranks; {_REMEDY}."
+        )
+
+    return refuse
+
+
+def _refuse_second_gradients(pre_backward: Callable[[torch.Tensor], torch.Tensor], gradient: torch.Tensor) -> torch.Tensor:
+    """FSDP2's hook before a unit's backward, which frees the unit's weights after it: a second backward through them would read
+    freed memory."""
+    if torch.is_grad_enabled():
+        raise OSDPError(
+            "create_graph=True asks for gradients of gradients, which need weights that are freed by then; leave it out (a penalty on"
+            " gradients), or train this loss with osdp=False."
+        )
+    return pre_backward(gradient)
+
+
+@contextmanager
+def mixing_explained() -> Iterator[None]:
+    """Say what to do where a loss mixes whole tensors with shards, of which torch says only that it cannot."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(text in str(error) for text in _MIXED):
+            raise
+        raise OSDPError(f"The loss mixes whole tensors with shards of weights; {_REMEDY}.") from error
+
+
+def _wait(*unused: Any) -> None:
+    """Stand in for FSDP2's reduction and release of a unit until backward has ended."""

@@ -1,0 +1,1 @@
+"""Run a model on fake tensors and describe what it saves, peaks at and computes."""

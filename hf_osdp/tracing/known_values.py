@@ -1,0 +1,242 @@
+"""Real values of small tensors, carried beside fake ones, so that a model may ask for them.
+
+A model asks for values where it selects by a mask, counts labels or branches. Of a batch the integers and masks are known, and so is
+all that is computed from them alone. Where a value is not known, as of a mask that activations decide, all of it counts as true.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from ..modeling.batch import plain_batch
+from .fake_copy import DEVICE, fake_like
+from .live_bytes import is_dtensor, tensors_in
+
+aten = torch.ops.aten
+
+_MOST_KNOWN = 2**22
+"""Elements up to which integers and masks are computed for real: milliseconds."""
+_MOST_KNOWN_FLOATS = 2**12
+"""The same of floating-point numbers: lengths, weights of samples, and no activations."""
+_UNKNOWN = object()
+_LIKE = frozenset({aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full})
+"""They take shape and dtype of their first argument, and no value."""
+_UNSET = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided})
+"""They make memory whose values nobody knows."""
+_INDEXED = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index, aten._unsafe_index_put})
+"""Their second argument is a list of indices."""
+
+
+class KnownValues(TorchDispatchMode):
+    """Answers data-dependent operators on fake tensors.
+
+    Enter it right after the `FakeTensorMode`, so that the modes above see each operator once, with the memory of its result.
+
+    Args:
+        alone: answer collectives as if this process were the only one, and send nothing.
+    """
+
+    def __init__(self, *, alone: bool) -> None:
+        super().__init__()
+        self._alone = alone
+        self._values: dict[int, torch.UntypedStorage] = {}
+        """By fake storage, so that views and what is written through them are right by themselves."""
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def know(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """Remember a tensor's values, unless they are too many. Views of a tensor share what is known."""
+        storage = fake.untyped_storage()
+        if not _is_small(fake) or storage.nbytes() > 8 * _MOST_KNOWN or real.device.type == "meta":
+            return
+        key = storage._cdata
+        with _disable_current_modes():
+            self._values[key] = torch.zeros(storage.nbytes(), dtype=torch.uint8).untyped_storage()
+            self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
+            once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in fake.stride())  # memory that elements share
+            self.value(fake)[once].copy_(real.detach()[once])
+
+    def fakes_of(self, batch: Any, mode: FakeTensorMode, floating_dtype: torch.dtype | None = None) -> Any:
+        """Fake tensors like those of a batch, in new mappings; floating-point ones in `floating_dtype` if given."""
+
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            made = fake_like(tensor, mode, floating_dtype)
+            self.know(made, tensor)
+            return made
+
+        return tree_map_only(torch.Tensor, fake, plain_batch(batch))
+
+    def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The values of a tensor, in memory that its views share, or None."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor.detach() if tensor.device == DEVICE and _is_small(tensor) else None
+        storage = tensor.untyped_storage()
+        known = self._values.get(storage._cdata)
+        if known is None or known.nbytes() != storage.nbytes():  # storages of parameters are resized
+            return None
+        with _disable_current_modes():
+            return torch.empty(0, dtype=tensor.dtype).set_(known, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def count(self, mask: torch.Tensor, shape: torch.Size) -> int:
+        """How many elements are true in a mask of this shape, expanded to it if need be; all where they are not known."""
+        values = self.value(mask)
+        if values is None:
+            return shape.numel()
+        with _disable_current_modes():
+            return int(values.expand(shape).count_nonzero())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_dtensor, types)):
+            return NotImplemented
+        kwargs, packet = kwargs or {}, func._overloadpacket
+        if func.namespace == "c10d" and self._alone:
+            return self._as_if_alone(func, args)
+        if packet in _ANSWERS:
+            real = self._computed(func, args, kwargs)
+            return _ANSWERS[packet](self, *args, **kwargs) if real is _UNKNOWN else tree_map_only(torch.Tensor, self._made_fake, real)
+        given = args
+        if packet in _INDEXED:
+            given = (args[0], [position for index in args[1] for position in self._positions(index)], *args[2:])
+        result = func(*given, **kwargs)
+        self._carry(func, args, kwargs, result)
+        return result
+
+    def _carry(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Compute an operator's result for real where all its arguments are known; what it writes otherwise is known no more."""
+        if func.is_view and isinstance(args[0], FakeTensor):
+            return
+        made = list(tensors_in(result))
+        real = self._computed(func, args, kwargs) if made and all(map(_is_small, made)) else _UNKNOWN
+        if real is _UNKNOWN:
+            for tensor in _written(func, args, kwargs) if func._schema.is_mutable else ():
+                self._forget(tensor.untyped_storage()._cdata)
+            return
+        for fake, value in zip(made, tensors_in(real), strict=True):
+            if fake.untyped_storage()._cdata not in self._values:
+                self.know(fake, value)
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The operator's result for known values, or `_UNKNOWN`."""
+        if torch.Tag.nondeterministic_seeded in func.tags or func._overloadpacket in _UNSET:
+            return _UNKNOWN
+        with _disable_current_modes(), torch.no_grad():
+            if func._overloadpacket in _LIKE:  # of the first argument's shape and dtype, and not of its values
+                args = (torch.zeros((), dtype=args[0].dtype).expand(args[0].shape), *args[1:])
+            if any(self.value(tensor) is None for tensor in tensors_in((args, kwargs))):
+                return _UNKNOWN
+            try:
+                return func(*tree_map_only(torch.Tensor, self.value, args), **tree_map_only(torch.Tensor, self.value, kwargs))
+            except (RuntimeError, IndexError):  # ids of another vocabulary, for example, which do no harm to a trace
+                return _UNKNOWN
+
+    def _made_fake(self, real: torch.Tensor) -> torch.Tensor:
+        fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=DEVICE)
+        self.know(fake, real)
+        return fake
+
+    def _positions(self, index: Any) -> list[Any]:
+        """An index as it is, or for a mask the positions where it is true, one tensor for each of its dimensions."""
+        if not isinstance(index, torch.Tensor) or index.dtype not in (torch.bool, torch.uint8):
+            return [index]
+        return [_empty(self.count(index, index.shape)) for _ in range(index.dim())]
+
+    def _as_if_alone(self, func: Any, args: Any) -> Any:
+        """A collective's answer: what is gathered is what was given, as often as there is room for it."""
+        from torch._C._distributed_c10d import FakeWork
+
+        given = list(tensors_in(args[1]))  # none where it is reduced or sent in place
+        for tensor in tensors_in(args[0]) if given else ():
+            source, target = self.value(given[0]), self.value(tensor)
+            if len(given) > 1 or source is None or target is None or target.numel() % source.numel():
+                self._forget(tensor.untyped_storage()._cdata)
+                continue
+            with _disable_current_modes():
+                target.view(-1, source.numel()).copy_(source.reshape(1, -1))
+        work = FakeWork().boxed()
+        return work if len(func._schema.returns) == 1 else (args[0], work)
+
+    def _forget(self, storage: int) -> None:
+        self._values.pop(storage, None)
+        self._references.pop(storage, None)
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.numel() <= (_MOST_KNOWN_FLOATS if tensor.is_floating_point() or tensor.is_complex() else _MOST_KNOWN)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The tensors among an operator's arguments that it writes."""
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.is_write:
+            yield from tensors_in(args[number] if number < len(args) else kwargs.get(argument.name))
+
+
+# ------------------------------------------------------------------------------------- answers where values are not known
+
+
+def _empty(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int64, device=DEVICE)
+
+
+def _scalar(known: KnownValues, tensor: torch.Tensor) -> bool | int | float:
+    """No, or one: a number that divides, and passes the threshold under which a layer is dropped."""
+    return False if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
+
+
+def _nonzero(known: KnownValues, tensor: torch.Tensor) -> torch.Tensor:
+    return _empty(tensor.numel(), tensor.dim())
+
+
+def _masked_select(known: KnownValues, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return tensor.new_empty(known.count(mask, torch.broadcast_shapes(tensor.shape, mask.shape)))
+
+
+def _unique(known: KnownValues, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """Every element once, or every slice; with the inverse and the counts, asked for or not."""
+    return tensor.new_empty(tensor.numel()), _empty(*tensor.shape), _empty(tensor.numel())
+
+
+def _unique_slices(known: KnownValues, tensor: torch.Tensor, dim: int, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    return torch.empty_like(tensor), _empty(tensor.shape[dim]), _empty(tensor.shape[dim])
+
+
+def _repeated(known: KnownValues, repeats: torch.Tensor, *, output_size: int | None = None) -> torch.Tensor:
+    return _empty(repeats.numel() if output_size is None else output_size)
+
+
+def _counted(known: KnownValues, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+    return _empty(max(1, minlength)) if weights is None else weights.new_empty(max(1, minlength))
+
+
+def _ctc_loss(
+    known: KnownValues, log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any, *args: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A loss for each sample, and log probabilities of every prefix of its target, blanks between."""
+    if isinstance(target_lengths, torch.Tensor):
+        values = known.value(target_lengths)
+        with _disable_current_modes():
+            target_lengths = [targets.shape[-1]] if values is None else values.tolist()
+    frames, samples, _ = log_probs.shape
+    return log_probs.new_empty(samples), log_probs.new_empty(samples, frames, 2 * max(target_lengths) + 1)
+
+
+_ANSWERS = {
+    aten._local_scalar_dense: _scalar,
+    aten.equal: lambda known, tensor, other: False,
+    aten.nonzero: _nonzero,
+    aten.masked_select: _masked_select,
+    aten._unique2: _unique,
+    aten.unique_consecutive: _unique,
+    aten.unique_dim: _unique_slices,
+    aten.unique_dim_consecutive: _unique_slices,
+    aten.repeat_interleave: _repeated,
+    aten.bincount: _counted,
+    aten._ctc_loss: _ctc_loss,
+    aten._ctc_loss_backward: lambda known, grad, log_probs, *args: torch.empty_like(log_probs),
+}

@@ -1,0 +1,125 @@
+"""Checkpoints of one process: the Trainer's and Accelerate's."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from accelerate.utils import ProjectConfiguration
+from safetensors.torch import load_file
+from transformers import TrainerCallback, TrainingArguments
+
+from hf_osdp.checkpoint.finding import check_checkpoint
+from hf_osdp.errors import CheckpointError
+from hf_osdp.integrations.accelerator import OSDPAccelerator
+from hf_osdp.integrations.trainer import Trainer
+from hf_osdp.modeling.split.apply_split import split_operators
+from hf_osdp.planner.presets import preset
+from hf_osdp.planner.split import OperatorSplit
+from tests.helpers.models import VOCABULARY, tiny_model
+from tests.unit.checkpoint.checkpoints import saved
+
+
+def trainer(folder, slices: int, seed: int) -> Trainer:
+    generator = torch.Generator().manual_seed(1)
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, VOCABULARY, (16, 12), generator=generator)]
+    model = tiny_model("gpt2", seed=seed, layers=2)
+    split_operators(model, [OperatorSplit(fqn=fqn, slices=slices) for fqn in ("lm_head", "transformer.h.0.mlp.c_fc")])
+    arguments = TrainingArguments(
+        str(folder), per_device_train_batch_size=4, max_steps=4, save_steps=2, save_strategy="steps", use_cpu=True, report_to=[],
+        disable_tqdm=True, learning_rate=1e-2, seed=1,
+    )  # fmt: skip
+    return Trainer(model=model, args=arguments, train_dataset=data)
+
+
+@pytest.mark.parametrize("slices", [2, 4])
+def test_the_trainer_resumes_in_any_number_of_slices(tmp_path, slices):
+    first = trainer(tmp_path, 4, seed=0)
+    first.train()
+    whole = {name: value.shape for name, value in tiny_model("gpt2", layers=2).state_dict().items() if name != "lm_head.weight"}
+    assert {name: value.shape for name, value in load_file(tmp_path / "checkpoint-4" / "model.safetensors").items()} == whole
+    again = trainer(tmp_path / "again", slices, seed=5)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    state = again.model.state_dict()
+    assert max((state[name] - value).abs().max().item() for name, value in first.model.state_dict().items()) < 1e-12
+
+
+def planned(folder, **options) -> Trainer:
+    generator = torch.Generator().manual_seed(1)
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, VOCABULARY, (16, 12), generator=generator)]
+    arguments = TrainingArguments(
+        str(folder), per_device_train_batch_size=4, max_steps=4, save_strategy="steps", save_steps=1, use_cpu=True, report_to=[],
+        disable_tqdm=True, learning_rate=1e-2, seed=1, **options,
+    )  # fmt: skip
+    osdp = {"hardware": preset("cpu", devices_per_node=1), "compare": False}
+    return Trainer(model=tiny_model("gpt2", layers=1), args=arguments, train_dataset=data, eval_dataset=data, osdp=osdp)
+
+
+def test_the_best_checkpoint_stays_and_is_loaded(tmp_path):
+    trainer = planned(
+        tmp_path, save_total_limit=2, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, greater_is_better=True
+    )
+    weights = {}
+    trainer.add_callback(_Weights(trainer, weights))
+    trainer.train()  # the loss falls: the first is the best of a metric that should be high
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-4"]
+    assert json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["best_model_checkpoint"].endswith("/checkpoint-1")
+    assert all(torch.equal(value, weights[1][name]) for name, value in trainer.model.state_dict().items())
+    check_checkpoint(tmp_path / "checkpoint-1")
+
+
+class _Weights(TrainerCallback):
+    def __init__(self, trainer, into):
+        self._trainer, self._into = trainer, into
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._into[state.global_step] = {name: value.clone() for name, value in self._trainer.model.state_dict().items()}
+
+
+def test_a_checkpoint_that_was_asked_for_must_be_sound(tmp_path):
+    planned(tmp_path, save_total_limit=2).train()
+    (tmp_path / "checkpoint-4" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"checkpoint-4 is damaged: model.safetensors is missing; take one before it"):
+        planned(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    again = planned(tmp_path)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 4 and len(again.state.log_history) == 1, "went on from checkpoint-3"
+    with pytest.raises(ValueError, match=r"There is no complete checkpoint in .*; leave resume_from_checkpoint out to begin"):
+        planned(tmp_path / "empty").train(resume_from_checkpoint=True)
+
+
+class Counter:
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def test_accelerates_own_naming(tmp_path):
+    naming = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = OSDPAccelerator(osdp={"hardware": preset("cpu", devices_per_node=1)}, project_config=naming)
+    model = tiny_model("gpt2", layers=1)
+    accelerator.plan(model, sequence_length=12, global_batch_size=2)
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    counter = Counter(0)
+    accelerator.register_for_checkpointing(counter)
+    for counter.value in range(4):
+        assert accelerator.save_state() == str(tmp_path / "checkpoints" / f"checkpoint_{counter.value}")
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_2", "checkpoint_3"]
+    (tmp_path / "checkpoints" / "checkpoint_3" / "optimizer.bin").write_bytes(b"")
+    accelerator.load_state()
+    assert counter.value == 2
+    accelerator.load_state(strict=True)  # for load_state_dict of one process
+    for call, folder in ((accelerator.save_state, None), (accelerator.load_state, saved(tmp_path / "shards"))):
+        with pytest.raises(ValueError, match="state has no use for strict, tag with this run or this checkpoint; leave it out"):
+            call(folder, strict=True, tag=1)
+    counter.value = Counter(1)  # could be written, and never read again
+    with pytest.raises(CheckpointError, match="The state of Counter, registered for checkpointing, holds more than tensors and plain"):
+        accelerator.save_state()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("checkpoint_*")) == ["checkpoint_2", "checkpoint_3"]

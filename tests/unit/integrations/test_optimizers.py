@@ -1,0 +1,57 @@
+"""What the planner is told about the optimizer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_osdp.integrations.optimizers import spec_of_optimizer, spec_of_trainer_name
+from hf_osdp.planner.job import OptimizerStep
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "states"),
+    [
+        (torch.optim.AdamW, {}, 2),
+        (torch.optim.AdamW, {"amsgrad": True}, 3),
+        (torch.optim.SGD, {"lr": 0.1}, 0),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 1),
+        (torch.optim.Adagrad, {}, 1),
+        (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}, 3),
+    ],
+)
+def test_states_are_what_torch_really_keeps(cls, options, states):
+    parameter = torch.nn.Parameter(torch.ones(7))
+    optimizer = cls([parameter], **options)
+    parameter.grad = torch.ones(7)
+    optimizer.step()
+    kept = sum(1 for value in optimizer.state[parameter].values() if torch.is_tensor(value) and value.numel() == 7)
+    assert spec_of_optimizer(optimizer, device_type="cpu").states == states == kept
+
+
+@pytest.mark.parametrize(
+    ("options", "device_type", "step"),
+    [
+        ({}, "cpu", OptimizerStep.FOR_LOOP),
+        ({}, "cuda", OptimizerStep.FOREACH),
+        ({"fused": True}, "cpu", OptimizerStep.FUSED),
+        ({"foreach": True}, "cpu", OptimizerStep.FOREACH),
+        ({"foreach": False}, "cuda", OptimizerStep.FOR_LOOP),
+    ],
+)
+def test_how_the_step_runs(options, device_type, step):
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], **options)
+    assert spec_of_optimizer(optimizer, device_type=device_type).step is step
+
+
+def test_names_of_the_trainer():
+    assert spec_of_trainer_name("adamw_torch_fused", device_type="cpu").step is OptimizerStep.FUSED
+    assert spec_of_trainer_name("adamw_torch", device_type="cuda").step is OptimizerStep.FOREACH
+    assert spec_of_trainer_name("sgd", device_type="cpu").states == 0
+
+
+def test_unknown_optimizers_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"adafactor.*adamw_torch"):
+        spec_of_trainer_name("adafactor", device_type="cpu")
+    with pytest.raises(ValueError, match=r"LBFGS.*adamw"):
+        spec_of_optimizer(torch.optim.LBFGS([torch.nn.Parameter(torch.ones(1))]), device_type="cpu")

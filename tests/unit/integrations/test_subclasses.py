@@ -1,0 +1,163 @@
+"""Trainers of others under a plan: how classes are put together, and what stays as it is."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Seq2SeqTrainer, TrainingArguments
+
+import hf_osdp
+from hf_osdp import OSDPConfig, with_osdp
+from hf_osdp.integrations.own_loss import held_models, traced_loss
+from hf_osdp.integrations.subclasses import batch_coupling, whole_weights
+from hf_osdp.planner.presets import preset
+
+
+class Scaled(transformers.Trainer):
+    """Has a constructor of its own, which knows nothing of a plan, and changes the model after the stock one has ended."""
+
+    def __init__(self, model, args, scale, **kwargs):
+        super().__init__(model=model, args=args, **kwargs)
+        self.scale = scale
+        self.seen = []
+        self.judge = torch.nn.Linear(3, 5)
+        forward = model.forward
+        model.forward = functools.wraps(forward)(lambda **inputs: forward(**inputs))
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.seen.append(1)
+        logits = model(**inputs).logits
+        extra = torch.zeros(len(logits), 4096)  # what the model's own loss does not allocate
+        return self.scale * logits.float().pow(2).mean() + extra.exp().mean() * logits.mean()
+
+
+def model():
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 64, "max_position_embeddings": 64}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, num_attention_heads=2, **sizes))
+
+
+def rows():
+    return Dataset.from_dict({"input_ids": [[1] * 8, [2] * 16], "labels": [[1] * 8, [2] * 16]})
+
+
+def arguments(tmp_path, **options):
+    return TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, per_device_train_batch_size=2, report_to=[], **options)
+
+
+CONFIG = OSDPConfig(hardware=preset("cpu"), compare=False)
+
+
+def test_with_osdp_takes_the_option_though_the_subclass_does_not_know_it(tmp_path):
+    trainer = with_osdp(Scaled)(model(), arguments(tmp_path), 2.0, train_dataset=rows(), osdp=CONFIG)
+    assert trainer.plan is not None and trainer.scale == 2.0 and isinstance(trainer, Scaled) and isinstance(trainer, hf_osdp.Trainer)
+    assert with_osdp(Scaled).__name__ == "Scaled"
+    assert with_osdp(Scaled)(model(), arguments(tmp_path), 2.0, train_dataset=rows(), osdp=False).plan is None
+
+
+def test_own_subclass_takes_the_option_too(tmp_path):
+    class Mine(Scaled, hf_osdp.Trainer):
+        pass
+
+    class Known(hf_osdp.Trainer):
+        def __init__(self, *args, osdp=None, **kwargs):
+            self.given = osdp
+            super().__init__(*args, osdp=osdp, **kwargs)
+
+    assert Mine(model(), arguments(tmp_path), 1.0, train_dataset=rows(), osdp=CONFIG).plan is not None
+    known = Known(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)
+    assert known.given is CONFIG and known.plan is not None
+
+
+def test_other_order_of_bases_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"Wrong lists hf_osdp's Trainer before Scaled, .* write class Wrong\(Scaled, Trainer\)"):
+        type("Wrong", (hf_osdp.Trainer, Scaled), {})
+
+
+def test_with_osdp_of_known_classes():
+    assert with_osdp(transformers.Trainer) is hf_osdp.Trainer and with_osdp(hf_osdp.Trainer) is hf_osdp.Trainer
+    assert issubclass(with_osdp(Seq2SeqTrainer), Seq2SeqTrainer)
+    with pytest.raises(ValueError, match=r"with_osdp takes a subclass of transformers\.Trainer"):
+        with_osdp(dict)
+
+
+def test_plan_is_made_for_the_loss_that_runs(tmp_path):
+    own = with_osdp(Scaled)(model(), arguments(tmp_path), 1.0, train_dataset=rows(), osdp=CONFIG)
+    stock = hf_osdp.Trainer(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)
+    assert own.seen == [], "the trainer itself stays as it is"
+    assert own._run.description.trace.startswith("fake tensors")
+    held = [sum(segment.saved_bytes.bytes(2) for segment in trainer._run.description.segments) for trainer in (own, stock)]
+    assert held[0] != held[1]
+    assert own._run.description.other_bytes == (3 * 5 + 5) * 4 == held_models(own)["judge"]
+    assert own.plan.sequence_length == 16
+
+
+def test_micro_batches_stay_where_a_loss_may_couple_samples(tmp_path, caplog):
+    own = with_osdp(Scaled)(model(), arguments(tmp_path, gradient_accumulation_steps=4), 1.0, train_dataset=rows(), osdp=CONFIG)
+    assert (own.plan.micro_batch_size, own.plan.accumulation_steps) == (2, 4)
+    assert "Scaled computes its own loss" in caplog.text
+    asked = with_osdp(Scaled)(
+        model(), arguments(tmp_path), 1.0, train_dataset=rows(), osdp=OSDPConfig(hardware=preset("cpu"), micro_batch_size=1, compare=False)
+    )
+    assert asked.plan.micro_batch_size == 1
+    assert batch_coupling(hf_osdp.Trainer(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)) is None
+
+
+def test_own_loss_of_a_subclass_of_sft_couples_again():
+    sft = type("SFTTrainer", (transformers.Trainer,), {"compute_loss": lambda *args: None})
+    trainers = [object.__new__(cls) for cls in (sft, type("Mine", (sft,), {"compute_loss": lambda *args: None}))]
+    for trainer in trainers:
+        trainer.model = model()
+    assert batch_coupling(trainers[0]) is None and "Mine computes its own loss" in batch_coupling(trainers[1])
+    trainers[0].aux_loss_enabled = True
+    assert "balances its experts" in batch_coupling(trainers[0])
+
+
+def test_loss_that_cannot_be_traced_falls_back_and_says_so(tmp_path, caplog):
+    class Odd(transformers.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            raise RuntimeError("not under fake tensors")
+
+    trainer = with_osdp(Odd)(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)
+    assert trainer.plan is not None
+    assert "What the loop's own loss computes from its batches cannot be traced" in caplog.text
+
+
+def test_modules_that_a_loss_holds_are_fake_copies(tmp_path):
+    class Holder(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.own = inner, torch.nn.Parameter(torch.ones(3))
+
+        def forward(self, **inputs):
+            return self.inner(**inputs).loss * self.own.sum()
+
+    class Held(transformers.Trainer):
+        def __init__(self, *args, holder, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.holder = holder
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return self.holder(**inputs)
+
+    inner = model()
+    trainer = with_osdp(Held)(model=inner, args=arguments(tmp_path), train_dataset=rows(), holder=Holder(inner), osdp=CONFIG)
+    assert trainer._run.description.trace.startswith("fake tensors")
+    assert trainer.holder.inner is inner and trainer.holder.own.grad is None
+    assert callable(traced_loss(trainer))
+
+
+def test_whole_weights_are_shown_while_a_trainer_saves():
+    inner = model()
+    before = inner.lm_head.weight
+    with whole_weights(inner, {"lm_head.weight": torch.zeros(64, 32)}):
+        assert inner.lm_head.weight.abs().sum() == 0
+    assert inner.lm_head.weight is before
+
+
+def test_constructor_keeps_its_signature():
+    assert "scale" in inspect.signature(with_osdp(Scaled).__init__).parameters

@@ -1,0 +1,178 @@
+"""Times of segments: which stretch a moment belongs to, the shortened model, and what fits whose description."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
+
+from hf_osdp.errors import ProfileError
+from hf_osdp.measurement.block_times import measure_block_times
+from hf_osdp.measurement.profile import measure_profile
+from hf_osdp.measurement.reduced import materialise, shortened
+from hf_osdp.measurement.stopwatch import Stopwatch
+from hf_osdp.measurement.synchronize import typical
+from hf_osdp.modeling.build import build_on_meta
+from hf_osdp.modeling.units import find_units
+from hf_osdp.planner.presets import preset
+from hf_osdp.planner.profile import Profile, with_block_times
+from hf_osdp.tracing.describe import describe
+from tests.helpers.distributed import run_ranks
+from tests.helpers.sampling import slow_but
+
+CPU = torch.device("cpu")
+CONFIGS = {
+    "gpt2": GPT2Config(n_layer=5, n_embd=20, n_head=4, vocab_size=61, n_positions=16, bos_token_id=0, eos_token_id=0),
+    "bert": BertConfig(num_hidden_layers=5, hidden_size=20, num_attention_heads=4, intermediate_size=36, vocab_size=61),
+    "llama": LlamaConfig(
+        num_hidden_layers=5, hidden_size=20, num_attention_heads=2, num_key_value_heads=1, intermediate_size=36, vocab_size=61,
+        tie_word_embeddings=False,
+    ),
+    "t5": T5Config(num_layers=4, d_model=16, d_ff=32, num_heads=2, d_kv=8, vocab_size=61),
+}  # fmt: skip
+
+
+def measured(name: str, **options):
+    options = {"sequence_length": 12, "micro_batch_sizes": (1, 2), "seconds": 0.1, **options}
+    return measure_block_times(CONFIGS[name], device=CPU, **options)
+
+
+@pytest.mark.parametrize("name", slow_but(CONFIGS, daily=("gpt2", "llama")))
+def test_every_segment_of_the_whole_model_finds_its_times(name):
+    state = torch.get_rng_state()
+    profile = Profile(hardware=preset("cpu"), segments=measured(name))
+    assert torch.equal(torch.get_rng_state(), state)
+    description = with_block_times(describe(CONFIGS[name], sequence_length=12), profile)
+    blocks = [s for s in description.segments if description.units[s.unit].class_name in description.block_classes]
+    assert len(blocks) == {"t5": 8}.get(name, 5)
+    assert all(s.forward.seconds(2) > 0 and s.backward.seconds(2) > 0 for s in blocks)
+    assert profile.micro_batch_sizes == (1, 2)
+
+
+def test_checkpointed_and_plain_blocks_are_told_apart():
+    profile = Profile(hardware=preset("cpu"), segments=measured("gpt2", activation_checkpointing=True))
+    with_block_times(describe(CONFIGS["gpt2"], sequence_length=12, activation_checkpointing=True), profile)
+    with pytest.raises(ProfileError, match="checkpointing"):
+        with_block_times(describe(CONFIGS["gpt2"], sequence_length=12), profile)
+
+
+def test_wrong_sizes_are_refused():
+    for sizes, message in (((), "is empty"), ((0, 1), "micro_batch_sizes has 0"), ((1.5,), "has 1.5")):
+        with pytest.raises(ValueError, match=message):
+            measured("gpt2", micro_batch_sizes=sizes)
+
+
+def test_a_shortened_model_has_a_few_blocks_and_the_original_all():
+    model = build_on_meta(CONFIGS["gpt2"])
+    short = shortened(model, find_units(model), 2)
+    assert (len(short.transformer.h), len(model.transformer.h)) == (2, 5)
+    assert all(parameter.is_meta for parameter in short.parameters())
+
+
+def test_blocks_of_every_kind_stay():
+    class Even(nn.Linear):
+        pass
+
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), Even(4, 4), nn.Linear(4, 4)])
+    short = shortened(model, find_units(model, ["Linear", "Even"]), 2)
+    assert len(short.layers) == 4  # the only Even is the fourth
+
+
+def test_materialised_models_keep_ties_and_have_real_buffers():
+    whole = build_on_meta(CONFIGS["bert"])
+    model = materialise(shortened(whole, find_units(whole), 1), CPU, torch.bfloat16)
+    embeddings = model.bert.embeddings
+    assert embeddings.word_embeddings.weight is model.cls.predictions.decoder.weight
+    assert embeddings.word_embeddings.weight.dtype is torch.bfloat16
+    assert torch.equal(embeddings.position_ids[0], torch.arange(CONFIGS["bert"].max_position_embeddings))
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert embeddings.word_embeddings.weight.std() > 0
+
+
+class Slow(nn.Module):
+    """Sleeps in forward and in backward."""
+
+    def __init__(self, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.forward_s, self.backward_s = forward_s, backward_s
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.forward_s)
+        out = value * self.weight
+        inner = out.clone()
+        inner.register_hook(lambda _: time.sleep(self.backward_s))
+        return inner + 0.0
+
+
+class Row(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.ones(3))
+        self.layers = nn.ModuleList([Slow(0.01, 0.02), Slow(0.03, 0.04)])
+
+    def forward(self) -> torch.Tensor:
+        value = self.start * 2
+        for layer in self.layers:
+            value = layer(value)
+        time.sleep(0.05)
+        return value.sum()
+
+
+def test_stopwatch_gives_each_stretch_its_own_time():
+    model = Row()
+    units = find_units(model, ["Slow"])
+    watch = Stopwatch(model, units, CPU, None, meets=True)
+    with watch.attached():
+        watch.start()
+        loss = model()
+        watch.turn()
+        loss.backward()
+        seconds = watch.stop()
+    assert watch.stretches == [0, 1, 0, 2, 0]
+    least = [(0, 0), (0.01, 0.02), (0, 0), (0.03, 0.04), (0.05, 0)]
+    for (forward, backward), (least_forward, least_backward) in zip(seconds, least, strict=True):
+        assert forward >= least_forward and backward >= least_backward
+    # of each phase's sleep nothing is in another stretch: those that do not sleep stay below the shortest sleep
+    assert max(seconds[0][0], seconds[2][0], seconds[0][1], seconds[2][1], seconds[4][1]) < 0.01
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert "forward" not in model.layers[0].__dict__
+
+
+def _profile_here():
+    profile = measure_profile(device_type="cpu", seconds=0.5, model_or_config=CONFIGS["gpt2"], sequence_length=12, micro_batch_sizes=(1, 2))
+    return profile.to_json()
+
+
+@pytest.mark.slow
+def test_ranks_agree_on_the_whole_profile():
+    texts = run_ranks(_profile_here, 2)
+    assert texts[0] == texts[1]
+    profile = Profile.from_json(texts[0])
+    handling = profile.hardware.handling
+    for work in (handling.gather, handling.reduce, *handling.updates.values()):
+        assert work(4, 2**20) > 0, "of a few tensors; on a busy machine a call or a tensor alone may come out as nothing"
+    assert len(profile.device_names) == 2 and profile.host_link.to_host_bytes_per_s > 1e6
+    with_block_times(describe(CONFIGS["gpt2"], sequence_length=12), profile)
+
+
+def test_alone_the_machine_has_no_links_and_nothing_to_shard():
+    profile = measure_profile(device_type="cpu", seconds=0.2)
+    assert (profile.hardware.timings, profile.hardware.handling, profile.segments) == ((), None, ())
+    assert "torch" in profile.versions and profile.date
+
+
+def test_what_cannot_be_measured_is_refused():
+    with pytest.raises(ValueError, match="seconds=0 must be positive"):
+        measure_profile(device_type="cpu", seconds=0)
+    with pytest.raises(ValueError, match="give sequence_length"):
+        measure_profile(device_type="cpu", model_or_config=CONFIGS["gpt2"])
+
+
+def test_typical_is_a_mean_that_one_outlier_in_ten_does_not_move():
+    assert typical([1.0, 3.0]) == 2.0
+    assert typical([1.0] * 8 + [3.0, 100.0]) == pytest.approx((7 * 1.0 + 3.0) / 8)

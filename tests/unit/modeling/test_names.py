@@ -1,0 +1,148 @@
+"""Optimizer states by Hugging Face names, and slices as chunks of one tensor."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from hf_osdp.checkpoint.split_states import get_optimizer_state_dict
+from hf_osdp.checkpoint.split_tensors import SlicedTensor
+from hf_osdp.errors import OSDPError
+from hf_osdp.modeling.split.apply_split import split_operators
+from hf_osdp.modeling.split.names import SlicedName, merge_state_dict, split_state_dict
+from hf_osdp.planner.split import OperatorSplit
+from hf_osdp.sharding.optimizer import parameter_names, rebind_parameters
+from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict, load_full_state_dict
+from tests.helpers.models import VOCABULARY, tiny_batch, tiny_loss, tiny_model
+
+NAMES = ("lm_head", "transformer.h.0.mlp.c_fc", "transformer.h.1.attn.c_attn")
+
+
+def model_in(slices: int, seed: int = 0) -> nn.Module:
+    model = tiny_model("gpt2", seed=seed, layers=2)
+    if slices > 1:
+        split_operators(model, [OperatorSplit(fqn=name, slices=slices) for name in NAMES])
+    return model
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups, as the Trainer makes them, from the model before it was split, then bound to its slices."""
+    whole = tiny_model("gpt2", layers=2)
+    decay = {parameter: parameter.ndim > 1 for parameter in whole.parameters()}
+    groups = [{"params": [p for p, d in decay.items() if d == flag], "weight_decay": 0.1 * flag} for flag in (True, False)]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    rebind_parameters(optimizer, parameter_names(whole), model)
+    return optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        tiny_loss(model, tiny_batch(step)).backward()
+        optimizer.step()
+
+
+def worst(a, b) -> float:
+    assert set(a) == set(b)
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def test_state_dicts_there_and_back():
+    model = model_in(3)
+    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    merged = merge_state_dict(own, model)
+    assert merged["lm_head.weight"] is merged["transformer.wte.weight"]
+    back = split_state_dict(merged, model)
+    assert set(back) == set(own) and all(torch.equal(back[name], own[name]) for name in own)
+    assert all(value.is_contiguous() for value in back.values())
+    del own["transformer.h.0.mlp.c_fc.slices.1.bias"]
+    with pytest.raises(OSDPError, match=r"slices.1.bias' is not in the state.*give all slices of 'transformer.h.0.mlp.c_fc.bias'"):
+        merge_state_dict(own, model)
+
+
+@pytest.mark.parametrize("slices", [1, 2, 4])
+def test_full_states_go_on_in_any_number_of_slices(slices):
+    first = model_in(4)
+    optimizer = optimizer_of(first)
+    train(first, optimizer, range(2))
+    weights, state = full_state_dict(first), full_optimizer_state_dict(first, optimizer)
+    train(first, optimizer, range(2, 4))
+    whole = {name: tuple(parameter.shape) for name, parameter in tiny_model("gpt2", layers=2).named_parameters()}
+    assert {name: tuple(own["exp_avg"].shape) for name, own in state["state"].items()} == whole
+    assert [name for group in state["param_groups"] for name in group["params"]] == sorted(whole, key=lambda name: len(whole[name]) == 1)
+
+    second = model_in(slices, seed=3)
+    optimizer = optimizer_of(second)
+    load_full_state_dict(second, weights)
+    load_full_optimizer_state_dict(second, optimizer, state)
+    steps = [own["step"] for own in optimizer.state.values()]
+    assert len({step.data_ptr() for step in steps}) == len(steps)
+    train(second, optimizer, range(2, 4))
+    assert worst(full_state_dict(second), full_state_dict(first)) < 1e-12
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (4, 2)])
+def test_an_optimizers_own_state_dict_does_not_show_the_slices(before, after):
+    first = model_in(before)
+    optimizer = optimizer_of(first)
+    train(first, optimizer, range(2))
+    weights, state = {k: v.clone() for k, v in first.state_dict().items()}, copy.deepcopy(optimizer.state_dict())
+    train(first, optimizer, range(2, 4))
+    whole = optimizer_of(model_in(1))
+    assert [group["params"] for group in state["param_groups"]] == [group["params"] for group in whole.state_dict()["param_groups"]]
+    assert [tuple(state["state"][0]["exp_avg"].shape), state["param_groups"][1]["weight_decay"]] == [(VOCABULARY, 20), 0.0]
+
+    second = model_in(after, seed=3)
+    optimizer = optimizer_of(second)
+    second.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    train(second, optimizer, range(2, 4))
+    assert worst(full_state_dict(second), full_state_dict(first)) < 1e-12
+
+
+def test_an_optimizers_state_of_another_model_does_not_load():
+    optimizer = optimizer_of(model_in(4))
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(torch.optim.AdamW(nn.Linear(2, 2).parameters()).state_dict())
+
+
+def test_flat_optimizer_states_are_refused():
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    model = model_in(2)
+    with pytest.raises(ValueError, match="flatten_optimizer_state_dict=True"):
+        get_optimizer_state_dict(model, optimizer_of(model), options=StateDictOptions(flatten_optimizer_state_dict=True))
+
+
+# ----------------------------------------------------------------------------------------------------- slices as one tensor
+
+
+def sliced(whole: torch.Tensor, sizes: tuple[int, ...], dim: int) -> SlicedTensor:
+    name = SlicedName(name="w", parts=tuple(f"w{i}" for i in range(len(sizes))), dim=dim, sizes=sizes, shape=tuple(whole.shape))
+    return SlicedTensor([part.clone() for part in whole.split(list(sizes), dim)], name)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("dim", [0, 1])
+def test_slices_are_saved_as_one_tensor_and_loaded_into_others(tmp_path, dim):
+    whole = torch.arange(77.0).view(7, 11)
+    sizes = (3, 2, 2) if dim == 0 else (4, 4, 3)
+    dcp.save({"w": sliced(whole, sizes, dim)}, checkpoint_id=tmp_path)
+    plain, other = torch.zeros(7, 11), sliced(torch.zeros(7, 11), (5, 2), 0)
+    dcp.load({"w": plain}, checkpoint_id=tmp_path)
+    dcp.load({"w": other}, checkpoint_id=tmp_path)
+    assert torch.equal(plain, whole) and torch.equal(torch.cat(other.parts), whole)
+
+
+def test_a_tensor_in_slices_cannot_be_computed_with():
+    tensor = sliced(torch.zeros(4, 4), (2, 2), 0)
+    assert "slices=2" in repr(tensor)
+    with pytest.raises(NotImplementedError, match="take its parts"):
+        tensor + 1
+    with pytest.raises(ValueError, match=r"No shard of 'w' begins at \(1, 0\)"):
+        tensor.__get_tensor_shard__(MetadataIndex("w", torch.Size((1, 0))))

@@ -1,0 +1,300 @@
+"""Activations that wait on the host: the same gradients from less memory of the device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from hf_osdp.modeling import activation_offload as offloading
+from hf_osdp.modeling.activation_offload import OwnTensors, is_offloaded, offload
+from hf_osdp.modeling.wrapping import is_recomputed, recompute
+from hf_osdp.tracing.host_ledger import HostLedger
+from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+from tests.helpers.offloading import WAYS, Way, recompute_and_offload
+
+
+@pytest.fixture(params=WAYS.values(), ids=WAYS)
+def way(request) -> Way:
+    return request.param
+
+
+@pytest.fixture
+def host_copies() -> Iterator[list[weakref.ref[torch.Tensor]]]:
+    """References to all memory that is taken on the host."""
+    references, stock = [], offloading._page_locked
+
+    def host_memory(like: torch.Tensor) -> torch.Tensor:
+        memory = stock(like)
+        references.append(weakref.ref(memory))
+        return memory
+
+    with offloading.host_memory(host_memory):
+        yield references
+
+
+def sizes(references: list[weakref.ref[torch.Tensor]]) -> list[int]:
+    """Elements of those that are alive."""
+    return sorted(memory.numel() for memory in (reference() for reference in references) if memory is not None)
+
+
+def blocks(model: nn.Module) -> nn.ModuleList:
+    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+
+
+def two_layers(name: str, *, attention: str = "sdpa", dropout: float = 0.0) -> nn.Module:
+    model = tiny_model(name, layers=2)
+    model.set_attn_implementation(attention)
+    model.config.use_cache = False
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = dropout
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = dropout
+    return model
+
+
+def gradients(model: nn.Module, loss: Callable[[nn.Module], torch.Tensor], *, backwards: int = 1) -> list[torch.Tensor]:
+    """The loss, and what backward leaves in parameters."""
+    torch.manual_seed(1)
+    value = loss(model)
+    for step in range(backwards):
+        value.backward(retain_graph=step + 1 < backwards)
+    return [value.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+def batch_loss(model: nn.Module) -> torch.Tensor:
+    return tiny_loss(model, tiny_batch(0))
+
+
+def all_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_losses_and_gradients_are_the_plain_models(name, attention, dropout, way):
+    plain, model = (two_layers(name, attention=attention, dropout=dropout) for _ in range(2))
+    for block in blocks(model):
+        way(block)
+    assert all_equal(gradients(model, batch_loss), gradients(plain, batch_loss))
+
+
+def test_one_block_of_each_kind():
+    plain, model = (tiny_model("gpt2", layers=4) for _ in range(2))
+    for block, change in zip(blocks(model), (offload, recompute, recompute_and_offload), strict=False):
+        change(block)
+    assert all_equal(gradients(model, batch_loss), gradients(plain, batch_loss))
+
+
+def test_backward_runs_twice_where_the_graph_is_retained(way):
+    plain, model = (two_layers("llama") for _ in range(2))
+    for block in blocks(model):
+        way(block)
+    assert all_equal(gradients(model, batch_loss, backwards=2), gradients(plain, batch_loss, backwards=2))
+
+
+def test_names_stay_as_they_are(way):
+    plain, model = (two_layers("gpt2") for _ in range(2))
+    for block in blocks(model):
+        way(block)
+        way(block)
+    for names in ("named_modules", "named_parameters", "state_dict"):
+        assert list(dict(getattr(model, names)())) == list(dict(getattr(plain, names)()))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_each_way_is_told_apart(again):
+    block = nn.Linear(2, 2)
+    if again:
+        recompute(block)
+    assert (is_recomputed(block), is_offloaded(block)) == (again, False)
+    offload(block)
+    assert (is_recomputed(block), is_offloaded(block)) == (again, True)
+
+
+def device_and_host_bytes(block: nn.Module, x: torch.Tensor) -> tuple[int, int]:
+    """Bytes that a block's forward leaves beside its parameters and its output: its input, which nobody else holds, and what it saves."""
+    with HostLedger(block_bytes=1) as ledger, ledger.copies():
+        output = block(x * 1)
+        left = ledger.current_bytes - output.nbytes
+        assert output.requires_grad
+        return left, ledger.host_peak_bytes
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_nothing_but_the_output_is_left_on_the_device(name, way):
+    model = two_layers(name)
+    x = torch.randn(2, 8, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
+    positions = {"position_embeddings": model.model.rotary_emb(x, torch.arange(8)[None])} if name == "llama" else {}
+    block = blocks(model)[0]
+    block.register_forward_pre_hook(lambda module, args, kwargs: (args, {**kwargs, **positions}), with_kwargs=True)
+    saved, _ = device_and_host_bytes(block, x)
+    way(block)
+    left, away = device_and_host_bytes(block, x)
+    assert left == 0 < saved
+    assert away == (x.nbytes if is_recomputed(block) else saved)
+
+
+class Toy(nn.Module):
+    """A block with all that others hold: parameter, buffer, mask, position embeddings, its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 5, bias=False)
+        self.register_buffer("scale", torch.full((5,), 2.0))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, *, positions: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.linear(x) * mask + self.scale * positions)
+
+
+def test_what_others_hold_is_not_copied(host_copies):
+    block = Toy()
+    offload(block)
+    x, mask, positions = (torch.randn(*shape, requires_grad=True) for shape in ((3, 4), (3, 5), (1, 5)))
+    output = block(x * 1, mask, positions=positions)
+    assert sizes(host_copies) == [3 * 4, 3 * 5]  # the input, and the product that the mask multiplies
+    output.sum().backward()
+    assert sizes(host_copies) == []
+
+
+class Chunks(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = x.sin().chunk(3, dim=-1)
+        return q * k + k * v + v.t().t() * q
+
+
+def test_views_of_one_storage_are_copied_once(host_copies):
+    block, x = Chunks(), torch.randn(2, 6, requires_grad=True)
+    wanted = torch.autograd.grad(block(x).sum(), x)[0]
+    offload(block)
+    output = block(x)
+    assert sizes(host_copies) == [12, 12]  # the input of the sine, and its result
+    assert torch.equal(torch.autograd.grad(output.sum(), x)[0], wanted)
+
+
+class ChangedInPlace(nn.Module):
+    """Saves a tensor, changes it, and saves it again."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        between = x * 2
+        before = between.sin()
+        between.add_(1)
+        return before, between.cos(), between
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_change_in_place_between_two_saves(offloaded):
+    """As without offload: the gradient that would need what is lost is refused, the other is right."""
+    block, x = ChangedInPlace(), torch.randn(4, requires_grad=True)
+    if offloaded:
+        offload(block)
+    before, after, _ = block(x)
+    assert torch.equal(torch.autograd.grad(after.sum(), x)[0], -(x * 2 + 1).sin() * 2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        before.sum().backward()
+
+
+class Lazy(nn.Module):
+    """Saves a storage as it is and, lazily, its conjugate."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = torch.view_as_complex(x * 1)
+        return torch.view_as_real(z.conj() * z * z.conj())
+
+
+def test_what_storage_and_strides_do_not_say_is_not_lost():
+    two_tensor = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
+    for block, x in ((Lazy(), torch.randn(3, 2)), (nn.Sequential(nn.GELU(), nn.Tanh()), two_tensor(torch.randn(3), torch.randn(3)))):
+        x.requires_grad_()
+        wanted = torch.autograd.grad((block(x * 1) ** 2).sum(), x)[0]
+        offload(block)
+        assert torch.equal(torch.autograd.grad((block(x * 1) ** 2).sum(), x)[0], wanted)
+
+
+def test_nothing_is_copied_where_nothing_is_saved(host_copies, way):
+    model = two_layers("gpt2").eval()
+    for block in blocks(model):
+        way(block)
+    with torch.no_grad():
+        batch_loss(model)
+    assert host_copies == []
+
+
+def test_a_graph_that_is_dropped_leaves_nothing(host_copies, way):
+    model = two_layers("gpt2")
+    for block in blocks(model):
+        way(block)
+    loss = batch_loss(model)
+    assert sizes(host_copies)
+    del loss
+    assert sizes(host_copies) == []
+
+
+def t5_loss(model: nn.Module) -> torch.Tensor:
+    ids = tiny_batch(0)["input_ids"]
+    return model(input_ids=ids, decoder_input_ids=ids[:, :5], use_cache=False).logits.square().mean()
+
+
+def test_encoder_and_decoder(real_model, way):
+    plain, model = (real_model("T5ForConditionalGeneration").double().train() for _ in range(2))
+    for block in (*model.encoder.block, *model.decoder.block):
+        way(block)
+    assert all_equal(gradients(model, t5_loss), gradients(plain, t5_loss))
+
+
+def test_of_a_decoder_blocks_inputs_the_hidden_states_alone_are_its_own(real_model):
+    model, owned = real_model("T5ForConditionalGeneration"), []
+
+    def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        own = OwnTensors(module, args, kwargs)
+        tensors = offloading.tensors_of((args, kwargs))
+        assert sum(tensor.requires_grad for tensor in tensors) == 3  # position bias and encoder states as well
+        owned.extend(index for index, tensor in enumerate(tensors) if tensor in own)
+
+    model.decoder.block[1].register_forward_pre_hook(look, with_kwargs=True)
+    t5_loss(model)
+    assert owned == [0]
+
+
+class Copied:
+    """The end of a copy that runs until somebody waits for it."""
+
+    def __init__(self, running: list[Copied]) -> None:
+        self.running = running
+        running.append(self)
+
+    def synchronize(self) -> None:
+        self.running.remove(self)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["saved", "recomputed"])
+def test_the_host_s_memory_is_read_before_a_further_micro_step_takes_it_again(again, monkeypatch):
+    """However far the CPU is ahead: copies back that still run hold page-locked memory."""
+    running: list[Copied] = []
+    monkeypatch.setattr(offloading._Luggage, "wait", lambda self: None)
+    monkeypatch.setattr(offloading._Luggage, "__del__", lambda self: None)
+    copy = offloading._Luggage._copy
+
+    def copied(self, to, source):
+        copy(self, to, source)
+        if self.fetched:
+            self.arrived = Copied(running)
+
+    monkeypatch.setattr(offloading._Luggage, "_copy", copied)
+    model = two_layers("gpt2")
+    for block in blocks(model):
+        offload(block)
+        if again:
+            recompute(block)
+    most = 0
+    for step in range(4):
+        loss = tiny_loss(model, tiny_batch(step))
+        assert not running, "forward has waited for all of the backward before"
+        loss.backward()
+        most = max(most, len(running))
+    assert most

@@ -1,0 +1,191 @@
+"""Which units are found in models of many architectures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from hf_osdp.errors import DescriptionError
+from hf_osdp.modeling.units import canonical_name, find_units
+from hf_osdp.planner.description import DType, GatherSpan
+
+BLOCKS = {
+    "GPT2LMHeadModel": {"GPT2Block": 3},
+    "BertForMaskedLM": {"BertLayer": 2},
+    "BertForSequenceClassification": {"BertLayer": 2},
+    "RobertaForMaskedLM": {"RobertaLayer": 2},
+    "DistilBertForMaskedLM": {"TransformerBlock": 2},
+    "T5ForConditionalGeneration": {"T5Block": 4},
+    "BartForConditionalGeneration": {"BartEncoderLayer": 2, "BartDecoderLayer": 2},
+    "OPTForCausalLM": {"OPTDecoderLayer": 2},
+    "LlamaForCausalLM": {"LlamaDecoderLayer": 2},
+    "Qwen2ForCausalLM": {"Qwen2DecoderLayer": 2},
+    "MistralForCausalLM": {"MistralDecoderLayer": 2},
+    "GemmaForCausalLM": {"GemmaDecoderLayer": 2},
+    "ViTForImageClassification": {"ViTLayer": 2},
+    "WhisperForConditionalGeneration": {"WhisperEncoderLayer": 2, "WhisperDecoderLayer": 2},
+    "MixtralForCausalLM": {"MixtralDecoderLayer": 2},
+}
+EMBEDDING_AND_HEAD = {
+    "GPT2LMHeadModel": {"transformer.wte+lm_head": GatherSpan.STEP},
+    "BertForMaskedLM": {"bert.embeddings.word_embeddings+cls.predictions": GatherSpan.STEP},
+    "BertForSequenceClassification": {"bert.embeddings.word_embeddings": GatherSpan.USE},
+    "LlamaForCausalLM": {"model.embed_tokens": GatherSpan.USE, "lm_head": GatherSpan.USE},
+    "GemmaForCausalLM": {"model.embed_tokens+lm_head": GatherSpan.STEP},
+    "WhisperForConditionalGeneration": {"model.decoder.embed_tokens+proj_out": GatherSpan.STEP},
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_every_parameter_is_in_one_unit(meta_model, name):
+    model = meta_model(name)
+    units = find_units(model)
+    listed = [parameter.name for unit in units for parameter in unit.parameters]
+    assert sorted(listed) == sorted(dict(model.named_parameters()))
+    assert sum(unit.numel for unit in units) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_of_each_architecture(meta_model, name):
+    units = find_units(meta_model(name))
+    counts = {cls: sum(unit.class_name == cls and unit.span is GatherSpan.USE for unit in units) for cls in BLOCKS[name]}
+    assert counts == BLOCKS[name]
+    others = {u.fqn: u.span for u in units if u.class_name not in BLOCKS[name] and u.fqn}
+    assert others == EMBEDDING_AND_HEAD.get(name, others)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_root_comes_first_and_spans_the_step(meta_model, name):
+    root = find_units(meta_model(name))[0]
+    assert (root.fqn, root.module_names, root.span) == ("", ("",), GatherSpan.STEP)
+
+
+def test_tied_parameters_are_listed_with_all_their_names(meta_model):
+    tied = next(u for u in find_units(meta_model("BertForMaskedLM")) if u.shared)
+    assert tied.module_names == ("bert.embeddings.word_embeddings", "cls.predictions")
+    assert set(tied.shared) == {
+        ("bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"),
+        ("cls.predictions.bias", "cls.predictions.decoder.bias"),
+    }
+    assert "cls.predictions.transform.dense.weight" in [p.name for p in tied.parameters]
+
+
+def test_untied_embedding_and_head_are_units_of_their_own(meta_model):
+    units = find_units(meta_model("GPT2LMHeadModel", tie_word_embeddings=False))
+    spans = {unit.fqn: unit.span for unit in units}
+    assert spans["transformer.wte"] is GatherSpan.USE and spans["lm_head"] is GatherSpan.USE
+    assert not any(unit.shared for unit in units)
+
+
+def test_absent_classes_beside_a_present_one_are_ignored(meta_model):
+    model = meta_model("GPT2LMHeadModel")
+    assert find_units(model, ["GPT2Block", "BertLayer"]) == find_units(model)
+
+
+def test_no_matching_class_names_the_classes_there_are(meta_model):
+    with pytest.raises(DescriptionError, match=r"block_classes \(BertLayer\) match nothing in GPT2LMHeadModel; use .*: GPT2Block, "):
+        find_units(meta_model("GPT2LMHeadModel"), ["BertLayer"])
+
+
+def test_layers_are_blocks_where_the_model_names_only_a_part_of_each():
+    class Inner(nn.Linear):
+        pass
+
+    class Model(nn.Module):
+        _no_split_modules = ("Inner",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(Inner(2, 2), nn.Linear(2, 2)) for _ in range(3))
+
+    assert [unit.fqn for unit in find_units(Model())] == ["", "layers.0", "layers.1", "layers.2"]
+
+
+def test_a_model_without_repetition_is_one_unit():
+    (root,) = find_units(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    assert (root.fqn, root.numel, root.span) == ("", 6, GatherSpan.STEP)
+
+
+def test_a_parameter_without_dimensions_has_one_element():
+    model = nn.Module()
+    model.scale = nn.Parameter(torch.tensor(2.0))
+    (root,) = find_units(model)
+    assert (root.parameters[0].shape, root.numel) == ((), 1)
+
+
+def test_albert_without_its_class_named_is_root_and_embedding(meta_model):
+    model = meta_model("AlbertForMaskedLM")
+    assert not any("Layer" in unit.class_name for unit in find_units(model))
+    assert [u.fqn for u in find_units(model, ["AlbertLayer"]) if u.class_name == "AlbertLayer"] == [
+        "albert.encoder.albert_layer_groups.0.albert_layers.0"
+    ]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.outer(self.inner(x).relu())
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_plain_modules_are_cut_at_homogeneous_lists():
+    assert [u.fqn for u in find_units(Stack())] == ["", "blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_nested_blocks_count_once_as_the_outermost():
+    assert [u.fqn for u in find_units(Stack(), ["Block", "Linear"])] == ["", "blocks.0", "blocks.1", "blocks.2", "head"]
+
+
+def test_names_are_canonical_through_checkpoint_wrappers():
+    plain, wrapped = Stack(), Stack()
+    wrapped.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in wrapped.blocks)
+    assert find_units(wrapped) == find_units(plain)
+    assert canonical_name("blocks.0._checkpoint_wrapped_module.inner.weight") == "blocks.0.inner.weight"
+
+
+def test_a_block_does_not_swallow_half_of_a_tie():
+    model = Stack()
+    model.blocks[2].outer.weight = model.blocks[0].inner.weight
+    units = {u.fqn: u for u in find_units(model, ["Block"])}
+    tied = units["blocks.0.inner+blocks.2.outer"]
+    assert tied.span is GatherSpan.STEP
+    assert {p.name for p in tied.parameters} == {"blocks.0.inner.weight", "blocks.0.inner.bias", "blocks.2.outer.bias"}
+    assert {p.name for p in units["blocks.2"].parameters} == {"blocks.2.inner.weight", "blocks.2.inner.bias"}
+
+
+def test_a_tie_within_one_block_stays_in_it():
+    model = Stack()
+    model.blocks[1].outer.weight = model.blocks[1].inner.weight
+    unit = find_units(model)[2]
+    assert unit.fqn == "blocks.1" and unit.span is GatherSpan.USE
+    assert unit.shared == (("blocks.1.inner.weight", "blocks.1.outer.weight"),)
+
+
+def test_dtype_and_trainability_are_recorded():
+    model = Stack().to(torch.bfloat16)
+    model.blocks[0].inner.weight.requires_grad_(False)
+    weight, bias = find_units(model)[1].parameters[:2]
+    assert (weight.dtype, weight.requires_grad, bias.requires_grad) == (DType.BFLOAT16, False, True)
+
+
+def test_an_unknown_dtype_is_refused():
+    model = Stack()
+    model.head.weight = nn.Parameter(torch.zeros(2, 4, dtype=torch.complex64))
+    with pytest.raises(DescriptionError, match=r"torch\.complex64 cannot be planned"):
+        find_units(model)

@@ -1,0 +1,114 @@
+"""Rounds of trying and planning again, with observations made up: which plan runs, when it ends, what it says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hf_osdp.errors import InfeasibleError
+from hf_osdp.measurement.step_meter import Observation
+from hf_osdp.planner.cost.evaluate import estimate_plan
+from hf_osdp.planner.hardware import Collective, CollectiveTiming
+from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.presets import preset
+from hf_osdp.planning.recalibrate import MOST_ROUNDS, Problem, Round, recalibrate
+from tests.helpers.descriptions import transformer
+
+RESERVED = 1000
+CPU = preset("cpu", devices_per_node=4)
+HARDWARE = replace(CPU, device=replace(CPU.device, reserved_bytes=RESERVED))
+PROBLEM = Problem(description=transformer(), hardware=HARDWARE, job=TrainingJob(global_batch_size=8), memory_limit_bytes=4 * 2**20)
+LIMIT = PROBLEM.memory_limit_bytes - RESERVED
+
+
+def needs(plan: Plan, *, more_bytes: int = 0, slower: float = 1.0) -> Observation:
+    """What a machine would show that needs more than the first estimate says."""
+    estimate = estimate_plan(plan, PROBLEM.description, PROBLEM.job, HARDWARE)
+    return Observation(
+        steps=6, median_step_s=slower * estimate.time.step_s, peak_bytes=estimate.memory.peak_bytes + more_bytes
+    )  # fmt: skip
+
+
+def run(probe) -> tuple[Plan, tuple[Round, ...], Problem]:
+    plan, rounds, problem = recalibrate(PROBLEM.solve(), PROBLEM, probe)
+    assert problem is not None
+    return plan, rounds, problem
+
+
+def test_estimates_that_hold_are_tried_once():
+    plan, rounds, problem = run(needs)
+    assert len(rounds) == 1 and rounds[0].fits
+    assert plan.fingerprint == PROBLEM.solve().fingerprint
+    assert rounds[0].correction.extra_bytes == 0 and rounds[0].correction.compute_factor == pytest.approx(1, rel=1e-6)
+    assert plan.peak_bytes == PROBLEM.solve().peak_bytes and plan.step_s == pytest.approx(PROBLEM.solve().step_s)
+    assert problem.job.correction_bytes == 0
+
+
+def test_a_plan_that_needs_more_than_the_limit_gives_way_to_one_that_fits():
+    first = PROBLEM.solve()
+    more = LIMIT - needs(first).peak_bytes + 1
+    plan, rounds, problem = run(lambda tried: needs(tried, more_bytes=more))
+    assert [past.fits for past in rounds] == [False, True]
+    assert rounds[0].observed.peak_bytes == LIMIT + 1
+    assert plan.fingerprint != first.fingerprint and plan.fingerprint == rounds[1].plan.fingerprint
+    assert rounds[1].estimated_peak_bytes == rounds[1].observed.peak_bytes, "the correction was right for all plans"
+    assert problem.job.correction_bytes == more
+    assert plan.peak_bytes == rounds[1].observed.peak_bytes + RESERVED
+
+
+def test_what_runs_out_of_memory_is_over_the_limit():
+    first = PROBLEM.solve()
+
+    def probe(tried: Plan) -> Observation:
+        if tried.fingerprint == first.fingerprint:
+            return Observation(steps=0, median_step_s=None, peak_bytes=None, out_of_memory=True)
+        return needs(tried)
+
+    plan, rounds, _ = run(probe)
+    assert not rounds[0].fits and rounds[0].correction.compute_factor == 1 and plan.fingerprint != first.fingerprint
+    assert any(past.plan.fingerprint == plan.fingerprint and past.fits for past in rounds)
+
+
+def test_times_that_were_seen_change_the_plan():
+    """Where gathers and reduce-scatters take long and all-reduces do not, what fits is replicated."""
+    rates = {Collective.ALL_REDUCE: 1e-12, Collective.ALL_GATHER: 1e-6, Collective.REDUCE_SCATTER: 1e-6}
+    seen = tuple(
+        CollectiveTiming(collective=kind, group_size=4, latency_s=0.0, seconds_per_byte=rate) for kind, rate in rates.items()
+    )  # fmt: skip
+    first = PROBLEM.solve()
+    assert all(unit.shard_size > 1 for unit in first.units)
+    _, rounds, problem = run(lambda tried: replace(needs(tried, slower=1.0 if tried != first else 50.0), timings=seen))
+    assert problem.hardware.timing(Collective.ALL_REDUCE, 4) == seen[0]
+    assert any(unit.shard_size == 1 for unit in rounds[1].plan.units)
+
+
+def test_the_fastest_of_those_that_fit_runs():
+    first = PROBLEM.solve()
+    more = LIMIT - needs(first).peak_bytes + 1
+    seen: list[str] = []
+
+    def probe(tried: Plan) -> Observation:
+        seen.append(tried.fingerprint)
+        return needs(tried, more_bytes=more, slower=1.0 + len(seen))
+
+    plan, rounds, _ = run(probe)
+    fitting = [past for past in rounds if past.fits]
+    assert plan.fingerprint == min(fitting, key=lambda past: past.observed.median_step_s).plan.fingerprint
+    assert len(seen) == len(set(seen)) <= MOST_ROUNDS, "no plan is tried twice"
+
+
+def test_where_every_plan_passes_the_limit_it_ends_with_the_figures():
+    with pytest.raises(InfeasibleError, match=r"fits 4.0 MiB per device: plan \w+ needed .* estimated .* Use ") as caught:
+        run(lambda tried: Observation(steps=6, median_step_s=0.1, peak_bytes=LIMIT + 2**20))
+    assert caught.value.least_peak_bytes == LIMIT + 2**20 + RESERVED
+    with pytest.raises(InfeasibleError, match="needed more memory than there is"):
+        run(lambda tried: Observation(steps=0, median_step_s=None, peak_bytes=None, out_of_memory=True))
+
+
+def test_it_ends_after_so_many_rounds():
+    """Each trial needs a little more than the last; none is the answer."""
+    extra = iter(range(0, 10 * 2**20, 2**18))
+    fits = run(lambda tried: needs(tried, more_bytes=next(extra), slower=1.0))[1]
+    assert 1 <= len(fits) <= MOST_ROUNDS

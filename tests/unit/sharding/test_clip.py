@@ -1,0 +1,168 @@
+"""The norm of gradients on several meshes, every rank in turn in one process: each counts its shards, the sum is that of the whole."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from hf_osdp.sharding import clip
+from hf_osdp.sharding.clip import clip_grad_norm_, total_norm
+
+WORLDS = [2, 4]
+NORM_TYPES = [1.0, 2.0, 3.0, math.inf]
+
+
+def whole_gradients() -> dict[str, torch.Tensor]:
+    dice = torch.Generator().manual_seed(0)
+    shapes = {"shard": (3, 5), "shard 2": (5, 2), "replicate": (2, 3), "plain": (7,)}
+    return {name: torch.randn(shape, generator=dice, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def of_rank(rank: int, size: int, whole: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """What one of `size` ranks holds of each gradient, as FSDP2 cuts it: with 3 rows the last of 4 ranks has none."""
+    held = [whole["plain"].clone()]
+    for name, shape in {"shard": (size,), "shard 2": (size // 2, 2), "replicate": (size, 1)}.items():
+        mesh = DeviceMesh("cpu", torch.arange(size).reshape(shape), _init_backend=False, _rank=0)
+        chunks = whole[name].chunk(shape[-1])
+        place = rank % shape[-1]
+        local = chunks[place].clone() if place < len(chunks) else whole[name][:0].clone()
+        held.append(DTensor.from_local(local, mesh, [*[Replicate()] * (len(shape) - 1), Shard(0)], run_check=False))
+    return held
+
+
+@pytest.fixture(params=WORLDS, ids="{} ranks".format)
+def size(request) -> int:
+    return request.param
+
+
+@pytest.fixture
+def world(monkeypatch, size):
+    """A world whose ranks run one after the other: `world(fn)` gives what `fn(rank)` returns on each, with sums over all."""
+
+    def run(fn):
+        told: list[list[tuple[torch.Tensor, object]]] = []
+
+        def tell(value, op):
+            told[-1].append((value.clone(), op))
+
+        def reduce(value, op):
+            given, ops = zip(*(calls[number[0]] for calls in told), strict=True)
+            number[0] += 1
+            assert set(ops) == {op}, "every rank asks for the same"
+            value.copy_(torch.stack(given).amax(0) if op is torch.distributed.ReduceOp.MAX else torch.stack(given).sum(0))
+
+        monkeypatch.setattr(clip, "world_size", lambda: size)
+        monkeypatch.setattr(clip.dist, "all_reduce", tell)
+        for rank in range(size):
+            told.append([])
+            fn(rank)
+        monkeypatch.setattr(clip.dist, "all_reduce", reduce)
+        results = []
+        for rank in range(size):
+            number = [0]
+            results.append(fn(rank))
+        assert all(len(calls) == 1 for calls in told), "one all-reduce"
+        return results
+
+    return run
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_each_element_counts_once(world, size, norm_type):
+    whole = whole_gradients()
+    wanted = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in whole.values()]), norm_type)
+    for norm in world(lambda rank: total_norm(of_rank(rank, size, whole), norm_type)):
+        assert norm.shape == () and norm.dtype == torch.float64
+        assert norm.item() == pytest.approx(wanted.item(), rel=1e-14)
+
+
+def clipped(held: list[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> tuple[float, list[torch.Tensor]]:
+    parameters = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in held]
+    for parameter, grad in zip(parameters, held, strict=True):
+        parameter.grad = grad
+    norm = clip_grad_norm_(iter([*parameters, torch.nn.Parameter(torch.zeros(3))]), max_norm, norm_type)
+    return norm.item(), [clip.local(grad) for grad in held]
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 5.0, 100.0])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_gradients_are_scaled_as_torch_scales_whole_ones(world, size, max_norm, norm_type):
+    whole = whole_gradients()
+    alone = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in whole.values()]
+    for parameter, grad in zip(alone, whole.values(), strict=True):
+        parameter.grad = grad.clone()
+    wanted = torch.nn.utils.clip_grad_norm_(alone, max_norm, norm_type).item()
+    after = {name: parameter.grad for name, parameter in zip(whole, alone, strict=True)}
+    for rank, (norm, locals_) in enumerate(world(lambda rank: clipped(of_rank(rank, size, whole), max_norm, norm_type))):
+        assert norm == pytest.approx(wanted, rel=1e-14)
+        for mine, theirs in zip(locals_, map(clip.local, of_rank(rank, size, after)), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-14, atol=0)
+
+
+def test_the_norm_by_default_is_the_second():
+    grads = [torch.tensor([3.0, 4.0], dtype=torch.float64)]
+    assert total_norm(grads).item() == 5.0
+    assert clipped(grads, 1.0)[0] == 5.0 and grads[0].norm().item() == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_single_parameter_is_taken_as_it_is():
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    parameter.grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert clip_grad_norm_(parameter, 10.0).item() == 5.0 and parameter.grad.tolist() == [3.0, 4.0]
+
+
+def test_what_is_sent_lies_where_collectives_run(monkeypatch):
+    """Gradients may be on the host, where NCCL cannot reach."""
+    sent = []
+    monkeypatch.setattr(clip, "world_size", lambda: 2)
+    monkeypatch.setattr(clip, "collective_device", lambda: torch.device("meta"))
+    monkeypatch.setattr(clip.dist, "all_reduce", lambda value, op: sent.append(value.device.type))
+    assert total_norm([torch.ones(3)]).device.type == "meta" and sent == ["meta"]
+
+
+def test_alone_nothing_is_sent(monkeypatch):
+    monkeypatch.setattr(clip.dist, "all_reduce", None)
+    monkeypatch.setattr(clip, "collective_device", None)
+    assert total_norm([torch.tensor([3.0]), torch.tensor([[-4.0]])]).item() == 5.0
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "wanted"),
+    [
+        ([], torch.float32),
+        ([torch.bfloat16], torch.float32),
+        ([torch.float16, torch.bfloat16], torch.float32),
+        ([torch.bfloat16, torch.float64], torch.float64),
+    ],
+)
+def test_the_norm_has_the_widest_dtype_of_at_least_float32(dtypes, wanted):
+    norm = total_norm([torch.full((4096,), 1.0, dtype=dtype) for dtype in dtypes])
+    assert norm.dtype == wanted
+    assert norm.item() == pytest.approx(math.sqrt(4096 * len(dtypes)), rel=1e-6)
+
+
+def test_small_numbers_do_not_vanish_in_half_precision():
+    """1e-4 squared is 0 in float16."""
+    assert total_norm([torch.full((100,), 1e-4, dtype=torch.float16)]).item() == pytest.approx(1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("norm_type", [0.0, -1.0, -math.inf, math.nan])
+def test_a_norm_that_is_none_is_refused(norm_type):
+    with pytest.raises(ValueError, match=r"norm_type=.* must be positive; use 1, 2 or inf"):
+        total_norm([torch.ones(1)], norm_type)
+
+
+def test_shards_that_are_empty_take_part():
+    for norm_type in NORM_TYPES:
+        assert total_norm([torch.zeros(0, 3), torch.tensor([2.0])], norm_type).item() == 2.0
+        assert total_norm([torch.zeros(0)], norm_type).item() == 0.0
+
+
+def test_no_gradient_of_the_graph_is_made():
+    grad = torch.ones(2, requires_grad=True)
+    assert not total_norm([grad]).requires_grad
+    assert clipped([grad], 0.5)[0] == pytest.approx(math.sqrt(2))  # in place, on a leaf

@@ -1,0 +1,122 @@
+"""Norm, clipping, loss scaling and optimizer steps where parameters lie on two devices."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hf_osdp.sharding.clip import _main_device, clip_grad_norm_
+from hf_osdp.sharding.mixed_step import step_by_place
+from hf_osdp.sharding.scaler import OSDPGradScaler
+from tests.helpers.elsewhere import ELSEWHERE, There, two_devices
+
+SHAPES = [(3, 2), (4,), (2, 2), (5,)]
+
+
+def parameters_of(*, mixed: bool, dtype: torch.dtype = torch.float64) -> list[torch.nn.Parameter]:
+    """The same numbers, in `mixed` every other one elsewhere."""
+    dice = torch.Generator().manual_seed(0)
+    made = []
+    for index, shape in enumerate(SHAPES):
+        value, gradient = (torch.randn(shape, generator=dice, dtype=dtype) for _ in range(2))
+        there = mixed and index % 2 == 1
+        made.append(torch.nn.Parameter(value.as_subclass(There) if there else value))
+        made[-1].grad = gradient.as_subclass(There) if there else gradient
+    return made
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_the_norm_is_that_of_both_devices(norm_type, monkeypatch):
+    plain, mixed = parameters_of(mixed=False), parameters_of(mixed=True)
+    assert _main_device([p.grad for p in mixed]) == ELSEWHERE, "the norm is where most of a model is"
+    monkeypatch.setattr("hf_osdp.sharding.clip._main_device", lambda grads: torch.device("cpu"))  # the other is not real
+    wanted = torch.nn.utils.clip_grad_norm_(plain, 0.5, norm_type)
+    with two_devices():
+        norm = clip_grad_norm_(mixed, 0.5, norm_type)
+    assert norm.item() == pytest.approx(wanted.item(), rel=1e-14)
+    assert all(torch.allclose(a.grad, b.grad, rtol=1e-14) for a, b in zip(plain, mixed, strict=True))
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("overflows", [None, 0, 1])
+def test_both_devices_step_or_skip_together(unscales, overflows):
+    """An optimizer that is said to unscale by itself, as with fused kernels, is given gradients that are unscaled already."""
+    plain, mixed = parameters_of(mixed=False), parameters_of(mixed=True)
+    before = [parameter.detach().clone() for parameter in mixed]
+    torch.optim.AdamW(plain, lr=1e-2).step()
+    optimizer, scaler = torch.optim.AdamW(mixed, lr=1e-2, foreach=False), OSDPGradScaler(device="cpu", init_scale=8.0)
+    optimizer._step_supports_amp_scaling = unscales
+    with two_devices():
+        scaler.scale(torch.ones(()))
+        for index, parameter in enumerate(mixed):
+            parameter.grad.mul_(8.0 if index != overflows else math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+    wanted = plain if overflows is None else before
+    assert all(torch.allclose(a, b, rtol=1e-13) for a, b in zip(wanted, mixed, strict=True))
+    assert scaler.get_scale() == (8.0 if overflows is None else 4.0)
+    assert optimizer._step_supports_amp_scaling is unscales and not hasattr(optimizer, "found_inf")
+
+
+def places(optimizer: torch.optim.Optimizer) -> list[list[tuple]]:
+    """What the groups are while the optimizer steps."""
+    seen: list[list[tuple]] = []
+    optimizer.register_step_pre_hook(
+        lambda o, args, kwargs: seen.append([(len(g["params"]), g["lr"], g["foreach"], g["fused"]) for g in o.param_groups])
+    )
+    optimizer.step()
+    return seen[0]
+
+
+def test_each_device_is_a_group_while_the_optimizer_steps():
+    mixed = parameters_of(mixed=True)
+    groups = [{"params": mixed[:3], "lr": 1e-2}, {"params": mixed[3:], "lr": 1e-3}]
+    optimizer = torch.optim.AdamW(groups, foreach=True)
+    step_by_place(optimizer, mixed[::2])
+    assert places(optimizer) == [(2, 1e-2, False, True), (1, 1e-2, True, None), (1, 1e-3, True, None)]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [3, 1] and len(optimizer.state) == 4
+
+
+def test_one_device_stays_one_group():
+    plain = parameters_of(mixed=False)
+    optimizer = torch.optim.SGD(plain, lr=0.1, foreach=True)
+    step_by_place(optimizer)
+    assert places(optimizer) == [(4, 0.1, True, None)]
+
+
+def test_what_an_optimizer_counts_in_its_groups_stays():
+    class Counting(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["k"] = group.get("k", 0) + 1
+
+    optimizer = Counting(parameters_of(mixed=True), lr=0.1)
+    step_by_place(optimizer)
+    step_by_place(optimizer)  # the second call replaces the first
+    optimizer.step()
+    optimizer.step()
+    assert [group["k"] for group in optimizer.param_groups] == [2]
+
+
+def test_a_step_that_raised_leaves_nothing_behind():
+    mixed = parameters_of(mixed=True)
+    optimizer = torch.optim.AdamW(mixed, lr=0.1)
+    step_by_place(optimizer)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    optimizer.step()
+    assert len(optimizer.param_groups) == 1 and len(optimizer.param_groups[0]["params"]) == len(SHAPES)
+
+
+def test_steps_counted_elsewhere_come_to_the_host():
+    mixed = parameters_of(mixed=False)
+    optimizer = torch.optim.AdamW(mixed, lr=0.1)
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["step"] = torch.empty((), device="meta")  # what a checkpoint of a unit on the device leaves
+    step_by_place(optimizer, mixed)
+    with pytest.raises(NotImplementedError, match="meta"):  # copied, which this device cannot
+        optimizer.step()

@@ -1,0 +1,163 @@
+"""Attention kernels of CUDA: which one torch takes, rule by rule, and what the estimate saves for it."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hf_osdp.planner.description import DType
+from hf_osdp.planner.presets import preset, preset_names
+from hf_osdp.tracing.attention import AttentionCall, Kernel, attention_kernel
+from hf_osdp.tracing.cuda_kernels import FusedKernels
+from hf_osdp.tracing.describe import describe
+
+V100, A100, RTX_3090, H100 = (7, 0), (8, 0), (8, 6), (9, 0)
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+def call(dtype=BF16, *, heads=8, groups=8, size=64, length=128, keys=128, values=None, **facts) -> AttentionCall:
+    return AttentionCall(
+        dtype=dtype, query=(2, heads, length, size), key=(2, groups, keys, size), value=(2, groups, keys, values or size), **facts
+    )
+
+
+RULES = [
+    # half precision: cuDNN first on Hopper, flash on Ampere, neither before
+    (call(BF16), H100, Kernel.CUDNN),
+    (call(BF16), A100, Kernel.FLASH),
+    (call(FP16), V100, Kernel.EFFICIENT),
+    (call(BF16), V100, Kernel.MATH),
+    (call(BF16, is_causal=True, groups=2, enable_gqa=True), H100, Kernel.CUDNN),
+    (call(BF16, is_causal=True, groups=2, enable_gqa=True), A100, Kernel.FLASH),
+    # float32 and float64
+    (call(FP32), H100, Kernel.EFFICIENT),
+    (call(FP32, groups=2, enable_gqa=True), H100, Kernel.MATH),
+    (call(FP32, enable_gqa=True), H100, Kernel.EFFICIENT),
+    (call(torch.float64), H100, Kernel.MATH),
+    # masks
+    (call(BF16, has_mask=True), H100, Kernel.CUDNN),
+    (call(BF16, has_mask=True), A100, Kernel.EFFICIENT),
+    (call(BF16, has_mask=True, groups=2, enable_gqa=True), A100, Kernel.MATH),
+    (call(BF16, is_causal=True, length=64), A100, Kernel.EFFICIENT),
+    # dropout: cuDNN takes sixteenths alone
+    (call(BF16, dropout=0.1), H100, Kernel.FLASH),
+    (call(BF16, dropout=0.125), H100, Kernel.CUDNN),
+    (call(BF16, dropout=0.1, has_mask=True), H100, Kernel.EFFICIENT),
+    # head sizes
+    (call(BF16, size=256), H100, Kernel.FLASH),
+    (call(BF16, size=256), RTX_3090, Kernel.FLASH),
+    (call(BF16, size=256, dropout=0.1), RTX_3090, Kernel.EFFICIENT),
+    (call(BF16, size=256, dropout=0.1, trains=False), RTX_3090, Kernel.FLASH),
+    (call(BF16, size=224), RTX_3090, Kernel.EFFICIENT),
+    (call(BF16, size=288), A100, Kernel.EFFICIENT),
+    (call(BF16, size=288, groups=2, enable_gqa=True), A100, Kernel.MATH),
+    (call(BF16, size=60), A100, Kernel.FLASH),
+    (call(BF16, size=60, has_mask=True), A100, Kernel.MATH),
+    (call(BF16, size=192, values=128), A100, Kernel.EFFICIENT),
+    (call(FP32, size=18), A100, Kernel.MATH),
+    (call(FP32, size=18), V100, Kernel.EFFICIENT),
+    # layouts
+    (call(BF16, inner_strides_are_one=False), A100, Kernel.MATH),
+    (AttentionCall(dtype=BF16, query=(8, 128, 64), key=(8, 128, 64), value=(8, 128, 64)), A100, Kernel.MATH),
+]
+
+
+@pytest.mark.parametrize(("given", "capability", "expected"), RULES)
+def test_attention_kernel_follows_torchs_checks(given, capability, expected):
+    assert attention_kernel(given, capability) is expected
+
+
+def test_presets_of_gpus_name_their_compute_capability():
+    assert all((preset(name).device.capability is None) == (name == "cpu") for name in preset_names())
+    assert (preset("h100").device.capability, preset("rtx-4090").device.capability) == (H100, (8, 9))
+
+
+def saved_bytes(run) -> int:
+    """Storages that autograd keeps."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = run()  # noqa: F841  kept until the sum is made
+        return sum(kept.values())
+
+
+@pytest.mark.parametrize("mask", [None, "causal", torch.bool, "additive"])
+@pytest.mark.parametrize("groups", [8, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, BF16])
+def test_math_kernel_saves_what_torchs_own_does(dtype, groups, mask):
+    query, key, value = (torch.randn(2, heads, 32, 8, dtype=dtype, requires_grad=True) for heads in (8, groups, groups))
+    options = {"is_causal": mask == "causal", "enable_gqa": groups != 8}
+    if mask not in (None, "causal"):
+        options["attn_mask"] = torch.ones(2, 1, 32, 32, dtype=dtype if mask == "additive" else mask)
+    with sdpa_kernel(SDPBackend.MATH):
+        real = saved_bytes(lambda: F.scaled_dot_product_attention(query, key, value, **options))
+    with FusedKernels(lambda flops: None, V100) as fused:
+        stood_in = saved_bytes(lambda: F.scaled_dot_product_attention(query, key, value, **options))
+    assert list(fused.kernels) == [Kernel.MATH]
+    assert stood_in == real > 2 * 8 * 32 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    ("capability", "masked", "rows", "bias"),
+    [(A100, False, 40, 0), (A100, True, 64, 48), (H100, True, 40, 40)],
+    ids=["flash", "memory-efficient pads", "cuDNN"],
+)
+def test_fused_kernels_save_row_sums_and_bias_as_each_lays_them_out(capability, masked, rows, bias):
+    query, key, value = (torch.randn(2, 4, 40, 16, dtype=BF16, requires_grad=True) for _ in range(3))
+    mask = torch.ones(2, 1, 40, 40, dtype=torch.bool) if masked else None
+    with FusedKernels(lambda flops: None, capability):
+        found = saved_bytes(lambda: F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
+    assert found == 4 * 2 * 4 * 40 * 16 * 2 + 2 * 4 * rows * 4 + 2 * 40 * bias * 2
+
+
+def test_flash_pads_heads_that_are_no_multiple_of_eight():
+    tensors = [torch.randn(2, 4, 40, 12, dtype=BF16, requires_grad=True) for _ in range(3)]
+    with FusedKernels(lambda flops: None, A100):
+        output = F.scaled_dot_product_attention(*tensors)
+    assert output.shape == tensors[0].shape
+    output.sum().backward()
+    assert tensors[1].grad.shape == tensors[1].shape
+
+
+def of_block(configuration, name: str, length: int, **options):
+    """Bytes that a block saves a sample, and how it was traced."""
+    description = describe(configuration(name), sequence_length=length, device_type="cuda", recomputation=False, **options)
+    block = [s for s in description.segments if description.units[s.unit].class_name in description.block_classes][1]
+    return block.saved_bytes.per_sample, description.trace
+
+
+def test_grouped_heads_in_float32_save_square_scores_and_say_so(configuration, caplog):
+    with caplog.at_level(logging.WARNING):
+        short, trace = of_block(configuration, "LlamaForCausalLM", 32)
+    long, _ = of_block(configuration, "LlamaForCausalLM", 64)
+    assert "attention sdpa by math kernel" in trace and "which saves every score" in trace
+    assert "saves 2 x 32 x 32 scores" in caplog.text and "train in bf16 or fp16" in caplog.text
+    assert long - 2 * short == pytest.approx(2 * 4 * (64**2 - 2 * 32**2), rel=0.1)  # two heads of float32, in blocks of 512 bytes
+    caplog.clear()
+    low = {length: of_block(configuration, "LlamaForCausalLM", length, compute_dtype=DType.BFLOAT16)[0] for length in (32, 64)}
+    assert low[64] == pytest.approx(2 * low[32], rel=0.01)
+    assert not caplog.records
+
+
+def test_description_names_the_kernel_of_the_device(configuration):
+    for capability, expected in {H100: "cuDNN", A100: "flash", V100: "math"}.items():
+        _, trace = of_block(configuration, "LlamaForCausalLM", 32, compute_dtype=DType.BFLOAT16, capability=capability)
+        assert f"attention sdpa by {expected} kernel" in trace and "assumed" not in trace
+
+
+def test_padding_mask_of_bert_takes_the_memory_efficient_kernel(configuration):
+    def batch(samples: int, **more) -> dict:
+        return {name: torch.zeros(samples, 32, dtype=torch.long) for name in ("input_ids", "labels")} | more
+
+    def padded(samples: int) -> dict:
+        return batch(samples, attention_mask=(torch.arange(32) < 20).long().expand(samples, -1))
+
+    options = {"compute_dtype": DType.BFLOAT16, "capability": A100}
+    assert "by memory-efficient kernel" in of_block(configuration, "BertForMaskedLM", 32, inputs=padded, **options)[1]
+    assert "by flash kernel" in of_block(configuration, "BertForMaskedLM", 32, inputs=batch, **options)[1]

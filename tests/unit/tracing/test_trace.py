@@ -1,0 +1,193 @@
+"""What the trace attributes to each segment, against independent counts on real tensors."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from hf_osdp.modeling.batch import training_batch
+from hf_osdp.modeling.build import checkpoint_blocks
+from hf_osdp.modeling.units import find_units
+from hf_osdp.planner.description import GatherSpan
+from hf_osdp.tracing.live_bytes import LiveBytes
+from hf_osdp.tracing.trace import trace_segments
+from tests.helpers.sampling import slow_but
+
+TOKENS = 24
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+ARCHITECTURES = {
+    "GPT2LMHeadModel": NO_DROPOUT,
+    "BertForMaskedLM": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": TOKENS},
+    "LlamaForCausalLM": {},
+    "T5ForConditionalGeneration": {"dropout_rate": 0.0, "decoder_start_token_id": 0},
+    "BartForConditionalGeneration": {"dropout": 0.0, "max_position_embeddings": TOKENS},
+    "ViTForImageClassification": {"hidden_dropout_prob": 0.0},
+}
+
+
+def segments_of(model: nn.Module, **options):
+    options = {"compute_dtype": None, "fused_kernels": False, **options}
+    units = find_units(model)
+    return units, trace_segments(model, units, training_batch(model, TOKENS), **options)[0]
+
+
+def real_saved_bytes(block: nn.Module, hidden: torch.Tensor) -> int:
+    """Storages that autograd keeps for a block, its output included, its input and parameters left out."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = block(hidden)
+    output = output[0] if isinstance(output, tuple) else output
+    keep(output)
+    for other in (hidden, *block.parameters()):
+        kept.pop(other.untyped_storage().data_ptr(), None)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_saved_bytes_of_a_block_are_what_autograd_keeps(real_model, samples, dropout):
+    model = real_model("GPT2LMHeadModel", resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout).train()
+    units, segments = segments_of(model)
+    block = next(i for i, unit in enumerate(units) if unit.class_name == "GPT2Block")
+    traced = next(s for s in segments if s.unit == block).saved_bytes.bytes(samples)
+    hidden = torch.randn(samples, TOKENS, 32, requires_grad=True)
+    direct = real_saved_bytes(model.transformer.h[0], hidden)
+    # with attention dropout a single sample takes another path, which the line is raised to cover
+    assert direct <= traced <= direct * (1.0 if dropout == 0 else 1.07) + 8
+
+
+def predicted_peak(units, segments, samples: int) -> int:
+    """Highest bytes above parameters of one forward and backward pass: saved bytes, workspaces, gradients so far."""
+    itemsize = 4
+    level, peak = 0, 0
+    for segment in segments:
+        peak = max(peak, level + segment.forward.peak_bytes.bytes(samples))
+        level += segment.saved_bytes(samples)
+    gradients, seen = 0, set()
+    for segment in reversed(segments):
+        peak = max(peak, level + gradients + segment.backward.peak_bytes.bytes(samples))
+        level -= segment.saved_bytes(samples)
+        if segment.unit not in seen:
+            seen.add(segment.unit)
+            gradients += units[segment.unit].trainable_numel * itemsize
+    for index, unit in enumerate(units):  # weights that embedding and head share
+        if unit.span is GatherSpan.STEP and index not in seen:
+            gradients += unit.trainable_numel * itemsize
+    return int(max(peak, gradients))
+
+
+@pytest.mark.parametrize(
+    ("name", "samples"),
+    slow_but(
+        product(ARCHITECTURES, (1, 4)),
+        daily=[
+            ("BertForMaskedLM", 1),
+            *((name, 4) for name in ("GPT2LMHeadModel", "LlamaForCausalLM", "T5ForConditionalGeneration", "ViTForImageClassification")),
+        ],
+    ),
+)
+def test_the_peak_of_a_real_step_is_predicted(real_model, name, samples):
+    model = real_model(name, **ARCHITECTURES[name]).train()
+    units, segments = segments_of(model)
+    batch = training_batch(model, TOKENS)(samples)
+    if "attention_mask" in batch:
+        batch["attention_mask"][:, -1] = 0  # padding, or transformers leaves the mask out
+    with LiveBytes(block_bytes=1) as live:
+        loss = model(**batch).loss
+        loss.backward()
+    predicted = predicted_peak(units, segments, samples)
+    assert 0.98 * live.peak_bytes <= predicted <= 1.05 * live.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    slow_but(
+        [*((name, False) for name in ARCHITECTURES), ("GPT2LMHeadModel", True)],
+        daily=[("GPT2LMHeadModel", True), ("LlamaForCausalLM", False), ("T5ForConditionalGeneration", False)],
+    ),
+)
+def test_standing_in_for_equal_blocks_changes_nothing(meta_model, name, fused):
+    model = meta_model(name, **ARCHITECTURES[name])
+    _, quick = segments_of(model, fused_kernels=fused)
+    _, whole = segments_of(model, fused_kernels=fused, shortcut=False)
+    assert [s.unit for s in quick] == [s.unit for s in whole]
+    for one, other in zip(quick, whole, strict=True):
+        assert one.forward.matmul_flops == other.forward.matmul_flops
+        assert one.backward.matmul_flops == other.backward.matmul_flops
+        for samples in (1, 4):
+            # a decoder's last block makes the buffer in which the gradient of the encoder's output adds up
+            slack = 2 * 32 * TOKENS * 4 * samples if name in ("T5ForConditionalGeneration", "BartForConditionalGeneration") else 16
+            assert abs(one.saved_bytes(samples) - other.saved_bytes(samples)) <= slack
+            assert abs(one.backward.peak_bytes(samples) - other.backward.peak_bytes(samples)) <= slack
+
+
+@pytest.mark.parametrize("name", slow_but(ARCHITECTURES, daily=["GPT2LMHeadModel", "BertForMaskedLM", "ViTForImageClassification"]))
+def test_costs_at_four_samples_lie_on_the_line(meta_model, name):
+    model = meta_model(name, **ARCHITECTURES[name])
+    _, line = segments_of(model)
+    _, direct = segments_of(model, samples=(4, 5, 6))
+    for one, other in zip(line, direct, strict=True):
+        assert one.forward.matmul_flops(4) == pytest.approx(other.forward.matmul_flops(4))
+        assert one.backward.traffic_bytes(4) == pytest.approx(other.backward.traffic_bytes(4), rel=1e-6)
+        assert other.saved_bytes(4) - 16 <= one.saved_bytes(4) <= other.saved_bytes(4) * 1.05 + 1024
+        assert other.backward.peak_bytes(4) <= one.backward.peak_bytes(4) + 16  # never below what was seen
+
+
+def test_matmul_flops_are_those_of_torchs_counter(real_model):
+    model = real_model("GPT2LMHeadModel", **NO_DROPOUT, attn_implementation="eager").train()
+    _, segments = segments_of(model)
+    with FlopCounterMode(display=False) as counter:
+        model(**training_batch(model, TOKENS)(2)).loss.backward()
+    traced = sum(s.forward.matmul_flops(2) + s.backward.matmul_flops(2) for s in segments)
+    assert traced == pytest.approx(counter.get_total_flops())
+
+
+def test_fused_attention_keeps_no_square_matrix(meta_model):
+    lengths = {}
+    for tokens in (16, 32):
+        model = meta_model("GPT2LMHeadModel")
+        units = find_units(model)
+        found = trace_segments(model, units, training_batch(model, tokens), compute_dtype=torch.bfloat16, fused_kernels=True).segments
+        lengths[tokens] = found[2].saved_bytes.per_sample
+    assert 0 < lengths[32] == pytest.approx(2 * lengths[16], rel=0.1)
+
+
+def test_a_lower_compute_dtype_halves_what_blocks_save(meta_model):
+    model = meta_model("LlamaForCausalLM")
+    _, wide = segments_of(model)
+    _, narrow = segments_of(model, compute_dtype=torch.bfloat16)
+    assert narrow[2].saved_bytes(4) < 0.65 * wide[2].saved_bytes(4)
+    assert narrow[2].forward.matmul_flops == wide[2].forward.matmul_flops
+
+
+def test_gradient_checkpointing_keeps_only_block_inputs(real_model):
+    model = real_model("GPT2LMHeadModel", **NO_DROPOUT)
+    units, segments = segments_of(model)
+    plain = next(s for s in segments if units[s.unit].span is GatherSpan.USE)
+    checkpoint_blocks(model, ("GPT2Block",))
+    _, segments = segments_of(model)
+    checkpointed = next(s for s in segments if s.unit == plain.unit)
+    assert checkpointed.saved_bytes(2) == TOKENS * 32 * 4 * 2  # its output
+    recomputed = checkpointed.backward.matmul_flops(2) - plain.backward.matmul_flops(2)
+    assert 0.6 < recomputed / plain.forward.matmul_flops(2) <= 1  # torch stops when the last saved tensor is there again
+
+
+def test_the_model_stays_as_it_is(real_model):
+    model = real_model("BertForSequenceClassification").eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    segments_of(model)
+    assert not model.training and all(p.grad is None for p in model.parameters())
+    assert all("forward" not in vars(module) and not module._forward_hooks for module in model.modules())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.config.problem_type is None
