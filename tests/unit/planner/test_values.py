@@ -11,7 +11,7 @@ import pytest
 
 import hf_osdp.planner
 
-MODULES = [importlib.import_module(f"hf_osdp.planner.{found.name}") for found in pkgutil.iter_modules(hf_osdp.planner.__path__)]
+MODULES = [importlib.import_module(found.name) for found in pkgutil.walk_packages(hf_osdp.planner.__path__, "hf_osdp.planner.")]
 VALUES = [
     cls
     for module in MODULES
