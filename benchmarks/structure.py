@@ -166,9 +166,7 @@ def _drive() -> None:
         for module in (_fully_shard, apply):
             module.fully_shard = reached
         sys.setprofile(profile)
-        Trainer(
-            model=GPT2LMHeadModel(config), args=arguments, train_dataset=data, osdp=OSDPConfig(hardware=None, strategy="fsdp")
-        ).train()
+        Trainer(model=GPT2LMHeadModel(config), args=arguments, train_dataset=data, osdp=OSDPConfig(hardware=None, strategy="fsdp")).train()
 
 
 def lines_of(paths: Iterator[Path]) -> int:
