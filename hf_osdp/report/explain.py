@@ -15,8 +15,9 @@ from ..planner.description import ModelDescription
 from ..planner.hardware import Hardware
 from ..planner.job import TrainingJob
 from ..planner.plan import Plan
+from ..planner.problem import PlanningProblem, Strategy
 from ..planner.search.search import search
-from ..planner.search.strategies import Strategy, search_spaces
+from ..planner.search.strategies import search_spaces
 from .plan_file import PlanInputs
 from .tables import PlanRow, plan_rows
 
@@ -126,9 +127,13 @@ def explain(plan: Plan, inputs: PlanInputs) -> Explanation:
         Bytes, seconds, the layouts that were not taken, and what binds under the plan's memory limit.
     """
     description, job, hardware, limit = inputs.description, inputs.job, inputs.hardware, plan.memory_limit_bytes
-    estimate = estimate_plan(plan, description, job, hardware)
+    estimate, binding = estimate_plan(plan, description, job, hardware), None
     if hardware is None:
         return Explanation(plan=plan, description=description, estimate=estimate)
+    if limit is not None:
+        strategy = Strategy.parse(plan.strategy)
+        problem = PlanningProblem(description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=strategy)
+        binding = _binding(plan, problem)
     return Explanation(
         plan=plan,
         description=description,
@@ -137,7 +142,7 @@ def explain(plan: Plan, inputs: PlanInputs) -> Explanation:
         margin_bytes=0 if limit is None else limit - hardware.room_bytes(limit),
         streams=stream_times(plan, description, job, hardware),
         reasons=_RowReasons(plan, description, job, hardware).all(),
-        binding=None if limit is None else _binding(plan, description, job, hardware, limit),
+        binding=binding,
     )
 
 
@@ -227,28 +232,29 @@ class _RowReasons:
         return estimate_memory(self._description, changed, self._plan.world_size, self._job, self._batch)
 
 
-def _binding(plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware, limit: int) -> Binding:
+def _binding(plan: Plan, problem: PlanningProblem) -> Binding:
     """Return what keeps the plan's strategy from more samples a second: the first of memory, a fixed micro-batch, the global batch.
 
     Each is loosened alone: no limit; any micro-batch size; twice the global batch under the same limit.
     """
-    time = estimate_plan(plan, description, job, hardware).time
+    time = estimate_plan(plan, problem.description, problem.job, problem.hardware).time
     assert time is not None
     now = plan.global_batch_size / time.step_s
 
-    def loosened(job: TrainingJob, limit: int) -> tuple[Plan, float] | None:
+    def loosened(problem: PlanningProblem) -> tuple[Plan, float] | None:
         """Return the best plan and its gain, where there is one."""
         try:
-            found = search(description, hardware, job, limit, strategy=plan.strategy).plan
+            found = search(problem).plan
         except InfeasibleError:
             return None
         assert found.samples_per_s is not None
         return (found, found.samples_per_s / now) if found.samples_per_s > _GAIN * now else None
 
-    if better := loosened(job, _UNLIMITED):
+    if better := loosened(replace(problem, memory_limit_bytes=_UNLIMITED)):
         return Binding(kind=Binds.MEMORY, gain=better[1], peak_bytes=better[0].peak_bytes)
-    if job.micro_batch_size is not None and (better := loosened(replace(job, micro_batch_size=None), limit)):
+    any_size = replace(problem, job=replace(problem.job, micro_batch_size=None))
+    if problem.job.micro_batch_size is not None and (better := loosened(any_size)):
         return Binding(kind=Binds.MICRO_BATCH, gain=better[1], batch_size=better[0].micro_batch_size)
-    if better := loosened(replace(job, global_batch_size=2 * plan.global_batch_size), limit):
+    if better := loosened(replace(problem, job=replace(problem.job, global_batch_size=2 * plan.global_batch_size))):
         return Binding(kind=Binds.BATCH, gain=better[1], batch_size=better[0].global_batch_size)
     return Binding(kind=Binds.NOTHING, gain=1.0)
