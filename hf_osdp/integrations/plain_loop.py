@@ -178,7 +178,7 @@ class OptimalShardedDataParallel(nn.Module):
         self.report: SearchResult | None = None
         self.rounds: tuple[Round, ...] = ()
         self.measured: Observation | None = None
-        self._writer = CheckpointWriter()
+        self._writer = CheckpointWriter(settings={"precision": mixed_precision})
         meshes: Meshes | None = None
         found: Found | None = None
         if plan is None:
@@ -187,6 +187,7 @@ class OptimalShardedDataParallel(nn.Module):
             self.report = None if found.problem is None else found.problem.result(found.plan)
         else:
             self.plan = wanted.load(plan)
+        self._writer.plan = self.plan
         units = cut_units(model, self.plan.cut, wanted.block_classes, low_precision=self._precision.compute is not None)
         say_what_is_found(model, self.plan, units, wanted, found)
         apply_plan(model, self.plan, units, meshes=meshes, mp_policy=mp_policy(self._precision))
@@ -315,7 +316,7 @@ class OptimalShardedDataParallel(nn.Module):
         self._writer.in_background = in_background
         save_loop(
             self._writer, path, self.module, optimizer,
-            others=_stateful(scheduler, scaler), progress=progress or {}, sharded=sharded, plan=self.plan,
+            others=_stateful(scheduler, scaler), progress=progress or {}, sharded=sharded,
         )  # fmt: skip
 
     def wait_for_checkpoint(self) -> None:
@@ -343,7 +344,7 @@ class OptimalShardedDataParallel(nn.Module):
         Raises:
             CheckpointError: it is damaged, incomplete, or of another model; on every rank.
         """
-        return load_loop(path, self.module, optimizer, others=_stateful(scheduler, scaler))
+        return load_loop(path, self.module, optimizer, others=_stateful(scheduler, scaler), writer=self._writer)
 
     def __getattr__(self, name: str) -> Any:
         try:

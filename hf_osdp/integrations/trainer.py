@@ -16,8 +16,7 @@ import transformers
 import transformers.trainer
 from transformers import TrainingArguments
 
-from ..checkpoint.finding import recorded_batch
-from ..checkpoint.starts import begin_anew
+from ..checkpoint.resume import recorded_batch, start_fresh
 from ..checkpoint.writer import CheckpointWriter, Staging
 from ..distributed.consensus import largest_of_ranks
 from ..distributed.stop import StopSignal
@@ -95,7 +94,7 @@ class Trainer(TrainerCheckpoints, _Stock):
             given["args"] = own_arguments(arguments)
             self._asked_batch = arguments.per_device_train_batch_size
             if given.get("train_dataset") is not None:
-                begin_anew(arguments.output_dir)  # before planning, which may be the end of this start
+                start_fresh(arguments.output_dir)  # before planning, which may be the end of this start
             self._makes_folder = not Path(arguments.output_dir).exists()
         super().__init__(*call.args[1:], **call.kwargs)
 
@@ -328,8 +327,7 @@ class Trainer(TrainerCheckpoints, _Stock):
                 output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
         finally:
             self._stop.abandon()  # where an error ended training
-        self._writer.wait()
-        self._keep_limit(Path(self.args.output_dir))
+        self._finish_checkpoints()
         if self._steps.measured:
             measured = self._steps.summary()
             announce_result(self._run, measured, output_dir=self.args.output_dir, is_rank_zero=self.is_world_process_zero())

@@ -10,7 +10,7 @@ from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file
 from transformers import TrainerCallback, TrainingArguments
 
-from hf_osdp.checkpoint.finding import check_checkpoint
+from hf_osdp.checkpoint.resume import check_checkpoint
 from hf_osdp.errors import CheckpointError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.trainer import Trainer
