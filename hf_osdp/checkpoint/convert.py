@@ -155,7 +155,7 @@ def _possible_groups(model: nn.Module) -> list[list[list[str]]]:
     from transformers import Trainer
 
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    decay = set(Trainer.get_decay_parameter_names(None, model))
+    decay = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
     matrices = {name for name, parameter in named.items() if parameter.ndim > 1}
     halves = [[[n for n in named if n in chosen], [n for n in named if n not in chosen]] for chosen in (decay, matrices)]
     return [[list(named)], *halves]

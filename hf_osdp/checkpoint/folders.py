@@ -39,8 +39,10 @@ _NUMBERED = re.compile(r"checkpoint[-_](\d+)")
 _LOCK_WAIT_S = 60.0
 """How long to wait for another run to end: a restart may begin while file systems still hold the lock of a machine that failed."""
 _LOCK_POLL_S = 0.2
-_locks: dict[Path, TextIO | None] = {}
-"""Lock files that this process has locked; None where the file system knows no locks."""
+_locks: dict[Path, tuple[int, TextIO | None]] = {}
+"""Lock files that a process, this one or that which it was forked from, has locked; no file where there are no locks."""
+_staged: set[Path] = set()
+"""Folders in which this process writes checkpoints."""
 
 
 # --------------------------------------------------------------------------------------------------------- one run at a time
@@ -73,15 +75,16 @@ def lock_checkpoints(parent: Path, name: str | None = None, *, wait_s: float | N
         time.sleep(_LOCK_POLL_S)
     pattern = "checkpoint[-_]*" if name is None else glob.escape(name)
     restore_replaced(parent, pattern)
-    staged = [inside.parent for inside in path.parent.glob(f"*/{pattern}")]
+    staged = {inside.parent for inside in path.parent.glob(f"*/{pattern}")} - _staged
     for left in (*staged, *path.parent.glob(pattern), *path.parent.glob(f"{pattern}{_REMOVED}")):
         shutil.rmtree(left, ignore_errors=True)
 
 
-def unlock_checkpoints(parent: Path) -> None:
-    """Let other runs write `checkpoint-N` into an output folder again."""
-    path = _lock_path(parent, None)
-    if (handle := _locks.pop(path, None)) is not None:
+def unlock_checkpoints(parent: Path, name: str | None = None) -> None:
+    """Let other runs write checkpoints again that `lock_checkpoints` has locked."""
+    path = _lock_path(parent, name)
+    process, handle = _locks.pop(path, (0, None))
+    if handle is not None and process == os.getpid():
         with suppress(OSError):
             path.unlink()
             handle.close()
@@ -99,6 +102,11 @@ def is_locked_elsewhere(parent: Path) -> bool:
     return False
 
 
+def lock_name(folder: Path) -> str | None:
+    """Return the name under which a checkpoint is locked; None for `checkpoint-N`."""
+    return None if _NUMBERED.fullmatch(folder.name) else folder.name
+
+
 def _lock_path(parent: Path, name: str | None) -> Path:
     return parent.resolve() / PARTIAL / (_LOCK if name is None else f"{name}.{_LOCK}")
 
@@ -109,7 +117,7 @@ def _try_lock(path: Path) -> str | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = path.open("a+")
     except OSError:  # the first checkpoint tells of it
-        _locks[path] = None
+        _locks[path] = os.getpid(), None
         return None
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -117,12 +125,12 @@ def _try_lock(path: Path) -> str | None:
             handle.truncate(0)
             handle.write(f"process {os.getpid()} on {socket.gethostname()}")
             handle.flush()
-            _locks[path] = handle
+            _locks[path] = os.getpid(), handle
             return None
     except (BlockingIOError, PermissionError, FileNotFoundError):
         handle.seek(0)
     except OSError:
-        _locks[path] = None
+        _locks[path] = os.getpid(), None
         return None
     holder = handle.read(200) or "another process"
     handle.close()
@@ -141,10 +149,11 @@ def prepare_staging(folder: Path) -> Path:
     """
     if Path.cwd().is_relative_to(folder):
         raise ValueError(f"A checkpoint cannot take the place of {folder}, in which this program runs; give a folder inside it.")
-    lock_checkpoints(folder.parent, None if _NUMBERED.fullmatch(folder.name) else folder.name)
+    lock_checkpoints(folder.parent, lock_name(folder))
     try:
         staging = folder.parent / PARTIAL / uuid.uuid4().hex[:8] / folder.name
         staging.mkdir(parents=True)
+        _staged.add(staging.parent)
         return staging
     except OSError as error:
         raise _unwritable(folder, error) from None
@@ -152,6 +161,7 @@ def prepare_staging(folder: Path) -> Path:
 
 def discard_staging(staging: Path) -> None:
     """Remove a checkpoint that will not be complete."""
+    _staged.discard(staging.parent)
     shutil.rmtree(staging.parent, ignore_errors=True)
 
 
@@ -203,6 +213,7 @@ def _appear(staging: Path, folder: Path) -> None:
     staging.rename(folder)
     flush(folder.parent)
     _take_over(replaced, folder)
+    _staged.discard(staging.parent)
     with suppress(OSError):
         staging.parent.rmdir()
 

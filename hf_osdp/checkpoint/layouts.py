@@ -1,4 +1,4 @@
-"""Which files of a folder hold weights and optimizer states, as Accelerate, the Trainer and one process write them; whole tensors of them."""
+"""Which files of a folder hold weights and optimizer states, as Accelerate, the Trainer and one process write them; reads them whole."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import load_file as load_safetensors
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from ..errors import CheckpointError
 from ..reading import read_json
@@ -126,13 +126,13 @@ def read_weights(place: Place) -> dict[str, torch.Tensor]:
         CheckpointError: they cannot be read.
     """
     if place.layout is Layout.SHARDED:
-        return _unsharded(place.path, "model")
+        return dict(_unsharded(place.path, "model"))
     match place.path.suffix:
         case ".safetensors":
             return _safetensors(place.path)
         case ".json":
             return _of_several_files(place.path)
-    return load_file(place.path)
+    return dict(load_file(place.path))
 
 
 def read_optimizer(place: Place) -> dict[str, Any]:
@@ -209,9 +209,9 @@ def _unsharded(path: Path, key: str) -> Any:  # noqa: ANN401  # what the checkpo
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process it is
             planner = SafePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            dcp.load(flat, storage_reader=reader, planner=planner, no_dist=True)
+            load_shards(flat, storage_reader=reader, planner=planner, no_dist=True)
         return unflatten_state_dict(flat, index.planner_data)[key]
-    except (CheckpointException, RuntimeError, KeyError, ValueError, OSError, EOFError) as error:
+    except (CheckpointException, RuntimeError, KeyError, ValueError, OSError, EOFError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read ({cause_of(error)}); take another checkpoint.") from None
 
 

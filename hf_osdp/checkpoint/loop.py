@@ -108,7 +108,7 @@ def load_loop(
     for name, owner in others.items():
         owner.load_state_dict(rest[name])
     load_random_states(folder, rank())
-    return rest.get(PROGRESS_NAME, {})
+    return dict(rest.get(PROGRESS_NAME, {}))
 
 
 # ------------------------------------------------------------------------------------------------------------ random states

@@ -1,7 +1,7 @@
 """Finds the checkpoint from which a training resumes: the last complete one of this training; what is damaged is named.
 
-`.partial/training.json` in an output folder names the training that runs there, as the manifests of its checkpoints do. Where it names none,
-every checkpoint in the folder is this training's.
+`.partial/training.json` in an output folder names the training that runs there, as the manifests of its checkpoints do.
+Where it names none, every checkpoint in the folder is this training's.
 """
 
 from __future__ import annotations
@@ -255,8 +255,9 @@ def is_restart(folder: str | Path) -> bool:
 
 
 def start_fresh(folder: str | Path) -> None:
-    """Note that a new training begins in a folder: its restarts will not resume from checkpoints that lie there. In a restart, and where
-    another run trains in the folder, nothing is noted. Collective.
+    """Note that a new training begins in a folder: its restarts will not resume from checkpoints that lie there. Collective.
+
+    In a restart, and where another run trains in the folder, nothing is noted.
     """
     if not is_restart(folder):
         _mark_training(Path(folder), is_new=True)

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint import FileSystemReader, metadata
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -137,6 +137,8 @@ class _IndexUnpickler(pickle._Unpickler):
     """
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401
         """Return one of the classes of an index."""

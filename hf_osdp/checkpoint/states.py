@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as read_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.fsdp import FSDPModule
 
 from ..distributed.consensus import on_rank_zero
@@ -95,13 +96,13 @@ def write_shards(path: Path, state: dict[str, Any], files: FileSystem | None) ->
     Raises:
         CheckpointError: it cannot be written; on every rank.
     """
-    writer = dcp.FileSystemWriter(path, sync_files=False)  # they are flushed with the rest of the checkpoint
+    writer = FileSystemWriter(path, sync_files=False)  # they are flushed with the rest of the checkpoint
     if files is not None:
         writer.fs = files
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # where there is one process
         try:
-            dcp.save(state, storage_writer=writer, process_group=waiting_group())
+            save_shards(state, storage_writer=writer, process_group=waiting_group())
         except CheckpointException as failed:  # of any rank, on every rank
             raise CheckpointError(f"{path} cannot be written ({cause_of(failed)}); the checkpoint before it is the last.") from None
 
@@ -179,13 +180,16 @@ def _load_sharded_model(path: Path, model: nn.Module, *, strict: bool) -> None:
 def _load_sharded_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load states, of which each rank reads what it holds. A parameter that had no gradient when it was saved has no state."""
     mine = optimizer_state(model, optimizer, as_target=True)
-    index, saved = _index_of(path), dict[str, dict[str, Any]]()
+    index, saved, group_keys = _index_of(path), dict[str, dict[str, Any]](), set[str]()
     for flat, keys in index.planner_data.items():
+        if keys[:2] == (_OPTIMIZER, "param_groups") and len(keys) > 3:
+            group_keys.add(str(keys[3]))
         if keys[:2] == (_OPTIMIZER, "state") and len(keys) > 3:
             stored = index.state_dict_metadata[flat]
-            has_dims = isinstance(stored, TensorStorageMetadata) and len(stored.size) > 0
-            saved.setdefault(str(keys[2]), {}).update({str(keys[3]): stored.size} if has_dims else {})
-    if problem := states_problem(saved, mine["state"], optimizer):
+            shapes = saved.setdefault(str(keys[2]), {})
+            if isinstance(stored, TensorStorageMetadata) and stored.size:
+                shapes[str(keys[3])] = stored.size
+    if problem := states_problem(saved, group_keys, mine, optimizer):
         raise RuntimeError(problem)
     found = {"state": {name: own for name, own in mine["state"].items() if name in saved}, "param_groups": mine["param_groups"]}
     _read_shards(path, {_OPTIMIZER: found})
@@ -198,7 +202,7 @@ def _index_of(path: Path) -> Metadata:
 
 def _read_shards(path: Path, state: dict[str, Any]) -> None:
     try:
-        dcp.load(state, storage_reader=SafeReader(path), planner=SafePlanner(), process_group=waiting_group())
+        read_shards(state, storage_reader=SafeReader(path), planner=SafePlanner(), process_group=waiting_group())
     except CheckpointException as failed:  # of any rank, on every rank
         raise CheckpointError(f"{path} cannot be read ({cause_of(failed)}); take another checkpoint.") from None
 

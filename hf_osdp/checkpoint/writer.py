@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from ..distributed.mesh import rank, world_size
 from ..distributed.waiting import wait_for_ranks, waiting_group
 from ..errors import CheckpointError
 from ..planner.plan import Plan
-from .folders import complete, discard_staging, flush, prepare_staging
+from .folders import complete, discard_staging, flush, lock_name, prepare_staging, unlock_checkpoints
 from .manifest import FileRecord, Manifest
 from .resume import gather, training_of_folder
 
@@ -86,13 +87,14 @@ class CheckpointWriter:
     Attributes, which may be changed between two checkpoints, are those of the arguments.
     """
 
-    def __init__(self, *, plan: Plan | None = None, settings: Mapping[str, str] | None = None, in_background: bool = False):
+    def __init__(self, *, plan: Plan | None = None, settings: Mapping[str, str] | None = None, in_background: bool = False) -> None:
         self.plan = plan
         self.settings = dict(settings or {})
         self.in_background = in_background
         self._thread: threading.Thread | None = None
         self._error: str | None = None
         self._group: dist.ProcessGroup | None = None
+        self._locks: set[tuple[Path, str | None]] = set()
 
     @contextmanager
     def new(self, folder: str | Path, **settings: str) -> Iterator[Staging]:
@@ -111,6 +113,9 @@ class CheckpointWriter:
         self.wait()
         folder = Path(folder).resolve()
         staged = on_rank_zero(lambda: prepare_staging(folder))
+        if rank() == 0 and (lock := (folder.parent, lock_name(folder))) not in self._locks:
+            self._locks.add(lock)  # other runs may write there when this writer is gone
+            weakref.finalize(self, unlock_checkpoints, *lock)
         on_every_rank(lambda: _wait_for_folder(staged))
         staging = Staging(folder=folder, path=staged, file_system=HeldFileSystem() if self.in_background else FileSystem())
         try:

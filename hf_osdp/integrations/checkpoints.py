@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import accelerate.accelerator
 import torch
 import transformers.trainer
+from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -22,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoint.folders import numbered_checkpoints, remove_checkpoint
 from ..checkpoint.layouts import Layout, find_model
-from ..checkpoint.loop import load_random_states
+from ..checkpoint.loop import Stateful, load_random_states
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.resume import check_checkpoint, last_checkpoint, warn_of_changes
 from ..checkpoint.safe import load_file
@@ -32,17 +33,22 @@ from ..distributed.consensus import on_rank_zero
 from ..errors import CheckpointError
 from ..modeling.split.names import is_split
 from ..modeling.split.positions import keep_positions
+from ..planning.plan_run import PlannedRun
 from ..sharding.optimizer_check import unwrapped
-from .plugin import writes_shards
+from .plugin import OSDPPlugin, writes_shards
 from .schedules import Schedule, StepSize, own_schedule, position_factor, rescale_schedules
 
 _log = logging.getLogger(__name__)
 
 
-class AcceleratorCheckpoints:
-    """Mixin; must precede `Accelerator` in the MRO."""
+class AcceleratorCheckpoints(Accelerator):
+    """`Accelerator` with these checkpoints."""
 
-    def __init__(self, **kwargs: Any):
+    _run: PlannedRun | None
+    _writer: CheckpointWriter | None
+    plugin: OSDPPlugin
+
+    def __init__(self, **kwargs: Any) -> None:
         self._schedules: WeakKeyDictionary[AcceleratedScheduler, Schedule] = WeakKeyDictionary()
         super().__init__(**kwargs)
 
@@ -59,7 +65,9 @@ class AcceleratorCheckpoints:
         folder = on_rank_zero(lambda: self._new_folder(output_dir))
         keep_whole_positions(self._models, self._optimizers)
         with self._checkpoint_writer().new(folder, **self._settings()) as staging:
-            hidden = {"_optimizers": []} if self.is_fsdp2 else {}  # the stock functions take as many models as optimizers
+            hidden: dict[str, object] = (
+                {"_optimizers": []} if self.is_fsdp2 else {}
+            )  # the stock functions take as many models as optimizers
             naming = replaced(self.project_configuration, automatic_checkpoint_naming=False)
             with naming, own_states(staging.file_system), replaced(self, **hidden):
                 super().save_state(str(staging.path), safe_serialization, **kwargs)
@@ -200,20 +208,17 @@ def own_states(files: FileSystem | None = None) -> Iterator[None]:
         files: where shards are written; None is the disk.
     """
 
-    def save_fsdp_model(
-        plugin: object, accelerator: object, model: nn.Module, output_dir: str, model_index: int = 0, adapter_only: bool = False, **_: object
-    ) -> None:  # fmt: skip
-        only = adapter_only and is_adapted(model)
+    def save_fsdp_model(plugin: Any, _: object, model: nn.Module, output_dir: str, model_index: int = 0, **options: Any) -> None:  # noqa: ANN401
+        only = options.get("adapter_only") and is_adapted(model)
         save_model(Path(output_dir), model, sharded=writes_shards(plugin), index=model_index, trainable_only=only, files=files)
 
-    def load_fsdp_model(
-        plugin: object, accelerator: object, model: nn.Module, input_dir: str, model_index: int = 0, adapter_only: bool = False, **_: object
-    ) -> object:  # fmt: skip
-        load_model(Path(input_dir), model, index=model_index, trainable_only=adapter_only and is_adapted(model))
+    def load_fsdp_model(plugin: object, _: object, model: nn.Module, input_dir: str, model_index: int = 0, **options: Any) -> object:
+        only = options.get("adapter_only") and is_adapted(model)
+        load_model(Path(input_dir), model, index=model_index, trainable_only=only)
         return _IncompatibleKeys([], [])
 
     def save_fsdp_optimizer(
-        plugin: object, accelerator: object, optimizer: Any, model: nn.Module, output_dir: str, optimizer_index: int = 0
+        plugin: Any, _: object, optimizer: torch.optim.Optimizer, model: nn.Module, output_dir: str, optimizer_index: int = 0  # noqa: ANN401
     ) -> None:  # fmt: skip
         save_optimizer(Path(output_dir), model, optimizer, sharded=writes_shards(plugin), index=optimizer_index, files=files)
 
@@ -240,7 +245,7 @@ def _custom_file(path: str | Path, index: int) -> Path:
     return Path(path) / f"custom_checkpoint_{index}.pkl"
 
 
-def _save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
+def _save_custom_state(obj: Stateful, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
     """Write a registered object's state, which must be readable without running anything: better known now than when it is needed."""
 
     def save() -> None:
@@ -256,18 +261,18 @@ def _save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: b
     on_rank_zero(save)
 
 
-def _load_custom_state(obj: Any, path: str, index: int = 0) -> None:
+def _load_custom_state(obj: Stateful, path: str, index: int = 0) -> None:
     obj.load_state_dict(load_file(_custom_file(path, index), numpy=True))
 
 
-def keep_whole_positions(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
+def keep_whole_positions(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Let operators in slices not show in the positions of an optimizer whose model is not sharded."""
     for model in models:
         for optimizer in optimizers if is_split(model) else ():
             keep_positions(optimizer, model)
 
 
-def model_of(optimizer: Any, models: Sequence[nn.Module]) -> nn.Module:
+def model_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> nn.Module:
     """Return the model that an optimizer has parameters of; a model may have several optimizers, each with a part."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return next((model for model in models if any(id(parameter) in own for parameter in model.parameters())), models[-1])

@@ -41,8 +41,8 @@ class Schedule:
     state: dict[str, Any]
     rates: tuple[dict[str, Any], ...]
     """Of each group of its optimizer."""
-    position: int | None
-    """None where it counts none."""
+    position: int
+    """-1 where it counts none."""
 
 
 def position_factor(before: StepSize, now: StepSize) -> Fraction | None:
@@ -87,7 +87,8 @@ def rescale_schedules(schedules: Sequence[Schedule], factor: Fraction | None, *,
     """
     if factor == 1:
         return []
-    targets, left = [], []
+    targets: list[tuple[Schedule, int]] = []
+    left: list[str] = []
     for schedule in schedules:
         target, problem = _target(schedule, factor)
         if problem is None:
@@ -110,7 +111,7 @@ def rescale_schedules(schedules: Sequence[Schedule], factor: Fraction | None, *,
 def _target(schedule: Schedule, factor: Fraction | None) -> tuple[int, str | None]:
     """Return where a scheduler is to be, or why that cannot be had."""
     saved, step = _position(schedule.scheduler), inspect.signature(schedule.scheduler.step).parameters.values()
-    if saved is None or any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in step):
+    if saved < 0 or any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in step):
         return 0, "it goes by metrics or calls, not by a position"
     if factor is None:
         return 0, "the samples of an optimizer step are not known"
@@ -131,9 +132,9 @@ def _advance(schedule: Schedule, target: int) -> None:
         schedule.scheduler.step()
 
 
-def _position(scheduler: LRScheduler) -> int | None:
+def _position(scheduler: LRScheduler) -> int:
     """Return how often a scheduler was stepped; chained ones count for themselves."""
     if hasattr(scheduler, "last_epoch"):
         return scheduler.last_epoch
     several = getattr(scheduler, "_schedulers", ())
-    return _position(several[0]) if several else None
+    return _position(several[0]) if several else -1

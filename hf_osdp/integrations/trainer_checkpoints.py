@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers.trainer
 from torch import nn
@@ -16,6 +16,10 @@ from ..checkpoint.loop import load_random_states
 from ..checkpoint.resume import check_checkpoint, checkpoint_to_resume, own_checkpoints, warn_of_changes
 from ..checkpoint.safe import load_file
 from ..checkpoint.states import load_model, load_optimizer, save_model
+from ..checkpoint.writer import CheckpointWriter, Staging
+from ..distributed.stop import StopSignal
+from ..planning.config import OSDPConfig
+from ..planning.plan_run import PlannedRun
 from ..sharding.optimizer_check import unwrapped
 from .checkpoints import dataset_text, is_adapted, keep_whole_positions, own_states, replaced
 from .plugin import writes_shards
@@ -24,10 +28,20 @@ TRAINER_STATE = transformers.trainer.TRAINER_STATE_NAME
 """What the Trainer writes last into a checkpoint."""
 
 
-class TrainerCheckpoints:
+_Base = transformers.Trainer if TYPE_CHECKING else object
+
+
+class TrainerCheckpoints(_Base):
     """Mixin; must precede `transformers.Trainer` in the MRO."""
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+    _osdp: OSDPConfig | None
+    _run: PlannedRun
+    _writer: CheckpointWriter
+    _staging: Staging | None
+    _stop: StopSignal
+    _asked_batch: int
+
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         """Save as the stock Trainer, into a hidden folder that then appears under its name."""
         if self._osdp is None:
             super()._save_checkpoint(model, trial)
@@ -49,7 +63,7 @@ class TrainerCheckpoints:
             self._writer.wait()
             super()._push_from_checkpoint(str(folder))
 
-    def _get_output_dir(self, trial: Any) -> str:
+    def _get_output_dir(self, trial: object) -> str:
         """Return, while a checkpoint is written, the folder in which it is staged."""
         return super()._get_output_dir(trial) if self._staging is None else str(self._staging.path.parent)
 
@@ -104,7 +118,9 @@ class TrainerCheckpoints:
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load as the stock Trainer, weights from any layout."""
         model = self.model if model is None else model
-        if self._osdp is None or (not self.is_fsdp_enabled and is_adapted(model) and find_model(Path(resume_from_checkpoint)).layout is Layout.SINGLE):
+        if self._osdp is None or (
+            not self.is_fsdp_enabled and is_adapted(model) and find_model(Path(resume_from_checkpoint)).layout is Layout.SINGLE
+        ):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         load_model(Path(resume_from_checkpoint), model, trainable_only=is_adapted(model))
@@ -116,8 +132,8 @@ class TrainerCheckpoints:
         check_checkpoint(self.state.best_model_checkpoint)
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Finalize as the stock Trainer; where SIGTERM ended training, the last checkpoint stays, and the best is not loaded: there are seconds left."""
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as its base class
+        """Finalize as the stock Trainer; after SIGTERM, with seconds left, the last checkpoint stays and the best is not loaded."""
         if self._osdp is not None:
             self._writer.wait()  # stock looks for the best one, which may be the last
         if self._osdp is None or not self._stop.stopped:
@@ -126,7 +142,7 @@ class TrainerCheckpoints:
             return super()._finalize_training(*args, **kwargs)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Start as the stock Trainer, which warns where a checkpoint was saved with other arguments: what counts is the user's batch size, not the plan's."""
+        """Start as the stock Trainer, which warns of changed arguments: the user's batch size counts, not the plan's."""
         if self._osdp is None:
             return super()._init_training_state(*args, **kwargs)
 

@@ -27,17 +27,17 @@ class SlicedTensor(torch.Tensor):
     whole: SlicedName
 
     @staticmethod
-    def __new__(cls, parts: Sequence[torch.Tensor], whole: SlicedName) -> SlicedTensor:
+    def __new__(cls: type[SlicedTensor], parts: Sequence[torch.Tensor], whole: SlicedName) -> SlicedTensor:
         first = parts[0]
         tensor: SlicedTensor = torch.Tensor._make_wrapper_subclass(cls, torch.Size(whole.shape), dtype=first.dtype, device=first.device)
         tensor.parts, tensor.whole = tuple(part.detach() for part in parts), whole
         return tensor
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"SlicedTensor(shape={tuple(self.shape)}, slices={len(self.parts)})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: object, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         if func is torch.ops.aten.detach.default:
@@ -69,7 +69,7 @@ class SlicedTensor(torch.Tensor):
             chunks = [ChunkStorageMetadata(offsets=torch.Size([0] * part.ndim), sizes=part.size())]
             local = part
             if isinstance(part, DTensor):
-                chunks, local = part.__create_chunk_list__(), part.to_local()
+                chunks, local = part.__create_chunk_list__(), part.to_local()  # type: ignore[no-untyped-call]
             for chunk in chunks if local.numel() else ():
                 offsets = list(chunk.offsets)
                 offsets[self.whole.dim] += start

@@ -6,7 +6,7 @@ Here each tensor is gathered and broadcast by itself, and each rank copies its p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -34,8 +34,10 @@ OptimizerState = dict[str, Any]
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Show shards everywhere. After a forward without backward, units that are kept go on showing gathered parameters; an
-    optimizer made from those would update what nobody reads.
+    """Show shards everywhere.
+
+    After a forward without backward, units that are kept go on showing gathered parameters; an optimizer made from those would update
+    what nobody reads.
     """
     end_step(model)
     for module in model.modules():
@@ -132,12 +134,9 @@ def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, stat
     """Set an optimizer's state, with values as `optimizer_state` gives them; parameters may have none.
 
     Raises:
-        RuntimeError: groups or shapes do not fit, or it is another optimizer's.
+        RuntimeError: groups or shapes do not fit.
     """
     optimizer = unwrapped(optimizer)
-    saved, own = (set().union(*(group.keys() for group in groups)) for groups in (state["param_groups"], optimizer.param_groups))
-    if (extra := saved - own - _SET_BY_SCHEDULERS) and (lacking := own - saved - _SET_BY_SCHEDULERS):
-        raise RuntimeError(_other_optimizer(extra, lacking, optimizer))
     state = split_optimizer_state(state, model) if is_split(model) else state
     with own_positions(optimizer):
         if state["state"]:
@@ -149,29 +148,35 @@ def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, stat
 
 
 def states_problem(
-    saved: Mapping[str, Mapping[str, Sequence[int]]], mine: Mapping[str, Mapping[str, Any]], optimizer: torch.optim.Optimizer
+    saved: Mapping[str, Mapping[str, Sequence[int]]], group_keys: set[str], mine: OptimizerState, optimizer: torch.optim.Optimizer
 ) -> str | None:
     """Return why saved states cannot be loaded into an optimizer; None where they can.
 
     Args:
         saved: shapes of the states that have dimensions, by parameter and key.
-        mine: the optimizer's own states.
+        group_keys: of the saved parameter groups.
+        mine: the optimizer's own state.
         optimizer: for its name.
     """
     for name, shapes in saved.items():
-        if name not in mine:
+        if name not in mine["state"]:
             return f"it has a state of {name!r}, which this optimizer does not update"
-        own = shapes_of(mine[name])
+        own = shapes_of(mine["state"][name])
         if shapes.keys() != own.keys():
-            return _other_optimizer(shapes.keys(), own.keys(), unwrapped(optimizer))
+            return _other_optimizer(shapes, own, optimizer)
         if wrong := next((key for key, shape in shapes.items() if tuple(shape) != own[key]), None):
             return f"{wrong} of {name!r} has shape {tuple(shapes[wrong])}, this optimizer's has {own[wrong]}"
+    own_keys = set().union(*(group.keys() for group in mine["param_groups"]))
+    if (extra := group_keys - own_keys - _SET_BY_SCHEDULERS) and (lacking := own_keys - group_keys - _SET_BY_SCHEDULERS):
+        return _other_optimizer(extra, lacking, optimizer)
     return None
 
 
-def _other_optimizer(saved: Any, own: Any, optimizer: torch.optim.Optimizer) -> str:
+def _other_optimizer(saved: Iterable[str], own: Iterable[str], optimizer: torch.optim.Optimizer) -> str:
     lists = [", ".join(sorted(names)) or "nothing" for names in (saved, own)]
-    return f"it is the state of another optimizer: it holds {lists[0]} where this run's {type(optimizer).__name__} holds {lists[1]}"
+    return (
+        f"it is the state of another optimizer: it holds {lists[0]} where this run's {type(unwrapped(optimizer)).__name__} holds {lists[1]}"
+    )
 
 
 def shapes_of(states: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -214,18 +219,19 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Opti
     Raises:
         RuntimeError: it is of another model, another optimizer, or other groups; on every rank.
     """
-    mine = optimizer_state(model, optimizer, as_target=True)["state"]
+    mine = optimizer_state(model, optimizer, as_target=True)
 
     def without_tensors() -> tuple[OptimizerState, str | None]:
         saved = {name: shapes_of(own) for name, own in state["state"].items()}
         # Copies: torch takes them over, and the next step would change the caller's.
         plain = {name: {k: deepcopy(v) for k, v in own.items() if not _has_dims(v)} for name, own in state["state"].items()}
-        return {"state": plain, "param_groups": state["param_groups"]}, states_problem(saved, mine, optimizer)
+        keys = set().union(*(group.keys() for group in state["param_groups"]))
+        return {"state": plain, "param_groups": state["param_groups"]}, states_problem(saved, keys, mine, optimizer)
 
     loaded, problem = on_rank_zero(without_tensors)
     if problem:
         raise RuntimeError(problem)
-    for name, own in mine.items():
+    for name, own in mine["state"].items():
         if name in loaded["state"]:  # a parameter that had no gradient when it was saved has no state
             for key, value in own.items():
                 if _has_dims(value):
@@ -253,11 +259,11 @@ def _gathered(value: DTensor) -> torch.Tensor:
     `full_tensor` issues a functional collective, whose `wait_tensor` ended a gloo rank by a segmentation fault (torch 2.13, once).
     """
     if value.to_local().device.type != value.device_mesh.device_type:
-        value = value.to(value.device_mesh.device_type)
+        value = value.to(value.device_mesh.device_type)  # type: ignore[assignment]
     axes = [axis for axis, placement in enumerate(value.placements) if not placement.is_replicate()]
     if not axes:
         return value.to_local()
-    if len(axes) > 1 or type(value.placements[axes[0]]) is not Shard or value.placements[axes[0]].dim != 0:
+    if len(axes) > 1 or value.placements[axes[0]] != Shard(0):
         return value.full_tensor()
     group, local = value.device_mesh.get_group(axes[0]), value.to_local()
     rows = -(-value.shape[0] // group.size())

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_osdp.checkpoint import folders
-from hf_osdp.checkpoint.folders import prepare_staging, remove_checkpoint, unlock_checkpoints
+from hf_osdp.checkpoint.folders import prepare_staging, remove_checkpoint
 from hf_osdp.checkpoint.loop import load_loop, save_loop, load_random_states, save_random_states
 from hf_osdp.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
 from hf_osdp.checkpoint.resume import check_checkpoint, checkpoint_to_resume, last_checkpoint
@@ -32,8 +32,8 @@ def small(folder, name="checkpoint-1", content="x", **options):
     return folder / name
 
 
-def visible(folder):
-    return sorted(path.name for path in folder.iterdir() if path.name != ".partial")
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
 
 
 def test_a_folder_appears_when_it_is_complete_with_a_sum_of_each_file(tmp_path):
@@ -41,7 +41,7 @@ def test_a_folder_appears_when_it_is_complete_with_a_sum_of_each_file(tmp_path):
     manifest = Manifest.load(folder)
     assert manifest.files == {"inside/file": FileRecord.of(folder / "inside" / "file")}
     assert manifest.versions.keys() >= {"torch", "hf_osdp"} and manifest.world_size == 1
-    assert visible(tmp_path) == ["checkpoint-1"]
+    assert names_in(tmp_path) == ["checkpoint-1"]
 
 
 def test_an_error_amid_writing_leaves_the_one_before(tmp_path):
@@ -50,9 +50,9 @@ def test_an_error_amid_writing_leaves_the_one_before(tmp_path):
         (staging.path / "half").write_text("x")
         raise KeyError
     assert last_checkpoint(tmp_path).name == "checkpoint-1"
-    assert [path.name for path in (tmp_path / ".partial").iterdir()] == ["lock"]
+    assert names_in(tmp_path) == ["checkpoint-1"]
     small(tmp_path, "checkpoint-3")
-    assert visible(tmp_path) == ["checkpoint-1", "checkpoint-3"]
+    assert names_in(tmp_path) == ["checkpoint-1", "checkpoint-3"]
 
 
 def test_a_new_one_takes_the_place_of_an_old_one_and_leaves_what_is_not_its(tmp_path):
@@ -173,8 +173,7 @@ def test_two_runs_in_one_folder_the_second_is_refused_in_one_line(tmp_path, monk
     with pytest.raises(CheckpointError, match="Another run"):
         checkpoint_to_resume(tmp_path)
     assert [path.read_text() for path in tmp_path.glob(".partial/*/checkpoint-1/weights")] == ["the other's"]
-    small(tmp_path, "state")  # not the same checkpoints
-    small(tmp_path / "own", "checkpoint-1")
+    small(tmp_path, "state"), small(tmp_path / "own")  # other checkpoints
 
 
 def test_second_run_goes_on_when_the_first_has_ended(tmp_path, caplog, other_run):
@@ -186,19 +185,13 @@ def test_second_run_goes_on_when_the_first_has_ended(tmp_path, caplog, other_run
     assert not list(tmp_path.glob(".partial/*/checkpoint-1"))
 
 
-def test_lock_of_a_run_that_ended_is_removed(tmp_path):
-    small(tmp_path, "checkpoint-1")
-    unlock_checkpoints(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
-
-
 def test_what_is_half_removed_or_no_checkpoint_is_passed_over(tmp_path, caplog):
     small(tmp_path)
     (tmp_path / "checkpoint-9").mkdir()
     (tmp_path / "checkpoint-9" / "trainer_state.json").write_text("{}")
     assert last_checkpoint(tmp_path).name == "checkpoint-1" and "has no weights" in caplog.text
     remove_checkpoint(tmp_path / "checkpoint-9")
-    assert visible(tmp_path) == ["checkpoint-1"]
+    assert names_in(tmp_path) == ["checkpoint-1"]
 
 
 def test_links_are_followed_and_the_current_folder_is_refused(tmp_path, monkeypatch):
