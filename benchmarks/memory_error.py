@@ -37,7 +37,7 @@ from torch import nn
 from transformers.utils import logging
 
 from hf_osdp.modeling.build import build_on_meta
-from hf_osdp.modeling.split.candidates import possible_cuts
+from hf_osdp.modeling.split.candidates import possible_splits
 from hf_osdp.planner.cost.evaluate import choices_of
 from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.cost.units import Batch, Choice
@@ -49,7 +49,7 @@ from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem, Strategy
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.strategies import search_spaces
-from hf_osdp.planner.split import WHOLE_BLOCKS, Cut
+from hf_osdp.planner.split import WHOLE_BLOCKS, ModelSplit
 from hf_osdp.planning.simulate import simulate
 from hf_osdp.quantities import format_bytes
 from hf_osdp.report.run_report import package_versions
@@ -90,7 +90,7 @@ LAYOUTS = ("ddp", "zero2", "zero3", "two_stage", "hsdp", "mixed", "osdp")
 """`mixed` gives neighbouring units different choices in turn; `osdp` is the search's plan half-way between the least memory and DDP's."""
 WAYS = ("recompute", "mixed_ways")
 """Layouts with what else is decided for a unit; the second in three micro-steps."""
-CUTS = {
+SPLITS = {
     "operators": ("mixed", ("GPT-2 xl", "BERT large", "T5 base", "OPT 1.3B", "Llama 1B")),
     "slices": ("zero3", ("GPT-2 xl", "BERT large", "OPT 1.3B", "Llama 1B")),  # T5 reads the weight of its `wo`
     "head_slices": ("zero3", ("GPT-2 xl", "OPT 1.3B", "Llama 1B")),
@@ -128,7 +128,7 @@ class Setting:
     model: str
     precision: str
     checkpointing: bool = False
-    cut: str = ""
+    split: str = ""
     """Of `CUTS`, or none. Models that are cut have 4 blocks."""
 
 
@@ -141,7 +141,7 @@ class Row:
     layout: str
     precision: str
     checkpointing: bool
-    cut: str
+    split: str
     estimated_bytes: int
     simulated_bytes: int
     moment: str
@@ -150,7 +150,7 @@ class Row:
     @property
     def kind(self) -> str:
         """The way to fit that the case is about."""
-        return self.cut or self.layout
+        return self.split or self.layout
 
     @property
     def error(self) -> float:
@@ -201,13 +201,13 @@ def cases(quick: bool, models: Sequence[str] | None, only: str | None) -> list[C
 
 def _ways_cases(models: Sequence[str]) -> list[Case]:
     whole = [(Setting(model=m, precision=p), w, way) for m, p, w, way in itertools.product(models, PRECISIONS, WAYS_WORLDS, WAYS)]
-    cut = [
-        (Setting(model=model, precision=precision, cut=kind), world, layout)
-        for kind, (layout, able) in CUTS.items()
+    split = [
+        (Setting(model=model, precision=precision, split=kind), world, layout)
+        for kind, (layout, able) in SPLITS.items()
         for model, precision, world in itertools.product(able, PRECISIONS, WAYS_WORLDS)
         if model in models
     ]
-    return [*whole, *cut]
+    return [*whole, *split]
 
 
 def _layout_cases(quick: bool, models: Sequence[str] | None) -> list[Case]:
@@ -314,7 +314,7 @@ def _description(setting: Setting) -> tuple[transformers.PretrainedConfig | Plai
     model = _model(setting)
     description = describe(
         model, sequence_length=_tokens(model), compute_dtype=Precision.named(setting.precision).compute, device_type="cuda",
-        activation_checkpointing=setting.checkpointing, cut=_cut(setting.cut, model), inputs=getattr(model, "inputs", None),
+        activation_checkpointing=setting.checkpointing, split=_split(setting.split, model), inputs=getattr(model, "inputs", None),
     )  # fmt: skip
     return model, description
 
@@ -324,7 +324,7 @@ def _model(setting: Setting) -> transformers.PretrainedConfig | PlainModel:
     if config_class is None:
         with torch.device("meta"):
             return PlainModel()
-    return getattr(transformers, config_class)(**sizes | _of_cut(setting, sizes), architectures=[architecture])
+    return getattr(transformers, config_class)(**sizes | _of_split(setting, sizes), architectures=[architecture])
 
 
 def _tokens(model: transformers.PretrainedConfig | PlainModel) -> int:
@@ -335,29 +335,29 @@ def _tokens(model: transformers.PretrainedConfig | PlainModel) -> int:
     return TOKENS if text is None else min(TOKENS, text.max_position_embeddings)
 
 
-def _of_cut(setting: Setting, sizes: dict) -> dict:
+def _of_split(setting: Setting, sizes: dict) -> dict:
     """What a model that is cut has of its own: 4 blocks, and a vocabulary projection that is the embedding's or stands alone."""
-    if not setting.cut:
+    if not setting.split:
         return {}
     blocks = 2 if "num_decoder_layers" in sizes else 4
     depths = {name: blocks for name in ("n_layer", "num_hidden_layers", "num_layers", "num_decoder_layers") if name in sizes}
-    return depths | ({"tie_word_embeddings": False} if setting.cut == "head_slices" else {})
+    return depths | ({"tie_word_embeddings": False} if setting.split == "head_slices" else {})
 
 
-def _cut(kind: str, config: transformers.PretrainedConfig) -> Cut:
+def _split(kind: str, config: transformers.PretrainedConfig) -> ModelSplit:
     """Of the cuts that are offered for a model, the finest of a kind."""
     if not kind:
         return WHOLE_BLOCKS
     model = build_on_meta(config)
-    offered = possible_cuts(model, describe(model, sequence_length=TOKENS, recomputation=False))
-    head = next((cut.splits for cut in offered if not cut.operators), ())
+    offered = possible_splits(model, describe(model, sequence_length=TOKENS, recomputation=False))
+    head = next((split.sliced for split in offered if not split.operators), ())
     wanted = {
-        "operators": lambda cut: cut.operators and not cut.splits,
-        "slices": lambda cut: cut.operators and cut.splits and not set(head) & set(cut.splits),
-        "head_slices": lambda cut: not cut.operators,
-        "tied_slices": lambda cut: not cut.operators,
+        "operators": lambda split: split.operators and not split.sliced,
+        "slices": lambda split: split.operators and split.sliced and not set(head) & set(split.sliced),
+        "head_slices": lambda split: not split.operators,
+        "tied_slices": lambda split: not split.operators,
     }[kind]
-    return [cut for cut in offered if wanted(cut)][-1]
+    return [split for split in offered if wanted(split)][-1]
 
 
 def _quiet() -> None:
@@ -425,7 +425,7 @@ def as_markdown(tables: Sequence[Cells], rows: Sequence[Row], seconds: float) ->
         lines += [f"## {title}", "", *_markdown_table(_HEADER, cells), ""]
     header = ("model", "devices", "layout", "precision", "checkpointing", "estimated", "simulated", "error", "peak in")
     cells = [
-        (r.model, str(r.world), f"{r.layout}, {r.cut}" if r.cut else r.layout, "bf16" if r.precision == "bf16" else "fp32",
+        (r.model, str(r.world), f"{r.layout}, {r.split}" if r.split else r.layout, "bf16" if r.precision == "bf16" else "fp32",
          "yes" if r.checkpointing else "no",
          f"{r.estimated_bytes:,}", f"{r.simulated_bytes:,}", f"{r.error:+.2%}", r.moment)
         for r in rows

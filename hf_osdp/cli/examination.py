@@ -27,7 +27,7 @@ from ..report.checks_table import CheckRow
 from .cases import (
     OPTIMIZERS,
     case_of,
-    cut_case,
+    split_case,
     describer,
     device_type_of,
     hardware_of,
@@ -175,10 +175,10 @@ def _optimizer(name: str, device_type: str) -> OptimizerSpec:
 
 
 def _described(seen: Examination, request: Request, hardware: Hardware, config: Any, plan_file: Path | None) -> ModelDescription | None:
-    """The model, cut as a given plan says."""
-    cut = seen.tried(Check.PLAN, lambda: WHOLE_BLOCKS if plan_file is None else Plan.load(plan_file).cut)
+    """The model, split as a given plan says."""
+    split = seen.tried(Check.PLAN, lambda: WHOLE_BLOCKS if plan_file is None else Plan.load(plan_file).split)
     describe = describer(request, hardware)
-    found = seen.tried(Check.MODEL, lambda: timed(request, describe(config, request.sequence_length, cut or WHOLE_BLOCKS)))
+    found = seen.tried(Check.MODEL, lambda: timed(request, describe(config, request.sequence_length, split or WHOLE_BLOCKS)))
     if found is not None:
         seen.sound[Check.MODEL] = f"{found.model_class}, {format_count(found.numel)} parameters"
     return found
@@ -209,7 +209,7 @@ def _limit_text(hardware: Hardware, limit: int) -> str:
 
 def _searched(case: PlanningProblem, request: Request, config: Any) -> SearchResult:
     """The plan that `hf-osdp plan` finds."""
-    return search(cut_case(case, request, config) if request.operator_splitting else case)
+    return search(split_case(case, request, config) if request.operator_splitting else case)
 
 
 def _given(case: PlanningProblem, path: Path) -> SearchResult:

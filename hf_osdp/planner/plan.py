@@ -17,9 +17,9 @@ from .decision import UnitDecision
 from .description import ModelDescription
 from .files import validated, write_whole
 from .hardware import MOST_RANKS
-from .split import WHOLE_BLOCKS, Cut
+from .split import WHOLE_BLOCKS, ModelSplit
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 _MOST = {"world_size": MOST_RANKS, "micro_batch_size": 2**20, "accumulation_steps": 2**20, "sequence_length": 2**30}
 _MOST_UNITS = 2**14
 
@@ -41,8 +41,8 @@ class Plan:
     accumulation_steps: int
     """Micro-batches a rank runs before each optimizer step."""
     model_fingerprint: str
-    cut: Cut = WHOLE_BLOCKS
-    """What is done to the model before its units are found: the units are those of the model that was cut so."""
+    split: ModelSplit = WHOLE_BLOCKS
+    """What is done to the model before its units are found: the units are those of the model that was split so."""
     model_name: str = ""
     sequence_length: int = 1
     memory_limit_bytes: int | None = None
@@ -115,7 +115,7 @@ class Plan:
             units=tuple(units),
             **asdict(batch),
             model_fingerprint=description.fingerprint,
-            cut=description.cut,
+            split=description.split,
             model_name=description.model_name,
             sequence_length=description.sequence_length,
             **stated,
@@ -161,8 +161,8 @@ class Plan:
             for name in ("world_size", "micro_batch_size", "accumulation_steps", "model_fingerprint")
             if getattr(self, name) != getattr(other, name)
         ]
-        if self.cut != other.cut:
-            lines.append(f"cut: {self.cut.describe()} -> {other.cut.describe()}")
+        if self.split != other.split:
+            lines.append(f"split: {self.split.describe()} -> {other.split.describe()}")
         mine, theirs = ({u.fqn: u for u in plan.units} for plan in (self, other))
         for fqn in dict.fromkeys([*mine, *theirs]):
             before = mine[fqn].describe(self.world_size) if fqn in mine else "absent"

@@ -176,8 +176,8 @@ def least_memory(problem: PlanningProblem) -> int:
     return hardware.limit_for(_needed(least, description, hardware, job))
 
 
-def compare_strategies(problem: PlanningProblem, *, cut: ModelDescription | None = None) -> tuple[StrategyResult, ...]:
-    """Compare all strategies, each at its own best batch under the same limit, OSDP first; `cut` describes the model as OSDP has it cut.
+def compare_strategies(problem: PlanningProblem, *, split: ModelDescription | None = None) -> tuple[StrategyResult, ...]:
+    """Compare all strategies, each at its own best batch under the same limit, OSDP first; `split` describes the model as OSDP has it split.
 
     Returns:
         One row a strategy; a strategy that cannot run here has a reason instead of a result. Two stages have a row where
@@ -187,7 +187,7 @@ def compare_strategies(problem: PlanningProblem, *, cut: ModelDescription | None
     several = 1 < problem.hardware.devices_per_node < problem.hardware.world_size
     for strategy in (one for one in Strategy if several or one is not Strategy.TWO_STAGE):
         try:
-            model = cut if cut is not None and strategy is Strategy.OSDP else problem.description
+            model = split if split is not None and strategy is Strategy.OSDP else problem.description
             rows.append(StrategyResult(strategy=strategy, result=search(replace(problem, description=model, strategy=strategy))))
         except InfeasibleError as error:
             reason = f"needs {format_bytes(error.least_peak_bytes)}"

@@ -403,4 +403,4 @@ def test_a_decision_changed_by_hand_is_seen_by_the_fingerprint(change):
 
 def test_a_plan_of_the_version_before_says_to_plan_again():
     """It had one `reduce_every_micro_step` for all units, which is no reason to name that field."""
-    assert "The plan has version 2; this hf_osdp reads version 3. Plan again" in refused(changed(version=2, reduce_every_micro_step=True))
+    assert "The plan has version 2; this hf_osdp reads version 4. Plan again" in refused(changed(version=2, reduce_every_micro_step=True))
