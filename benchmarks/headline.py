@@ -89,7 +89,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--experiments", type=numbers, help="with commas, for example 1,3 (default all)")
     parser.add_argument("--ranks", type=int, choices=(2, 4), help="of the CPU's twins (default 2)")
     parser.add_argument("--quick", action="store_true", help="fewer steps; on the CPU fewer twins as well")
-    parser.add_argument("--splits", action="store_true", help="with --plan-only: OSDP may cut models into operators and slices; minutes more")
+    parser.add_argument("--splits", action="store_true", help="with --plan-only: OSDP may split models into operators and slices; slow")
     parser.add_argument("--json", type=Path, help="also write every row here")
     parser.add_argument("--markdown", type=Path, help="also write the tables here")
     parser.add_argument("--as-rank", nargs=2, metavar=("CASE", "FILE"), help=argparse.SUPPRESS)

@@ -38,9 +38,8 @@ from transformers.utils import logging
 
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.modeling.split.candidates import possible_splits
-from hf_osdp.planner.cost.evaluate import choices_of
 from hf_osdp.planner.cost.memory import estimate_memory
-from hf_osdp.planner.cost.units import Batch, Choice
+from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import Activations, ModelDescription
 from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import Precision, TrainingJob
@@ -239,7 +238,7 @@ def measure(setting: Setting, world: int, layout: str) -> Row:
     batch = Batch(micro_batch_size=SAMPLES, accumulation_steps=3 if layout == "mixed_ways" else 1)
     job = replace(job, global_batch_size=world * SAMPLES * batch.accumulation_steps)
     plan = Plan.of(description, layout_choices(layout, description, job, world), batch, world_size=world, strategy=layout)
-    estimate = estimate_memory(description, choices_of(plan, description), world, job, batch)
+    estimate = estimate_memory(description, plan.layouts(description), world, job, batch)
     simulation = simulate(
         model, plan, description=description, job=job, device_type="cuda", activation_checkpointing=setting.checkpointing,
         inputs=getattr(model, "inputs", None),
@@ -251,7 +250,7 @@ def measure(setting: Setting, world: int, layout: str) -> Row:
     )  # fmt: skip
 
 
-def layout_choices(layout: str, description: ModelDescription, job: TrainingJob, world: int) -> list[Choice]:
+def layout_choices(layout: str, description: ModelDescription, job: TrainingJob, world: int) -> list[UnitLayout]:
     """One choice a unit."""
     if layout == "osdp":
         return _searched(description, job, world)
@@ -266,13 +265,13 @@ def layout_choices(layout: str, description: ModelDescription, job: TrainingJob,
     return [options[3 * index % len(options)] if layout == "mixed" else options[0] for index, options in enumerate(space)]
 
 
-def _ways_choices(way: str, description: ModelDescription, job: TrainingJob, world: int) -> list[Choice]:
+def _ways_choices(way: str, description: ModelDescription, job: TrainingJob, world: int) -> list[UnitLayout]:
     """Every block recomputed; or decisions in turns of unlike length, so that their combinations come up."""
     mixed = way == "mixed_ways"
     kinds = tuple(Activations) if mixed else (Activations.RECOMPUTE,)
     return [
         replace(
-            choice, on_host=mixed and index % 3 == 0, hold_gradients=mixed and index % 4 < 2,
+            choice, on_host=mixed and index % 3 == 0, reduce_every_micro_step=not (mixed and index % 4 < 2),
             activations=kinds[index % len(kinds)] if index in description.recomputable else Activations.SAVE,
         )
         for index, choice in enumerate(layout_choices("mixed" if mixed else "zero3", description, job, world))
@@ -284,7 +283,7 @@ def _hardware(world: int) -> Hardware:
     return replace(hardware, host=None)  # it is the device's memory that is asked about
 
 
-def _searched(description: ModelDescription, job: TrainingJob, world: int) -> list[Choice]:
+def _searched(description: ModelDescription, job: TrainingJob, world: int) -> list[UnitLayout]:
     """The search's plan under a limit between what full sharding and DDP need."""
     batch = Batch(micro_batch_size=SAMPLES, accumulation_steps=1)
     ends = [
@@ -300,7 +299,7 @@ def _searched(description: ModelDescription, job: TrainingJob, world: int) -> li
             memory_limit_bytes=hardware.limit_for(sum(ends) // 2 + hardware.unavoidable_bytes),
         )
     )
-    return list(choices_of(result.plan, description))
+    return list(result.plan.layouts(description))
 
 
 def _described(setting: Setting, world: int) -> tuple[transformers.PretrainedConfig | PlainModel, ModelDescription, TrainingJob]:

@@ -27,7 +27,6 @@ from ..report.checks_table import CheckRow
 from .cases import (
     OPTIMIZERS,
     case_of,
-    split_case,
     describer,
     device_type_of,
     hardware_of,
@@ -36,6 +35,7 @@ from .cases import (
     memory_limit_of,
     model_of,
     names_in,
+    split_case,
     timed,
 )
 from .here import memory_here

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from ..errors import InfeasibleError
-from ..planner.cost.evaluate import PlanEstimate, batch_of, choices_of, estimate_plan
+from ..planner.cost.evaluate import PlanEstimate, estimate_plan
 from ..planner.cost.memory import MemoryEstimate, estimate_memory
 from ..planner.cost.timing import UnitTimer
-from ..planner.cost.units import Choice, UnitSeconds, unit_seconds
+from ..planner.cost.units import UnitSeconds, unit_seconds
+from ..planner.decision import UnitLayout
 from ..planner.description import ModelDescription
 from ..planner.hardware import Hardware
 from ..planner.job import TrainingJob
@@ -43,7 +44,7 @@ class StreamTime:
 class Alternative:
     """Another layout for one row of the plan, all else left as it is."""
 
-    choice: Choice
+    choice: UnitLayout
     added_s: float
     """Seconds that it adds to a step; negative where it is quicker."""
     peak_bytes: int
@@ -58,7 +59,7 @@ class RowReason:
     """Why a row of equal units is laid out as it is."""
 
     row: PlanRow
-    choice: Choice
+    choice: UnitLayout
     quicker: Alternative | None
     """The quickest other layout that would save time, if there is one."""
     next_fitting: Alternative | None
@@ -146,7 +147,7 @@ def stream_times(plan: Plan, description: ModelDescription, job: TrainingJob, ha
     The model knows how much communication of a unit's backward is exposed, not which collective it is that waits: it is
     shared out among them in proportion to their time.
     """
-    choices, batch = choices_of(plan, description), batch_of(plan)
+    choices, batch = plan.layouts(description), plan.batch
     timer = UnitTimer(description, hardware, job, batch)
     totals = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce", _TRIPS), (0.0, 0.0))
     for index, (unit, choice) in enumerate(zip(description.units, choices, strict=True)):
@@ -205,7 +206,7 @@ class _Question:
     def __init__(self, plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware, limit: int | None):
         self.plan, self.description, self.job, self.hardware = plan, description, job, hardware
         self.room = None if limit is None else hardware.room_bytes(limit)
-        self.choices, self.batch = choices_of(plan, description), batch_of(plan)
+        self.choices, self.batch = plan.layouts(description), plan.batch
         self.timer = UnitTimer(description, hardware, job, self.batch)
 
     def reason(self, row: PlanRow) -> RowReason:
@@ -213,7 +214,7 @@ class _Question:
         *_, space = search_spaces(Strategy.OSDP, self.description, self.hardware, self.job, self.batch)
         space = space[unit]
         added = {other: sum(self._seconds(i, other) - self._seconds(i, choice) for i in row.units) for other in space if other != choice}
-        ranked = sorted(added, key=lambda other: (added[other], other))
+        ranked = sorted(added, key=added.__getitem__)
         quicker = next((other for other in ranked if added[other] < 0), None)
         fitting = next((other for other in ranked if other != quicker and self._fits(row.units, other)), None)
         return RowReason(
@@ -223,7 +224,7 @@ class _Question:
             next_fitting=None if fitting is None else self._alternative(row, fitting, added[fitting]),
         )
 
-    def _alternative(self, row: PlanRow, choice: Choice, added_s: float) -> Alternative:
+    def _alternative(self, row: PlanRow, choice: UnitLayout, added_s: float) -> Alternative:
         peak = self._peak(row.units, choice)
         alone = min(self._peak((unit,), choice) for unit in {row.units[0], row.units[-1]})
         return Alternative(
@@ -233,20 +234,20 @@ class _Question:
     def _over(self, peak_bytes: int) -> int:
         return 0 if self.room is None else peak_bytes - self.room
 
-    def _fits(self, units: tuple[int, ...], choice: Choice) -> bool:
+    def _fits(self, units: tuple[int, ...], choice: UnitLayout) -> bool:
         """Within the limit, and within the host's memory."""
         memory, host = self._memory(units, choice), self.hardware.host
         there = host is None or memory.host_bytes <= host.memory_bytes
         return there and self._over(memory.on(self.hardware)) <= 0
 
-    def _peak(self, units: tuple[int, ...], choice: Choice) -> int:
+    def _peak(self, units: tuple[int, ...], choice: UnitLayout) -> int:
         return self._memory(units, choice).on(self.hardware)
 
-    def _memory(self, units: tuple[int, ...], choice: Choice) -> MemoryEstimate:
+    def _memory(self, units: tuple[int, ...], choice: UnitLayout) -> MemoryEstimate:
         changed = [choice if index in units else own for index, own in enumerate(self.choices)]
         return estimate_memory(self.description, changed, self.plan.world_size, self.job, self.batch)
 
-    def _seconds(self, index: int, choice: Choice) -> float:
+    def _seconds(self, index: int, choice: UnitLayout) -> float:
         return self.timer(index, choice).total_s
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from ..planner.cost.memory import MemoryBreakdown, Moment, SegmentBytes
-from ..planner.cost.units import Choice
-from ..planner.plan import Plan, UnitDecision
+from ..planner.decision import UnitLayout
+from ..planner.plan import Plan
 from ..planner.search.search import SearchResult
 from ..planner.search.what_if import Answer
 from ..quantities import format_bytes, format_count, format_seconds
@@ -205,9 +205,9 @@ def row_label(row: PlanRow) -> str:
     return f"{row.label} ({len(row.units)})" if len(row.units) > 1 else row.label
 
 
-def layout_text(choice: Choice, world_size: int) -> str:
+def layout_text(choice: UnitLayout, world_size: int) -> str:
     """A layout as the plan's tables write it."""
-    return UnitDecision.of("", choice).describe(world_size)
+    return choice.describe(world_size)
 
 
 def _layout(other: Alternative, plan: Plan) -> str:

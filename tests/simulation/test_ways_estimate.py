@@ -12,7 +12,7 @@ from transformers import GPT2Config, LlamaConfig
 
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.cost.memory import estimate_memory
-from hf_osdp.planner.cost.units import Batch, Choice
+from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import Activations, GatherSpan, ModelDescription
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
@@ -66,7 +66,8 @@ def relative_error(
     description = described(name, split, precision, length)
     choices = [
         replace(
-            choice, hold_gradients=hold[i % len(hold)] and description.units[i].span is not GatherSpan.CALLS, on_host=host[i % len(host)],
+            choice, reduce_every_micro_step=not hold[i % len(hold)] or description.units[i].span is GatherSpan.CALLS,
+            on_host=host[i % len(host)],
             activations=Activations.RECOMPUTE if recompute[i % len(recompute)] and i in description.recomputable else Activations.SAVE,
         )
         for i, choice in enumerate(choices_of_layout(layout, description, WORLD))
@@ -79,7 +80,7 @@ def relative_error(
     return estimate / simulated.peak_bytes - 1
 
 
-def check_that_it_is_asked_for(choices: Sequence[Choice], *, recompute: Sequence[bool], host: Sequence[bool]) -> None:
+def check_that_it_is_asked_for(choices: Sequence[UnitLayout], *, recompute: Sequence[bool], host: Sequence[bool]) -> None:
     """The case is of the kind that it is called."""
     assert any(choice.activations is Activations.RECOMPUTE for choice in choices) == any(recompute)
     assert any(choice.on_host for choice in choices) == any(host)
@@ -149,7 +150,9 @@ def test_untied_vocabulary_projection_in_slices(layout, samples, precision):
     ),
 )
 def test_tied_vocabulary_projection_in_slices(layout, samples, accumulation, precision):
-    error = relative_error("gpt2", layout, split=ModelSplit(sliced=(HEAD,)), samples=samples, accumulation=accumulation, precision=precision)
+    error = relative_error(
+        "gpt2", layout, split=ModelSplit(sliced=(HEAD,)), samples=samples, accumulation=accumulation, precision=precision
+    )
     assert MOST_UNDER <= error <= 0.01, f"{error:+.2%}"
 
 

@@ -73,9 +73,9 @@ def _operator_splits(model: nn.Module, description: ModelDescription) -> list[Mo
     splits = [ModelSplit(operators=True)]
     for fraction in _FRACTIONS:
         slices = {name: 2 ** math.ceil(math.log2(size * fraction / largest)) for name, size in sizes.items() if size * fraction > largest}
-        splits = tuple(OperatorSplit(fqn=name, slices=count) for name, count in slices.items())
-        if splits and sum(slices.values()) <= MOST_SLICES:
-            splits.append(ModelSplit(operators=True, sliced=splits))
+        sliced = tuple(OperatorSplit(fqn=name, slices=count) for name, count in slices.items())
+        if sliced and sum(slices.values()) <= MOST_SLICES:
+            splits.append(ModelSplit(operators=True, sliced=sliced))
     return splits
 
 

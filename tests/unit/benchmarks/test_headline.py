@@ -25,7 +25,7 @@ from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.cost.evaluate import estimate_plan
-from hf_osdp.planner.cost.units import Batch, Choice
+from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.search.search import least_memory
 from hf_osdp.planner.split import ModelSplit
@@ -159,7 +159,7 @@ def mixed(description, world: int) -> Plan:
     """Every kind of layout of one node in turn."""
     kinds = [(world, False), (1, True), (world // 2, False), (world, True), (world // 2, True), (1, False)]
     choices = [
-        Choice(shard_size=g, keep=keep or unit.span.value == "step", hold_gradients=index % 4 == 3)
+        UnitLayout(shard_size=g, reshard_after_forward=not (keep or unit.span.value == "step"), reduce_every_micro_step=index % 4 != 3)
         for index, (unit, (g, keep)) in enumerate(zip(description.units, kinds * 3, strict=False))
     ]  # fmt: skip
     return Plan.of(description, choices, Batch(micro_batch_size=1, accumulation_steps=2), world_size=world)
@@ -234,7 +234,10 @@ def test_only_one_device_has_states_on_its_host():
 def test_an_emulated_link_of_one_node_refuses_two_stages():
     description = transformer(layers=1)
     plan = Plan.of(
-        description, [Choice(shard_size=8, keep=True, stage_size=4)] * 3, Batch(micro_batch_size=1, accumulation_steps=1), world_size=8
+        description,
+        [UnitLayout(shard_size=8, reshard_after_forward=False, stage_size=4)] * 3,
+        Batch(micro_batch_size=1, accumulation_steps=1),
+        world_size=8,
     )
     with pytest.raises(ValueError, match="'\\(root\\)' has collectives in two stages"):
         hold_link(torch.nn.Linear(1, 1), plan, named_machine(replace(TINY, devices=8)), lambda *_: None)

@@ -18,7 +18,7 @@ from hf_osdp.integrations.plugin import OSDPPlugin, plugin_for, precision_of
 from hf_osdp.integrations.trainer_options import asked_config, plugin_options, refuse_unplanned
 from hf_osdp.modeling.split.names import is_split
 from hf_osdp.modeling.wrapping import is_recomputed
-from hf_osdp.planner.cost.units import Batch, Choice
+from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import Activations, DType
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.split import WHOLE_BLOCKS, ModelSplit, OperatorSplit
@@ -231,7 +231,11 @@ def test_one_process_runs_what_its_plan_says(tmp_path, split):
     model = tiny_model("llama", layers=2)
     description = describe(model, sequence_length=12, split=split)
     choices = [
-        Choice(shard_size=1, keep=True, activations=Activations.RECOMPUTE if index in description.recomputable else Activations.SAVE)
+        UnitLayout(
+            shard_size=1,
+            reshard_after_forward=False,
+            activations=Activations.RECOMPUTE if index in description.recomputable else Activations.SAVE,
+        )
         for index in range(len(description.units))
     ]
     plan = Plan.of(description, choices, Batch(micro_batch_size=4, accumulation_steps=2), world_size=1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_osdp.errors import DescriptionError
-from hf_osdp.modeling.split.candidates import SHALLOW, split_units, possible_splits
+from hf_osdp.modeling.split.candidates import SHALLOW, possible_splits, split_units
 from hf_osdp.modeling.units import find_units
 from hf_osdp.modeling.wrapping import is_recomputed, recompute
 from hf_osdp.planner.description import Activations, DType, GatherSpan
@@ -64,9 +64,9 @@ def test_cuts_that_are_thought_of(llama, described):
     sizes = {name: p.numel() for name, p in llama.named_parameters()}
     largest = max(numel for name, numel in sizes.items() if ".mlp." in name)
     for split in splits:
-        for split in split.sliced:
-            if split.fqn != "lm_head":
-                assert sizes[f"{split.fqn}.weight"] * 4 > largest, "a quarter of the largest operator is small enough"
+        for operator in split.sliced:
+            if operator.fqn != "lm_head":
+                assert sizes[f"{operator.fqn}.weight"] * 4 > largest, "a quarter of the largest operator is small enough"
 
 
 def test_deep_models_are_not_split_into_operators():
