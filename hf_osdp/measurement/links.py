@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from ..distributed.two_stage import Stages, flat_collectives, two_stage_collectives
-from ..planner.fit import fit_line
+from ..planner.affine import linear_fit
 from ..planner.hardware import Collective, CollectiveTiming
 from ..planner.job import divisors
 from .synchronize import largest, rounds, synchronize, typical, wait_for_all
 
-__all__ = ["fit_line", "measure_collectives"]
+__all__ = ["linear_fit", "measure_collectives"]
 
 _SIZES_BYTES = {"cpu": (2**16, 2**19, 2**21, 2**23, 2**25), "cuda": (2**20, 2**23, 2**26, 2**28)}
 """Of the whole tensor: from where latency rules to where bandwidth does."""
@@ -133,7 +133,7 @@ class _Test:
     def timing(self, device: torch.device, local: int) -> CollectiveTiming:
         """The line through the slowest rank's typical time of each size."""
         seconds = largest([typical(taken) for taken in self.taken.values()], device)
-        latency_s, seconds_per_byte = fit_line([(4 * self.numel(n), s) for n, s in zip(self.taken, seconds, strict=True)])
+        latency_s, seconds_per_byte = linear_fit([(4 * self.numel(n), s) for n, s in zip(self.taken, seconds, strict=True)])
         return CollectiveTiming(
             collective=self.collective,
             group_size=self.size,

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from ..distributed.mesh import collective_device, world_size
-from ..planner.fit import fit_line
+from ..planner.affine import linear_fit
 from ..planner.hardware import Collective, CollectiveTiming
 from ..tracing.live_bytes import LiveBytes
 from .collective_clock import CollectiveCall, CollectiveClock, of_last_rank
@@ -246,7 +246,7 @@ def _timings(calls: Sequence[CollectiveCall]) -> tuple[CollectiveTiming, ...]:
         by_bytes: dict[int, list[float]] = defaultdict(list)
         for call in members:
             by_bytes[call.nbytes].append(max(call.seconds, 1e-9))
-        latency_s, seconds_per_byte = fit_line([(nbytes, statistics.median(taken)) for nbytes, taken in by_bytes.items()])
+        latency_s, seconds_per_byte = linear_fit([(nbytes, statistics.median(taken)) for nbytes, taken in by_bytes.items()])
         line = CollectiveTiming(
             collective=collective, group_size=size, crosses_nodes=crosses, latency_s=latency_s, seconds_per_byte=seconds_per_byte
         )  # fmt: skip

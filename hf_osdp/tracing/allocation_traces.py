@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..planner.allocation_trace import AllocationTrace, Handed
 from ..planner.allocator.replay import Event
-from ..planner.description import Segment
+from ..planner.description import AllocationTrace, Handed, Segment
 from .recorder import Stretch
 
 

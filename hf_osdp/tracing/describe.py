@@ -19,7 +19,8 @@ from ..modeling.batch_norm import has_running_statistics
 from ..modeling.build import build_on_meta, is_checkpointed
 from ..modeling.split.candidates import split_copy
 from ..modeling.units import class_of, find_units, modules_by_name
-from ..planner.description import Affine, DType, GatherSpan, ModelDescription, Segment, UnitDescription
+from ..planner.affine import Affine
+from ..planner.description import DType, GatherSpan, ModelDescription, Segment, UnitDescription
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from .attention import ASSUMED_CAPABILITY, AttentionCall, Capability, Kernel, capability_here, warning_of_math
 from .formula import SOURCE, TransformerShape, formula_segments

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import DescriptionError
-from ..planner.description import Affine, Envelope, GatherSpan, PhaseCost, Segment, UnitDescription
+from ..planner.affine import Affine, Envelope
+from ..planner.description import GatherSpan, PhaseCost, Segment, UnitDescription
 
 SOURCE = "arXiv 2205.05198, equation 2"
 
@@ -78,8 +79,8 @@ def formula_segments(
     embedding = Segment(
         unit=0,
         saved_bytes=Affine(per_sample=shape.hidden_bytes),
-        forward=PhaseCost(peak_bytes=Envelope.line(per_sample=2 * shape.hidden_bytes)),
-        backward=PhaseCost(peak_bytes=Envelope.line(constant=_gradient_bytes(units[0], shape), per_sample=2 * shape.hidden_bytes)),
+        forward=PhaseCost(peak_bytes=Envelope.linear(per_sample=2 * shape.hidden_bytes)),
+        backward=PhaseCost(peak_bytes=Envelope.linear(constant=_gradient_bytes(units[0], shape), per_sample=2 * shape.hidden_bytes)),
     )
     used = [
         _block(index, unit, shape, checkpointed) if unit.class_name in block_classes else _matrix(index, unit, shape)
@@ -89,8 +90,8 @@ def formula_segments(
     loss = Segment(
         unit=0,
         saved_bytes=Affine(per_sample=shape.logits_bytes),
-        forward=PhaseCost(peak_bytes=Envelope.line(per_sample=3 * shape.logits_bytes)),
-        backward=PhaseCost(peak_bytes=Envelope.line(constant=_gradient_bytes(units[0], shape), per_sample=2 * shape.logits_bytes)),
+        forward=PhaseCost(peak_bytes=Envelope.linear(per_sample=3 * shape.logits_bytes)),
+        backward=PhaseCost(peak_bytes=Envelope.linear(constant=_gradient_bytes(units[0], shape), per_sample=2 * shape.logits_bytes)),
     )
     return embedding, *used, loss
 
@@ -104,12 +105,12 @@ def _block(index: int, unit: UnitDescription, shape: TransformerShape, checkpoin
         unit=index,
         saved_bytes=Affine(per_sample=saved),
         forward=PhaseCost(
-            peak_bytes=Envelope.line(per_sample=saved + transient),
+            peak_bytes=Envelope.linear(per_sample=saved + transient),
             matmul_flops=Affine(per_sample=flops),
             traffic_bytes=Affine(per_sample=2 * shape.saved_bytes),
         ),
         backward=PhaseCost(
-            peak_bytes=Envelope.line(constant=_gradient_bytes(unit, shape), per_sample=2 * transient + again),
+            peak_bytes=Envelope.linear(constant=_gradient_bytes(unit, shape), per_sample=2 * transient + again),
             matmul_flops=Affine(per_sample=(3 if checkpointed else 2) * flops),
             traffic_bytes=Affine(per_sample=(6 if checkpointed else 4) * shape.saved_bytes),
         ),
@@ -119,10 +120,10 @@ def _block(index: int, unit: UnitDescription, shape: TransformerShape, checkpoin
 def _matrix(index: int, unit: UnitDescription, shape: TransformerShape) -> Segment:
     """An embedding or a head: one product at most, what it saves is counted with the root's."""
     flops = Affine(per_sample=2.0 * unit.numel * shape.tokens)
-    gradient = Envelope.line(constant=_gradient_bytes(unit, shape), per_sample=shape.hidden_bytes)
+    gradient = Envelope.linear(constant=_gradient_bytes(unit, shape), per_sample=shape.hidden_bytes)
     return Segment(
         unit=index,
-        forward=PhaseCost(peak_bytes=Envelope.line(per_sample=shape.hidden_bytes), matmul_flops=flops),
+        forward=PhaseCost(peak_bytes=Envelope.linear(per_sample=shape.hidden_bytes), matmul_flops=flops),
         backward=PhaseCost(peak_bytes=gradient, matmul_flops=Affine(per_sample=2 * flops.per_sample)),
     )
 

@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ..errors import DescriptionError
-from ..planner.description import Affine, Envelope, PhaseCost, Segment
+from ..planner.affine import Affine, Envelope
+from ..planner.description import PhaseCost, Segment
 from .recorder import PhaseRecord, Stretch
 
 Samples = tuple[int, int, int]

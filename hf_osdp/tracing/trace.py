@@ -20,8 +20,8 @@ from ..modeling.parameter_reads import ReadsOutside
 from ..modeling.split.head import SplitHead
 from ..modeling.units import canonical_name, modules_by_name, stretching_modules
 from ..modeling.wrapping import cast_floating, forward_replaced, recompute, under_autocast
-from ..planner.allocation_trace import AllocationTrace
-from ..planner.description import Affine, GatherSpan, Segment, UnitDescription
+from ..planner.affine import Affine
+from ..planner.description import AllocationTrace, GatherSpan, Segment, UnitDescription
 from .allocation_log import AllocationLog
 from .allocation_traces import with_allocations
 from .attention import AttentionCall, Capability, Kernel
