@@ -178,7 +178,7 @@ def _inputs(plan: Plan, flags: dict[str, Any]) -> PlanInputs:
             f"The profile is of {hardware.world_size} devices, but the plan is for {plan.world_size}; give --num-nodes, or another profile."
         )
     job = job_of(request, hardware)
-    description = timed(request, describer(request, hardware)(load_config(request.model), plan.sequence_length, plan.cut))
+    description = timed(request, describer(request, hardware)(load_config(request.model), plan.sequence_length, plan.split))
     plan.check(description, plan.world_size)
     return PlanInputs(description=description, job=job, hardware=hardware)
 
@@ -194,9 +194,9 @@ def compare(
     with screen.working("Describing the model"):
         problem, config, request = case_of(request)
         description, hardware = problem.description, problem.hardware
-        plain = description if description.cut.is_none else plain_of(request, hardware, config)
+        plain = description if description.split.is_none else plain_of(request, hardware, config)
     with screen.working("Searching"):
-        rows = compare_strategies(replace(problem, description=plain), cut=description)
+        rows = compare_strategies(replace(problem, description=plain), split=description)
         peaks = [row.result.plan.peak_bytes for row in rows if row.result is not None]
         whole = replace(problem, memory_limit_bytes=hardware.room_bytes(hardware.device.memory_bytes), strategy=Strategy.OSDP)
         front = frontier(whole, points=points, at=[problem.room_bytes, *filter(None, peaks)])

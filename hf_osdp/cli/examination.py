@@ -34,7 +34,6 @@ from ..quantities import format_bytes, format_count, format_seconds
 from .cases import (
     OPTIMIZERS,
     case_of,
-    cut_case,
     describer,
     device_type_of,
     hardware_of,
@@ -43,6 +42,7 @@ from .cases import (
     memory_limit_of,
     model_of,
     names_in,
+    split_case,
     timed,
 )
 from .options import Request
@@ -120,7 +120,7 @@ class Examination:
 
     def _described(self, hardware: Hardware, config: object) -> ModelDescription | None:
         """Describe the model, split as a given plan says."""
-        split = self._tried(Check.PLAN, lambda: WHOLE_BLOCKS if self._plan_file is None else Plan.load(self._plan_file).cut)
+        split = self._tried(Check.PLAN, lambda: WHOLE_BLOCKS if self._plan_file is None else Plan.load(self._plan_file).split)
         describe = describer(self._request, hardware)
         found = self._tried(
             Check.MODEL, lambda: timed(self._request, describe(config, self._request.sequence_length, split or WHOLE_BLOCKS))
@@ -151,7 +151,7 @@ class Examination:
         def plan() -> SearchResult:
             if self._plan_file is not None:
                 return _given(problem, self._plan_file)
-            return search(cut_case(problem, self._request, config) if self._request.operator_splitting else problem)
+            return search(split_case(problem, self._request, config) if self._request.operator_splitting else problem)
 
         found = self._tried(Check.PLAN, plan)
         if found is not None and found.plan.peak_bytes is not None:

@@ -17,10 +17,10 @@ from ..errors import CheckpointingError, DescriptionError
 from ..modeling.batch import Inputs, Loss, check_sequence_length, plain_batch, training_batch
 from ..modeling.batch_norm import has_running_statistics
 from ..modeling.build import build_on_meta, is_checkpointed
-from ..modeling.split.candidates import cut_copy
+from ..modeling.split.candidates import split_copy
 from ..modeling.units import class_of, find_units, modules_by_name
 from ..planner.description import Affine, DType, GatherSpan, ModelDescription, Segment, UnitDescription
-from ..planner.split import WHOLE_BLOCKS, Cut
+from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from .attention import ASSUMED_CAPABILITY, AttentionCall, Capability, Kernel, capability_here, warning_of_math
 from .formula import SOURCE, TransformerShape, formula_segments
 from .trace import Trace, trace_segments
@@ -41,7 +41,7 @@ def describe(
     inputs: Inputs | None = None,
     activation_checkpointing: bool = False,
     recomputation: bool = True,
-    cut: Cut = WHOLE_BLOCKS,
+    split: ModelSplit = WHOLE_BLOCKS,
     loss: Loss | None = None,
 ) -> ModelDescription:
     """Describe a model for the planner: its units, and what each costs in memory and work.
@@ -64,8 +64,8 @@ def describe(
         activation_checkpointing: the blocks will be recomputed in backward. A model that has it switched on already needs
             no word of it here.
         recomputation: also trace each block as recomputed in backward, and for CUDA with what it saves on the host, so that the search
-            can choose; of no use where all are checkpointed anyway. Parts of blocks (`cut.operators`) are not traced as offloaded.
-        cut: describe the model as it is when cut so.
+            can choose; of no use where all are checkpointed anyway. Parts of blocks (`split.operators`) are not traced as offloaded.
+        split: describe the model as it is when split so.
         loss: `loss(model, batch)` gives the loss, or an output that holds it, as `Trainer.compute_loss` does; None runs
             `model(**batch)`. It may call the model more than once; collectives in it are not sent.
 
@@ -75,16 +75,16 @@ def describe(
     Raises:
         ValueError: `sequence_length` exceeds the model's positions, or `device_type` is neither of the two.
         DescriptionError: no blocks were found, the model can neither be traced nor be described by formula, or its
-            activations cannot be checkpointed; or it does not run when cut so.
+            activations cannot be checkpointed; or it does not run when split so.
     """
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"device_type={device_type!r} is not known; use cpu or cuda.")
     model = model_or_config if isinstance(model_or_config, nn.Module) else build_on_meta(model_or_config, auto_class)
     check_sequence_length(model, sequence_length)
-    if cut.splits:
-        model = cut_copy(model, cut)
+    if split.sliced:
+        model = split_copy(model, split)
     cast_dtype = None if autocast else _torch_dtype(compute_dtype)  # of parameters and inputs, as FSDP2 casts them
-    units = find_units(model, block_classes, operators=cut.operators, low_precision=cast_dtype is not None)
+    units = find_units(model, block_classes, operators=split.operators, low_precision=cast_dtype is not None)
     if inputs is None:
         inputs = _default_inputs(model, sequence_length)
     dtype = compute_dtype or _main_dtype(units)
@@ -94,14 +94,14 @@ def describe(
     recomputation = recomputation and not activation_checkpointing and not is_checkpointed(model)
     choosable = _choosable(model, units, found_classes) if recomputation else frozenset()
     again = _running_again(model, units, choosable)
-    offloadable = choosable if device_type == "cuda" and not cut.operators else frozenset()
+    offloadable = choosable if device_type == "cuda" and not split.operators else frozenset()
 
     def traced(recomputable: frozenset[int], offloadable: frozenset[int]) -> Trace:
         trace = partial(
             trace_segments, model, units, inputs, compute_dtype=cast_dtype, fused_kernels=device_type == "cuda",
             capability=capability, autocast=_torch_dtype(compute_dtype) if autocast else None,
             checkpointed_blocks=found_classes if activation_checkpointing else None, recomputable=recomputable, offloadable=offloadable,
-            shortcut=not cut.operators,  # parts of a block keep what others hand them, which stand-ins do not
+            shortcut=not split.operators,  # parts of a block keep what others hand them, which stand-ins do not
             loss=loss,
         )  # fmt: skip
         try:
@@ -117,15 +117,15 @@ def describe(
     except CheckpointingError:
         raise
     except Exception as error:  # a model may raise anything under fake tensors
-        if not cut.is_none:
+        if not split.is_none:
             raise DescriptionError(
-                f"{class_of(model).__name__} cut into {cut.describe()} does not run: {error}. Leave it whole."
+                f"{class_of(model).__name__} split into {split.describe()} does not run: {error}. Leave it whole."
             ) from error
         outputs, read_outside, allocations = Affine(), frozenset(), ()
         segments = _segments_by_formula(model, units, found_classes, sequence_length, dtype, error, activation_checkpointing)
         trace = f"{_FORMULA} ({SOURCE}); the trace failed with {type(error).__name__}"
     else:
-        if Kernel.MATH in kernels and cut.is_none:
+        if Kernel.MATH in kernels and split.is_none:
             _log.warning(warning_of_math(kernels[Kernel.MATH], capability or capability_here() or ASSUMED_CAPABILITY))
     units = _never_freed(units, segments, read_outside)
     given, cast = _input_lines(inputs, cast_dtype)
@@ -133,7 +133,7 @@ def describe(
         model_name=getattr(getattr(model, "config", None), "_name_or_path", "") or class_of(model).__name__,
         model_class=class_of(model).__name__,
         block_classes=found_classes,
-        cut=cut,
+        split=split,
         sequence_length=sequence_length,
         compute_dtype=dtype,
         units=units,
