@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
+from ..planner.problem import Strategy
 from ..planner.search.frontier import POINTS, frontier
 from .cases import case_of, plain_of
 from .options import JsonFile, PlotFile, Request
@@ -26,18 +28,14 @@ def compare(
         case, config, request = case_of(request)
         plain = case.description if case.description.cut.is_none else plain_of(request, case.hardware, config)
     from ..planner.search.search import compare_strategies
-    from ..report.contents import comparison_content
-    from ..report.explain_tables import frontier_table
-    from ..report.tables import comparison_table
+    from ..report.content import comparison_content
+    from ..report.tables import comparison_table, frontier_table
 
     with screen.working("Searching"):
-        rows = compare_strategies(plain, case.hardware, case.job, case.memory_limit_bytes, cut=case.description)
+        rows = compare_strategies(replace(case, description=plain), cut=case.description)
         peaks = [row.result.plan.peak_bytes for row in rows if row.result is not None]
         front = frontier(
-            case.description,
-            case.hardware,
-            case.job,
-            case.hardware.room_bytes(case.hardware.device.memory_bytes),
+            replace(case, memory_limit_bytes=case.hardware.room_bytes(case.hardware.device.memory_bytes), strategy=Strategy.OSDP),
             points=points,
             at=[case.room_bytes, *peaks],
         )

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..planner.search.search import SearchResult
-from ..planner.search.what_if import Case
+from ..planner.problem import PlanningProblem
+from ..planner.search.search import SearchResult, search
 from .cases import case_of, device_type_of, model_of
 from .options import JsonFile, PlotFile, Request
 from .output import Output, check_folder
@@ -45,7 +45,7 @@ def plan(
         rounds = _rounds(request, case, config) if simulate else ()
         if rounds:
             case = replace(case, job=rounds[-1].job)
-        found = rounds[-1].found if rounds else case.search()
+        found = rounds[-1].found if rounds else search(case)
     content = _show(screen, case, found, rounds, time.perf_counter() - started)
     if output is not None:
         from ..report.plan_file import PlanInputs, plan_file_content, write_json
@@ -63,7 +63,7 @@ def plan(
     screen.write(content)
 
 
-def _rounds(request: Request, case: Case, config: Any) -> tuple[SimulatedRound, ...]:
+def _rounds(request: Request, case: PlanningProblem, config: Any) -> tuple[SimulatedRound, ...]:
     """Search, simulate, and search again where the simulation passes the limit."""
     from ..planning.simulated_search import search_and_simulate
 
@@ -75,22 +75,22 @@ def _rounds(request: Request, case: Case, config: Any) -> tuple[SimulatedRound, 
     )  # fmt: skip
 
 
-def _show(screen: Output, case: Case, found: SearchResult, rounds: Sequence[SimulatedRound], planning_s: float) -> dict:
+def _show(screen: Output, case: PlanningProblem, found: SearchResult, rounds: Sequence[SimulatedRound], planning_s: float) -> dict:
     """Print the plan, and what its simulation says; gives the same for machines."""
     from ..planner.cost.evaluate import estimate_plan
     from ..planner.files import plain
     from ..quantities import format_bytes, format_seconds
-    from ..report.explain_tables import simulation_table
-    from ..report.run_report import report_content
+    from ..report.content import report_content
+    from ..report.plan_file import PlanInputs
+    from ..report.run_tables import simulation_table
     from ..report.tables import plan_caption, plan_table
 
     estimate = estimate_plan(found.plan, case.description, case.job, case.hardware)
     screen.print(plan_table(found.plan, case.description, estimate), *plan_caption(found.plan, estimate, case.hardware))
     screen.print(f"Planned for {case.hardware.summary} in {format_seconds(planning_s)}; activations: {case.description.trace}.")
-    content = report_content(
-        plan=found.plan, description=case.description, estimate=estimate, hardware=case.hardware, comparison=None,
-        planning_s=planning_s, measured=None,
-    )  # fmt: skip
+    inputs = PlanInputs(description=case.description, job=case.job, hardware=case.hardware)
+    content = report_content(found.plan, inputs, estimate, planning_s=planning_s)
+    del content["inputs"]  # they are in the file of --output
     for earlier in rounds[:-1]:
         over = earlier.peak_on(case.hardware) - case.room_bytes
         screen.print(f"Plan {earlier.found.plan.fingerprint} was given up: its simulated peak is {format_bytes(over)} over the limit.")

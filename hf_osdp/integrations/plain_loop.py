@@ -34,9 +34,8 @@ from ..sharding.accumulation import micro_step
 from ..sharding.apply import apply_plan
 from ..sharding.clip import clip_grad_norm_
 from ..sharding.environment import form_process_group, mp_policy, prepare_model, training_device
-from ..sharding.host_offload import move_to_device, uses_host
-from ..sharding.mixed_step import step_new_optimizers_by_place
-from ..sharding.optimizer import check_new_optimizers
+from ..sharding.host_offload import move_to_device
+from ..sharding.optimizer import prepare_new_optimizers
 from ..sharding.scaler import OSDPGradScaler
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.verify import verify_applied
@@ -195,10 +194,7 @@ class OptimalShardedDataParallel(nn.Module):
         self.module = move_to_device(model, training_device())
         problem = shared_problem(None if found is None else found.problem)
         watch(self.module, self.plan, units, problem=problem, on_oom=on_oom, device=training_device())
-        if self.plan.world_size > 1:
-            check_new_optimizers(self.module)
-        if uses_host(self.plan) or any(not parameter.dim() for parameter in self.module.parameters()):
-            step_new_optimizers_by_place(self.module)
+        prepare_new_optimizers(self.module)
         skips = self._precision.compute is DType.FLOAT16
         self._watch = LoopWatch(self.module, training_device(), self._tell, micro_steps=self.plan.accumulation_steps if skips else None)
 

@@ -325,7 +325,7 @@ def _memory_limit(config: OSDPConfig, hardware: Hardware) -> int:
 
 def _comparison(problem: Problem, plain: ModelDescription) -> tuple[StrategyResult, ...]:
     """The plan's strategy on the model as it is cut, single ones on the model as it came."""
-    return compare_strategies(plain, problem.hardware, problem.job, problem.memory_limit_bytes, cut=problem.description)
+    return compare_strategies(replace(problem.question, description=plain), cut=problem.description)
 
 
 def _may_cut(facts: RunFacts, profile: Profile | None) -> bool:

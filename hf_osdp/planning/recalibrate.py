@@ -17,6 +17,7 @@ from ..planner.description import ModelDescription
 from ..planner.hardware import Hardware
 from ..planner.job import TrainingJob
 from ..planner.plan import Plan
+from ..planner.problem import PlanningProblem, Strategy
 from ..planner.search.search import SearchResult, search
 from ..planner.search.split_search import choose_description
 from ..planner.split import Cut
@@ -37,13 +38,24 @@ class Problem:
     memory_limit_bytes: int
     strategy: str = "osdp"
 
+    @property
+    def question(self) -> PlanningProblem:
+        """Return what the planner is asked."""
+        return PlanningProblem(
+            description=self.description,
+            hardware=self.hardware,
+            job=self.job,
+            memory_limit_bytes=self.memory_limit_bytes,
+            strategy=Strategy.parse(self.strategy),
+        )
+
     def solve(self) -> Plan:
         """The fastest plan that fits.
 
         Raises:
             InfeasibleError: none fits.
         """
-        return search(self.description, self.hardware, self.job, self.memory_limit_bytes, strategy=self.strategy).plan
+        return search(self.question).plan
 
     def with_best_cut(self, model: nn.Module, describe: Callable[[Cut], ModelDescription], *, vocabulary: bool) -> Problem:
         """The problem of the model cut as it trains fastest.
@@ -53,10 +65,7 @@ class Problem:
             describe: from a cut to the description of the model that is cut so.
             vocabulary: as for `possible_cuts`.
         """
-        description = choose_description(
-            self.description, lambda: possible_cuts(model, self.description, vocabulary=vocabulary), describe,
-            hardware=self.hardware, job=self.job, memory_limit_bytes=self.memory_limit_bytes, strategy=self.strategy,
-        )  # fmt: skip
+        description = choose_description(self.question, lambda: possible_cuts(model, self.description, vocabulary=vocabulary), describe)
         return replace(self, description=description)
 
     def result(self, plan: Plan) -> SearchResult:

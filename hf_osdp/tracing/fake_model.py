@@ -83,7 +83,7 @@ def _untie(model: nn.Module) -> None:
 
 
 def release_of_stored(module: nn.Module) -> Callable[[], None]:
-    """Return a function that puts back every attribute that holds tensors: RecurrentGemma's modules store their last state in themselves."""
+    """Return a function that puts back attributes that hold tensors: RecurrentGemma's modules store their last state in themselves."""
     before = {key: values.get(key[1]) for key, values in _attributes(module)}
 
     def release() -> None:
