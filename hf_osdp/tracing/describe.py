@@ -16,11 +16,11 @@ from ..errors import CheckpointingError, DescriptionError
 from ..modeling.batch import Inputs, Loss, check_sequence_length, plain_batch, training_batch
 from ..modeling.batch_norm import has_running_statistics
 from ..modeling.build import build_on_meta, is_checkpointed
-from ..modeling.split.candidates import cut_copy
+from ..modeling.split.candidates import split_copy
 from ..modeling.units import class_of, embedding_and_head, find_units, modules_by_name
 from ..planner.affine import Affine
 from ..planner.description import DType, GatherSpan, ModelDescription, Segment, UnitDescription
-from ..planner.split import WHOLE_BLOCKS, Cut
+from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from .attention import ASSUMED_CAPABILITY, AttentionCall, Capability, Kernel, capability_here, warning_of_math
 from .formula import SOURCE, TransformerShape, formula_segments
 from .trace import Trace, TraceOptions, trace_segments
@@ -55,8 +55,8 @@ class DescribeOptions:
     """The blocks will be recomputed in backward. A model that has it switched on already needs no word of it here."""
     recomputation: bool = True
     """Also trace each block as recomputed in backward, and for CUDA with what it saves on the host, so that the search can choose; of no
-    use where all are checkpointed anyway. Parts of blocks (`cut.operators`) are not traced as offloaded."""
-    cut: Cut = WHOLE_BLOCKS
+    use where all are checkpointed anyway. Parts of blocks (`split.operators`) are not traced as offloaded."""
+    split: ModelSplit = WHOLE_BLOCKS
     """Describe the model as it is when split so."""
     loss: Loss | None = None
     """`loss(model, batch)` gives the loss, or an output that holds it, as `Trainer.compute_loss` does; None runs `model(**batch)`. It may
@@ -98,9 +98,9 @@ def describe(model_or_config: object, **options: Any) -> ModelDescription:
     chosen = DescribeOptions(**options)
     model = model_or_config if isinstance(model_or_config, nn.Module) else build_on_meta(model_or_config, chosen.auto_class)
     check_sequence_length(model, chosen.sequence_length)
-    if chosen.cut.splits:
-        model = cut_copy(model, chosen.cut)
-    units = find_units(model, chosen.block_classes, operators=chosen.cut.operators, low_precision=chosen.cast_dtype is not None)
+    if chosen.split.sliced:
+        model = split_copy(model, chosen.split)
+    units = find_units(model, chosen.block_classes, operators=chosen.split.operators, low_precision=chosen.cast_dtype is not None)
     if chosen.inputs is None:
         chosen = replace(chosen, inputs=_default_inputs(model, chosen.sequence_length))
     blocks = _block_classes(units, model, chosen.block_classes)
@@ -113,7 +113,7 @@ def describe(model_or_config: object, **options: Any) -> ModelDescription:
         model_name=getattr(getattr(model, "config", None), "_name_or_path", "") or class_of(model).__name__,
         model_class=class_of(model).__name__,
         block_classes=blocks,
-        cut=chosen.cut,
+        split=chosen.split,
         sequence_length=chosen.sequence_length,
         compute_dtype=chosen.compute_dtype or _main_dtype(units),
         units=_with_step_spans(units, found),
@@ -142,14 +142,14 @@ def _trace_or_formula(
     except CheckpointingError:
         raise
     except Exception as error:  # a model may raise anything under fake tensors
-        if not options.cut.is_none:
+        if not options.split.is_none:
             raise DescriptionError(
-                f"{class_of(model).__name__} cut into {options.cut.describe()} does not run: {error}. Leave it whole."
+                f"{class_of(model).__name__} split into {options.split.describe()} does not run: {error}. Leave it whole."
             ) from error
         segments = _segments_by_formula(model, units, blocks, options, error)
         trace = Trace(segments=segments, output_bytes=Affine(), outside_reads=frozenset(), kernels={}, allocations=())
         return trace, f"{_FORMULA} ({SOURCE}); the trace failed with {type(error).__name__}"
-    if Kernel.MATH in trace.kernels and options.cut.is_none:
+    if Kernel.MATH in trace.kernels and options.split.is_none:
         _log.warning(warning_of_math(trace.kernels[Kernel.MATH], options.capability or capability_here() or ASSUMED_CAPABILITY))
     return trace, how
 
@@ -161,7 +161,7 @@ def _trace(model: nn.Module, units: Sequence[UnitDescription], blocks: tuple[str
         compute_dtype=options.cast_dtype, cuda_kernels=options.device_type == "cuda", capability=options.capability,
         autocast=options.torch_dtype if options.autocast else None, loss=options.loss,
         checkpointed_blocks=blocks if options.activation_checkpointing else None,
-        reuse_equal_blocks=not options.cut.operators,  # parts of a block keep what others hand them, which copies do not
+        reuse_equal_blocks=not options.split.operators,  # parts of a block keep what others hand them, which copies do not
     )  # fmt: skip
     for recomputable, offloadable in (*_choices(model, units, blocks, options), ((), ())):
         tried = replace(basic, recomputable=recomputable, offloadable=offloadable)
@@ -193,7 +193,7 @@ def _choices(
     main = {index: modules[unit.module_names[0]] for index, unit in enumerate(units) if unit.span is GatherSpan.USE}
     offloadable = frozenset(index for index, module in main.items() if units[index].class_name in blocks and module._modules)
     recomputable = frozenset(index for index in offloadable if not has_running_statistics(main[index]))
-    if options.device_type != "cuda" or options.cut.operators:
+    if options.device_type != "cuda" or options.split.operators:
         offloadable = frozenset()
     choices = dict.fromkeys([(recomputable, offloadable), (recomputable, frozenset[int]())])
     return [choice for choice in choices if any(choice)]

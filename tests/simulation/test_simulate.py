@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import InfeasibleError, OSDPError
-from hf_osdp.planner.cost.units import Batch, Choice
+from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.job import OptimizerSpec, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
@@ -40,7 +40,7 @@ def description():
 
 
 def sharded_plan(description) -> Plan:
-    choices = [Choice(shard_size=WORLD, keep=unit.span.value == "step") for unit in description.units]
+    choices = [UnitLayout(shard_size=WORLD, reshard_after_forward=unit.span.value != "step") for unit in description.units]
     return Plan.of(description, choices, BATCH, world_size=WORLD)
 
 
