@@ -102,7 +102,7 @@ def output_of(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None = No
 
 
 def loss_of(output: object) -> torch.Tensor:
-    """Return the loss in an output: `.loss`, `["loss"]`, a scalar itself or the first of a tuple, else the mean of all tensors with gradients.
+    """Return the loss in an output: `.loss`, `["loss"]`, a scalar itself or the first of a tuple, else the mean of all that has gradients.
 
     Raises:
         DescriptionError: nothing in the output can be differentiated.
