@@ -74,7 +74,7 @@ def test_torchs_own_tracker_finds_the_same_peak_to_the_byte():
     plan = sharded_plan(description)
     simulated = simulate(config, plan, description=description, job=JOB).peak_bytes
     peak_by_torch(config, description, plan)  # the first time, the tracker counts what DTensor makes to find out shapes
-    with _separate_shape_propagation():  # torch 2.11 makes them every time, as long as the whole parameters: 338 MB that no device allocates
+    with _separate_shape_propagation():  # torch 2.11 makes them each time, as long as the whole parameters: 338 MB that no device allocates
         assert simulated == peak_by_torch(config, description, plan)
 
 
