@@ -120,7 +120,5 @@ def _matrix(index: int, unit: UnitDescription, shape: TransformerShape) -> Segme
     return Segment(
         unit=index,
         forward=PhaseCost(peak_bytes=Envelope.line(per_sample=hidden), matmul_flops=Affine(per_sample=flops)),
-        backward=PhaseCost(
-            peak_bytes=Envelope.line(constant=gradient, per_sample=hidden), matmul_flops=Affine(per_sample=2 * flops)
-        ),
+        backward=PhaseCost(peak_bytes=Envelope.line(constant=gradient, per_sample=hidden), matmul_flops=Affine(per_sample=2 * flops)),
     )
