@@ -26,13 +26,13 @@ def compare(
     check_outputs(None, plot)
     with screen.working("Describing the model"):
         case, config, request = case_of(request)
-        plain = case.description if case.description.cut.is_none else plain_of(request, case.hardware, config)
+        plain = case.description if case.description.split.is_none else plain_of(request, case.hardware, config)
     from ..planner.search.search import compare_strategies
     from ..report.content import comparison_content
     from ..report.tables import comparison_table, frontier_table
 
     with screen.working("Searching"):
-        rows = compare_strategies(replace(case, description=plain), cut=case.description)
+        rows = compare_strategies(replace(case, description=plain), split=case.description)
         peaks = [row.result.plan.peak_bytes for row in rows if row.result is not None]
         front = frontier(
             replace(case, memory_limit_bytes=case.hardware.room_bytes(case.hardware.device.memory_bytes), strategy=Strategy.OSDP),

@@ -26,7 +26,6 @@ from ..quantities import format_bytes, format_count, format_seconds
 from .cases import (
     OPTIMIZERS,
     case_of,
-    cut_case,
     describer,
     device_type_of,
     hardware_of,
@@ -35,6 +34,7 @@ from .cases import (
     memory_limit_of,
     model_of,
     names_in,
+    split_case,
     timed,
 )
 from .here import memory_here
@@ -174,10 +174,10 @@ def _optimizer(name: str, device_type: str) -> OptimizerSpec:
 
 
 def _described(seen: Examination, request: Request, hardware: Hardware, config: Any, plan_file: Path | None) -> ModelDescription | None:
-    """The model, cut as a given plan says."""
-    cut = seen.tried(Check.PLAN, lambda: WHOLE_BLOCKS if plan_file is None else Plan.load(plan_file).cut)
+    """The model, split as a given plan says."""
+    split = seen.tried(Check.PLAN, lambda: WHOLE_BLOCKS if plan_file is None else Plan.load(plan_file).split)
     describe = describer(request, hardware)
-    found = seen.tried(Check.MODEL, lambda: timed(request, describe(config, request.sequence_length, cut or WHOLE_BLOCKS)))
+    found = seen.tried(Check.MODEL, lambda: timed(request, describe(config, request.sequence_length, split or WHOLE_BLOCKS)))
     if found is not None:
         seen.sound[Check.MODEL] = f"{found.model_class}, {format_count(found.numel)} parameters"
     return found
@@ -208,7 +208,7 @@ def _limit_text(hardware: Hardware, limit: int) -> str:
 
 def _searched(case: PlanningProblem, request: Request, config: Any) -> SearchResult:
     """The plan that `hf-osdp plan` finds."""
-    return search(cut_case(case, request, config) if request.operator_splitting else case)
+    return search(split_case(case, request, config) if request.operator_splitting else case)
 
 
 def _given(case: PlanningProblem, path: Path) -> SearchResult:

@@ -105,7 +105,7 @@ def _inputs(plan, *, num_nodes: int | None, **options):
             f"The profile is of {hardware.world_size} devices, but the plan is for {plan.world_size}; give --num-nodes, or another profile."
         )
     job = job_of(request, hardware)
-    description = timed(request, describer(request, hardware)(load_config(request.model), plan.sequence_length, plan.cut))
+    description = timed(request, describer(request, hardware)(load_config(request.model), plan.sequence_length, plan.split))
     plan.check(description, plan.world_size)
     return PlanInputs(description=description, job=job, hardware=hardware)
 
