@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
 from benchmarks.ending import ENDS, PLACES, RANKS, VICTIM, train
 from hf_osdp.distributed.shutdown import END_S
+
 from hf_osdp.sharding.environment import form_process_group
 from tests.helpers.ending import endings
 

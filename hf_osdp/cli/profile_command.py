@@ -92,15 +92,15 @@ def _process_group(device_type: str) -> Iterator[None]:
     import torch.distributed as dist
 
     from ..distributed.device import own_gpu
-    from ..distributed.roll_call import roll_call
+    from ..distributed.process_group import check_ranks
 
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield
         return
     if device_type == "cuda" and torch.cuda.is_available():
         own_gpu()
-    with roll_call():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" and torch.cuda.is_available() else "gloo")
+    check_ranks()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" and torch.cuda.is_available() else "gloo")
     try:
         yield
     finally:

@@ -20,8 +20,8 @@ from ..checkpoint.finding import recorded_batch
 from ..checkpoint.starts import begin_anew
 from ..checkpoint.writer import CheckpointWriter, Staging
 from ..distributed.consensus import largest_of_ranks
+from ..distributed.process_group import wait_for_ranks
 from ..distributed.stop import StopSignal
-from ..distributed.waiting import wait_for_ranks
 from ..modeling.batch import Inputs
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan

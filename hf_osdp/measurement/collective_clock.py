@@ -14,9 +14,9 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..distributed.announce import listening
 from ..distributed.mesh import collective_device, world_size
 from ..distributed.topology import find_topology
+from ..distributed.two_stage import listening
 from ..planner.hardware import Collective
 
 _OPERATORS = {

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..distributed import restart as again
+from ..distributed import restart
 from ..distributed.consensus import on_rank_zero
 from ..errors import InfeasibleError, OSDPError
 from ..planner.description import UnitDescription
@@ -244,12 +244,13 @@ def handle(error: BaseException) -> None:
     safer = _Process.watch.safer
     hindrance = None
     if _Process.watch.replans:
-        hindrance = again.hindrance() if safer is not None and safer.plan is not None else "there is no other plan"
+        hindrance = restart.hindrance() if safer is not None and safer.plan is not None else "there is no other plan"
         if hindrance is None and safer is not None:
-            print(f"hf_osdp: {said}", file=sys.stderr, flush=True)
-            hindrance = again.start_again(safer.limit_bytes)
-        said += f' on_oom="replan" cannot start again: {hindrance}.'
-    elif safer is not None and safer.plan is not None and again.hindrance() is None:
+            restart.restart(safer.limit_bytes, f"hf_osdp: {said}")
+            said += " The launcher starts all ranks again, by that plan."
+        else:
+            said += f' on_oom="replan" cannot start again: {hindrance}.'
+    elif safer is not None and safer.plan is not None and restart.hindrance() is None:
         said += ' With on_oom="replan" the run goes on by it.'
     error.explained_by_osdp = True  # type: ignore[attr-defined]
     error.args = (f"{said} ({of_torch})",)

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..distributed.allocator_settings import prefer_expandable_segments
 from ..distributed.device import own_gpu
-from ..distributed.roll_call import compare_versions, roll_call
+from ..distributed.process_group import check_ranks
 from ..modeling.batch_norm import has_running_statistics
 from ..planner.description import DType
 from ..planner.job import Precision
@@ -27,17 +26,15 @@ def form_process_group(*, needed: bool) -> None:
     Raises:
         LaunchError: ranks are missing, or run different versions.
     """
-    prefer_expandable_segments()
+    check_ranks()
     if dist.is_initialized():
         training_device()
-        compare_versions()
         return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         own_gpu()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        with roll_call():
-            dist.init_process_group(backend)
+        dist.init_process_group(backend)
     elif needed:
         # Mixed precision is FSDP2's, with one process as with many.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

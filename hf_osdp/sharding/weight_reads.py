@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from ..distributed.collective_calls import require_all
 from ..distributed.mesh import collective_device, world_size
+from ..distributed.process_group import require_all
 from ..errors import OSDPError, UnreducedGradientError
 from ..modeling.units import modules_by_name
 from ..planner.description import UnitDescription
