@@ -37,7 +37,7 @@ GROUP_TIMEOUT_S = 20
 """Of the process group in the cases of a partition; torch's own are 600 s (NCCL) and 1800 s (gloo)."""
 STOP_S = 60
 _SIGNS = (
-    r"(?:hf_osdp: )?(?:Rank \d+ on |Out of memory on rank ).*",
+    r"(?:hf_osdp: )?(?:Restarted|Rank \d+ on |Out of memory on rank ).*",
     r"(?:hf_osdp: |error: |\w+Error: |Rank \d+ on ).*(?:not heard|missing|differ|[Dd]ifferent|twice|started as one of|not answer).*",
     r"SIGTERM: .*",
     r"(?:\w+\.)*\w*(?:Error|Exception): (?!Command ).*",
@@ -110,14 +110,21 @@ def main() -> int:
 # ------------------------------------------------------------------------------------------------------------- the launcher
 
 
-def run_case(name: str, mode: str, limit_s: float) -> dict[str, str]:
-    """Run one case. Returns the message and the seconds since the fault."""
+def run_case(name: str, mode: str, limit_s: float, *, one_gpu: bool = False) -> dict[str, str]:
+    """Run one case. Return the message and the seconds since the fault.
+
+    Args:
+        name: of `CASES`.
+        mode: `plain` or `ours`.
+        limit_s: seconds that it may take after its fault.
+        one_gpu: ranks share this machine's GPU, over NCCL; in mode `ours`.
+    """
     case = CASES[name]
     limit_s += STOP_S if name == "stopped" else 0
     with tempfile.TemporaryDirectory(prefix="supervision_") as text:
         folder = Path(text)
         with (folder / "output").open("wb") as output:
-            processes = start(case, name, mode, folder, output)
+            processes = start(case, name, mode, folder, output, one_gpu=one_gpu)
             fault = folder / "fault"
             began = time.time()
             while any(process.poll() is None for process in processes) and time.time() < began + 120 + limit_s:
@@ -137,10 +144,11 @@ def run_case(name: str, mode: str, limit_s: float) -> dict[str, str]:
     return {"seconds": f"{seconds:.1f}" if ended else f"> {limit_s:.0f}", "message": message(said)}
 
 
-def start(case: Case, name: str, mode: str, folder: Path, output: IO[bytes]) -> list[subprocess.Popen]:
+def start(case: Case, name: str, mode: str, folder: Path, output: IO[bytes], *, one_gpu: bool = False) -> list[subprocess.Popen]:
     """Start the launcher, or the ranks themselves."""
     script = [__file__, "--as-rank", name, mode, str(folder)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "OSDP_LAUNCH_TIMEOUT_S": "20"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "OSDP_LAUNCH_TIMEOUT_S": "20"}
+    env |= {"SUPERVISION_ONE_GPU": "1"} if one_gpu else {"CUDA_VISIBLE_DEVICES": ""}
     env["GLOO_SOCKET_IFNAME"] = "nowhere0" if name == "interface" else "lo"
 
     def popen(command: list[str], **more: str) -> subprocess.Popen:
@@ -150,8 +158,9 @@ def start(case: Case, name: str, mode: str, folder: Path, output: IO[bytes]) -> 
         case "torchrun":
             return [popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *case.options, *script])]
         case "accelerate":
-            launch = ["-m", "accelerate.commands.launch", "--num_processes=2", "--num_machines=1", "--cpu", "--main_process_port=0"]
-            return [popen([sys.executable, *launch, "--mixed_precision=no", "--dynamo_backend=no", *script])]
+            config = str(ROOT / "accelerate_configs/osdp_cpu.yaml")
+            launch = ["-m", "accelerate.commands.launch", f"--config_file={config}", "--num_processes=2", "--main_process_port=0"]
+            return [popen([sys.executable, *launch, *script])]
         case "machines":
             emulate = str(ROOT / "benchmarks/two_machines/emulate.py")
             return [popen([sys.executable, emulate, *case.options, "--", *script])]
@@ -205,6 +214,8 @@ def run_rank(name: str, mode: str, folder_text: str) -> None:
     """Form the group, train, and have the case's fault."""
     rank, folder, first = int(os.environ["RANK"]), Path(folder_text), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     odd = rank == 1
+    if "SUPERVISION_ONE_GPU" in os.environ:  # NCCL takes each rank for a machine of its own
+        os.environ.update(LOCAL_RANK="0", NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
 
     def fault() -> None:
         (folder / "fault.new").write_text(str(time.time()))
@@ -213,17 +224,15 @@ def run_rank(name: str, mode: str, folder_text: str) -> None:
     if name == "early" and odd:
         fault()
         raise KeyError("the reason")
-    if name in ("missing", "world", "twice", "versions", "port", "address", "interface") and rank == 0:
+    if name in ("missing", "world", "twice", "versions", "port", "address", "interface", "models") and rank == 0:
         fault()
     (form_by_us if mode == "ours" else form_plainly)(name, odd)
+    if mode == "ours":
+        from hf_osdp.distributed.consensus import require_same_run
+
+        require_same_run(torch.nn.Linear(3 if name == "models" and odd else 2, 2))
     if name == "models":
         model = torch.nn.Linear(3 if odd else 2, 2)
-        if rank == 0:
-            fault()
-        if mode == "ours":
-            from hf_osdp.distributed.consensus import require_same_run
-
-            require_same_run(model)
         for parameter in torch.nn.parallel.DistributedDataParallel(model).parameters():
             dist.all_reduce(parameter.data)
     faults: dict[str, Callable[[], object]] = {
@@ -247,7 +256,8 @@ def run_rank(name: str, mode: str, folder_text: str) -> None:
         mode, folder, lambda: (fault(), act()) if act and rank == culprit and first else None, seconds=3600 if act or name == "alone" else 8
     )
     if name in ("restart", "oom") and rank == 0:
-        print("trained to the end", flush=True)
+        limit = os.environ.get("OSDP_MEMORY_LIMIT_AFTER_OOM", "none")
+        print(f"hf_osdp: Restarted and trained to the end, limit {limit}" if mode == "ours" else "trained to the end", flush=True)
 
 
 def form_plainly(name: str, odd: bool) -> None:
@@ -268,7 +278,8 @@ def form_by_us(name: str, odd: bool) -> None:
 
 def train(mode: str, folder: Path, act: Callable[[], object], *, seconds: float) -> None:
     """Take steps of 50 ms; the fault happens in the tenth."""
-    ones, until, step = torch.ones(1), time.monotonic() + seconds, 0
+    device = "cuda" if "SUPERVISION_ONE_GPU" in os.environ else "cpu"
+    ones, until, step = torch.ones(1, device=device), time.monotonic() + seconds, 0
     stop = None
     if mode == "ours":
         from hf_osdp import StopSignal
@@ -277,7 +288,7 @@ def train(mode: str, folder: Path, act: Callable[[], object], *, seconds: float)
         stop.start()
     while True:
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "1" and step == 10
-        over = torch.tensor([float(time.monotonic() > until or restarted or (folder / "resumed").exists())])
+        over = torch.tensor([float(time.monotonic() > until or restarted or (folder / "resumed").exists())], device=device)
         dist.all_reduce(over)
         if over.item():
             break
@@ -304,6 +315,10 @@ def stop_for_a_while() -> None:
 
 
 def out_of_memory(mode: str) -> None:
+    if mode == "ours":
+        from hf_osdp.distributed import restart
+
+        restart.restart(2**30, "")
     raise torch.OutOfMemoryError("Tried to allocate 20.00 MiB.")
 
 

@@ -94,7 +94,7 @@ class CheckpointWriter:
         """A new checkpoint: write what it gives, and at the end it appears under its name. Collective.
 
         The one before must be complete first. In the background only shards are written: other files are to be there at the end. Where one
-        rank raises inside, it ends, and the lifeline ends the others; the checkpoint stays invisible.
+        rank raises inside, it ends, and the launcher ends the others; the checkpoint stays invisible.
 
         Args:
             folder: the checkpoint's name.

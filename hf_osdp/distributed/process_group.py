@@ -190,16 +190,16 @@ def _launchers_store(rank: int, port: int, limit_s: float) -> Store:
             multi_tenant=hosts,  # the group's own store then joins this server
         )
     except RuntimeError as error:
-        who = f"Rank {rank} on {socket.gethostname()}"
+        host, place = socket.gethostname(), _address()
         if "EADDRINUSE" in str(error):
             raise LaunchError(
-                f"{who} cannot wait for the others at {_address()} ({_first_sentence(error)}); another run may hold the port: end it, or"
-                " set MASTER_PORT to a free one on every machine."
+                f"Rank {rank} on {host} cannot wait for the others at {place} ({_first_sentence(error)}); another run may hold the port:"
+                " end it, or set MASTER_PORT to a free one on every machine."
             ) from error
         raise LaunchError(
-            f"{who} could not reach rank 0's machine at {_address()} within {limit_s:g} s ({_first_sentence(error)}). Start the command"
-            " there too, give every machine its address (main_process_ip, main_process_port; torchrun: --master-addr, --master-port), and"
-            " let the firewall pass this port."
+            f"Rank {rank} on {host} could not reach rank 0's machine at {place} within {limit_s:g} s ({_first_sentence(error)}). Start the"
+            " command there too, give every machine its address (main_process_ip, main_process_port; torchrun: --master-addr,"
+            " --master-port), and let the firewall pass this port."
         ) from error
 
 
