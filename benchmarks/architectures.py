@@ -29,6 +29,7 @@ from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
+from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import SearchResult, least_memory, search
 from hf_osdp.quantities import format_bytes
 from hf_osdp.report.run_report import package_versions
@@ -111,12 +112,25 @@ def planned(description: ModelDescription) -> tuple[Hardware, int, SearchResult]
     while True:
         hardware = preset("h100", nodes=nodes, devices_per_node=8)
         job = TrainingJob(global_batch_size=SAMPLES_PER_DEVICE * hardware.world_size, precision=Precision.named("bf16"))
-        least = least_memory(description, hardware, job)
+        least = least_memory(
+            PlanningProblem(description=description, hardware=hardware, job=job, memory_limit_bytes=hardware.device.memory_bytes)
+        )
         if least <= hardware.device.memory_bytes or nodes == MOST_NODES:
             break
         nodes *= 2
-    limit = min(hardware.device.memory_bytes, (least + least_memory(description, hardware, job, strategy="ddp")) // 2)
-    return hardware, limit, search(description, hardware, job, limit)
+    limit = min(
+        hardware.device.memory_bytes,
+        (
+            least
+            + least_memory(
+                PlanningProblem(
+                    description=description, hardware=hardware, job=job, memory_limit_bytes=hardware.device.memory_bytes, strategy="ddp"
+                )
+            )
+        )
+        // 2,
+    )
+    return hardware, limit, search(PlanningProblem(description=description, hardware=hardware, job=job, memory_limit_bytes=limit))
 
 
 def layouts(plan: Plan) -> str:

@@ -47,8 +47,9 @@ from hf_osdp.planner.hardware import Hardware  # noqa: E402
 from hf_osdp.planner.job import Precision, TrainingJob  # noqa: E402
 from hf_osdp.planner.plan import Plan  # noqa: E402
 from hf_osdp.planner.presets import preset  # noqa: E402
+from hf_osdp.planner.problem import PlanningProblem, Strategy  # noqa: E402
 from hf_osdp.planner.search.search import least_memory, search  # noqa: E402
-from hf_osdp.planner.search.strategies import Strategy, search_spaces  # noqa: E402
+from hf_osdp.planner.search.strategies import search_spaces  # noqa: E402
 from hf_osdp.planning.probe import Trial, sharded_copy  # noqa: E402
 from hf_osdp.planning.simulate import fake_process_group  # noqa: E402
 from hf_osdp.quantities import format_bytes  # noqa: E402
@@ -236,7 +237,9 @@ def measure_layout(setting: Setting, memory: Memory, layout: str) -> LayoutRow:
 
 def measure_limit(setting: Setting, memory: Memory, between: float, limit_bytes: int, *, walks: bool = True) -> LimitRow:
     """The search's plan under a limit, at the limit, and, if it `walks`, the lowest limit that it survives."""
-    plan = search(setting.description, hardware_of(memory), setting.job, limit_bytes).plan
+    plan = search(
+        PlanningProblem(description=setting.description, hardware=hardware_of(memory), job=setting.job, memory_limit_bytes=limit_bytes)
+    ).plan
     reading = attempt(plan, setting, memory, limit_bytes)
     return LimitRow(
         model=setting.name,
@@ -261,7 +264,18 @@ def measure_limit(setting: Setting, memory: Memory, between: float, limit_bytes:
 def limits_of(setting: Setting, memory: Memory, between: Sequence[float]) -> Iterator[tuple[float, int]]:
     """From the planner's own frontier towards what DDP needs, as far as the device has it."""
     hardware = hardware_of(memory)
-    least, most = (least_memory(setting.description, hardware, setting.job, strategy=name) for name in ("osdp", "ddp"))
+    least, most = (
+        least_memory(
+            PlanningProblem(
+                description=setting.description,
+                hardware=hardware,
+                job=setting.job,
+                memory_limit_bytes=hardware.device.memory_bytes,
+                strategy=name,
+            )
+        )
+        for name in ("osdp", "ddp")
+    )
     for part in between:
         limit = int(least + part * (most - least))
         if limit <= memory.total_bytes:

@@ -46,8 +46,9 @@ from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
+from hf_osdp.planner.problem import PlanningProblem, Strategy
 from hf_osdp.planner.search.search import search
-from hf_osdp.planner.search.strategies import Strategy, search_spaces
+from hf_osdp.planner.search.strategies import search_spaces
 from hf_osdp.planner.split import WHOLE_BLOCKS, Cut
 from hf_osdp.planning.simulate import simulate
 from hf_osdp.quantities import format_bytes
@@ -291,7 +292,14 @@ def _searched(description: ModelDescription, job: TrainingJob, world: int) -> li
         for name in ("zero3", "ddp")
     ]
     hardware = _hardware(world)
-    result = search(description, hardware, job, hardware.limit_for(sum(ends) // 2 + hardware.unavoidable_bytes))
+    result = search(
+        PlanningProblem(
+            description=description,
+            hardware=hardware,
+            job=job,
+            memory_limit_bytes=hardware.limit_for(sum(ends) // 2 + hardware.unavoidable_bytes),
+        )
+    )
     return list(choices_of(result.plan, description))
 
 

@@ -26,6 +26,7 @@ from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
+from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import search
 from hf_osdp.quantities import format_bytes, format_seconds
 from hf_osdp.tracing.describe import describe
@@ -89,7 +90,7 @@ def measure(case: Case, *, repetitions: int) -> list[dict]:
         times, result = [], None
         for _ in range(repetitions):
             started = time.perf_counter()
-            result = search(description, case.hardware, job, limit)
+            result = search(PlanningProblem(description=description, hardware=case.hardware, job=job, memory_limit_bytes=limit))
             times.append(time.perf_counter() - started)
         rows.append({
             "model": case.name, "parameters": description.numel, "layers": case.layers, "devices": case.hardware.world_size,
@@ -103,7 +104,7 @@ def measure(case: Case, *, repetitions: int) -> list[dict]:
 def limits(description: ModelDescription, hardware: Hardware, job: TrainingJob) -> dict[str, int]:
     """Limits in bytes, as multiples of the least that any plan needs."""
     try:
-        search(description, hardware, job, 2**20)
+        search(PlanningProblem(description=description, hardware=hardware, job=job, memory_limit_bytes=2**20))
     except InfeasibleError as error:
         return {f"{factor:g} x least": int(error.least_peak_bytes * factor) for factor in FACTORS}
     raise AssertionError("a MiB is never enough")

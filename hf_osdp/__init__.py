@@ -26,6 +26,7 @@ _PUBLIC = {
     "ModelDescription": "planner.description",
     "Plan": "planner.plan",
     "Profile": "planner.profile",
+    "PlanningProblem": "planner.problem",
     "TrainingJob": "planner.job",
     "preset": "planner.presets",
     "search": "planner.search.search",
@@ -89,6 +90,7 @@ if TYPE_CHECKING:
     from .planner.job import TrainingJob
     from .planner.plan import Plan
     from .planner.presets import preset
+    from .planner.problem import PlanningProblem
     from .planner.profile import Profile
     from .planner.search.search import search
     from .planning.config import OSDPConfig

@@ -21,6 +21,7 @@ from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.profile import with_block_times
 from hf_osdp.planner.search.search import search
 from hf_osdp.planning.probe import Trial, sharded_copy
@@ -184,7 +185,14 @@ def launch(bench: Bench) -> None:
     model = REHEARSED["GPT-2"] if bench.rehearses else SMALL
     sizes = [1 << n for n in range(samples.bit_length())]
     timed = Timed.of(bench, model, job_of(bench, samples), tuple(sizes), seconds=3.0 if bench.rehearses else 12.0)
-    chosen = search(timed.description, timed.hardware, timed.trial.job, timed.hardware.device.memory_bytes).plan
+    chosen = search(
+        PlanningProblem(
+            description=timed.description,
+            hardware=timed.hardware,
+            job=timed.trial.job,
+            memory_limit_bytes=timed.hardware.device.memory_bytes,
+        )
+    ).plan
     sizes = sorted({*sizes, chosen.micro_batch_size})
     measure = partial(timed.measured_s, timed=3 if bench.rehearses else 5)
     measured: dict[int, float] = {}

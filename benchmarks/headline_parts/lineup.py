@@ -13,8 +13,8 @@ from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.problem import PlanningProblem, Strategy
 from hf_osdp.planner.search.search import SearchResult, least_memory, search
-from hf_osdp.planner.search.strategies import Strategy
 
 SAMPLES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Samples of one device that are tried for the own best batch, and between the last that fits and the next the largest that does."""
@@ -127,7 +127,14 @@ def limit_of(case: Case, description: ModelDescription, hardware: Hardware) -> i
     if case.limit_bytes is not None:
         return case.limit_bytes
     job = job_of(case, case.devices, micro_batch_size=1, **_ALL_SAVED)
-    ends = [least_memory(description, hardware, job, strategy=strategy) for strategy in (Strategy.FSDP, Strategy.DDP)]
+    ends = [
+        least_memory(
+            PlanningProblem(
+                description=description, hardware=hardware, job=job, memory_limit_bytes=hardware.device.memory_bytes, strategy=strategy
+            )
+        )
+        for strategy in (Strategy.FSDP, Strategy.DDP)
+    ]
     return sum(ends) // 2
 
 
@@ -151,7 +158,17 @@ class _Search:
         found, errors = [], []
         for description in self.descriptions:
             try:
-                found.append(search(description, self.hardware, job, self.limit_bytes, strategy=self.contender.strategy))
+                found.append(
+                    search(
+                        PlanningProblem(
+                            description=description,
+                            hardware=self.hardware,
+                            job=job,
+                            memory_limit_bytes=self.limit_bytes,
+                            strategy=self.contender.strategy,
+                        )
+                    )
+                )
             except InfeasibleError as error:
                 errors.append(error)
         return min(found, key=lambda result: result.plan.step_s) if found else min(errors, key=lambda error: error.least_peak_bytes)

@@ -11,8 +11,8 @@ from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import Collective, Hardware
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
+from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.search import StrategyResult
-from hf_osdp.planner.search.strategies import Strategy
 from hf_osdp.quantities import format_bytes
 
 STOCK, ALONE = "stock", "alone"

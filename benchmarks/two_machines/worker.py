@@ -30,6 +30,7 @@ from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.files import plain
 from hf_osdp.planner.hardware import CollectiveTiming
 from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.profile import Profile, with_block_times
 from hf_osdp.planner.search.search import compare_strategies
 from hf_osdp.tracing.describe import describe
@@ -84,7 +85,13 @@ def measure(experiment: Experiment) -> dict:
 
 def planned(experiment: Experiment, timed: ModelDescription, profile: Profile, job: TrainingJob) -> Lineup:
     """Every strategy's best plan under every limit, from the profile."""
-    return line_up([compare_strategies(timed, profile.hardware, job, limit) for limit in experiment.limits], experiment.limits)
+    return line_up(
+        [
+            compare_strategies(PlanningProblem(description=timed, hardware=profile.hardware, job=job, memory_limit_bytes=limit))
+            for limit in experiment.limits
+        ],
+        experiment.limits,
+    )
 
 
 def built(experiment: Experiment, lineup: Lineup, description: ModelDescription, job: TrainingJob) -> dict[str, Contender]:

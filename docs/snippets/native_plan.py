@@ -5,17 +5,18 @@ import sys
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from hf_osdp import TrainingJob, describe, preset, search
+from hf_osdp import PlanningProblem, TrainingJob, describe, preset, search
 
 folder = sys.argv[1]  # of a saved model, or its name on the hub
 config = AutoConfig.from_pretrained(folder)
-plan = search(
-    describe(config, sequence_length=16),
-    preset("cpu", devices_per_node=2),
-    TrainingJob(global_batch_size=4, recompute=False),
-    64 * 2**20,
+problem = PlanningProblem(
+    description=describe(config, sequence_length=16),
+    hardware=preset("cpu", devices_per_node=2),
+    job=TrainingJob(global_batch_size=4, recompute=False),
+    memory_limit_bytes=64 * 2**20,
     strategy="fsdp",  # one group size for all units, which is what transformers can say
-).plan
+)
+plan = search(problem).plan
 
 styles = plan.to_fsdp_plan()  # PlanError, with the reason, where these words do not suffice
 print(styles)

@@ -16,7 +16,8 @@ from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware, check_margin
 from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.presets import preset, preset_names
-from ..planner.search.what_if import Case
+from ..planner.problem import PlanningProblem
+from ..planner.search.search import search
 from ..planner.split import WHOLE_BLOCKS, Cut
 from ..planning.preflight.devices import limit_within
 from ..quantities import parse_bytes
@@ -170,7 +171,7 @@ def timed(request: Request, description: ModelDescription) -> ModelDescription:
     return with_block_times(description, profile_of(request))
 
 
-def case_of(request: Request) -> tuple[Case, Any, Request]:
+def case_of(request: Request) -> tuple[PlanningProblem, Any, Request]:
     """The whole question, the configuration that it is about, and the request as settled. Cheap checks come first.
 
     One device is asked to do without units on the host first, as the Trainer and Accelerate do.
@@ -184,16 +185,16 @@ def case_of(request: Request) -> tuple[Case, Any, Request]:
         with suppress(InfeasibleError):
             settled = replace(request, host_offload=False)
             case, config = _case_of(settled, hardware)
-            case.search()
+            search(case)
             return case, config, settled
     return *_case_of(request, hardware), request
 
 
-def _case_of(request: Request, hardware: Hardware) -> tuple[Case, Any]:
+def _case_of(request: Request, hardware: Hardware) -> tuple[PlanningProblem, Any]:
     job = job_of(request, hardware)
     limit = memory_limit_of(request, hardware)
     config = load_config(request.model)
-    case = Case(
+    case = PlanningProblem(
         description=plain_of(request, hardware, config), hardware=hardware, job=job, memory_limit_bytes=limit, strategy=request.strategy
     )
     if request.split_vocabulary and not request.operator_splitting:
@@ -206,7 +207,7 @@ def plain_of(request: Request, hardware: Hardware, config: Any) -> ModelDescript
     return timed(request, describer(request, hardware)(config, request.sequence_length))
 
 
-def cut_case(case: Case, request: Request, config: Any) -> Case:
+def cut_case(case: PlanningProblem, request: Request, config: Any) -> PlanningProblem:
     """The case of the model cut as it trains fastest. Blocks that are to be checkpointed, and those of a profile, stay whole."""
     if request.activation_checkpointing or (request.profile is not None and profile_of(request).segments):
         return case
@@ -215,13 +216,9 @@ def cut_case(case: Case, request: Request, config: Any) -> Case:
 
     describe = describer(request, case.hardware)
     description = choose_description(
-        case.description,
+        case,
         lambda: possible_cuts(model_of(request, config), case.description, vocabulary=request.split_vocabulary),
         lambda cut: describe(config, request.sequence_length, cut),
-        hardware=case.hardware,
-        job=case.job,
-        memory_limit_bytes=case.memory_limit_bytes,
-        strategy=case.strategy,
     )
     return replace(case, description=description)
 

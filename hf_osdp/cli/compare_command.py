@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
+from ..planner.problem import Strategy
 from ..planner.search.frontier import POINTS, frontier
 from .cases import case_of, plain_of
 from .options import JsonFile, PlotFile, Request
@@ -31,13 +33,10 @@ def compare(
     from ..report.tables import comparison_table
 
     with screen.working("Searching"):
-        rows = compare_strategies(plain, case.hardware, case.job, case.memory_limit_bytes, cut=case.description)
+        rows = compare_strategies(replace(case, description=plain), cut=case.description)
         peaks = [row.result.plan.peak_bytes for row in rows if row.result is not None]
         front = frontier(
-            case.description,
-            case.hardware,
-            case.job,
-            case.hardware.room_bytes(case.hardware.device.memory_bytes),
+            replace(case, memory_limit_bytes=case.hardware.room_bytes(case.hardware.device.memory_bytes), strategy=Strategy.OSDP),
             points=points,
             at=[case.room_bytes, *peaks],
         )

@@ -14,9 +14,8 @@ from ..planner.description import ModelDescription
 from ..planner.hardware import Hardware
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
-from ..planner.search.search import SearchResult, StrategyResult
-from ..planner.search.strategies import Strategy
-from ..planner.search.what_if import Case
+from ..planner.problem import PlanningProblem, Strategy
+from ..planner.search.search import SearchResult, StrategyResult, search
 from ..planner.split import WHOLE_BLOCKS
 from ..planning.preflight.devices import native_bf16
 from ..planning.preflight.findings import Check, Finding, Severity, error
@@ -136,7 +135,7 @@ def _is_chosen(request: Request, plan_file: Path | None) -> bool:
     return plan_file is None and request.strategy is Strategy.OSDP
 
 
-def _plan(seen: Examination, case: Case, request: Request, config: Any, plan_file: Path | None) -> SearchResult | None:
+def _plan(seen: Examination, case: PlanningProblem, request: Request, config: Any, plan_file: Path | None) -> SearchResult | None:
     """The plan that is to run."""
     found = seen.tried(Check.PLAN, lambda: _searched(case, request, config) if plan_file is None else _given(case, plan_file))
     if found is not None:
@@ -187,7 +186,7 @@ def _described(seen: Examination, request: Request, hardware: Hardware, config: 
 
 def _case(
     seen: Examination, request: Request, hardware: Hardware, description: ModelDescription | None, spec: OptimizerSpec
-) -> Case | None:
+) -> PlanningProblem | None:
     """What is to be planned, where all of it is in order."""
     job = seen.tried(Check.BATCH, lambda: job_of(request, hardware))
     limit = seen.tried(Check.LIMIT, lambda: memory_limit_of(request, hardware))
@@ -198,7 +197,7 @@ def _case(
     if job is None or limit is None or description is None or Check.PLAN in (finding.check for finding in seen.findings):
         return None
     job = replace(job, optimizer=spec)
-    return Case(description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=request.strategy)
+    return PlanningProblem(description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=request.strategy)
 
 
 def _limit_text(hardware: Hardware, limit: int) -> str:
@@ -208,12 +207,12 @@ def _limit_text(hardware: Hardware, limit: int) -> str:
     return f"{format_bytes(limit)}, of which the device keeps {format_bytes(hardware.device.reserved_bytes)}{margin}"
 
 
-def _searched(case: Case, request: Request, config: Any) -> SearchResult:
+def _searched(case: PlanningProblem, request: Request, config: Any) -> SearchResult:
     """The plan that `hf-osdp plan` finds."""
-    return (cut_case(case, request, config) if request.operator_splitting else case).search()
+    return search(cut_case(case, request, config) if request.operator_splitting else case)
 
 
-def _given(case: Case, path: Path) -> SearchResult:
+def _given(case: PlanningProblem, path: Path) -> SearchResult:
     """A plan from a file, held against the rest."""
     from ..planning.given import check_given
 
@@ -233,10 +232,10 @@ def _given(case: Case, path: Path) -> SearchResult:
     return SearchResult(plan=replace(plan, peak_bytes=peak), memory=estimate.memory, time=estimate.time)
 
 
-def _best(case: Case) -> tuple[StrategyResult, ...]:
+def _best(case: PlanningProblem) -> tuple[StrategyResult, ...]:
     """What the planner itself would choose, where anything fits."""
     try:
-        return (StrategyResult(strategy=Strategy.OSDP, result=replace(case, strategy=Strategy.OSDP).search()),)
+        return (StrategyResult(strategy=Strategy.OSDP, result=search(replace(case, strategy=Strategy.OSDP))),)
     except OSDPError:
         return ()
 

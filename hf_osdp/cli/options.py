@@ -12,7 +12,7 @@ from typing import Annotated, Literal, get_type_hints
 import typer
 
 from ..planner.presets import preset_names
-from ..planner.search.strategies import Strategy
+from ..planner.problem import Strategy
 from .output import errors_in_one_line
 
 DeviceName = Annotated[

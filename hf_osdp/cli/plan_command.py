@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..planner.search.search import SearchResult
-from ..planner.search.what_if import Case
+from ..planner.problem import PlanningProblem
+from ..planner.search.search import SearchResult, search
 from .cases import case_of, device_type_of, model_of
 from .options import JsonFile, PlotFile, Request
 from .output import Output, check_folder
@@ -45,7 +45,7 @@ def plan(
         rounds = _rounds(request, case, config) if simulate else ()
         if rounds:
             case = replace(case, job=rounds[-1].job)
-        found = rounds[-1].found if rounds else case.search()
+        found = rounds[-1].found if rounds else search(case)
     content = _show(screen, case, found, rounds, time.perf_counter() - started)
     if output is not None:
         from ..report.plan_file import PlanInputs, plan_file_content, write_json
@@ -63,7 +63,7 @@ def plan(
     screen.write(content)
 
 
-def _rounds(request: Request, case: Case, config: Any) -> tuple[SimulatedRound, ...]:
+def _rounds(request: Request, case: PlanningProblem, config: Any) -> tuple[SimulatedRound, ...]:
     """Search, simulate, and search again where the simulation passes the limit."""
     from ..planning.simulated_search import search_and_simulate
 
@@ -75,7 +75,7 @@ def _rounds(request: Request, case: Case, config: Any) -> tuple[SimulatedRound, 
     )  # fmt: skip
 
 
-def _show(screen: Output, case: Case, found: SearchResult, rounds: Sequence[SimulatedRound], planning_s: float) -> dict:
+def _show(screen: Output, case: PlanningProblem, found: SearchResult, rounds: Sequence[SimulatedRound], planning_s: float) -> dict:
     """Print the plan, and what its simulation says; gives the same for machines."""
     from ..planner.cost.evaluate import estimate_plan
     from ..planner.files import plain

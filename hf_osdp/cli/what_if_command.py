@@ -9,7 +9,8 @@ from typing import Any
 
 from ..errors import DescriptionError, ProfileError
 from ..planner.description import ModelDescription
-from ..planner.search.what_if import Answer, Case, Changed, answer, largest, one_more_device, twice_the_memory
+from ..planner.problem import PlanningProblem
+from ..planner.search.what_if import Answer, Changed, answer, fits, largest, one_more_device, twice_the_memory
 from ..quantities import format_bytes, format_count
 from .cases import case_of, describer, timed
 from .options import JsonFile, Request
@@ -30,7 +31,7 @@ def what_if(request: Request, json_file: JsonFile = None) -> None:
     models = _Models(request, case, config)
     with _progress(screen) as step:
         questions: list[Callable[[], Answer]] = [
-            lambda: answer("now", Changed(case=case, change=f"limit {format_bytes(case.memory_limit_bytes)}")),
+            lambda: answer("now", Changed(problem=case, change=f"limit {format_bytes(case.memory_limit_bytes)}")),
             lambda: answer("one more device", one_more_device(case)),
             lambda: answer("twice the memory", twice_the_memory(case)),
             models.half_the_sequence,
@@ -63,9 +64,9 @@ def _progress(screen: Output) -> Iterator[Callable[[], None]]:
 class _Models:
     """Questions for which the model is described anew."""
 
-    def __init__(self, request: Request, case: Case, config: Any):
+    def __init__(self, request: Request, case: PlanningProblem, config: Any):
         self.request, self.case, self.config, self.describe = request, case, config, describer(request, case.hardware)
-        self.cases: dict[tuple[str, int], Case] = {
+        self.cases: dict[tuple[str, int], PlanningProblem] = {
             ("length", case.description.sequence_length): case,
             ("heads", getattr(config, "num_attention_heads", 0)): case,
         }
@@ -83,7 +84,7 @@ class _Models:
         if self._at_length(max(1, now // 2)).description.input_bytes == self.case.description.input_bytes:
             return Answer(question=question, change="", reason="the model's inputs do not depend on it")
         start = max(_LENGTH_STEP, now // _LENGTH_STEP * _LENGTH_STEP)
-        length = largest(lambda size: self._at_length(size).fits(), start, step=_LENGTH_STEP, most=_LONGEST, tried=tried)
+        length = largest(lambda size: fits(self._at_length(size)), start, step=_LENGTH_STEP, most=_LONGEST, tried=tried)
         if length is None:
             return Answer(question=question, change="", reason=f"not even {_LENGTH_STEP} tokens fit")
         raised = self._raised(length)
@@ -96,7 +97,7 @@ class _Models:
         question = "largest width"
         try:
             step, heads = head_step(self.config), self.config.num_attention_heads
-            width = largest(lambda size: self._with_heads(size).fits(), heads, step=step, most=int(_WIDEST * heads), tried=tried)
+            width = largest(lambda size: fits(self._with_heads(size)), heads, step=step, most=int(_WIDEST * heads), tried=tried)
         except (DescriptionError, ValueError) as error:
             return Answer(question=question, change="", reason=str(error))
         if width is None:
@@ -107,15 +108,15 @@ class _Models:
         change = f"{hidden}{bound} instead of {self.config.hidden_size}: {width} heads, {format_count(case.description.numel)} parameters"
         return self._answer(question, case, change)
 
-    def _answer(self, question: str, case: Case, change: str) -> Answer:
+    def _answer(self, question: str, case: PlanningProblem, change: str) -> Answer:
         """Search a case that was described anew; a profile that has no times for it leaves it without seconds."""
         try:
             case = replace(case, description=timed(self.request, case.description))
         except ProfileError:
-            return Answer(question=question, change=change, case=case, reason="the profile has no times for it")
-        return answer(question, Changed(case=case, change=change))
+            return Answer(question=question, change=change, problem=case, reason="the profile has no times for it")
+        return answer(question, Changed(problem=case, change=change))
 
-    def _at_length(self, length: int) -> Case:
+    def _at_length(self, length: int) -> PlanningProblem:
         return self._once(("length", length), lambda: replace(self.case, description=self._described(length)))
 
     def _described(self, length: int) -> ModelDescription:
@@ -129,8 +130,8 @@ class _Models:
                 raise
             return self.describe(with_positions(self.config, length + padding + 1), length)
 
-    def _with_heads(self, heads: int) -> Case:
-        def build() -> Case:
+    def _with_heads(self, heads: int) -> PlanningProblem:
+        def build() -> PlanningProblem:
             config = with_heads(self.config, heads)
             return replace(self.case, description=self.describe(config, self.case.description.sequence_length))
 
@@ -140,7 +141,7 @@ class _Models:
         """Fields of the configuration that are too small for a length."""
         return tuple(name for name in position_names(self.config) if getattr(self.config, name) < length)
 
-    def _once(self, key: tuple[str, int], build: Callable[[], Case]) -> Case:
+    def _once(self, key: tuple[str, int], build: Callable[[], PlanningProblem]) -> PlanningProblem:
         """Describe each variant once only."""
         if key not in self.cases:
             self.cases[key] = build()

@@ -11,8 +11,8 @@ from ..planner.cost.correction import Correction
 from ..planner.description import ModelDescription
 from ..planner.hardware import Hardware
 from ..planner.job import TrainingJob
+from ..planner.problem import PlanningProblem, Strategy
 from ..planner.search.search import SearchResult, search
-from ..planner.search.strategies import Strategy
 from ..quantities import format_bytes
 from .simulate import Simulation, simulate
 
@@ -67,7 +67,15 @@ def search_and_simulate(
     """
     rounds: list[SimulatedRound] = []
     while len(rounds) < _ROUNDS:
-        found = search(description, hardware, job, memory_limit_bytes, strategy=strategy)
+        found = search(
+            PlanningProblem(
+                description=description,
+                hardware=hardware,
+                job=job,
+                memory_limit_bytes=memory_limit_bytes,
+                strategy=Strategy.parse(strategy),
+            )
+        )
         simulation = simulate(
             model_or_config, found.plan, description=description, job=job, device_type=device_type,
             capability=hardware.device.capability,

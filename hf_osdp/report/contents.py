@@ -97,8 +97,8 @@ def answers_content(answers: Sequence[Answer]) -> dict:
             {
                 "question": row.question,
                 "change": row.change,
-                "memory_limit_bytes": None if row.case is None else row.case.memory_limit_bytes,
-                "parameters": None if row.case is None else row.case.description.numel,
+                "memory_limit_bytes": None if row.problem is None else row.problem.memory_limit_bytes,
+                "parameters": None if row.problem is None else row.problem.description.numel,
                 "result": None if row.result is None else result_content(row.result),
                 "tokens_per_s": row.tokens_per_s,
                 "reason": row.reason,

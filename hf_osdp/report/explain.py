@@ -15,8 +15,9 @@ from ..planner.description import ModelDescription
 from ..planner.hardware import Hardware
 from ..planner.job import TrainingJob
 from ..planner.plan import Plan
+from ..planner.problem import PlanningProblem, Strategy
 from ..planner.search.search import search
-from ..planner.search.strategies import Strategy, search_spaces
+from ..planner.search.strategies import search_spaces
 from .tables import PlanRow, plan_rows
 
 _GAIN = 1.001
@@ -258,7 +259,11 @@ def what_binds(plan: Plan, description: ModelDescription, job: TrainingJob, hard
 
     def found(job: TrainingJob, limit: int):
         try:
-            return search(description, hardware, job, limit, strategy=plan.strategy).plan
+            return search(
+                PlanningProblem(
+                    description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=Strategy.parse(plan.strategy)
+                )
+            ).plan
         except InfeasibleError:
             return None
 

@@ -19,6 +19,7 @@ from hf_osdp.sharding.environment import prepare_model
 from hf_osdp.tracing.describe import describe
 from tests.helpers.architectures import TINY, tiny_architecture, train_alone, train_by_plan
 from tests.helpers.distributed import run_ranks
+from tests.helpers.problems import problem
 from tests.helpers.training import Trained
 
 TOLERANCE = 1e-12
@@ -92,7 +93,7 @@ def test_blocks_with_batch_norm_are_not_recomputed_but_offloaded():
     description = describe(model, sequence_length=1, device_type="cuda")
     assert not description.recomputable and description.offloadable
     with pytest.raises(ValueError, match="no block of this model can be recomputed: it has batch normalisation"):
-        search(description, preset("h100", devices_per_node=2), TrainingJob(global_batch_size=8, recompute=True), 2**40)
+        search(problem(description, preset("h100", devices_per_node=2), TrainingJob(global_batch_size=8, recompute=True), 2**40))
     with pytest.raises(CheckpointingError, match="has batch normalisation, whose running statistics"):
         describe(model, sequence_length=1, activation_checkpointing=True)
 

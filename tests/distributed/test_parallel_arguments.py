@@ -18,6 +18,7 @@ from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import Activations
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep
 from hf_osdp.planner.presets import preset
+from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.split import WHOLE_BLOCKS
 from hf_osdp.planning.given import check_given
 from hf_osdp.planning.wanted import plain_adamw
@@ -106,25 +107,25 @@ def test_reducing_otherwise_than_the_plan_is_refused():
 # ------------------------------------------------------------------------------------------------------------ planning
 
 
-def jobs_of(monkeypatch) -> list[tuple[Any, ...]]:
-    """What `search` is called with from here on: description, hardware, job, limit."""
+def problems_of(monkeypatch) -> list[PlanningProblem]:
+    """Return the problems that are searched from here on."""
     from hf_osdp.planning import recalibrate as module
 
     calls, search = [], module.search
 
-    def recorded(*args: Any, **kwargs: Any):
-        calls.append(args)
-        return search(*args, **kwargs)
+    def recorded(problem: PlanningProblem):
+        calls.append(problem)
+        return search(problem)
 
     monkeypatch.setattr(module, "search", recorded)
     return calls
 
 
 def test_the_optimizer_counted_by_default_is_plain_adamw(monkeypatch):
-    calls = jobs_of(monkeypatch)
+    calls = problems_of(monkeypatch)
     planned()
     planned(optimizer=OptimizerSpec(name="sgd", states=0))
-    assert [call[2].optimizer for call in calls] == [
+    assert [call.job.optimizer for call in calls] == [
         OptimizerSpec(name="adamw", states=2, step=OptimizerStep.FOR_LOOP),
         OptimizerSpec(name="sgd", states=0),
     ]
@@ -149,12 +150,12 @@ def test_hardware_by_name():
 
 
 def test_what_the_device_reserves_is_taken_off_once(monkeypatch):
-    calls = jobs_of(monkeypatch)
+    calls = problems_of(monkeypatch)
     cpu = preset("cpu")
     hardware = replace(cpu, device=replace(cpu.device, reserved_bytes=cpu.device.memory_bytes // 2))
     planned(hardware=hardware)
     planned(hardware=hardware, memory_limit="6GiB")
-    assert [call[3] for call in calls] == [cpu.device.memory_bytes, 6 * 2**30]
+    assert [call.memory_limit_bytes for call in calls] == [cpu.device.memory_bytes, 6 * 2**30]
 
 
 def test_a_limit_above_the_device_is_refused():

@@ -14,6 +14,7 @@ from hf_osdp.tracing.describe import describe
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import SAMPLES, SEQUENCE_LENGTH, VOCABULARY, tiny_batch, tiny_model
+from tests.helpers.problems import problem
 from tests.helpers.training import Trained, train_sharded, train_whole
 
 peft = pytest.importorskip("peft", reason="the extra peft is not installed")
@@ -99,9 +100,9 @@ def test_frozen_parameters_change_the_plan():
     plain, adapters = tiny_model("llama", dtype=torch.float32), adapted(dtype=torch.float32)
     whole, few = (describe(model, sequence_length=SEQUENCE_LENGTH) for model in (plain, adapters))
     assert sum(unit.trainable_numel for unit in few.units) == sum(p.numel() for p in adapters.parameters() if p.requires_grad)
-    limit = least_memory(few, hardware, job, strategy="ddp")
-    assert search(few, hardware, job, limit).memory.peak_bytes <= limit
-    assert least_memory(whole, hardware, job) > limit, "however it is sharded: gradients and states of all parameters do not fit"
+    limit = least_memory(problem(few, hardware, job, strategy="ddp"))
+    assert search(problem(few, hardware, job, limit)).memory.peak_bytes <= limit
+    assert least_memory(problem(whole, hardware, job)) > limit, "however it is sharded: gradients and states of all parameters do not fit"
 
 
 def test_inputs_are_those_of_the_model_inside():

@@ -18,6 +18,7 @@ from hf_osdp.planner.search.search import search
 from hf_osdp.planning.given import check_given
 from hf_osdp.reading import MOST_BYTES
 from tests.helpers.descriptions import transformer
+from tests.helpers.problems import problem
 
 from .bad_inputs import BadInput, raised
 
@@ -33,7 +34,7 @@ def description() -> ModelDescription:
 @cache
 def plan() -> Plan:
     """Of four processes."""
-    return search(description(), preset("cpu", devices_per_node=4), TrainingJob(global_batch_size=8), 2**33).plan
+    return search(problem(description(), preset("cpu", devices_per_node=4), TrainingJob(global_batch_size=8), 2**33)).plan
 
 
 @cache

@@ -20,6 +20,7 @@ from hf_osdp.planning.preflight.model import check_model
 from hf_osdp.sharding.optimizer import check_optimizer, parameter_names, release_parameters
 from tests.helpers.descriptions import transformer
 from tests.helpers.models import tiny_model
+from tests.helpers.problems import problem
 
 from .bad_inputs import BadInput, raised
 
@@ -181,7 +182,7 @@ model(
     "4.0 KiB",
     "No plan fits 4.0 KiB per device: the least that osdp needs on 2 devices is ‹bytes›, at micro-batch size ‹b› in"
     " ‹moment› of ‹unit› (‹largest parts›). Use a memory limit of ‹bytes›.",
-    lambda: search(transformer(), preset("cpu", devices_per_node=2), TrainingJob(global_batch_size=2), 4096),
+    lambda: search(problem(transformer(), preset("cpu", devices_per_node=2), TrainingJob(global_batch_size=2), 4096)),
 )
 
 

@@ -15,9 +15,11 @@ from hf_osdp.planner.cost.timing import estimate_time
 from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, HostSpec, Link
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.search import search
-from hf_osdp.planner.search.strategies import Strategy, batches, search_spaces
+from hf_osdp.planner.search.strategies import batches, search_spaces
 from tests.helpers.descriptions import at_random
+from tests.helpers.problems import problem
 from tests.helpers.sampling import slow_but
 
 INSTANCES = 320
@@ -94,7 +96,7 @@ def test_search_equals_brute_force(seed):
     plans = list(every_plan(description, hardware, job))
     if not plans:  # the host has too little memory for all states, which are to lie there
         with pytest.raises(HardwareError):
-            search(description, hardware, job, 10**9)
+            search(problem(description, hardware, job, 10**9))
         return
     check_against(plans, description, hardware, job, dice)
 
@@ -105,12 +107,12 @@ def check_against(plans, description: ModelDescription, hardware: Hardware, job:
     limits = {peaks[0], dice.choice(peaks), peaks[len(peaks) // 3], dice.randint(peaks[0], peaks[-1])}
     for needed in limits:
         best_s = min(step_s for peak, step_s in plans if peak <= needed)
-        result = search(description, hardware, job, hardware.limit_for(needed))
+        result = search(problem(description, hardware, job, hardware.limit_for(needed)))
         assert result.plan.peak_bytes == result.memory.on(hardware) <= needed
         assert result.plan.proven_optimal
         assert result.time.step_s == pytest.approx(best_s, rel=2e-7)
     with pytest.raises(InfeasibleError) as caught:
-        search(description, hardware, job, hardware.limit_for(peaks[0]) - 1)
+        search(problem(description, hardware, job, hardware.limit_for(peaks[0]) - 1))
     assert caught.value.least_peak_bytes == hardware.limit_for(peaks[0])
 
 

@@ -11,6 +11,7 @@ from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.tracing.describe import describe
+from tests.helpers.problems import problem
 
 
 @pytest.mark.slow
@@ -21,6 +22,6 @@ def test_more_memory_gives_a_deep_model_no_slower_plan():
     model = describe(config, sequence_length=2048, compute_dtype=DType.BFLOAT16, device_type="cuda", recomputation=True)
     hardware = preset("h100", nodes=128, devices_per_node=8)
     job = TrainingJob(global_batch_size=2048, precision=Precision.named("bf16"))
-    least = least_memory(model, hardware, job)
-    times = [search(model, hardware, job, int(least * factor)).plan.step_s for factor in (1.5, 2, 3, 5, 10)]
+    least = least_memory(problem(model, hardware, job))
+    times = [search(problem(model, hardware, job, int(least * factor))).plan.step_s for factor in (1.5, 2, 3, 5, 10)]
     assert all(after < before for before, after in itertools.pairwise(times)), times

@@ -19,10 +19,12 @@ from hf_osdp.planner.cost.units import Batch, gradients_arriving, unit_bytes
 from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, Segment
 from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, Link
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.search import search
-from hf_osdp.planner.search.strategies import Strategy, batches, search_spaces
+from hf_osdp.planner.search.strategies import batches, search_spaces
 from hf_osdp.planner.search.timeline import SHORT_ROW, build_line
 from tests.helpers.descriptions import at_random
+from tests.helpers.problems import problem
 from tests.helpers.sampling import slow_but
 
 np = pytest.importorskip("numpy")
@@ -190,10 +192,10 @@ def test_plan_of_a_long_row_is_optimal_among_those_laid_out_by_the_rule(seed):
     layouts = every_layout(description, hardware, job, batch)
     limits = limits_between(layouts, 6)
     for limit in limits:
-        result = search(description, hardware, job, limit)
+        result = search(problem(description, hardware, job, limit))
         assert result.memory.peak_bytes <= limit
         assert result.time.step_s == pytest.approx(layouts.fastest(limit, by_rule=True), rel=2e-7)
         assert result.time.step_s >= layouts.fastest(limit, by_rule=False) * (1 - 2e-7)
     with pytest.raises(InfeasibleError) as caught:
-        search(description, hardware, job, limits[0] - 1)
+        search(problem(description, hardware, job, limits[0] - 1))
     assert caught.value.least_peak_bytes == limits[0]

@@ -13,10 +13,11 @@ from hf_osdp.errors import InfeasibleError, OSDPError
 from hf_osdp.planner.description import DType, Envelope, ModelDescription
 from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, Link
 from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.search import SearchResult, compare_strategies, search
-from hf_osdp.planner.search.strategies import Strategy
 from hf_osdp.quantities import parse_bytes
 from tests.helpers.descriptions import transformer
+from tests.helpers.problems import problem
 
 AMPLE = 10**12
 JOB = TrainingJob(global_batch_size=8)
@@ -64,13 +65,13 @@ def shard_sizes(result: SearchResult) -> set[int]:
 @cache
 def infeasible(name: str, strategy: Strategy = Strategy.OSDP, limit: int = 1) -> InfeasibleError:
     with pytest.raises(InfeasibleError) as caught:
-        search(MODEL, MACHINES[name], JOB, limit, strategy=strategy)
+        search(problem(MODEL, MACHINES[name], JOB, limit, strategy=strategy))
     return caught.value
 
 
 @cache
 def ample_peak(name: str) -> int:
-    return search(MODEL, MACHINES[name], JOB, AMPLE).plan.peak_bytes
+    return search(problem(MODEL, MACHINES[name], JOB, AMPLE)).plan.peak_bytes
 
 
 def limits(name: str, count: int) -> list[int]:
@@ -84,7 +85,7 @@ def limits(name: str, count: int) -> list[int]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ample_memory_takes_the_batch_at_once(name):
-    assert search(MODEL, MACHINES[name], JOB, AMPLE).plan.accumulation_steps == 1
+    assert search(problem(MODEL, MACHINES[name], JOB, AMPLE)).plan.accumulation_steps == 1
 
 
 def test_ample_memory_replicates_all_where_micro_steps_would_gather_again():
@@ -93,13 +94,13 @@ def test_ample_memory_replicates_all_where_micro_steps_would_gather_again():
     Compute is so fast that no gather hides behind it, as it would in the forward of a slower device.
     """
     job = TrainingJob(global_batch_size=64, micro_batch_size=1)
-    assert shard_sizes(search(MODEL, machine(Backend.NCCL, flops_per_s=1e18), job, AMPLE)) == {1}
+    assert shard_sizes(search(problem(MODEL, machine(Backend.NCCL, flops_per_s=1e18), job, AMPLE))) == {1}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_least_possible_memory_shards_all_over_all(name):
     least = infeasible(name).least_peak_bytes
-    result = search(MODEL, MACHINES[name], JOB, least)
+    result = search(problem(MODEL, MACHINES[name], JOB, least))
     assert shard_sizes(result) == {4}
     assert result.plan.peak_bytes == least
     assert result.plan.micro_batch_size == 1
@@ -110,7 +111,7 @@ def test_least_possible_memory_shards_all_over_all(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_more_memory_never_gives_a_slower_plan(name):
-    times = [search(MODEL, MACHINES[name], JOB, limit).plan.step_s for limit in limits(name, 12)]
+    times = [search(problem(MODEL, MACHINES[name], JOB, limit)).plan.step_s for limit in limits(name, 12)]
     assert all(after <= before * (1 + 2e-7) for before, after in itertools.pairwise(times))
     assert times[-1] < times[0]
 
@@ -119,7 +120,7 @@ def test_more_memory_never_gives_a_slower_plan(name):
 def test_osdp_is_never_slower_than_a_single_strategy(name):
     met = 0
     for limit in limits(name, 5):
-        osdp, *others = compare_strategies(MODEL, MACHINES[name], JOB, limit)
+        osdp, *others = compare_strategies(problem(MODEL, MACHINES[name], JOB, limit))
         assert osdp.strategy is Strategy.OSDP
         assert osdp.result.plan.peak_bytes <= limit
         for other in others:
@@ -133,7 +134,7 @@ def test_osdp_is_never_slower_than_a_single_strategy(name):
 
 
 def test_comparison_says_why_a_strategy_cannot_run():
-    rows = {row.strategy: row for row in compare_strategies(MODEL, machine(Backend.GLOO, devices_per_node=2), JOB, AMPLE)}
+    rows = {row.strategy: row for row in compare_strategies(problem(MODEL, machine(Backend.GLOO, devices_per_node=2), JOB, AMPLE))}
     assert rows[Strategy.HSDP].result is None
     assert rows[Strategy.HSDP].reason == "no group size between 1 and all"
     assert all(row.result for strategy, row in rows.items() if strategy is not Strategy.HSDP)
@@ -170,17 +171,19 @@ def job_where(strategy: Strategy) -> TrainingJob:
 @pytest.mark.parametrize("strategy", SINGLE)
 def test_single_strategy_is_found_again_where_it_is_best(strategy):
     description, hardware, job = with_costly_loss(), SINGLE[strategy], job_where(strategy)
-    single = search(description, hardware, job, AMPLE, strategy=strategy)
-    found = search(description, hardware, job, single.plan.peak_bytes)
+    single = search(problem(description, hardware, job, AMPLE, strategy=strategy))
+    found = search(problem(description, hardware, job, single.plan.peak_bytes))
     assert found.plan.units == single.plan.units
     assert found.plan.step_s == pytest.approx(single.plan.step_s, rel=1e-12)
     assert found.plan.peak_bytes == single.plan.peak_bytes
-    others = [row for row in compare_strategies(description, hardware, job, single.plan.peak_bytes)[1:] if row.strategy is not strategy]
+    others = [
+        row for row in compare_strategies(problem(description, hardware, job, single.plan.peak_bytes))[1:] if row.strategy is not strategy
+    ]
     assert all(row.result is None or row.result.plan.step_s > single.plan.step_s for row in others)
 
 
 def test_hsdp_shards_within_the_node():
-    plan = search(with_costly_loss(), SINGLE[Strategy.HSDP], MICRO_STEPS, AMPLE, strategy="hsdp").plan
+    plan = search(problem(with_costly_loss(), SINGLE[Strategy.HSDP], MICRO_STEPS, AMPLE, strategy="hsdp")).plan
     assert {unit.shard_size for unit in plan.units} == {2}
 
 
@@ -194,23 +197,23 @@ RUNNING = [(strategy, name) for strategy in Strategy for name in NAMES if strate
 @pytest.mark.parametrize("strategy, name", RUNNING)
 def test_infeasible_error_gives_the_tightest_limit(name, strategy):
     least = infeasible(name, strategy).least_peak_bytes
-    result = search(MODEL, MACHINES[name], JOB, least, strategy=strategy)
+    result = search(problem(MODEL, MACHINES[name], JOB, least, strategy=strategy))
     assert result.plan.peak_bytes == least
     with pytest.raises(InfeasibleError) as caught:
-        search(MODEL, MACHINES[name], JOB, least - 1, strategy=strategy)
+        search(problem(MODEL, MACHINES[name], JOB, least - 1, strategy=strategy))
     assert (caught.value.least_peak_bytes, caught.value.memory_limit_bytes) == (least, least - 1)
 
 
 def apply_remedy(remedy: str, limit: int, hardware: Hardware, strategy: Strategy) -> SearchResult | None:
     """Search with the one change; None where the change is to the model and its precision, which need another trace."""
     if remedy.startswith("strategy osdp"):
-        return search(MODEL, hardware, JOB, limit)
+        return search(problem(MODEL, hardware, JOB, limit))
     if match := re.fullmatch(r"(\d+) devices with a global batch of (\d+)", remedy):
         more = hardware.scaled(nodes=int(match.group(1)) // hardware.devices_per_node)
         job = replace(JOB, global_batch_size=int(match.group(2)))
-        return search(MODEL, more, job, limit, strategy=strategy)
+        return search(problem(MODEL, more, job, limit, strategy=strategy))
     if match := re.fullmatch(r"a memory limit of (.*)", remedy):
-        return search(MODEL, hardware, JOB, parse_bytes(match.group(1)), strategy=strategy)
+        return search(problem(MODEL, hardware, JOB, parse_bytes(match.group(1)), strategy=strategy))
     assert re.match(r"mixed_precision bf16|sequence length \d+", remedy), remedy
     return None
 
@@ -236,9 +239,9 @@ def test_reserved_memory_counts():
     hardware = MACHINES["4 x gloo"]
     reserving = replace(hardware, device=replace(hardware.device, reserved_bytes=10**6))
     least = infeasible("4 x gloo").least_peak_bytes + 10**6
-    assert search(MODEL, reserving, JOB, least).plan.peak_bytes == least
+    assert search(problem(MODEL, reserving, JOB, least)).plan.peak_bytes == least
     with pytest.raises(InfeasibleError) as caught:
-        search(MODEL, reserving, JOB, least - 1)
+        search(problem(MODEL, reserving, JOB, least - 1))
     assert caught.value.least_peak_bytes == least
 
 
@@ -248,17 +251,17 @@ def test_reserved_memory_counts():
 @pytest.mark.parametrize("name", NAMES)
 def test_search_is_deterministic(name):
     limit = limits(name, 4)[1]
-    assert search(MODEL, MACHINES[name], JOB, limit) == search(MODEL, MACHINES[name], JOB, limit)
+    assert search(problem(MODEL, MACHINES[name], JOB, limit)) == search(problem(MODEL, MACHINES[name], JOB, limit))
 
 
 def test_unit_that_runs_twice_is_refused():
     twice = replace(MODEL, segments=(*MODEL.segments, MODEL.segments[1]))
     with pytest.raises(OSDPError, match=r"Unit 'layers.0' runs more than once"):
-        search(twice, MACHINES["4 x gloo"], JOB, AMPLE)
+        search(problem(twice, MACHINES["4 x gloo"], JOB, AMPLE))
 
 
 def test_plan_of_a_search_is_for_its_model():
-    plan = search(MODEL, MACHINES["4 x gloo"], JOB, AMPLE).plan
+    plan = search(problem(MODEL, MACHINES["4 x gloo"], JOB, AMPLE)).plan
     plan.check(MODEL, 4)
     assert plan.proven_optimal
     assert plan.global_batch_size == JOB.global_batch_size

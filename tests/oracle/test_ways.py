@@ -12,13 +12,15 @@ from hf_osdp.planner.description import Activations, Affine, Segment
 from hf_osdp.planner.hardware import Backend
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.presets import preset
+from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search import solver
 from hf_osdp.planner.search.program import Program
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planner.search.solver import fastest
-from hf_osdp.planner.search.strategies import Strategy, batches, search_spaces
+from hf_osdp.planner.search.strategies import batches, search_spaces
 from hf_osdp.planner.search.timeline import build_line
 from tests.helpers.descriptions import at_random, transformer
+from tests.helpers.problems import problem
 from tests.helpers.sampling import slow_but
 from tests.oracle.test_brute_force import small_hardware, small_host
 
@@ -44,9 +46,11 @@ def instance(seed: int):
 def test_no_plan_with_a_choice_fixed_is_faster_or_smaller(seed, fixed):
     description, hardware, job = instance(seed)
     less = replace(job, **fixed)
-    limit = int(1.3 * least_memory(description, hardware, less))
-    assert search(description, hardware, job, limit).time.step_s <= search(description, hardware, less, limit).time.step_s * (1 + 2e-7)
-    assert least_memory(description, hardware, job) <= least_memory(description, hardware, less)
+    limit = int(1.3 * least_memory(problem(description, hardware, less)))
+    assert search(problem(description, hardware, job, limit)).time.step_s <= search(
+        problem(description, hardware, less, limit)
+    ).time.step_s * (1 + 2e-7)
+    assert least_memory(problem(description, hardware, job)) <= least_memory(problem(description, hardware, less))
 
 
 def slower_again(segment: Segment) -> Segment:
@@ -58,14 +62,14 @@ def slower_again(segment: Segment) -> Segment:
 def test_nothing_is_given_up_where_memory_is_ample():
     description, hardware, job = instance(3)
     description = replace(description, segments=tuple(slower_again(s) if s.recomputed else s for s in description.segments))
-    plan = search(description, hardware, job, 10**12).plan
+    plan = search(problem(description, hardware, job, 10**12)).plan
     assert {unit.activations for unit in plan.units} == {Activations.SAVE}
     assert not any(unit.on_host for unit in plan.units)
 
 
 def test_what_is_fixed_is_what_runs():
     description, hardware, job = instance(4)
-    plan = search(description, hardware, replace(job, recompute=True, host_offload=True), 10**12).plan
+    plan = search(problem(description, hardware, replace(job, recompute=True, host_offload=True), 10**12)).plan
     assert all(unit.on_host for unit in plan.units)
     again = {unit.fqn for unit in plan.units if unit.activations is Activations.RECOMPUTE}
     assert again == {description.units[i].fqn for i in description.recomputable} != set()
@@ -75,10 +79,10 @@ def test_one_device_moves_no_more_to_the_host_than_it_must():
     description, hardware, job = instance(5)
     alone = replace(hardware, nodes=1, devices_per_node=1)
     job = replace(job, global_batch_size=2, recompute=False)
-    whole = search(description, alone, replace(job, host_offload=False), 10**12)
-    less = search(description, alone, job, int(0.8 * whole.plan.peak_bytes)).plan
+    whole = search(problem(description, alone, replace(job, host_offload=False), 10**12))
+    less = search(problem(description, alone, job, int(0.8 * whole.plan.peak_bytes))).plan
     assert 0 < sum(unit.on_host for unit in less.units) < len(less.units)
-    everything = search(description, alone, replace(job, host_offload=True), 10**12)
+    everything = search(problem(description, alone, replace(job, host_offload=True), 10**12))
     assert less.step_s < everything.plan.step_s
 
 
@@ -86,10 +90,10 @@ def test_a_host_that_is_too_small_is_said_to_be():
     description, hardware, job = instance(0)
     tiny = replace(hardware, host=replace(hardware.host, memory_bytes=10))
     with pytest.raises(HardwareError, match="there is 10 B"):
-        search(description, tiny, replace(job, host_offload=True), 10**12)
-    assert not any(unit.on_host for unit in search(description, tiny, job, 10**12).plan.units)
+        search(problem(description, tiny, replace(job, host_offload=True), 10**12))
+    assert not any(unit.on_host for unit in search(problem(description, tiny, job, 10**12)).plan.units)
     with pytest.raises(HardwareError, match="no host is known"):
-        search(description, replace(hardware, host=None), replace(job, host_offload=True), 10**12)
+        search(problem(description, replace(hardware, host=None), replace(job, host_offload=True), 10**12))
 
 
 @pytest.mark.parametrize("few", [1, solver._FEW])
@@ -101,7 +105,7 @@ def test_options_that_are_never_solved_for_are_in_no_better_plan(monkeypatch, se
     batch = next(batches(job, hardware.world_size))
     *_, space = search_spaces(Strategy.OSDP, description, hardware, job, batch)
     line = build_line(description, hardware, job, batch, space)
-    limit = int(1.1 * least_memory(description, hardware, job))
+    limit = int(1.1 * least_memory(problem(description, hardware, job)))
     scale = 2**40 / sum(len(g.units) * max(o.seconds for o in g.options) for g in line.groups)
     whole = Program(line, job, limit)
     whole.minimize(whole.cost(lambda option: round(option.seconds * scale)))
@@ -114,9 +118,9 @@ def test_options_that_are_never_solved_for_are_in_no_better_plan(monkeypatch, se
 
 def test_a_limit_below_the_least_is_refused_with_it():
     description, hardware, job = instance(1)
-    least = least_memory(description, hardware, job)
+    least = least_memory(problem(description, hardware, job))
     with pytest.raises(InfeasibleError) as caught:
-        search(description, hardware, job, least - 1)
+        search(problem(description, hardware, job, least - 1))
     assert caught.value.least_peak_bytes == least
 
 
@@ -126,7 +130,7 @@ def test_no_plan_costs_less_than_its_options_add_to_the_bound(times_the_least):
     plain = transformer(layers=24, hidden=512, vocabulary=1000, sequence_length=128)
     description = replace(plain, segments=tuple(slower_again(s) if "layers" in plain.units[s.unit].fqn else s for s in plain.segments))
     hardware, job = preset("h100", devices_per_node=8), TrainingJob(global_batch_size=32)
-    limit = int(times_the_least * (least_memory(description, hardware, job) - hardware.device.reserved_bytes))
+    limit = int(times_the_least * (least_memory(problem(description, hardware, job)) - hardware.device.reserved_bytes))
     for batch in batches(job, hardware.world_size):
         *_, space = search_spaces(Strategy.OSDP, description, hardware, job, batch)
         line = build_line(description, hardware, job, batch, space)
@@ -141,4 +145,4 @@ def test_no_plan_costs_less_than_its_options_add_to_the_bound(times_the_least):
 def test_a_strategy_that_fits_the_device_needs_no_host():
     description, hardware, job = instance(0)
     tiny = replace(hardware, host=replace(hardware.host, memory_bytes=10))
-    assert not any(unit.on_host for unit in search(description, tiny, job, 10**12, strategy=Strategy.FSDP).plan.units)
+    assert not any(unit.on_host for unit in search(problem(description, tiny, job, 10**12, strategy=Strategy.FSDP)).plan.units)

@@ -16,8 +16,9 @@ from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import Backend, Collective, Hardware
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.presets import preset_names
+from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.bounds import frugal_choices, in_order, peak_floor
-from hf_osdp.planner.search.strategies import Strategy, batches, divisors, search_spaces
+from hf_osdp.planner.search.strategies import batches, divisors, search_spaces
 from hf_osdp.planner.search.timeline import build_line
 from tests.helpers.descriptions import at_random
 from tests.helpers.hardware import bare_preset

@@ -38,6 +38,7 @@ from hf_osdp.report.explain_tables import peak_table, unit_bytes_table
 from hf_osdp.report.plan_file import PlanInputs, plan_file_content, read_plan_file
 from hf_osdp.report.tables import plan_caption
 from tests.helpers.descriptions import transformer
+from tests.helpers.problems import problem
 from tests.helpers.properties import holds
 
 texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12)
@@ -97,7 +98,7 @@ FULL = Hardware(
     host=HostSpec(memory_bytes=2**36, to_device_bytes_per_s=1e10, to_host_bytes_per_s=1e10, update_bytes_per_s=1e10, source="made up"),
     handling=Handling(gather=WorkTime(), reduce=WorkTime(), updates={step: WorkTime() for step in OptimizerStep}),
 )
-PLAN = search(MODEL, FULL, JOB, 2**30).plan
+PLAN = search(problem(MODEL, FULL, JOB, 2**30)).plan
 PROFILE = Profile(
     hardware=FULL,
     segments=tuple(
@@ -144,7 +145,7 @@ def read_profile(text: str | bytes) -> None:
     """What can be read can be planned with, or is refused as any hardware may be."""
     profile = Profile.from_json(text)
     try:
-        search(with_block_times(MODEL, profile), profile.hardware, JOB, 2**40)
+        search(problem(with_block_times(MODEL, profile), profile.hardware, JOB, 2**40))
     except (OSDPError, ValueError) as refused:
         assert str(refused)
 

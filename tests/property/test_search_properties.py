@@ -17,10 +17,12 @@ from hf_osdp.planner.cost.timing import estimate_time
 from hf_osdp.planner.description import GatherSpan, ModelDescription, Segment
 from hf_osdp.planner.hardware import Backend, Hardware, Link
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.search import least_memory, search
-from hf_osdp.planner.search.strategies import Strategy, batches, search_spaces
+from hf_osdp.planner.search.strategies import batches, search_spaces
 from tests.helpers.descriptions import at_random
 from tests.helpers.hardware import bare_preset
+from tests.helpers.problems import problem
 from tests.helpers.properties import holds
 
 AMPLE = 2**40
@@ -52,7 +54,7 @@ def hardware_of(world: tuple[int, int], backend: Backend) -> Hardware:
 
 def limit_between(model: ModelDescription, hardware: Hardware, job: TrainingJob, part: float) -> int:
     """Some of the way from the least that any plan needs to what the fastest plan of all needs."""
-    least, ample = least_memory(model, hardware, job), search(model, hardware, job, AMPLE).plan.peak_bytes
+    least, ample = least_memory(problem(model, hardware, job)), search(problem(model, hardware, job, AMPLE)).plan.peak_bytes
     return least + math.floor(part * max(0, ample - least))
 
 
@@ -60,7 +62,7 @@ def limit_between(model: ModelDescription, hardware: Hardware, job: TrainingJob,
 def test_a_plan_fits_its_limit_by_the_evaluator(model, world, backend, job, part):
     hardware = hardware_of(world, backend)
     limit = limit_between(model, hardware, job, part)
-    found = search(model, hardware, job, limit)
+    found = search(problem(model, hardware, job, limit))
     again = estimate_plan(found.plan, model, job, hardware)
     assert again.memory.peak_bytes == found.plan.peak_bytes <= limit
     assert again.time.step_s == pytest.approx(found.plan.step_s, rel=1e-12)
@@ -72,7 +74,7 @@ def test_no_uniform_layout_that_fits_is_faster(model, world, backend, job, part)
     """Each choice for all units that may take it (the others take each of theirs), at each batch."""
     hardware = hardware_of(world, backend)
     limit = limit_between(model, hardware, job, part)
-    found = search(model, hardware, job, limit)
+    found = search(problem(model, hardware, job, limit))
     for batch in batches(job, hardware.world_size):
         *_, space = search_spaces(Strategy.OSDP, model, hardware, job, batch)
         for choice in set(itertools.chain(*space)):
@@ -85,10 +87,10 @@ def test_no_uniform_layout_that_fits_is_faster(model, world, backend, job, part)
 def test_no_single_strategy_is_faster(model, world, backend, job, part):
     hardware = hardware_of(world, backend)
     limit = limit_between(model, hardware, job, part)
-    best_s = search(model, hardware, job, limit).time.step_s
+    best_s = search(problem(model, hardware, job, limit)).time.step_s
     for strategy in (Strategy.FSDP, Strategy.DDP, Strategy.ZERO2, *([Strategy.HSDP] if hardware.world_size in (4, 6) else [])):
         try:
-            assert search(model, hardware, job, limit, strategy=strategy).time.step_s >= best_s * (1 - EQUAL)
+            assert search(problem(model, hardware, job, limit, strategy=strategy)).time.step_s >= best_s * (1 - EQUAL)
         except InfeasibleError as error:
             assert error.least_peak_bytes > limit
 
@@ -97,17 +99,17 @@ def test_no_single_strategy_is_faster(model, world, backend, job, part):
 def test_more_memory_is_never_slower(model, world, backend, job, one, other):
     hardware = hardware_of(world, backend)
     low, high = (limit_between(model, hardware, job, part) for part in sorted((one, other)))
-    tight, wide = (search(model, hardware, job, limit) for limit in (low, high))
+    tight, wide = (search(problem(model, hardware, job, limit)) for limit in (low, high))
     assert wide.time.step_s <= tight.time.step_s * (1 + EQUAL)
 
 
 @holds(models, worlds, backends, jobs, few=5, many=200)
 def test_the_least_limit_is_met_and_one_byte_less_is_not(model, world, backend, job):
     hardware = hardware_of(world, backend)
-    least = least_memory(model, hardware, job)
-    assert search(model, hardware, job, least).plan.peak_bytes == least
+    least = least_memory(problem(model, hardware, job))
+    assert search(problem(model, hardware, job, least)).plan.peak_bytes == least
     with pytest.raises(InfeasibleError) as caught:
-        search(model, hardware, job, least - 1)
+        search(problem(model, hardware, job, least - 1))
     assert caught.value.least_peak_bytes == least and caught.value.memory_limit_bytes == least - 1
 
 
@@ -132,10 +134,10 @@ def listed_otherwise(model: ModelDescription, seed: int) -> ModelDescription:
 def test_names_of_units_and_their_order_in_the_list_decide_nothing(model, world, backend, job, part, seed):
     hardware = hardware_of(world, backend)
     limit = limit_between(model, hardware, job, part)
-    found, least = search(model, hardware, job, limit), least_memory(model, hardware, job)
+    found, least = search(problem(model, hardware, job, limit)), least_memory(problem(model, hardware, job))
     for other in (renamed(model, seed), listed_otherwise(model, seed)):
-        assert search(other, hardware, job, limit).time.step_s == pytest.approx(found.time.step_s, rel=EQUAL)
-        assert least_memory(other, hardware, job) == least
+        assert search(problem(other, hardware, job, limit)).time.step_s == pytest.approx(found.time.step_s, rel=EQUAL)
+        assert least_memory(problem(other, hardware, job)) == least
 
 
 def run_in_another_order(model: ModelDescription, seed: int) -> ModelDescription:
@@ -150,7 +152,7 @@ def run_in_another_order(model: ModelDescription, seed: int) -> ModelDescription
 @holds(models, worlds, jobs, st.integers(0, 999), few=12, many=300)
 def test_where_nothing_overlaps_and_all_fits_the_order_of_blocks_decides_nothing(model, world, job, seed):
     hardware = hardware_of(world, Backend.GLOO)
-    times = [search(m, hardware, job, AMPLE).time.step_s for m in (model, run_in_another_order(model, seed))]
+    times = [search(problem(m, hardware, job, AMPLE)).time.step_s for m in (model, run_in_another_order(model, seed))]
     assert times[0] == pytest.approx(times[1], rel=EQUAL)
 
 
@@ -176,7 +178,7 @@ def heavier(model: ModelDescription, factor: int) -> ModelDescription:
 @holds(models, worlds, jobs, st.sampled_from([2, 16]), few=8, many=300)
 def test_a_model_of_twice_the_bytes_needs_twice_the_memory(model, world, job, factor):
     hardware = hardware_of(world, Backend.NCCL)
-    assert least_memory(heavier(model, factor), hardware, job) == factor * least_memory(model, hardware, job)
+    assert least_memory(problem(heavier(model, factor), hardware, job)) == factor * least_memory(problem(model, hardware, job))
 
 
 def faster(hardware: Hardware, factor: int) -> Hardware:
@@ -198,6 +200,6 @@ def faster(hardware: Hardware, factor: int) -> Hardware:
 def test_a_machine_that_is_faster_in_everything_takes_the_time_by_the_factor(model, world, backend, job, part, factor):
     hardware = hardware_of(world, backend)
     limit = limit_between(model, hardware, job, part)
-    slow_s, fast_s = (search(model, machine, job, limit).time.step_s for machine in (hardware, faster(hardware, factor)))
+    slow_s, fast_s = (search(problem(model, machine, job, limit)).time.step_s for machine in (hardware, faster(hardware, factor)))
     assert fast_s * factor == pytest.approx(slow_s, rel=EQUAL)
-    assert least_memory(model, faster(hardware, factor), job) == least_memory(model, hardware, job)
+    assert least_memory(problem(model, faster(hardware, factor), job)) == least_memory(problem(model, hardware, job))

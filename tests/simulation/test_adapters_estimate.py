@@ -15,6 +15,7 @@ from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planning.simulate import simulate
 from hf_osdp.tracing.describe import describe
+from tests.helpers.problems import problem
 
 pytest.importorskip("peft", reason="the extra peft is not installed")
 
@@ -48,7 +49,7 @@ def test_peak_with_adapters(name, precision, limit):
     job = TrainingJob(
         global_batch_size=SAMPLES * HARDWARE.world_size, micro_batch_size=SAMPLES, precision=Precision.named(precision)
     )  # fmt: skip
-    ends = [least_memory(description, HARDWARE, job, strategy=strategy) for strategy in ("osdp", "ddp")]
-    found = search(description, HARDWARE, job, {"least": ends[0], "half way": sum(ends) // 2, "none": 2**40}[limit])
+    ends = [least_memory(problem(description, HARDWARE, job, strategy=strategy)) for strategy in ("osdp", "ddp")]
+    found = search(problem(description, HARDWARE, job, {"least": ends[0], "half way": sum(ends) // 2, "none": 2**40}[limit]))
     simulated = simulate(model, found.plan, description=description, job=job, device_type="cuda").peak_bytes
     assert found.memory.peak_bytes == pytest.approx(simulated, rel=WORST.get(name, 0.001))

@@ -24,6 +24,7 @@ from hf_osdp.planning.simulated_search import search_and_simulate
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.tracing.describe import describe
 from tests.helpers.descriptions import untraced
+from tests.helpers.problems import problem
 
 WORLD = 8
 CONFIG = GPT2Config(n_layer=3, n_embd=128, n_head=4, n_positions=128, vocab_size=2000, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
@@ -133,8 +134,8 @@ def too_low(description):
 def limit_between(description, share: float) -> int:
     """A limit between the least that anything needs and what DDP needs."""
     with pytest.raises(InfeasibleError) as least:
-        search(description, HARDWARE, JOB, RESERVED + 2**10)
-    most = search(description, HARDWARE, JOB, 2**34, strategy="ddp").plan.peak_bytes
+        search(problem(description, HARDWARE, JOB, RESERVED + 2**10))
+    most = search(problem(description, HARDWARE, JOB, 2**34, strategy="ddp")).plan.peak_bytes
     return int(least.value.least_peak_bytes + share * max(0, HARDWARE.limit_for(most) - least.value.least_peak_bytes))
 
 

@@ -14,6 +14,7 @@ from hf_osdp.planner.search.search import search
 from hf_osdp.report.plan_file import PlanInputs, plan_file_content, read_plan_file, write_json
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
+from tests.helpers.problems import problem
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for folder in ("hf_osdp", "recipes", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
@@ -131,7 +132,7 @@ def test_nothing_in_a_plan_is_opened_run_or_taken_for_markup(tmp_path, capsys):
     hardware = bare_preset("titan-rtx", devices_per_node=2)
     hardware = replace(hardware, device=replace(hardware.device, name=evil, source=evil))
     job = TrainingJob(global_batch_size=4)
-    plan = replace(search(model, hardware, job, 2**30).plan, model_name=evil, hardware=evil)
+    plan = replace(search(problem(model, hardware, job, 2**30)).plan, model_name=evil, hardware=evil)
     content = plan_file_content(plan, PlanInputs(description=model, job=job, hardware=hardware))
     write_json(content, tmp_path / "plan.json")
     assert read_plan_file(tmp_path / "plan.json")[0] == plan

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..description import ModelDescription
-from ..hardware import Hardware
-from ..job import TrainingJob
+from ..problem import PlanningProblem
 from .search import SearchResult, least_memory, search
-from .strategies import Strategy
 
 POINTS = 16
 """Searches of one front, unless the caller wants another number: enough for a curve, and a few seconds at most."""
@@ -18,17 +15,8 @@ _NEAR = 1.01
 """Plans nearer than this ratio of memory are the same to a person."""
 
 
-def frontier(
-    description: ModelDescription,
-    hardware: Hardware,
-    job: TrainingJob,
-    most_bytes: int,
-    *,
-    strategy: str | Strategy = Strategy.OSDP,
-    points: int = POINTS,
-    at: Sequence[int] = (),
-) -> tuple[SearchResult, ...]:
-    """Points of the Pareto front of peak memory and throughput, between the least memory that any plan needs and `most_bytes`.
+def frontier(problem: PlanningProblem, *, points: int = POINTS, at: Sequence[int] = ()) -> tuple[SearchResult, ...]:
+    """Return points of the Pareto front of peak memory and throughput, from the least memory that any plan needs to the problem's limit.
 
     Each point is the fastest plan under some limit (the ε-constraint method: Haimes, Lasdon, Wismer 1971). Limits are put
     where most is not known yet: in the middle, by ratio, of the gap with the largest product of memory and throughput.
@@ -36,11 +24,7 @@ def frontier(
     Limits are here what a plan may fill: the margin is left out of them.
 
     Args:
-        description: the model.
-        hardware: devices and links.
-        job: global batch, precision, optimizer.
-        most_bytes: the highest limit, in bytes of one rank.
-        strategy: whose plans.
+        problem: what is searched; its limit is the highest one.
         points: at most so many searches, those of `at` aside.
         at: limits that are searched in any case, such as the peaks of other plans, which the front is then not below.
 
@@ -48,19 +32,19 @@ def frontier(
         Search results by rising peak and rising throughput; equal ones only once.
 
     Raises:
-        InfeasibleError: nothing fits `most_bytes`.
+        InfeasibleError: nothing fits the problem's limit.
         ValueError: fewer than two points, or what `search` refuses.
     """
     if points < 2:
         raise ValueError(f"points={points} must be at least 2, the two ends of the front.")
 
-    hardware = hardware.with_margin(0.0)
+    problem = replace(problem, hardware=problem.hardware.with_margin(0.0))
 
     def fastest(limit: int) -> SearchResult:
-        return search(description, hardware, job, limit, strategy=strategy)
+        return search(replace(problem, memory_limit_bytes=limit))
 
-    last = fastest(most_bytes)
-    least = least_memory(description, hardware, job, strategy=strategy)
+    last = search(problem)
+    least = least_memory(problem)
     first = fastest(least)
     found, gaps = [first, last], [_Gap.between(least, first, last)]
 

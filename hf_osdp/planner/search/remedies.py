@@ -10,23 +10,28 @@ from ..cost.memory import estimate_memory
 from ..description import ModelDescription, PhaseCost, Segment
 from ..hardware import Hardware
 from ..job import Precision, TrainingJob
+from ..problem import PlanningProblem, Strategy
 from .bounds import frugal_choices, in_order, peak_floor
 from .solver import any_within
-from .strategies import Strategy, batches, search_spaces
+from .strategies import batches, search_spaces
 from .timeline import build_line
 
 _MORE_DEVICES = (2, 4, 8, 16, 32, 64)
 _SHORTER = (2, 4, 8)
 
 
-def remedies_for(
-    description: ModelDescription, hardware: Hardware, job: TrainingJob, limit_bytes: int, strategy: Strategy, needed_bytes: int
-) -> list[str]:
-    """Changes after which some plan fits the limit, as phrases that complete "Use ...".
+def remedies_for(problem: PlanningProblem, *, limit_bytes: int, needed_bytes: int) -> list[str]:
+    """Return changes after which some plan fits the limit, as phrases that complete "Use ...".
 
     Those that cost nothing but a setting come first: another strategy, mixed precision, a shorter sequence, then more
     devices, then more memory.
+
+    Args:
+        problem: what nothing fits.
+        limit_bytes: of its limit, what estimates may fill; less than its own where the allocator's gaps are known.
+        needed_bytes: the least that any plan needs.
     """
+    description, hardware, job, strategy = problem.description, problem.hardware, problem.job, problem.strategy
     fits = _Fits(limit_bytes)
     ways = []
     if strategy is not Strategy.OSDP and fits(description, hardware, job, Strategy.OSDP):
@@ -55,13 +60,9 @@ def remedies_for(
     return ways
 
 
-def fits(description: ModelDescription, hardware: Hardware, job: TrainingJob, limit_bytes: int, strategy: Strategy) -> bool:
-    """Whether some plan stays within the limit; quicker than searching for the best one.
-
-    Raises:
-        ValueError: the world size does not divide the global batch.
-    """
-    return _Fits(limit_bytes)(description, hardware, job, strategy)
+def fits_by_estimate(problem: PlanningProblem) -> bool:
+    """Return whether some plan stays within the limit by its estimate; quicker than searching for the best one."""
+    return _Fits(problem.memory_limit_bytes)(problem.description, problem.hardware, problem.job, problem.strategy)
 
 
 class _Fits:

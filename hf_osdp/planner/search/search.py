@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ...errors import HardwareError, InfeasibleError, OSDPError
-from ...quantities import format_bytes, whole_bytes
+from ...quantities import format_bytes
 from ..allocator.reserved import capacity_needed, is_replayed, within_reserved
 from ..cost.memory import MemoryEstimate, estimate_memory
 from ..cost.timing import TimeEstimate, estimate_time
@@ -16,11 +16,12 @@ from ..description import GatherSpan, ModelDescription
 from ..hardware import Hardware
 from ..job import TrainingJob
 from ..plan import Plan
+from ..problem import PlanningProblem, Strategy
 from .bounds import frugal_choices, in_order, peak_floor
 from .remedies import remedies_for
 from .solver import Solution, any_within, fastest, least_peak
 from .stages import Line
-from .strategies import Strategy, batches, search_spaces
+from .strategies import batches, search_spaces
 from .timeline import build_line
 
 
@@ -59,39 +60,27 @@ _NEAR = 1.02
 """Times the first plan's step: closer to it, single strategies are not asked."""
 
 
-def search(
-    description: ModelDescription,
-    hardware: Hardware,
-    job: TrainingJob,
-    memory_limit_bytes: int,
-    *,
-    strategy: str | Strategy = Strategy.OSDP,
-) -> SearchResult:
-    """The plan with the most samples a second whose peak stays within the limit less the margin, proven for the cost model.
+def search(problem: PlanningProblem) -> SearchResult:
+    """Return the plan with the most samples a second whose peak stays within the limit less the margin, proven for the cost model.
 
     The global batch is fixed, so that most samples a second is least time a step. On CUDA the plan also has to run as torch's caching
     allocator serves it (`within_reserved`), where the description has traces.
 
     Args:
-        description: the model at one sequence length.
-        hardware: devices and links, and the margin.
-        job: global batch, precision, optimizer.
-        memory_limit_bytes: bytes that a rank may use for tensors, whatever the device reserves, communicators and the margin.
-        strategy: `osdp` searches every unit's layout; `fsdp`, `ddp`, `zero2`, `hsdp`, `two_stage` give that strategy at its
-            best batch.
+        problem: the model at one sequence length, devices, job, limit and strategy.
 
     Returns:
         The plan with memory and time estimates.
 
     Raises:
         InfeasibleError: no plan fits; it gives the tightest limit that could be met and what would help.
-        ValueError: unknown strategy, a limit that is no number of bytes, or a global batch that the world size does not divide.
+        ValueError: a global batch that the world size does not divide.
     """
-    strategy, memory_limit_bytes = Strategy.parse(strategy), whole_bytes(memory_limit_bytes)
-    job = replace(job, precision=job.precision.on(hardware.world_size))
-    found = _found(description, hardware, job, memory_limit_bytes, strategy)
+    problem = replace(problem, job=replace(problem.job, precision=problem.job.precision.on(problem.hardware.world_size)))
+    description, hardware, job = problem.description, problem.hardware, problem.job
+    found = _found(description, hardware, job, problem.memory_limit_bytes, problem.strategy)
     if found is None:
-        raise _infeasible(description, hardware, job, memory_limit_bytes, strategy)
+        raise _infeasible(problem)
     return found
 
 
@@ -128,12 +117,13 @@ def _served(description, hardware, job, memory_limit_bytes: int, strategy: Strat
     return first, within_reserved(first, find, least, description, hardware, job, memory_limit_bytes)
 
 
-def search_or_floor(description: ModelDescription, hardware: Hardware, job: TrainingJob, memory_limit_bytes: int) -> SearchResult | int:
-    """What `search` finds, or where nothing fits a bound below every plan's peak, in bytes; it takes less time than the error."""
-    found = _found(description, hardware, job, whole_bytes(memory_limit_bytes), Strategy.OSDP)
+def search_or_floor(problem: PlanningProblem) -> SearchResult | int:
+    """Return what `search` finds, or where nothing fits a bound below every plan's peak, in bytes; it takes less time than the error."""
+    description, hardware, job = problem.description, problem.hardware, problem.job
+    found = _found(description, hardware, job, problem.memory_limit_bytes, problem.strategy)
     if found is not None:
         return found
-    candidates = _candidates(description, hardware, job, Strategy.OSDP)
+    candidates = _candidates(description, hardware, job, problem.strategy)
     return hardware.limit_for(min(c.floor_bytes for c in candidates) + hardware.unavoidable_bytes)
 
 
@@ -168,38 +158,37 @@ def _fastest(
     return _decode(description, hardware, job, memory_limit_bytes, strategy, candidate.batch, solution.choices, proven)
 
 
-def fastest_without_limit(
-    description: ModelDescription, hardware: Hardware, job: TrainingJob, *, strategy: str | Strategy = Strategy.OSDP
-) -> float:
-    """Seconds of a step that no plan of the strategy goes below, whatever memory there is."""
-    return min(candidate.bound_s for candidate in _candidates(description, hardware, job, Strategy.parse(strategy)))
+def fastest_without_limit(problem: PlanningProblem) -> float:
+    """Return the seconds of a step that no plan of the strategy goes below under any memory limit."""
+    return min(c.bound_s for c in _candidates(problem.description, problem.hardware, problem.job, problem.strategy))
 
 
-def least_memory(description: ModelDescription, hardware: Hardware, job: TrainingJob, *, strategy: str | Strategy = Strategy.OSDP) -> int:
-    """The tightest limit that some plan of the strategy meets, in bytes of one rank, with what the device reserves and the margin.
+def least_memory(problem: PlanningProblem) -> int:
+    """Return the tightest limit that some plan of the strategy meets, in bytes of one rank, with what the device reserves and the margin.
+
+    The problem's own limit has no part in it.
 
     Raises:
-        ValueError: unknown strategy, or a global batch that the world size does not divide.
+        ValueError: a global batch that the world size does not divide.
     """
-    least = _least(description, hardware, job, Strategy.parse(strategy))
+    description, hardware, job = problem.description, problem.hardware, problem.job
+    least = _least(description, hardware, job, problem.strategy)
     return hardware.limit_for(_needed(least, description, hardware, job))
 
 
-def compare_strategies(
-    description: ModelDescription, hardware: Hardware, job: TrainingJob, memory_limit_bytes: int, *, cut: ModelDescription | None = None
-) -> tuple[StrategyResult, ...]:
-    """Every strategy at its own best batch under the same limit, OSDP first; `cut` describes the model as OSDP has it cut.
+def compare_strategies(problem: PlanningProblem, *, cut: ModelDescription | None = None) -> tuple[StrategyResult, ...]:
+    """Compare all strategies, each at its own best batch under the same limit, OSDP first; `cut` describes the model as OSDP has it cut.
 
     Returns:
         One row a strategy; a strategy that cannot run here has a reason instead of a result. Two stages have a row where
         there are several nodes of several devices.
     """
-    rows, memory_limit_bytes = [], whole_bytes(memory_limit_bytes)
-    several = 1 < hardware.devices_per_node < hardware.world_size
+    rows = []
+    several = 1 < problem.hardware.devices_per_node < problem.hardware.world_size
     for strategy in (one for one in Strategy if several or one is not Strategy.TWO_STAGE):
         try:
-            model = cut if cut is not None and strategy is Strategy.OSDP else description
-            rows.append(StrategyResult(strategy=strategy, result=search(model, hardware, job, memory_limit_bytes, strategy=strategy)))
+            model = cut if cut is not None and strategy is Strategy.OSDP else problem.description
+            rows.append(StrategyResult(strategy=strategy, result=search(replace(problem, description=model, strategy=strategy))))
         except InfeasibleError as error:
             reason = f"needs {format_bytes(error.least_peak_bytes)}"
             rows.append(StrategyResult(strategy=strategy, result=None, reason=reason, least_peak_bytes=error.least_peak_bytes))
@@ -286,8 +275,10 @@ def _check_uses(description: ModelDescription) -> None:
         seen.add(segment.unit)
 
 
-def _infeasible(description, hardware, job, limit, strategy: Strategy) -> InfeasibleError:
-    """The tightest limit that could be met, what fills it, and the cheapest ways out."""
+def _infeasible(problem: PlanningProblem) -> InfeasibleError:
+    """Name the tightest limit that could be met, what fills it, and the cheapest ways out."""
+    description, hardware, job = problem.description, problem.hardware, problem.job
+    limit, strategy = problem.memory_limit_bytes, problem.strategy
     least = _least(description, hardware, job, strategy)
     memory, samples = least.memory, least.plan.micro_batch_size
     needed, room = _needed(least, description, hardware, job), hardware.room_bytes(limit)
@@ -297,7 +288,7 @@ def _infeasible(description, hardware, job, limit, strategy: Strategy) -> Infeas
     outside = [*((nbytes, name) for name, nbytes in memory.outside(hardware).items()), (gaps, "gaps of torch's allocator")]
     parts = sorted([*kinds, *outside], reverse=True)
     largest = ", ".join(f"{name} {format_bytes(nbytes)}" for nbytes, name in parts[:2])
-    ways = remedies_for(description, hardware, job, limit - gaps, strategy, needed)
+    ways = remedies_for(problem, limit_bytes=limit - gaps, needed_bytes=needed)
     margin = f", of which a margin of {format_bytes(limit - room)} stays free" if limit > room else ""
     message = (
         f"No plan fits {format_bytes(limit)} per device{margin}: the least that {strategy.value} needs on {hardware.world_size}"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ...errors import DescriptionError
 from ..description import ModelDescription
-from ..hardware import Hardware
-from ..job import TrainingJob
+from ..problem import PlanningProblem, Strategy
 from ..split import Cut
 from .search import fastest_without_limit, search_or_floor
-from .strategies import Strategy
 
 _log = logging.getLogger(__name__)
 
@@ -20,39 +19,32 @@ NEAR = 1.01
 
 
 def choose_description(
-    plain: ModelDescription,
-    cuts: Callable[[], Sequence[Cut]],
-    describe: Callable[[Cut], ModelDescription],
-    *,
-    hardware: Hardware,
-    job: TrainingJob,
-    memory_limit_bytes: int,
-    strategy: str | Strategy = Strategy.OSDP,
+    problem: PlanningProblem, cuts: Callable[[], Sequence[Cut]], describe: Callable[[Cut], ModelDescription]
 ) -> ModelDescription:
-    """The description, out of those of the plain and the cut model, whose best plan is fastest.
+    """Return the description, out of those of the plain and the cut model, whose best plan is fastest.
 
     Cuts are for memory: they are tried only where the limit keeps the plain model from running as fast as without one. Where
     nothing fits, the one that needs least.
 
     Args:
-        plain: the model as it is.
+        problem: of the model as it is; single strategies take the plain model.
         cuts: ways to cut it.
         describe: from a cut to the description of the model that is cut so; a DescriptionError leaves the cut out.
-        hardware, job, memory_limit_bytes, strategy: as for `search`; single strategies take the plain model.
 
     Returns:
         The description to search.
     """
-    if Strategy.parse(strategy) is not Strategy.OSDP:
+    plain = problem.description
+    if problem.strategy is not Strategy.OSDP:
         return plain
 
     def best(description: ModelDescription) -> tuple[bool, float]:
         """Rank: what fits comes first, by its time; then what needs least, by a bound."""
-        found = search_or_floor(description, hardware, job, memory_limit_bytes)
+        found = search_or_floor(replace(problem, description=description))
         return (True, float(found)) if isinstance(found, int) else (False, found.time.step_s)
 
     rank = best(plain)
-    if not rank[0] and rank[1] <= NEAR * fastest_without_limit(plain, hardware, job):
+    if not rank[0] and rank[1] <= NEAR * fastest_without_limit(problem):
         return plain
     ranked = [(rank, plain)]
     for cut in cuts():

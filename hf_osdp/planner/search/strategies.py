@@ -6,44 +6,13 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from enum import Enum
 
 from ...errors import HardwareError
 from ..cost.units import Batch, Choice, choices_for
 from ..description import Activations, GatherSpan, ModelDescription, UnitDescription
 from ..hardware import Hardware
 from ..job import TrainingJob, divisors
-
-
-class Strategy(str, Enum):
-    """What may be chosen for each unit."""
-
-    OSDP = "osdp"
-    """Everything: each unit its own group size, kept or freed after forward."""
-    FSDP = "fsdp"
-    """Every unit sharded over all ranks and freed after forward (ZeRO-3)."""
-    DDP = "ddp"
-    """Every unit replicated; the copy that FSDP2 computes with is kept for all units or freed for all, whichever is better."""
-    ZERO2 = "zero2"
-    """Every unit sharded over all ranks and kept after forward."""
-    HSDP = "hsdp"
-    """Every unit sharded over groups of one size, freed after forward; the size is the best of those possible."""
-    TWO_STAGE = "two_stage"
-    """Every unit sharded over all ranks of several nodes and freed after forward, with collectives in two stages (the paper's
-    communication with groups)."""
-
-    @classmethod
-    def parse(cls, name: str | Strategy) -> Strategy:
-        """Read a name.
-
-        Raises:
-            ValueError: the name is not known.
-        """
-        try:
-            return cls(name)
-        except ValueError:
-            raise ValueError(f"strategy={name!r} is not known; use one of {', '.join(s.value for s in cls)}.") from None
-
+from ..problem import Strategy
 
 Space = tuple[tuple[Choice, ...], ...]
 """For each unit, the choices that it may take."""

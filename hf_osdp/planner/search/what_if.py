@@ -8,50 +8,27 @@ from dataclasses import dataclass, replace
 from ...errors import InfeasibleError
 from ...quantities import format_bytes
 from ..allocator.reserved import is_replayed
-from ..description import ModelDescription
-from ..hardware import Hardware
 from ..job import TrainingJob
-from .remedies import fits
+from ..problem import PlanningProblem
+from .remedies import fits_by_estimate
 from .search import SearchResult, least_memory, search
-from .strategies import Strategy
 
 _PRECISION = 16
 """The largest size that fits is found to within one part in so many, or one step."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A question to the planner."""
-
-    description: ModelDescription
-    hardware: Hardware
-    job: TrainingJob
-    memory_limit_bytes: int
-    strategy: Strategy = Strategy.OSDP
-
-    @property
-    def room_bytes(self) -> int:
-        """What a plan may fill: the limit less the margin."""
-        return self.hardware.room_bytes(self.memory_limit_bytes)
-
-    def search(self) -> SearchResult:
-        """The fastest plan that fits, see `search`."""
-        return search(self.description, self.hardware, self.job, self.memory_limit_bytes, strategy=self.strategy)
-
-    def fits(self) -> bool:
-        """Whether any plan does."""
-        if not fits(self.description, self.hardware, self.job, self.memory_limit_bytes, self.strategy):
-            return False
-        if not is_replayed(self.description, self.hardware):
-            return True
-        return least_memory(self.description, self.hardware, self.job, strategy=self.strategy) <= self.memory_limit_bytes
+def fits(problem: PlanningProblem) -> bool:
+    """Return whether any plan fits, as torch's caching allocator serves it where that can be replayed."""
+    if not fits_by_estimate(problem):
+        return False
+    return not is_replayed(problem.description, problem.hardware) or least_memory(problem) <= problem.memory_limit_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
-    """A case after a change."""
+    """A problem after a change."""
 
-    case: Case
+    problem: PlanningProblem
     change: str
     """What was changed, for a person to read."""
 
@@ -63,8 +40,8 @@ class Answer:
     question: str
     change: str
     """What was changed or found, for a person to read."""
-    case: Case | None = None
-    """None where there is no such case."""
+    problem: PlanningProblem | None = None
+    """None where there is no such problem."""
     result: SearchResult | None = None
     """None where nothing fits."""
     reason: str = ""
@@ -77,32 +54,32 @@ class Answer:
 
 
 def answer(question: str, changed: Changed) -> Answer:
-    """Search the changed case."""
+    """Search the changed problem."""
     try:
-        result = changed.case.search()
+        result = search(changed.problem)
     except InfeasibleError as error:
         reason = f"needs {format_bytes(error.least_peak_bytes)}"
-        return Answer(question=question, change=changed.change, case=changed.case, reason=reason)
+        return Answer(question=question, change=changed.change, problem=changed.problem, reason=reason)
     except ValueError as error:  # hybrid sharding has no group size for this number of devices
-        return Answer(question=question, change=changed.change, case=changed.case, reason=str(error))
-    return Answer(question=question, change=changed.change, case=changed.case, result=result)
+        return Answer(question=question, change=changed.change, problem=changed.problem, reason=str(error))
+    return Answer(question=question, change=changed.change, problem=changed.problem, result=result)
 
 
-def one_more_device(case: Case) -> Changed:
+def one_more_device(problem: PlanningProblem) -> Changed:
     """One more device in each node, and one more node where there are several.
 
     The global batch stays where the new world size divides it; else it is raised to the next multiple that does.
     """
-    before = case.hardware
+    before = problem.hardware
     after = before.scaled(nodes=before.nodes + (before.nodes > 1), devices_per_node=before.devices_per_node + 1)
-    batch = next_batch(case.job, after.world_size)
+    batch = next_batch(problem.job, after.world_size)
     nodes = f"{after.nodes} nodes x " if after.nodes > 1 else ""
     change = f"{nodes}{after.devices_per_node} devices"
-    if batch != case.job.global_batch_size:
-        change += f", global batch raised from {case.job.global_batch_size} to {batch}"
+    if batch != problem.job.global_batch_size:
+        change += f", global batch raised from {problem.job.global_batch_size} to {batch}"
     if before.timings:
         change += ", measured collectives replaced by the links' rates"
-    return Changed(case=replace(case, hardware=after, job=replace(case.job, global_batch_size=batch)), change=change)
+    return Changed(problem=replace(problem, hardware=after, job=replace(problem.job, global_batch_size=batch)), change=change)
 
 
 def next_batch(job: TrainingJob, world_size: int) -> int:
@@ -111,10 +88,10 @@ def next_batch(job: TrainingJob, world_size: int) -> int:
     return -(-job.global_batch_size // unit) * unit
 
 
-def twice_the_memory(case: Case) -> Changed:
+def twice_the_memory(problem: PlanningProblem) -> Changed:
     """Twice the limit, whatever the device has."""
-    limit = 2 * case.memory_limit_bytes
-    return Changed(case=replace(case, memory_limit_bytes=limit), change=f"limit {format_bytes(limit)}")
+    limit = 2 * problem.memory_limit_bytes
+    return Changed(problem=replace(problem, memory_limit_bytes=limit), change=f"limit {format_bytes(limit)}")
 
 
 def largest(fit: Callable[[int], bool], start: int, *, step: int, most: int, tried: Callable[[], None] = lambda: None) -> int | None:

@@ -36,6 +36,7 @@ from hf_osdp.tracing.describe import describe
 from tests.helpers.counted_memory import CountedMemory
 from tests.helpers.descriptions import transformer, untraced
 from tests.helpers.distributed import run_ranks
+from tests.helpers.problems import problem
 
 TINY = Case(
     experiment=1, name="tiny", config_class="GPT2Config", architecture="GPT2LMHeadModel", sequence_length=16, limit_bytes=None, devices=2,
@@ -271,8 +272,8 @@ def test_models_may_be_cut_where_they_are_planned():
     case = replace(TINY, devices=8, limit_bytes=0, sizes={**TINY.sizes, "n_embd": 256})
     model, hardware = build_on_meta(case.config()), named_machine(case)
     whole, cut = (untraced(describe(model, sequence_length=16, cut=one)) for one in (Cut(), Cut(operators=True)))
-    least = least_memory(cut, hardware, job_of(case, 8))
-    assert least < least_memory(whole, hardware, job_of(case, 8))
+    least = least_memory(problem(cut, hardware, job_of(case, 8)))
+    assert least < least_memory(problem(whole, hardware, job_of(case, 8)))
     lineup = line_up(replace(case, limit_bytes=least), whole, hardware, samples=(1,), cut=[cut])
     fits = {e.contender.name for e in lineup.entries if e.plan is not None}
     assert fits == {"OSDP"}

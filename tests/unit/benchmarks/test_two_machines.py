@@ -22,6 +22,7 @@ from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.search.search import compare_strategies, least_memory
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
+from tests.helpers.problems import problem
 
 MODEL = transformer(layers=2, hidden=64, vocabulary=512)
 ROOT = sum(unit.numel for unit in MODEL.units[:2]) * 4  # kept gathered whatever is chosen
@@ -98,9 +99,9 @@ def two_nodes() -> Hardware:
 @pytest.fixture(scope="module")
 def lineup():
     job = TrainingJob(global_batch_size=8, micro_batch_size=2)
-    wide, results = 2**30, compare_strategies(MODEL, two_nodes(), job, 2**30)
-    tight = least_memory(MODEL, two_nodes(), job, strategy="ddp") - 1
-    return line_up([compare_strategies(MODEL, two_nodes(), job, tight), results], (tight, wide))
+    wide, results = 2**30, compare_strategies(problem(MODEL, two_nodes(), job, 2**30))
+    tight = least_memory(problem(MODEL, two_nodes(), job, strategy="ddp")) - 1
+    return line_up([compare_strategies(problem(MODEL, two_nodes(), job, tight)), results], (tight, wide))
 
 
 def test_each_distinct_plan_takes_steps_once(lineup):
@@ -124,7 +125,7 @@ def test_estimates_of_stock_and_of_the_plain_model(lineup):
 
 
 def test_without_room_for_a_full_shard_there_is_nothing_to_compare_with():
-    results = compare_strategies(MODEL, two_nodes(), TrainingJob(global_batch_size=8, micro_batch_size=2), 4096)
+    results = compare_strategies(problem(MODEL, two_nodes(), TrainingJob(global_batch_size=8, micro_batch_size=2), 4096))
     with pytest.raises(ValueError, match=r"needs 1\.9 MiB; give --limits above"):
         line_up([results], (4096,))
 

@@ -23,6 +23,7 @@ from hf_osdp.report.contents import comparison_content, explanation_content
 from hf_osdp.report.explain import explain
 from hf_osdp.report.plan_file import read_plan_file
 from hf_osdp.tracing.describe import describe
+from tests.helpers.problems import problem
 
 SIZES = ("--sequence-length", "32", "--global-batch-size", "32")
 DEVICES = ("--device", "titan-rtx", "--devices-per-node", "4")
@@ -97,7 +98,7 @@ def test_help_lists_the_commands_and_every_option_of_plan():
 
 
 def test_plan_finds_what_search_finds(plan_content, description):
-    expected, content = search(description, HARDWARE, JOB, LIMIT).plan, plan_content
+    expected, content = search(problem(description, HARDWARE, JOB, LIMIT)).plan, plan_content
     assert content["plan"]["fingerprint"] == expected.fingerprint
     assert content["estimated"]["peak_bytes"] + HARDWARE.outside_bytes(expected.communicators) == expected.peak_bytes
     assert content["hardware"]["margin"] == 0.04 and expected.peak_bytes <= HARDWARE.room_bytes(LIMIT) < LIMIT
@@ -109,7 +110,7 @@ def test_plan_shows_the_plan(planned, description):
     done = planned[1]
     assert done.stderr == ""
     assert_readable(done.stdout)
-    assert search(description, HARDWARE, JOB, LIMIT).plan.fingerprint in done.stdout
+    assert search(problem(description, HARDWARE, JOB, LIMIT)).plan.fingerprint in done.stdout
     assert all(unit.label.split(".")[0] in done.stdout for unit in description.units)
 
 
@@ -127,7 +128,7 @@ def test_every_option_reaches_the_planner(model, config):
     job = TrainingJob(
         global_batch_size=96, micro_batch_size=4, precision=Precision.named("bf16"), optimizer=OptimizerSpec(name="sgd", states=0)
     )
-    expected = search(description, hardware, job, hardware.device.memory_bytes, strategy="hsdp").plan
+    expected = search(problem(description, hardware, job, hardware.device.memory_bytes, strategy="hsdp")).plan
     assert content["plan"]["fingerprint"] == expected.fingerprint
     assert content["estimated"]["peak_bytes"] + hardware.outside_bytes(expected.communicators) == expected.peak_bytes
     assert content["plan"]["memory_limit_bytes"] == hardware.device.memory_bytes
@@ -182,10 +183,12 @@ def test_explain_takes_a_bare_plan_with_its_model(plan_file, model, tmp_path):
 
 
 def test_compare_holds_all_strategies_and_the_front(model, description, tmp_path):
-    rows = compare_strategies(description, HARDWARE, JOB, LIMIT)
+    rows = compare_strategies(problem(description, HARDWARE, JOB, LIMIT))
     peaks = [row.result.plan.peak_bytes for row in rows if row.result]
     front = frontier(
-        description, HARDWARE, JOB, HARDWARE.room_bytes(HARDWARE.device.memory_bytes), points=3, at=[HARDWARE.room_bytes(LIMIT), *peaks]
+        problem(description, HARDWARE, JOB, HARDWARE.room_bytes(HARDWARE.device.memory_bytes)),
+        points=3,
+        at=[HARDWARE.room_bytes(LIMIT), *peaks],
     )
     done = call("compare", model, *WHOLE, "--points", 3, "--json", tmp_path / "x.json", "--plot", tmp_path / "x.png")
     assert done.exit_code == 0, done.output
@@ -200,10 +203,10 @@ def test_what_if_answers_by_searching(model, description, monkeypatch):
     monkeypatch.setattr(what_if_command, "_LONGEST", 64)  # every size that is tried is another trace
     monkeypatch.setattr(what_if_command, "_WIDEST", 1.5)
     answers = {row["question"]: row for row in as_json("what-if", model, *WHOLE)["answers"]}
-    now = search(description, HARDWARE, JOB, LIMIT).plan
+    now = search(problem(description, HARDWARE, JOB, LIMIT)).plan
     assert answers["now"]["result"]["samples_per_s"] == now.samples_per_s
-    assert answers["twice the memory"]["result"]["step_s"] == search(description, HARDWARE, JOB, 2 * LIMIT).plan.step_s
-    more = search(description, preset("titan-rtx", devices_per_node=5), TrainingJob(global_batch_size=35), LIMIT).plan
+    assert answers["twice the memory"]["result"]["step_s"] == search(problem(description, HARDWARE, JOB, 2 * LIMIT)).plan.step_s
+    more = search(problem(description, preset("titan-rtx", devices_per_node=5), TrainingJob(global_batch_size=35), LIMIT)).plan
     assert answers["one more device"]["result"]["samples_per_s"] == more.samples_per_s
     assert "from 32 to 35" in answers["one more device"]["change"]
     longest, widest = answers["longest sequence"], answers["largest width"]
@@ -252,7 +255,7 @@ def profile_file(description, tmp_path) -> str:
 def test_a_profile_stands_in_for_the_device(model, description, profile_file):
     content = as_json("plan", model, *SIZES, "--profile", profile_file)
     timed = with_block_times(description, Profile.load(profile_file))
-    expected = search(timed, HARDWARE, JOB, HARDWARE.device.memory_bytes).plan
+    expected = search(problem(timed, HARDWARE, JOB, HARDWARE.device.memory_bytes)).plan
     assert content["plan"]["fingerprint"] == expected.fingerprint
     assert content["estimated"]["step_s"] == expected.step_s > 3 * len(description.segments)
     more = as_json("plan", model, *SIZES, "--profile", profile_file, "--devices-per-node", 8)

@@ -12,7 +12,7 @@ from hf_osdp.cli.what_if_command import _Models
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.search.what_if import Case
+from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.tracing.describe import describe
 from tests.helpers.sampling import slow_but
 
@@ -88,7 +88,7 @@ def models():
     def make(name: str, length: int, limit: int, **options) -> _Models:
         config = CONFIGS[name]
         request = Request(model=name, sequence_length=length, global_batch_size=2, device="titan-rtx", **options)
-        case = Case(
+        case = PlanningProblem(
             description=describe(config, sequence_length=length, device_type="cuda"),
             hardware=preset("titan-rtx"),
             job=TrainingJob(global_batch_size=2),

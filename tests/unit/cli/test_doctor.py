@@ -14,6 +14,7 @@ from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search
 from hf_osdp.planning.preflight.findings import Check
 from hf_osdp.tracing.describe import describe
+from tests.helpers.problems import problem
 
 SIZES = ("--sequence-length", "32", "--global-batch-size", "32")
 DEVICES = ("--device", "cpu", "--devices-per-node", "4")
@@ -83,7 +84,9 @@ def test_a_slow_link_is_told(model):
 def test_a_given_plan_is_examined(model, tmp_path):
     config, hardware = AutoConfig.from_pretrained(model), preset("cpu", devices_per_node=4)
     description = describe(config, sequence_length=32, device_type="cpu", recomputation=False)
-    search(description, hardware, TrainingJob(global_batch_size=32), hardware.device.memory_bytes).plan.save(tmp_path / "plan.json")
+    search(problem(description, hardware, TrainingJob(global_batch_size=32), hardware.device.memory_bytes)).plan.save(
+        tmp_path / "plan.json"
+    )
     good = rows(call(model, *SIZES, *DEVICES, "--plan", tmp_path / "plan.json", "--json", "-"))
     assert good["plan"][0][0] == "ok", good
     other = rows(call(model, *SIZES, *DEVICES, "--plan", tmp_path / "plan.json", "--precision", "bf16", "--json", "-"))

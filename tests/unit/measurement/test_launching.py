@@ -15,6 +15,7 @@ from hf_osdp.planner.search.search import search
 from hf_osdp.planning.simulate import fake_process_group
 from hf_osdp.tracing.describe import describe
 from tests.helpers.descriptions import untraced
+from tests.helpers.problems import problem
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -51,7 +52,7 @@ def micro_batch(description, limit_bytes: int, **changes) -> int:
     gpus = preset("h100", devices_per_node=8)
     gpus = replace(gpus, host=None, margin=0.0, device=replace(gpus.device, reserved_bytes=0, communicator_bytes=0, **changes))
     job = TrainingJob(global_batch_size=512, precision=Precision.named("bf16"))
-    return search(description, gpus, job, limit_bytes).plan.micro_batch_size
+    return search(problem(description, gpus, job, limit_bytes)).plan.micro_batch_size
 
 
 def test_a_small_model_runs_in_few_micro_steps(small):

@@ -17,6 +17,7 @@ from hf_osdp.planner.split import WHOLE_BLOCKS, Cut, OperatorSplit
 from hf_osdp.tracing.describe import describe
 from tests.helpers.hardware import bare_preset
 from tests.helpers.models import tiny_model
+from tests.helpers.problems import problem
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ JOB = TrainingJob(global_batch_size=4)
 
 
 def chosen(plain, limit: int, cuts, describe_cut):
-    return choose_description(plain, cuts, describe_cut, hardware=HARDWARE, job=JOB, memory_limit_bytes=limit)
+    return choose_description(problem(plain, HARDWARE, JOB, limit), cuts, describe_cut)
 
 
 def test_cuts_are_tried_only_where_memory_binds(described):
@@ -141,17 +142,17 @@ def test_cuts_are_tried_only_where_memory_binds(described):
 def test_the_cut_with_the_fastest_plan_is_taken(llama, described):
     cuts = possible_cuts(llama, described)[:3]
     made = {cut: describe(llama, sequence_length=12, cut=cut) for cut in cuts}
-    limit = int(1.05 * min(least_memory(d, HARDWARE, JOB) for d in made.values()))
+    limit = int(1.05 * min(least_memory(problem(d, HARDWARE, JOB)) for d in made.values()))
     best = chosen(described, limit, lambda: cuts, made.__getitem__)
-    fits = [d for d in (described, *made.values()) if least_memory(d, HARDWARE, JOB) <= limit]
+    fits = [d for d in (described, *made.values()) if least_memory(problem(d, HARDWARE, JOB)) <= limit]
     assert any(d is best for d in fits) and best is not described
-    step_s = search(best, HARDWARE, JOB, limit).time.step_s
-    assert all(step_s <= search(d, HARDWARE, JOB, limit).time.step_s * (1 + 1e-9) for d in fits)
-    assert step_s > fastest_without_limit(described, HARDWARE, JOB)
+    step_s = search(problem(best, HARDWARE, JOB, limit)).time.step_s
+    assert all(step_s <= search(problem(d, HARDWARE, JOB, limit)).time.step_s * (1 + 1e-9) for d in fits)
+    assert step_s > fastest_without_limit(problem(described, HARDWARE, JOB))
 
 
 def test_single_strategies_take_the_model_as_it_is(described):
-    same = choose_description(described, tuple, None, hardware=HARDWARE, job=JOB, memory_limit_bytes=1, strategy="fsdp")
+    same = choose_description(problem(described, HARDWARE, JOB, 1, strategy="fsdp"), tuple, None)
     assert same is described
 
 

@@ -13,10 +13,12 @@ from hf_osdp.planner.cost.units import Batch, Choice, UnitSeconds
 from hf_osdp.planner.description import Activations, Affine, Envelope, GatherSpan, ModelDescription, PhaseCost, Segment
 from hf_osdp.planner.hardware import Backend, HostSpec
 from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.search import search
-from hf_osdp.planner.search.strategies import Strategy, search_spaces
+from hf_osdp.planner.search.strategies import search_spaces
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
+from tests.helpers.problems import problem
 
 TERMS = UnitSeconds(
     gather_forward=4.0, gather_backward=4.0, reduce_scatter=3.0, all_reduce=2.0, copy_forward=0.0, copy_backward=0.0, optimizer=0.0
@@ -167,7 +169,7 @@ def test_offload_without_a_host_is_refused():
 
 def planned(description: ModelDescription, hardware, job: TrainingJob, limit: int) -> set[Activations]:
     """What the search decides for the blocks."""
-    plan = search(description, hardware, job, limit).plan
+    plan = search(problem(description, hardware, job, limit)).plan
     return {plan.decision(description.units[index].fqn).activations for index in description.recomputable}
 
 
@@ -187,7 +189,7 @@ def test_the_search_takes_what_costs_least(link, memory, wanted):
     description = recomputable(input_bytes=1e5, own_bytes=64e6, forward_flops=1e12)
     hardware = replace(with_host(link_bytes_per_s=LINKS[link]), backend=Backend.GLOO)  # under which no trip is hidden, and so free
     saving, recomputing = (
-        search(description, hardware, replace(JOB, recompute=again, offload_activations=False), LIMIT).plan.peak_bytes
+        search(problem(description, hardware, replace(JOB, recompute=again, offload_activations=False), LIMIT)).plan.peak_bytes
         for again in (False, True)
     )
     limit = LIMIT if memory == "ample" else recomputing + (saving - recomputing) // 100

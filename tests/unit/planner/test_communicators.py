@@ -15,6 +15,7 @@ from hf_osdp.planner.search.search import compare_strategies, least_memory
 from hf_osdp.planning.simulate import fake_process_group
 from tests.helpers.descriptions import transformer
 from tests.helpers.distributed import run_ranks
+from tests.helpers.problems import problem
 
 MODEL, JOB = transformer(layers=2), TrainingJob(global_batch_size=16)
 
@@ -63,9 +64,9 @@ def test_one_process_has_no_communicator():
 def test_a_plan_of_a_preset_counts_its_own_communicators():
     hardware = preset("v100-16", nodes=2, devices_per_node=8)
     assert hardware.backend is Backend.NCCL
-    for row in compare_strategies(MODEL, hardware, JOB, 15 * 2**30):
+    for row in compare_strategies(problem(MODEL, hardware, JOB, 15 * 2**30)):
         count = {"fsdp": 1, "ddp": 1, "zero2": 1, "hsdp": 3, "two_stage": 3}.get(row.strategy.value, row.result.plan.communicators)
         outside = hardware.device.reserved_bytes + count * COMMUNICATOR_BYTES
         assert row.result.plan.peak_bytes == row.result.memory.peak_bytes + outside and row.result.memory.communicators == count
-    fsdp, hsdp = (least_memory(MODEL, hardware, JOB, strategy=name) for name in ("fsdp", "hsdp"))
+    fsdp, hsdp = (least_memory(problem(MODEL, hardware, JOB, strategy=name)) for name in ("fsdp", "hsdp"))
     assert hsdp - fsdp > 2 * COMMUNICATOR_BYTES

@@ -14,6 +14,7 @@ from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.search.search import search
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
+from tests.helpers.problems import problem
 
 MODEL = transformer(layers=3)
 HARDWARE = bare_preset("a100-40", devices_per_node=4)
@@ -61,7 +62,7 @@ def test_a_factor_that_is_no_factor_is_refused(factor: float) -> None:
 @pytest.mark.parametrize("factor", [0.5, 1.0, 3.0])
 def test_the_factor_found_makes_the_step_as_long_as_the_one_seen(name: str, factor: float) -> None:
     hardware, job = bare_preset(name, devices_per_node=4), TrainingJob(global_batch_size=8)
-    plan = search(MODEL, hardware, job, 2**30).plan
+    plan = search(problem(MODEL, hardware, job, 2**30)).plan
     slower = Correction(compute_factor=factor).of_description(MODEL, hardware)
     seen = estimate_plan(plan, slower, job, hardware)
     found = correction_of(plan, MODEL, hardware, job, peak_bytes=seen.memory.peak_bytes + 7, step_s=seen.time.step_s)
@@ -70,7 +71,7 @@ def test_the_factor_found_makes_the_step_as_long_as_the_one_seen(name: str, fact
 
 def test_what_was_not_seen_corrects_nothing_and_the_factor_has_bounds() -> None:
     job = TrainingJob(global_batch_size=8)
-    plan = search(MODEL, HARDWARE, job, 2**30).plan
+    plan = search(problem(MODEL, HARDWARE, job, 2**30)).plan
     assert correction_of(plan, MODEL, HARDWARE, job, peak_bytes=None, step_s=None) == Correction()
     factors = [correction_of(plan, MODEL, HARDWARE, job, peak_bytes=None, step_s=s).compute_factor for s in (1e-12, 1e9)]
     assert factors == [pytest.approx(0.05), pytest.approx(20.0)]

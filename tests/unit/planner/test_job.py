@@ -10,7 +10,8 @@ from hf_osdp.planner.cost.units import Batch
 from hf_osdp.planner.description import Activations, Affine, DType, ParameterSpec
 from hf_osdp.planner.hardware import Hardware, HostSpec
 from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
-from hf_osdp.planner.search.strategies import Strategy, batches, divisors, search_spaces
+from hf_osdp.planner.problem import Strategy
+from hf_osdp.planner.search.strategies import batches, divisors, search_spaces
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 

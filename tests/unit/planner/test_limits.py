@@ -18,6 +18,7 @@ from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planner.split import Cut, OperatorSplit
 from tests.helpers.descriptions import at_random, transformer
 from tests.helpers.hardware import bare_preset
+from tests.helpers.problems import problem
 
 LINK = Link(latency_s=1e-6, bytes_per_s=1e9, source="made up")
 DEVICE = bare_preset("v100-16").device
@@ -108,8 +109,8 @@ def test_options_that_no_device_holds_are_never_solved_for():
     """The solver's whole numbers have 63 bits."""
     model, hardware, job = at_random(3, kinds=1, blocks=3, recomputable=True), bare_preset("v100-16"), TrainingJob(global_batch_size=4)
     huge = tuple(replace(s, saved_bytes=Affine(per_sample=1e30)) if s.recomputed else s for s in model.segments)
-    least = least_memory(model, hardware, job)
-    found = search(replace(model, segments=huge), hardware, job, 2 * least)
+    least = least_memory(problem(model, hardware, job))
+    found = search(problem(replace(model, segments=huge), hardware, job, 2 * least))
     blocks = [unit for unit in found.plan.units if unit.fqn.startswith("b")]
     assert blocks and all(unit.activations is Activations.RECOMPUTE for unit in blocks)
 
@@ -119,4 +120,4 @@ def test_a_model_that_needs_more_than_there_is_anywhere_is_refused():
     huge = tuple(replace(segment, saved_bytes=Affine(per_sample=1e30)) for segment in model.segments)
     for limit in (2**30, 2**59):
         with pytest.raises(OSDPError, match=r"more than 1048576\.00 TiB; no model does"):
-            search(replace(model, segments=huge), bare_preset("v100-16"), TrainingJob(global_batch_size=4), limit)
+            search(problem(replace(model, segments=huge), bare_preset("v100-16"), TrainingJob(global_batch_size=4), limit))

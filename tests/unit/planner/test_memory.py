@@ -22,8 +22,9 @@ from hf_osdp.planner.description import (
 )
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from hf_osdp.planner.presets import preset
+from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.bounds import peak_floor
-from hf_osdp.planner.search.strategies import Strategy, batches, search_spaces
+from hf_osdp.planner.search.strategies import batches, search_spaces
 from hf_osdp.planner.search.timeline import build_line
 from tests.helpers.descriptions import at_random, transformer
 

@@ -19,10 +19,11 @@ from hf_osdp.planner.search.search import SearchResult, least_memory, search
 from hf_osdp.tracing.describe import describe
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
+from tests.helpers.problems import problem
 
 MODEL, JOB = transformer(layers=6), TrainingJob(global_batch_size=32)
 HARDWARE = bare_preset("titan-rtx", devices_per_node=4).with_margin(0.1)
-LEAST = least_memory(MODEL, HARDWARE, JOB)
+LEAST = least_memory(problem(MODEL, HARDWARE, JOB))
 LIMIT = 3 * LEAST
 
 
@@ -41,24 +42,31 @@ class Gaps:
 def found_with(gaps: Gaps) -> SearchResult | None:
     def find(job: TrainingJob) -> SearchResult | None:
         try:
-            return search(MODEL, HARDWARE, job, LIMIT)
+            return search(problem(MODEL, HARDWARE, job, LIMIT))
         except InfeasibleError:
             return None
 
     return within_reserved(
-        search(MODEL, HARDWARE, JOB, LIMIT), find, lambda: search(MODEL, HARDWARE, JOB, LEAST), MODEL, HARDWARE, JOB, LIMIT, needed=gaps
+        search(problem(MODEL, HARDWARE, JOB, LIMIT)),
+        find,
+        lambda: search(problem(MODEL, HARDWARE, JOB, LEAST)),
+        MODEL,
+        HARDWARE,
+        JOB,
+        LIMIT,
+        needed=gaps,
     )
 
 
 def test_within_reserved_keeps_a_plan_that_the_allocator_can_serve():
     gaps = Gaps(1.0)
-    assert found_with(gaps) == search(MODEL, HARDWARE, JOB, LIMIT)
+    assert found_with(gaps) == search(problem(MODEL, HARDWARE, JOB, LIMIT))
     assert gaps.asked == 1
 
 
 @pytest.mark.parametrize("factor", [1.1, 1.2])
 def test_within_reserved_finds_another_plan_where_gaps_are_too_large(factor):
-    free, gaps = search(MODEL, HARDWARE, JOB, LIMIT), Gaps(factor)
+    free, gaps = search(problem(MODEL, HARDWARE, JOB, LIMIT)), Gaps(factor)
     assert free.plan.peak_bytes * factor > HARDWARE.room_bytes(LIMIT), "or there is nothing to find"
     found = found_with(gaps)
     assert gaps.asked > 1 and found.plan.step_s >= free.plan.step_s
@@ -86,34 +94,34 @@ def traced():
 def test_search_gives_a_plan_that_the_replayed_allocator_can_serve(traced):
     hardware, job = preset("h100", devices_per_node=4), TrainingJob(global_batch_size=64)
     assert is_replayed(traced, hardware) and not is_replayed(traced, preset("cpu", devices_per_node=4))
-    least = least_memory(traced, hardware, job)
+    least = least_memory(problem(traced, hardware, job))
     for part in (1.0, 1.01, 1.05, 1.5):
         limit = int(least * part)
-        plan = search(traced, hardware, job, limit).plan
+        plan = search(problem(traced, hardware, job, limit)).plan
         assert runs_within(plan, traced, job, capacity_of(plan, hardware, job, limit)) and plan.peak_bytes <= hardware.room_bytes(limit)
 
 
 def test_search_names_a_limit_that_can_be_met(traced):
     hardware, job = preset("h100", devices_per_node=4), TrainingJob(global_batch_size=64)
     with pytest.raises(InfeasibleError, match="Use a memory limit of") as caught:
-        search(traced, hardware, job, 2**30)
+        search(problem(traced, hardware, job, 2**30))
     least = caught.value.least_peak_bytes
-    assert least == least_memory(traced, hardware, job)
-    plan = search(traced, hardware, job, least).plan
+    assert least == least_memory(problem(traced, hardware, job))
+    plan = search(problem(traced, hardware, job, least)).plan
     assert plan.peak_bytes <= hardware.room_bytes(least) and plan.memory_limit_bytes == least
     with pytest.raises(InfeasibleError):
-        search(traced, hardware, job, int(0.98 * least))
+        search(problem(traced, hardware, job, int(0.98 * least)))
 
 
 def test_search_counts_a_correction_once(traced):
     hardware, job = preset("h100", devices_per_node=4), TrainingJob(global_batch_size=64)
     more = replace(job, correction_bytes=2**28)
-    added = least_memory(traced, hardware, more) - least_memory(traced, hardware, job)
+    added = least_memory(problem(traced, hardware, more)) - least_memory(problem(traced, hardware, job))
     assert hardware.room_bytes(added) == pytest.approx(2**28, rel=0.05)
 
 
 def test_search_prefers_plans_for_which_the_cache_is_never_emptied(traced):
     hardware, job = preset("h100", devices_per_node=4), TrainingJob(global_batch_size=64)
-    limit = int(1.5 * least_memory(traced, hardware, job))
-    plan = search(traced, hardware, job, limit).plan
+    limit = int(1.5 * least_memory(problem(traced, hardware, job)))
+    plan = search(problem(traced, hardware, job, limit)).plan
     assert runs_within(plan, traced, job, capacity_of(plan, hardware, job, limit), retries=False)

@@ -1,4 +1,4 @@
-"""Changed cases, and the bisection for the largest size."""
+"""Changed problems, and the bisection for the largest size."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import pytest
 from hf_osdp.planner.hardware import Collective, CollectiveTiming
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.presets import preset
+from hf_osdp.planner.problem import PlanningProblem, Strategy
 from hf_osdp.planner.search.search import least_memory, search
-from hf_osdp.planner.search.strategies import Strategy
-from hf_osdp.planner.search.what_if import Case, Changed, answer, largest, next_batch, one_more_device, twice_the_memory
+from hf_osdp.planner.search.what_if import Changed, answer, fits, largest, next_batch, one_more_device, twice_the_memory
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 
-CASE = Case(
+PROBLEM = PlanningProblem(
     description=transformer(),
     hardware=bare_preset("titan-rtx", devices_per_node=4),
     job=TrainingJob(global_batch_size=32),
     memory_limit_bytes=2**30,
 )
-CASE = replace(CASE, memory_limit_bytes=2 * least_memory(CASE.description, CASE.hardware, CASE.job))
+PROBLEM = replace(PROBLEM, memory_limit_bytes=2 * least_memory(PROBLEM))
 
 
 @pytest.mark.parametrize("most", [40, 4000])
@@ -54,49 +54,49 @@ def test_next_batch_fills_whole_micro_steps(batch, micro, world_size, expected):
 
 
 def test_one_more_device_in_one_node_raises_the_batch_and_says_so():
-    changed = one_more_device(CASE)
-    assert (changed.case.hardware.nodes, changed.case.hardware.devices_per_node) == (1, 5)
-    assert changed.case.job.global_batch_size == 35
+    changed = one_more_device(PROBLEM)
+    assert (changed.problem.hardware.nodes, changed.problem.hardware.devices_per_node) == (1, 5)
+    assert changed.problem.job.global_batch_size == 35
     assert changed.change == "5 devices, global batch raised from 32 to 35"
 
 
 def test_one_more_device_adds_a_node_where_there_are_several():
-    case = replace(CASE, hardware=bare_preset("titan-rtx", nodes=3, devices_per_node=1), job=TrainingJob(global_batch_size=24))
-    changed = one_more_device(case)
-    assert (changed.case.hardware.nodes, changed.case.hardware.devices_per_node) == (4, 2)
+    problem = replace(PROBLEM, hardware=bare_preset("titan-rtx", nodes=3, devices_per_node=1), job=TrainingJob(global_batch_size=24))
+    changed = one_more_device(problem)
+    assert (changed.problem.hardware.nodes, changed.problem.hardware.devices_per_node) == (4, 2)
     assert changed.change == "4 nodes x 2 devices"
-    assert changed.case.job == case.job
+    assert changed.problem.job == problem.job
 
 
 def test_one_more_device_says_that_measurements_are_dropped():
     timing = CollectiveTiming(collective=Collective.ALL_GATHER, group_size=4, latency_s=1e-5, seconds_per_byte=1e-10)
-    changed = one_more_device(replace(CASE, hardware=replace(CASE.hardware, timings=(timing,))))
-    assert changed.case.hardware.timings == ()
+    changed = one_more_device(replace(PROBLEM, hardware=replace(PROBLEM.hardware, timings=(timing,))))
+    assert changed.problem.hardware.timings == ()
     assert "measured collectives" in changed.change
 
 
 def test_answer_is_what_a_search_gives():
-    doubled = twice_the_memory(CASE)
+    doubled = twice_the_memory(PROBLEM)
     row = answer("twice the memory", doubled)
-    expected = search(CASE.description, CASE.hardware, CASE.job, 2 * CASE.memory_limit_bytes)
+    expected = search(replace(PROBLEM, memory_limit_bytes=2 * PROBLEM.memory_limit_bytes))
     assert row.result == expected
-    assert row.tokens_per_s == pytest.approx(expected.plan.samples_per_s * CASE.description.sequence_length)
+    assert row.tokens_per_s == pytest.approx(expected.plan.samples_per_s * PROBLEM.description.sequence_length)
 
 
 def test_answer_says_why_there_is_none():
-    row = answer("now", Changed(case=replace(CASE, memory_limit_bytes=1000), change=""))
+    row = answer("now", Changed(problem=replace(PROBLEM, memory_limit_bytes=1000), change=""))
     assert row.result is None and row.tokens_per_s is None and row.reason.startswith("needs ")
-    prime = one_more_device(replace(CASE, strategy=Strategy.HSDP))
+    prime = one_more_device(replace(PROBLEM, strategy=Strategy.HSDP))
     assert "group size" in answer("one more device", prime).reason
 
 
 def test_fits_agrees_with_the_search():
-    assert CASE.fits() and CASE.search().plan.peak_bytes <= CASE.memory_limit_bytes
-    assert not replace(CASE, memory_limit_bytes=1000).fits()
+    assert fits(PROBLEM) and search(PROBLEM).plan.peak_bytes <= PROBLEM.memory_limit_bytes
+    assert not fits(replace(PROBLEM, memory_limit_bytes=1000))
 
 
 def test_more_devices_of_a_preset_are_the_preset_and_keep_the_margin():
-    case = replace(CASE, hardware=preset("titan-rtx"), job=TrainingJob(global_batch_size=2))
-    assert one_more_device(case).case.hardware == preset("titan-rtx", devices_per_node=2)
-    half = replace(case, hardware=case.hardware.with_margin(0.5))
-    assert one_more_device(half).case.hardware.free_share == 0.5 and half.room_bytes == case.memory_limit_bytes // 2
+    problem = replace(PROBLEM, hardware=preset("titan-rtx"), job=TrainingJob(global_batch_size=2))
+    assert one_more_device(problem).problem.hardware == preset("titan-rtx", devices_per_node=2)
+    half = replace(problem, hardware=problem.hardware.with_margin(0.5))
+    assert one_more_device(half).problem.hardware.free_share == 0.5 and half.room_bytes == problem.memory_limit_bytes // 2

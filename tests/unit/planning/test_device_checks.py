@@ -9,12 +9,13 @@ import pytest
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
+from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.search import StrategyResult, search
-from hf_osdp.planner.search.strategies import Strategy
 from hf_osdp.planning.preflight.devices import DeviceMemory, fp16_for_bf16, limit_within, memory_now, native_bf16, slow_link
 from hf_osdp.planning.preflight.findings import Severity
 from hf_osdp.planning.preflight.ranks import bf16_on, device_memory
 from tests.helpers.descriptions import transformer
+from tests.helpers.problems import problem
 
 GIB = 2**30
 JOB = TrainingJob(global_batch_size=32)
@@ -43,8 +44,8 @@ def link_case(name: str, nodes: int):
     hardware = preset(name, nodes=nodes, devices_per_node=2)
     description = transformer(layers=4, hidden=1024)
     limit = hardware.device.memory_bytes
-    full = search(description, hardware, JOB, limit, strategy="fsdp")
-    best = StrategyResult(strategy=Strategy.OSDP, result=search(description, hardware, JOB, limit))
+    full = search(problem(description, hardware, JOB, limit, strategy="fsdp"))
+    best = StrategyResult(strategy=Strategy.OSDP, result=search(problem(description, hardware, JOB, limit)))
     return full.plan, hardware, estimate_plan(full.plan, description, JOB, hardware).time, best
 
 

@@ -13,12 +13,13 @@ from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.report.explain import Binds, explain, row_reasons, stream_times, what_binds
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
+from tests.helpers.problems import problem
 
 MODEL = transformer(layers=12, hidden=256)
 HARDWARE = bare_preset("titan-rtx", nodes=2, devices_per_node=4)
 JOB = TrainingJob(global_batch_size=64)
-LIMIT = int(1.3 * least_memory(MODEL, HARDWARE, JOB))
-MIXED = search(MODEL, HARDWARE, JOB, LIMIT).plan
+LIMIT = int(1.3 * least_memory(problem(MODEL, HARDWARE, JOB)))
+MIXED = search(problem(MODEL, HARDWARE, JOB, LIMIT)).plan
 
 
 def with_row(plan: Plan, units, choice) -> Plan:
@@ -34,7 +35,7 @@ def with_row(plan: Plan, units, choice) -> Plan:
 @pytest.mark.parametrize("every", [True, False])
 def test_streams_add_up_to_the_step(hardware, times, every):
     job = replace(JOB, micro_batch_size=2, reduce_every_micro_step=every)
-    plan = search(MODEL, hardware, job, int(times * least_memory(MODEL, hardware, job))).plan
+    plan = search(problem(MODEL, hardware, job, int(times * least_memory(problem(MODEL, hardware, job))))).plan
     time = estimate_plan(plan, MODEL, job, hardware).time
     streams = {stream.name: stream for stream in stream_times(plan, MODEL, job, hardware)}
     collectives = [streams.pop(name) for name in ("all-gather", "reduce-scatter", "all-reduce")]
@@ -72,32 +73,32 @@ def test_rows_are_the_plan_s_and_quicker_ones_do_not_fit():
 
 def test_memory_binds_where_no_limit_is_faster():
     binding = what_binds(MIXED, MODEL, JOB, HARDWARE, LIMIT)
-    free = search(MODEL, HARDWARE, JOB, 2**50).plan
+    free = search(problem(MODEL, HARDWARE, JOB, 2**50)).plan
     assert binding.kind is Binds.MEMORY
     assert binding.gain == pytest.approx(free.samples_per_s / MIXED.samples_per_s)
     assert binding.peak_bytes == free.peak_bytes > LIMIT
 
 
 def test_the_batch_binds_where_memory_does_not():
-    free = search(MODEL, HARDWARE, JOB, 2**40).plan
+    free = search(problem(MODEL, HARDWARE, JOB, 2**40)).plan
     binding = what_binds(free, MODEL, JOB, HARDWARE, 2**40)
-    twice = search(MODEL, HARDWARE, replace(JOB, global_batch_size=128), 2**40).plan
+    twice = search(problem(MODEL, HARDWARE, replace(JOB, global_batch_size=128), 2**40)).plan
     assert (binding.kind, binding.batch_size) == (Binds.BATCH, 128)
     assert binding.gain == pytest.approx(twice.samples_per_s / free.samples_per_s)
 
 
 def test_a_fixed_micro_batch_binds():
     job = replace(JOB, micro_batch_size=1)
-    plan = search(MODEL, HARDWARE, job, 2**40).plan
+    plan = search(problem(MODEL, HARDWARE, job, 2**40)).plan
     binding = what_binds(plan, MODEL, job, HARDWARE, 2**40)
-    best = search(MODEL, HARDWARE, JOB, 2**40).plan
+    best = search(problem(MODEL, HARDWARE, JOB, 2**40)).plan
     assert (binding.kind, binding.batch_size) == (Binds.MICRO_BATCH, best.micro_batch_size)
 
 
 def test_nothing_binds_one_device_whose_batch_is_all_compute():
     alone = bare_preset("h100")
     job = TrainingJob(global_batch_size=2**14)
-    plan = search(MODEL, alone, job, 2**50).plan
+    plan = search(problem(MODEL, alone, job, 2**50)).plan
     assert what_binds(plan, MODEL, job, alone, 2**50).kind is Binds.NOTHING
 
 
@@ -110,7 +111,7 @@ def test_without_hardware_there_are_bytes_and_nothing_else():
 def test_what_the_device_reserves_is_counted_once():
     reserved = 2**20
     hardware = replace(HARDWARE, device=replace(HARDWARE.device, reserved_bytes=reserved))
-    plan = search(MODEL, hardware, JOB, LIMIT).plan
+    plan = search(problem(MODEL, hardware, JOB, LIMIT)).plan
     explanation = explain(plan, MODEL, JOB, hardware, LIMIT)
     assert explanation.estimate.memory.peak_bytes + explanation.outside_bytes == plan.peak_bytes
     for reason in explanation.reasons:
@@ -122,7 +123,7 @@ def test_what_the_device_reserves_is_counted_once():
 def test_the_margin_is_not_left_under_the_limit():
     hardware = HARDWARE.with_margin(0.25)
     limit = hardware.limit_for(LIMIT)
-    explanation = explain(search(MODEL, hardware, JOB, limit).plan, MODEL, JOB, hardware, limit)
+    explanation = explain(search(problem(MODEL, hardware, JOB, limit)).plan, MODEL, JOB, hardware, limit)
     assert explanation.margin_bytes == limit - hardware.room_bytes(limit) > 0
     for reason in explanation.reasons:
         if reason.next_fitting:
@@ -133,6 +134,6 @@ def test_the_margin_is_not_left_under_the_limit():
 
 def test_one_device_has_no_other_layout():
     alone = bare_preset("titan-rtx")
-    plan = search(MODEL, alone, TrainingJob(global_batch_size=4), 2**32).plan
+    plan = search(problem(MODEL, alone, TrainingJob(global_batch_size=4), 2**32)).plan
     reasons = row_reasons(plan, MODEL, TrainingJob(global_batch_size=4), alone, 2**32)
     assert all(reason.quicker is None and reason.next_fitting is None for reason in reasons)

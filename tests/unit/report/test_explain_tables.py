@@ -8,7 +8,7 @@ from hf_osdp.planner.cost.memory import MemoryBreakdown
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.search.frontier import frontier
 from hf_osdp.planner.search.search import least_memory, search
-from hf_osdp.planner.search.what_if import Answer, Case, Changed, answer, twice_the_memory
+from hf_osdp.planner.search.what_if import Answer, Changed, answer, twice_the_memory
 from hf_osdp.quantities import format_bytes, format_seconds
 from hf_osdp.report.contents import answers_content, comparison_content, explanation_content
 from hf_osdp.report.explain import Binding, Binds, explain
@@ -24,13 +24,14 @@ from hf_osdp.report.explain_tables import (
     what_if_table,
 )
 from tests.helpers.hardware import bare_preset
+from tests.helpers.problems import problem
 from tests.unit.report.test_tables import assert_whole, named_like, rendered
 
 MODEL = named_like("bert.encoder.layer", "BertLayer")
 HARDWARE = bare_preset("a100-40", nodes=16, devices_per_node=8)
 JOB = TrainingJob(global_batch_size=1024)
-LIMIT = int(1.2 * least_memory(MODEL, HARDWARE, JOB))
-FOUND = search(MODEL, HARDWARE, JOB, LIMIT)
+LIMIT = int(1.2 * least_memory(problem(MODEL, HARDWARE, JOB)))
+FOUND = search(problem(MODEL, HARDWARE, JOB, LIMIT))
 EXPLANATION = explain(FOUND.plan, MODEL, JOB, HARDWARE, LIMIT)
 
 
@@ -72,7 +73,7 @@ def test_every_binding_is_a_sentence(kind):
 
 
 def test_frontier_table_marks_the_fastest_within_the_limit():
-    front = frontier(MODEL, HARDWARE, JOB, 2**30, points=4, at=[LIMIT])
+    front = frontier(problem(MODEL, HARDWARE, JOB, 2**30), points=4, at=[LIMIT])
     lines = rendered(frontier_table(front, LIMIT))
     assert_whole(lines)
     (marked,) = [line for line in lines if line.startswith("*")]
@@ -83,9 +84,9 @@ def test_frontier_table_marks_the_fastest_within_the_limit():
 
 
 def test_what_if_table_counts_gains_from_the_first_row():
-    case = Case(description=MODEL, hardware=HARDWARE, job=JOB, memory_limit_bytes=LIMIT)
+    case = problem(MODEL, HARDWARE, JOB, LIMIT)
     rows = [
-        answer("now", Changed(case=case, change="limit 12.0 MiB")),
+        answer("now", Changed(problem=case, change="limit 12.0 MiB")),
         answer("twice the memory", twice_the_memory(case)),
         Answer(question="largest width", change="", reason="not even 1 heads fit"),
     ]

@@ -19,6 +19,7 @@ from hf_osdp.report.plan_file import PlanInputs, plan_file_content, read_plan_fi
 from hf_osdp.report.run_report import report_content, write_report
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
+from tests.helpers.problems import problem
 
 MEASURED = PhaseCost(seconds=Affine(constant=1e-3, per_sample=2e-3))
 MODEL = transformer()
@@ -26,7 +27,7 @@ TIMED = replace(MODEL, segments=tuple(replace(s, forward=replace(s.forward, seco
 TIMING = CollectiveTiming(collective=Collective.ALL_GATHER, group_size=4, latency_s=1e-5, seconds_per_byte=1e-10)
 HARDWARE = replace(bare_preset("titan-rtx", devices_per_node=4), timings=(TIMING,))
 JOB = TrainingJob(global_batch_size=32, precision=Precision(compute=DType.FLOAT32))
-PLAN = search(TIMED, HARDWARE, JOB, 2**30).plan
+PLAN = search(problem(TIMED, HARDWARE, JOB, 2**30)).plan
 INPUTS = PlanInputs(description=TIMED, job=JOB, hardware=HARDWARE)
 
 

@@ -16,6 +16,7 @@ from hf_osdp.report.explain import stream_times
 from hf_osdp.report.plots import check_plot_path, frontier_chart, moment_rows, plan_chart, save_chart
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
+from tests.helpers.problems import problem
 
 pytest.importorskip("altair")
 pytest.importorskip("vl_convert")
@@ -23,19 +24,19 @@ pytest.importorskip("vl_convert")
 MODEL = transformer()
 HARDWARE = bare_preset("titan-rtx", devices_per_node=4)
 JOB = TrainingJob(global_batch_size=32)
-LIMIT = 2 * least_memory(MODEL, HARDWARE, JOB)
-FOUND = search(MODEL, HARDWARE, JOB, LIMIT)
+LIMIT = 2 * least_memory(problem(MODEL, HARDWARE, JOB))
+FOUND = search(problem(MODEL, HARDWARE, JOB, LIMIT))
 STREAMS = stream_times(FOUND.plan, MODEL, JOB, HARDWARE)
 STARTS = {".png": b"\x89PNG\r\n\x1a\n", ".svg": b"<svg", ".html": b"<!DOCTYPE html>"}
 
 
 @cache
 def charts() -> dict:
-    rows = compare_strategies(MODEL, HARDWARE, JOB, LIMIT)
+    rows = compare_strategies(problem(MODEL, HARDWARE, JOB, LIMIT))
     return {
         "plan": plan_chart("a plan", FOUND.memory, 2**20, LIMIT, STREAMS),
         "memory alone": plan_chart("no hardware", FOUND.memory, 0, None, ()),
-        "front": frontier_chart("a front", frontier(MODEL, HARDWARE, JOB, 2**30, points=4), rows, LIMIT),
+        "front": frontier_chart("a front", frontier(problem(MODEL, HARDWARE, JOB, 2**30), points=4), rows, LIMIT),
         "one point": frontier_chart("a point", [FOUND], rows[:1], LIMIT),
     }
 
@@ -65,7 +66,7 @@ def test_every_moment_adds_up_and_nothing_is_left_out():
 
 
 def test_the_front_shows_every_strategy_that_fits():
-    rows = compare_strategies(MODEL, HARDWARE, JOB, LIMIT)
+    rows = compare_strategies(problem(MODEL, HARDWARE, JOB, LIMIT))
     text = json.dumps(frontier_chart("", [FOUND], rows, LIMIT).to_dict())
     for row in rows:
         assert (f'"name": "{row.strategy.value}"' in text) == (row.result is not None)

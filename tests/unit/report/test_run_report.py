@@ -15,6 +15,7 @@ from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import compare_strategies, search
 from hf_osdp.report.run_report import REPORT_FILE, report_content, write_report
 from tests.helpers.descriptions import transformer
+from tests.helpers.problems import problem
 
 DESCRIPTION, JOB, LIMIT = transformer(), TrainingJob(global_batch_size=8), 4 * 2**20
 MEASURED = CollectiveTiming(collective=Collective.ALL_REDUCE, group_size=4, latency_s=1e-3, seconds_per_byte=1e-9)
@@ -22,13 +23,13 @@ HARDWARE = replace(preset("cpu", devices_per_node=4), timings=(MEASURED,))
 
 
 def content(*, hardware=HARDWARE, measured: dict | None = None, compared: bool = True) -> dict:
-    plan = search(DESCRIPTION, HARDWARE, JOB, LIMIT).plan
+    plan = search(problem(DESCRIPTION, HARDWARE, JOB, LIMIT)).plan
     return report_content(
         plan=plan,
         description=DESCRIPTION,
         estimate=estimate_plan(plan, DESCRIPTION, JOB, hardware),
         hardware=hardware,
-        comparison=compare_strategies(DESCRIPTION, HARDWARE, JOB, LIMIT) if compared else None,
+        comparison=compare_strategies(problem(DESCRIPTION, HARDWARE, JOB, LIMIT)) if compared else None,
         planning_s=0.125,
         measured=measured,
     )

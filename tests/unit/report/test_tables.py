@@ -28,6 +28,7 @@ from hf_osdp.report.tables import (  # fmt: skip
 )
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
+from tests.helpers.problems import problem
 
 JOB = TrainingJob(global_batch_size=1024)
 HARDWARE = bare_preset("a100-40", nodes=16, devices_per_node=8)
@@ -220,7 +221,9 @@ def test_moment_lists_the_largest_bytes_first():
 
 
 def comparison(limit: int, nodes: int = 1):
-    return compare_strategies(transformer(), bare_preset("cpu", nodes=nodes, devices_per_node=4), TrainingJob(global_batch_size=8), limit)
+    return compare_strategies(
+        problem(transformer(), bare_preset("cpu", nodes=nodes, devices_per_node=4), TrainingJob(global_batch_size=8), limit)
+    )
 
 
 def test_comparison_has_a_row_for_each_strategy_and_says_what_does_not_fit():

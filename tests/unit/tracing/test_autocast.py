@@ -17,6 +17,7 @@ from hf_osdp.planning.simulate import simulate
 from hf_osdp.tracing.cuda_kernels import FusedKernels
 from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.live_bytes import LiveBytes
+from tests.helpers.problems import problem
 
 TOKENS, SAMPLES = 32, 16
 SMALL = {
@@ -65,7 +66,7 @@ def estimates(model: torch.nn.Module, device_type: str) -> tuple[int, int]:
         model, sequence_length=TOKENS, compute_dtype=DType.BFLOAT16, autocast=True, device_type=device_type, recomputation=False,
         inputs=inputs,
     )  # fmt: skip
-    found = search(description, preset("cpu"), job, 2**40)
+    found = search(problem(description, preset("cpu"), job, 2**40))
     simulation = simulate(model, found.plan, description=description, job=job, device_type=device_type, inputs=inputs)
     return found.memory.peak_bytes, simulation.peak_bytes
 

@@ -1,0 +1,215 @@
+"""Measure the structure of `hf_osdp/`: lines, files, imports that point up, circles, files on the road to `fully_shard`.
+
+    python benchmarks/structure.py            # a table for a person
+    python benchmarks/structure.py --json     # the same as JSON
+
+Circles and arrows are those of modules, with imports inside functions and without those for type checkers alone. The road is run: a
+`Trainer(osdp=True)` of a tiny model, on two ranks, until the first call of `fully_shard`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = (
+    ("errors", "quantities", "reading"),
+    ("planner",),
+    ("report",),
+    ("modeling",),
+    ("tracing",),
+    ("distributed",),
+    ("measurement",),
+    ("sharding",),
+    ("checkpoint",),
+    ("planning",),
+    ("integrations",),
+    ("cli", "run"),
+)
+"""From below to above, as in pyproject.toml's import contract."""
+
+
+def modules() -> dict[str, Path]:
+    """Return every module of the package by its dotted name."""
+    found = {}
+    for path in sorted((ROOT / "hf_osdp").rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
+    """Return the modules of the package that a module imports when it runs."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    unread = {id(node) for block in ast.walk(tree) if _for_types_alone(block) for node in ast.walk(block)}
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in unread:
+            continue
+        if isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                base = ".".join([*parts[: len(parts) - node.level + 1], *([node.module] if node.module else [])])
+            for alias in node.names:
+                found.update([f"{base}.{alias.name}"] if f"{base}.{alias.name}" in known else [base])
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+    return {one for one in found if one in known and one != name}
+
+
+def _for_types_alone(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def arrows_up(graph: dict[str, set[str]]) -> list[str]:
+    """Return the imports of a package above by one below."""
+    level = {part: height for height, parts in enumerate(LAYERS) for part in parts}
+
+    def height(name: str) -> int | None:
+        return level.get(name.split(".")[1]) if "." in name else None
+
+    pairs = ((name, other) for name, others in graph.items() for other in sorted(others))
+    known = ((name, other, height(name), height(other)) for name, other in pairs)
+    return [f"{name} -> {other}" for name, other, low, high in known if low is not None and high is not None and high > low]
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return groups of modules that import each other (Tarjan's strongly connected components)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in graph[name]:
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            position = stack.index(name)
+            if len(group := stack[position:]) > 1:
+                found.append(sorted(group))
+            del stack[position:]
+
+    for name in graph:
+        if name not in index:
+            visit(name)
+    return found
+
+
+def executed_files() -> list[str]:
+    """Return the files of the package in which something runs between `Trainer(osdp=True)` and `fully_shard`, in order."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    launch = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "HF_HUB_OFFLINE": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--road"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **launch, "PYTHONPATH": str(ROOT), "RANK": rank, "LOCAL_RANK": rank},
+        )
+        for rank in ("0", "1")
+    ]  # fmt: skip
+    try:
+        said, failed = ranks[0].communicate(timeout=300)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    lines = [line for line in said.splitlines() if line.startswith("ROAD ")]
+    if not lines:
+        raise RuntimeError(f"The road did not reach fully_shard: {failed[-2000:]}")
+    return json.loads(lines[-1].removeprefix("ROAD "))
+
+
+def _drive() -> None:
+    """Train a step as one of two ranks, and print which files ran before `fully_shard`."""
+    import torch
+    from torch.distributed.fsdp import _fully_shard
+    from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+
+    from hf_osdp import OSDPConfig, Trainer
+
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0)
+    data = [{"input_ids": torch.arange(16), "labels": torch.arange(16)} for _ in range(8)]
+    package, seen = str(ROOT / "hf_osdp") + os.sep, dict[str, None]()
+
+    def profile(frame, event, argument):
+        if event == "call" and (path := frame.f_code.co_filename).startswith(package) and frame.f_code.co_name != "<module>":
+            seen.setdefault(path[len(package) :])
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(output_dir=folder, max_steps=1, per_device_train_batch_size=2, use_cpu=True, report_to="none")
+
+        def reached(*args, **options):
+            sys.setprofile(None)
+            print("ROAD " + json.dumps(list(seen)), flush=True)
+            os._exit(0)
+
+        import hf_osdp.sharding.apply as apply
+
+        for module in (_fully_shard, apply):
+            module.fully_shard = reached
+        sys.setprofile(profile)
+        Trainer(model=GPT2LMHeadModel(config), args=arguments, train_dataset=data, osdp=OSDPConfig(hardware=None, strategy="fsdp")).train()
+
+
+def lines_of(paths: Iterator[Path]) -> int:
+    """Return how many lines files have together."""
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+
+def measure() -> dict[str, object]:
+    """Return all figures."""
+    known = modules()
+    graph = {name: imports(name, path, known) for name, path in known.items()}
+    road = executed_files()
+    return {
+        "lines": lines_of(iter(known.values())),
+        "files": len(known),
+        "longest_file": max(len(path.read_text(encoding="utf-8").splitlines()) for path in known.values()),
+        "lines_of_tests": lines_of((ROOT / "tests").rglob("*.py")),
+        "arrows_up": arrows_up(graph),
+        "circles": circles(graph),
+        "files_executed": len(road),
+        "road": road,
+    }
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description="Measure the structure of hf_osdp.")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--road", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.road:
+        return _drive()
+    found = measure()
+    if options.json:
+        print(json.dumps(found, indent=1))
+        return None
+    for name, value in found.items():
+        if name == "road":
+            print("files that run before fully_shard:", *value, sep="\n  ")
+        else:
+            print(f"{name.replace('_', ' '):18}", len(value) if isinstance(value, list) else value)
+    return None
+
+
+if __name__ == "__main__":
+    main()
