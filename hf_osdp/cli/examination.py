@@ -21,7 +21,7 @@ from ..planning.preflight.devices import native_bf16
 from ..planning.preflight.findings import Check, Finding, Severity, error
 from ..planning.preflight.folder import RunFolder, checkpoint_bytes
 from ..planning.preflight.model import split_ties
-from ..planning.preflight.run import Known, findings_of
+from ..planning.preflight.run import KnownRun, findings_of
 from ..quantities import format_bytes, format_count, format_seconds
 from ..report.checks_table import CheckRow
 from .cases import (
@@ -144,9 +144,9 @@ def _plan(seen: Examination, case: PlanningProblem, request: Request, config: An
     return found
 
 
-def _known(request: Request, hardware: Hardware, description: ModelDescription, spec: OptimizerSpec, found: SearchResult | None) -> Known:
+def _known(request: Request, hardware: Hardware, description: ModelDescription, spec: OptimizerSpec, found: SearchResult | None) -> KnownRun:
     """What there is to check of the model, its plan and this machine."""
-    return Known(
+    return KnownRun(
         units=description.units,
         precision=Precision.named(request.precision),
         optimizer=spec,
@@ -214,13 +214,13 @@ def _searched(case: PlanningProblem, request: Request, config: Any) -> SearchRes
 
 def _given(case: PlanningProblem, path: Path) -> SearchResult:
     """A plan from a file, held against the rest."""
-    from ..planning.given import check_given
+    from ..planning.plan_run import check_given_plan
 
     plan = Plan.load(path)
     plan.check(case.description, case.hardware.world_size)
     estimate = estimate_plan(plan, case.description, case.job, case.hardware)
     peak = estimate.memory.on(case.hardware)
-    check_given(
+    check_given_plan(
         plan,
         memory_limit_bytes=case.memory_limit_bytes,
         peak_bytes=peak,
@@ -240,7 +240,7 @@ def _best(case: PlanningProblem) -> tuple[StrategyResult, ...]:
         return ()
 
 
-def _sound(description: ModelDescription, known: Known) -> dict[Check, str]:
+def _sound(description: ModelDescription, known: KnownRun) -> dict[Check, str]:
     """What is to be said of checks that find nothing."""
     units, hardware, precision, memory = known.units, known.hardware, known.precision.compute, known.memory
     tied = [names for unit in units for names in unit.shared]
