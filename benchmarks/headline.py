@@ -49,7 +49,7 @@ from benchmarks.headline_parts.lineup import line_up  # noqa: E402
 from benchmarks.headline_parts.machines import NAMED, named_machine  # noqa: E402
 from benchmarks.headline_parts.rows import Row, rows_of  # noqa: E402
 from benchmarks.headline_parts.tables import WIDTH, groups, markdown, remarks, table_of, verdicts  # noqa: E402
-from hf_osdp.report.run_report import package_versions  # noqa: E402
+from hf_osdp.report.content import package_versions  # noqa: E402
 
 NOTHING_MEASURED = 77
 EXPERIMENTS = (1, 2, 3, 4)

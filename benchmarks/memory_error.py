@@ -52,7 +52,7 @@ from hf_osdp.planner.search.strategies import search_spaces
 from hf_osdp.planner.split import WHOLE_BLOCKS, Cut
 from hf_osdp.planning.simulate import simulate
 from hf_osdp.quantities import format_bytes
-from hf_osdp.report.run_report import package_versions
+from hf_osdp.report.content import package_versions
 from hf_osdp.tracing.describe import describe
 
 MEAN_AIM, WORST_AIM, UNDER_AIM = 0.005, 0.03, -0.01

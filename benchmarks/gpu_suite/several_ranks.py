@@ -30,10 +30,9 @@ def on_ranks(bench: Bench, fn: Any, world: int, *args: Any, nodes: int = 1) -> l
 def ranks_train(names: tuple[str, ...]) -> tuple[dict[str, Trained], str, int]:
     """On a rank: every case, the backends, and how many collectives of the first case the clock saw."""
     from hf_osdp.distributed.mesh import Meshes
-    from hf_osdp.sharding.apply import default_device_type
 
     form_process_group(needed=True)
-    meshes = Meshes(default_device_type())
+    meshes = Meshes(collective_device().type)
     with CollectiveClock(collective_device()) as clock:
         results = {names[0]: exactness.train_by_layout(meshes=meshes, **exactness.CASES[names[0]])}
     results |= {name: exactness.train_by_layout(meshes=meshes, **exactness.CASES[name]) for name in names[1:]}

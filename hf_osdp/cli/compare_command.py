@@ -28,9 +28,8 @@ def compare(
         case, config, request = case_of(request)
         plain = case.description if case.description.cut.is_none else plain_of(request, case.hardware, config)
     from ..planner.search.search import compare_strategies
-    from ..report.contents import comparison_content
-    from ..report.explain_tables import frontier_table
-    from ..report.tables import comparison_table
+    from ..report.content import comparison_content
+    from ..report.tables import comparison_table, frontier_table
 
     with screen.working("Searching"):
         rows = compare_strategies(replace(case, description=plain), cut=case.description)

@@ -40,15 +40,15 @@ def doctor(
 
         folder = None if output_dir is None else RunFolder(path=output_dir, limit=save_total_limit, adapters=request.lora_rank is not None)
         seen = examine(request, optimizer, plan, folder)
-    from ..report.checks_table import CheckRow, checks_table
+    from ..report.run_tables import checks_table
 
     rows = [
-        CheckRow(name="this machine", result="ok", text=machine_line()),
+        ("this machine", "ok", machine_line()),
         *seen.rows(),
-        CheckRow(name="ranks", result="later", text=_RANKS),
+        ("ranks", "later", _RANKS),
     ]
     screen.print(checks_table(f"Before a run of {request.model}", rows))
-    content = [{"check": row.name, "result": row.result, "text": row.text} for row in rows]
-    screen.write({"model": request.model, "errors": sum(row.result == "error" for row in rows), "checks": content})
+    content = [{"check": name, "result": result, "text": text} for name, result, text in rows]
+    screen.write({"model": request.model, "errors": sum(result == "error" for _, result, _ in rows), "checks": content})
     if seen.has_errors:
         raise typer.Exit(WRONG)

@@ -23,7 +23,6 @@ from ..planning.preflight.folder import RunFolder, checkpoint_bytes
 from ..planning.preflight.model import split_ties
 from ..planning.preflight.run import KnownRun, findings_of
 from ..quantities import format_bytes, format_count, format_seconds
-from ..report.checks_table import CheckRow
 from .cases import (
     OPTIMIZERS,
     case_of,
@@ -65,20 +64,20 @@ class Examination:
             self.findings.append(error(check, " ".join(str(problem).split())))
             return None
 
-    def rows(self) -> list[CheckRow]:
+    def rows(self) -> list[tuple[str, str, str]]:
         """A row for each finding, for each check without one, and one for all that could not be looked at."""
         rows, left = [], []
         for check in Check:
-            found = [CheckRow(name=check.value, result=f.severity.value, text=f.message) for f in self.findings if f.check is check]
+            found = [(check.value, f.severity.value, f.message) for f in self.findings if f.check is check]
             if not found and check in self.sound:
-                found = [CheckRow(name=check.value, result="ok", text=self.sound[check])]
+                found = [(check.value, "ok", self.sound[check])]
             if not found and check in _LATER:
-                found = [CheckRow(name=check.value, result="later", text=_LATER[check])]
+                found = [(check.value, "later", _LATER[check])]
             rows += found
             left += [] if found else [check.value]
         if left:
             text = f"{', '.join(left)}: an error stands before them"
-            rows.append(CheckRow(name="the rest", result="not done", text=text))
+            rows.append(("the rest", "not done", text))
         return rows
 
     @property

@@ -111,26 +111,20 @@ def _inputs(plan, *, num_nodes: int | None, **options):
 
 
 def _explain(screen: Output, plan, inputs, plot: Path | None) -> None:
-    from ..report.contents import explanation_content
+    from ..report.content import explanation_content
     from ..report.explain import explain
-    from ..report.explain_tables import binding_text, peak_table, reason_table, stream_table, unit_bytes_table, unit_seconds_table
+    from ..report.explain_tables import explanation_tables
     from ..report.tables import plan_caption
 
-    explanation = explain(plan, inputs.description, inputs.job, inputs.hardware, plan.memory_limit_bytes)
+    explanation = explain(plan, inputs)
     where = "" if inputs.hardware is None else f" on {inputs.hardware.summary}"
     screen.print(
         f"Plan {plan.fingerprint} ({plan.strategy}) for {plan.model_name or inputs.description.model_class}{where}, {plan.sequence_length}"
         f" tokens a sample: {plan.world_size} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps ="
         f" {plan.global_batch_size} a step.",
         *plan_caption(plan, explanation.estimate)[1:], f"Activations: {inputs.description.trace}.",
-        "", peak_table(explanation), unit_bytes_table(explanation),
+        "", *explanation_tables(explanation),
     )  # fmt: skip
-    if explanation.streams:
-        screen.print(stream_table(explanation), unit_seconds_table(explanation), reason_table(explanation))
-    else:
-        screen.print("The hardware is not known, so there are no seconds and no alternatives.")
-    if explanation.binding is not None:
-        screen.print(binding_text(explanation.binding, plan))
     if plot is not None:
         draw_plan(plot, plan, explanation.estimate, inputs.hardware, explanation.streams)
         screen.print(f"Plot: {plot}")

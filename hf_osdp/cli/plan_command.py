@@ -80,17 +80,17 @@ def _show(screen: Output, case: PlanningProblem, found: SearchResult, rounds: Se
     from ..planner.cost.evaluate import estimate_plan
     from ..planner.files import plain
     from ..quantities import format_bytes, format_seconds
-    from ..report.explain_tables import simulation_table
-    from ..report.run_report import report_content
+    from ..report.content import report_content
+    from ..report.plan_file import PlanInputs
+    from ..report.run_tables import simulation_table
     from ..report.tables import plan_caption, plan_table
 
     estimate = estimate_plan(found.plan, case.description, case.job, case.hardware)
     screen.print(plan_table(found.plan, case.description, estimate), *plan_caption(found.plan, estimate, case.hardware))
     screen.print(f"Planned for {case.hardware.summary} in {format_seconds(planning_s)}; activations: {case.description.trace}.")
-    content = report_content(
-        plan=found.plan, description=case.description, estimate=estimate, hardware=case.hardware, comparison=None,
-        planning_s=planning_s, measured=None,
-    )  # fmt: skip
+    inputs = PlanInputs(description=case.description, job=case.job, hardware=case.hardware)
+    content = report_content(found.plan, inputs, estimate, planning_s=planning_s)
+    del content["inputs"]  # they are in the file of --output
     for earlier in rounds[:-1]:
         over = earlier.peak_on(case.hardware) - case.room_bytes
         screen.print(f"Plan {earlier.found.plan.fingerprint} was given up: its simulated peak is {format_bytes(over)} over the limit.")

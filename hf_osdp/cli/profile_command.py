@@ -70,7 +70,7 @@ def _measure(output: Path, device: str | None, seconds: float, *, precision: str
 
     from ..measurement.profile import measure_profile
     from ..planner.job import Precision
-    from ..report.profile_table import profile_tables
+    from ..report.run_tables import profile_tables
 
     device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
     first = os.environ.get("RANK", "0") == "0"

@@ -42,8 +42,8 @@ def what_if(request: Request, json_file: JsonFile = None) -> None:
         for question in questions:
             answers.append(question())
             step()
-    from ..report.contents import answers_content
-    from ..report.explain_tables import what_if_table
+    from ..report.content import answers_content
+    from ..report.tables import what_if_table
 
     screen.print(what_if_table(answers))
     screen.print(f"Estimated for {case.hardware.summary} with strategy {case.strategy.value}; the gain is in tokens/s over now.")

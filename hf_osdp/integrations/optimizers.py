@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..planner.job import OptimizerSpec, OptimizerStep
-from ..sharding.optimizer import reason_against, unwrapped
+from ..sharding.optimizer_check import reason_against, unwrapped
 
 _STATES = {"adamw": 2, "adam": 2, "adamax": 2, "nadam": 2, "radam": 2, "sgd": 0, "adagrad": 1, "rmsprop": 1, "adadelta": 2}
 """State tensors for each parameter, as `torch.optim` keeps them by default."""

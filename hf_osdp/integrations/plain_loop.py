@@ -35,9 +35,8 @@ from ..sharding.accumulation import micro_step
 from ..sharding.apply import apply_plan
 from ..sharding.clip import clip_grad_norm_
 from ..sharding.environment import form_process_group, mp_policy, prepare_model, training_device
-from ..sharding.host_offload import move_to_device, uses_host
-from ..sharding.mixed_step import step_new_optimizers_by_place
-from ..sharding.optimizer import check_new_optimizers
+from ..sharding.host_offload import move_to_device
+from ..sharding.optimizer import prepare_new_optimizers
 from ..sharding.scaler import OSDPGradScaler
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.verify import verify_applied
@@ -133,10 +132,7 @@ class OptimalShardedDataParallel(nn.Module):
         verify_applied(model, run.plan, run.units)
         self.module = move_to_device(model, device)
         self._out_of_memory = OutOfMemoryHandler(model, run.plan, run.units, problem=run.problem, on_oom=config.on_oom, device=device)
-        if self.plan.world_size > 1:
-            check_new_optimizers(self.module)
-        if uses_host(self.plan) or any(not parameter.dim() for parameter in self.module.parameters()):
-            step_new_optimizers_by_place(self.module)
+        prepare_new_optimizers(self.module)
         skips = self._precision.compute is DType.FLOAT16
         self._watch = LoopWatch(self.module, device, self._log_measured, micro_steps=self.plan.accumulation_steps if skips else None)
 

@@ -11,7 +11,8 @@ from torch import nn
 from ..planning.plan_run import PlannedRun
 from ..sharding.apply import apply_plan
 from ..sharding.host_offload import empty_on_device, move_to_device
-from ..sharding.optimizer import check_optimizer, parameter_names, rebind_parameters, release_parameters
+from ..sharding.optimizer import parameter_names, rebind_parameters, release_parameters
+from ..sharding.optimizer_check import check_optimizer
 from ..sharding.state import free_gathered, load_full_state_dict
 from ..sharding.verify import verify_applied
 from .plugin import OSDPPlugin, offloads

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from hf_osdp.errors import OSDPError, PreflightError
 from hf_osdp.planning.preflight.findings import Check, error, note
 from hf_osdp.planning.preflight.ranks import agreed
-from hf_osdp.sharding.optimizer import _ELEMENT_WISE, check_new_optimizers, check_optimizer
-from hf_osdp.sharding.optimizer_probe import difference_on_shards
+from hf_osdp.sharding.optimizer import prepare_new_optimizers
+from hf_osdp.sharding.optimizer_check import _ELEMENT_WISE, check_optimizer, difference_on_shards
 from tests.helpers.distributed import run_ranks
 
 STEPS = 3
@@ -96,7 +96,7 @@ def on_two_ranks() -> dict[str, Any]:
             train(module, cls(module.parameters(), lr=0.1))
         results["apart"][cls.__name__] = apart(model, alone)
     model, alone = sharded()
-    check_new_optimizers(model)
+    prepare_new_optimizers(model)
     for cls in (TrustRatio, torch.optim.Muon, SignOfMomentum):
         matrices = [p for p in model.parameters() if p.ndim == 2]
         try:

@@ -23,7 +23,7 @@ from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.clip import clip_grad_norm_
 from hf_osdp.sharding.environment import mp_policy
 from hf_osdp.sharding.host_offload import empty_on_device, host_parameters, move_to_device
-from hf_osdp.sharding.mixed_step import step_by_place
+from hf_osdp.sharding.optimizer import step_by_device
 from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict, load_full_state_dict
 from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step
 from hf_osdp.sharding.verify import verify_applied
@@ -67,7 +67,7 @@ def worst_difference(every: int, options: dict[str, Any]) -> tuple[float, float,
     """Of norms and of weights, and whether states are on the host where they should be."""
     plain, model = tiny_model("gpt2").to(CUDA), offloaded(every)
     one, two = (torch.optim.AdamW(m.parameters(), lr=1e-3, **o) for m, o in ((plain, {}), (model, options)))
-    step_by_place(two, host_parameters(model))
+    step_by_device(two, host_parameters(model))
     norms = [
         abs(stepped(plain, one, i, torch.nn.utils.clip_grad_norm_) - stepped(model, two, i, clip_grad_norm_)) for i in range(STEPS)
     ]  # fmt: skip
@@ -88,7 +88,7 @@ def resumed() -> float:
     first, second = offloaded(2), offloaded(1, seed=1)
     one, two = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (first, second))
     for model, optimizer in ((first, one), (second, two)):
-        step_by_place(optimizer, host_parameters(model))
+        step_by_device(optimizer, host_parameters(model))
     stepped(first, one, 0, clip_grad_norm_)
     load_full_state_dict(second, full_state_dict(first))
     load_full_optimizer_state_dict(second, two, full_optimizer_state_dict(first, one))

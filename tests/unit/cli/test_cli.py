@@ -19,7 +19,7 @@ from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
 from hf_osdp.planner.search.frontier import frontier
 from hf_osdp.planner.search.search import compare_strategies, search
-from hf_osdp.report.contents import comparison_content, explanation_content
+from hf_osdp.report.content import comparison_content, explanation_content
 from hf_osdp.report.explain import explain
 from hf_osdp.report.plan_file import read_plan_file
 from hf_osdp.tracing.describe import describe
@@ -161,7 +161,7 @@ def test_explain_needs_the_file_alone(plan_file):
     done = call("explain", plan_file)
     assert done.exit_code == 0 and "What binds: " in done.stdout
     assert_readable(done.stdout)
-    expected = explain(plan, inputs.description, inputs.job, inputs.hardware, LIMIT)
+    expected = explain(plan, inputs)
     assert as_json("explain", plan_file) == json.loads(json.dumps(explanation_content(expected)))
 
 
