@@ -143,7 +143,9 @@ def _plan(seen: Examination, case: PlanningProblem, request: Request, config: An
     return found
 
 
-def _known(request: Request, hardware: Hardware, description: ModelDescription, spec: OptimizerSpec, found: SearchResult | None) -> KnownRun:
+def _known(
+    request: Request, hardware: Hardware, description: ModelDescription, spec: OptimizerSpec, found: SearchResult | None
+) -> KnownRun:
     """What there is to check of the model, its plan and this machine."""
     return KnownRun(
         units=description.units,

@@ -379,7 +379,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             getattr(gradient, "_local_tensor", gradient).clamp_(-clip_value, clip_value)
 
     def _join_fsdp(self, plugin: OSDPPlugin, *, alone: bool = False) -> None:
-        """Put FSDP in charge, as Accelerate does for several processes except on the CPU; Accelerate also keeps the first plugin for ever."""
+        """Put FSDP in charge, as Accelerate does for several processes except on the CPU; replace the first plugin, which it keeps."""
         if not alone and self.state.distributed_type not in (DistributedType.MULTI_CPU, DistributedType.FSDP):
             return
         if self.state.mixed_precision != "no" and plugin.mixed_precision_policy is None:

@@ -94,7 +94,7 @@ def check_bound(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -
 
 
 def _take_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Move the model to the meta device and return its weights, with buffers that checkpoints leave out; ranks then allocate only shards."""
+    """Move the model to the meta device, so that ranks allocate only shards; return its weights, non-persistent buffers included."""
     persistent = set(model.state_dict())
     buffers = {name: buffer for name, buffer in model.named_buffers() if name not in persistent}
     weights = {name: value.detach() for name, value in (*model.state_dict().items(), *buffers.items())}

@@ -97,8 +97,8 @@ def place_of(error: BaseException, model: nn.Module, units: Sequence[UnitDescrip
             return "the optimizer's step"
     if not in_backward:
         return "what lies between model and optimizer"
-    running = [module for module in model.modules() if any(g._training_state is TrainingState.PRE_BACKWARD for g in parameter_groups(module))]
-    return f"backward of {labels[id(running[-1])]}" if running and id(running[-1]) in labels else "backward"
+    begun = [m for m in model.modules() if any(g._training_state is TrainingState.PRE_BACKWARD for g in parameter_groups(m))]
+    return f"backward of {labels[id(begun[-1])]}" if begun and id(begun[-1]) in labels else "backward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,7 +109,8 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
         run = _searched(model, config, facts) if config.plan is None else _given(model, config, facts)
         if facts.precision.autocast and uses_host(run.plan):
             return None
-        return replace(run, planning_s=time.perf_counter() - started, findings=check_run(_known(run, config, facts), model, facts.device_type))
+        planning_s = time.perf_counter() - started
+        return replace(run, planning_s=planning_s, findings=check_run(_known(run, config, facts), model, facts.device_type))
 
     return first_feasible(precision_attempts(config, facts), planned)
 

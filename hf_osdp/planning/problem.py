@@ -19,7 +19,7 @@ from ..modeling.split.candidates import possible_cuts
 from ..planner.description import DType, ModelDescription
 from ..planner.hardware import DeviceSpec, Hardware
 from ..planner.job import OptimizerSpec, Precision, TrainingJob
-from ..planner.problem import PlanningProblem
+from ..planner.problem import PlanningProblem, Strategy
 from ..planner.profile import Profile, with_block_times
 from ..planner.search.split_search import choose_description
 from ..planner.split import WHOLE_BLOCKS, Cut
@@ -87,9 +87,9 @@ class RunFacts:
 
 
 def precision_attempts(config: OSDPConfig, facts: RunFacts) -> list[tuple[OSDPConfig, RunFacts]]:
-    """Return what to plan for, the first that fits counts.
+    """Return configurations and facts to plan for, in order; the first that is feasible counts.
 
-    One process runs under autocast without FSDP2 if all units stay on the device. Units on the host are FSDP2's, in its own mixed precision.
+    One process runs under autocast, without FSDP2, if all units stay on the device. FSDP2 runs units on the host, with its mixed precision.
     """
     if not facts.precision.autocast:
         return [(config, facts)]
@@ -211,7 +211,11 @@ class ProblemBuilder:
         if self._profile is not None and cut.is_none:
             description = with_block_times(description, self._profile)
         return PlanningProblem(
-            description=description, hardware=self.hardware, job=self.job, memory_limit_bytes=self.limit_bytes, strategy=self._config.strategy
+            description=description,
+            hardware=self.hardware,
+            job=self.job,
+            memory_limit_bytes=self.limit_bytes,
+            strategy=Strategy.parse(self._config.strategy),
         )
 
     def with_best_split(self, whole: PlanningProblem) -> PlanningProblem:
