@@ -21,7 +21,7 @@ from ..planner.presets import preset, preset_names
 from ..planner.problem import PlanningProblem
 from ..planner.profile import Profile, with_block_times
 from ..planner.search.search import search
-from ..planner.split import WHOLE_BLOCKS, Cut
+from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..quantities import parse_bytes
 from .options import Request
 
@@ -143,8 +143,8 @@ def describer(request: Request, hardware: Hardware) -> Callable[..., ModelDescri
 
     config, facts = run_of(request, hardware)
 
-    def describe_at(model_config: Any, sequence_length: int, cut: Cut = WHOLE_BLOCKS) -> ModelDescription:
-        return Describer(model_of(request, model_config), config, replace(facts, sequence_length=sequence_length)).describe(cut)
+    def describe_at(model_config: Any, sequence_length: int, split: ModelSplit = WHOLE_BLOCKS) -> ModelDescription:
+        return Describer(model_of(request, model_config), config, replace(facts, sequence_length=sequence_length)).describe(split)
 
     return describe_at
 
@@ -220,7 +220,7 @@ def plain_of(request: Request, hardware: Hardware, config: Any) -> ModelDescript
     return timed(request, describer(request, hardware)(config, request.sequence_length))
 
 
-def cut_case(case: PlanningProblem, request: Request, config: Any) -> PlanningProblem:
+def split_case(case: PlanningProblem, request: Request, config: Any) -> PlanningProblem:
     """Return the problem of the model as it trains fastest, whole or split."""
     from ..planning.problem import ProblemBuilder
 

@@ -72,7 +72,7 @@ def apply_alone(model: nn.Module, run: PlannedRun, optimizers: Sequence[torch.op
     names = parameter_names(model)
     apply_plan(model, run.plan, run.units)
     verify_applied(model, run.plan, run.units)
-    if run.plan.cut.splits:
+    if run.plan.split.sliced:
         for optimizer in optimizers:
             rebind_parameters(optimizer, names, model)
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..modeling.batch import Loss, without_adapters
 from ..sharding.host_offload import parameter_groups
-from ..tracing.fake_copy import DEVICE, fake_like
+from ..tracing.tensors import DEVICE, fake_like
 
 _CONTAINERS = (dict, list, set, deque)
 _DATA = ("train_dataset", "eval_dataset")
@@ -132,7 +132,7 @@ def _fake_beside(module: nn.Module, model: nn.Module, fake_model: nn.Module) -> 
     mode = next(torch._guards.detect_fake_mode([p]) for p in fake_model.parameters())
     memo: dict[int, Any] = {id(model): fake_model}
     for tensor in _tensors(module):
-        fake = fake_like(tensor, mode, None)
+        fake = fake_like(tensor, mode)
         memo[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
     return copy.deepcopy(module, memo)
 

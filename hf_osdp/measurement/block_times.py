@@ -16,13 +16,12 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ..errors import ProfileError
-from ..modeling.batch import Inputs, training_batch
+from ..modeling.batch import Inputs, loss_of, training_batch
 from ..modeling.build import build_on_meta, checkpoint_blocks
 from ..modeling.units import find_units
 from ..planner.description import DType, ModelDescription
 from ..planner.profile import SegmentTimes, SegmentWork, TimePoint
 from ..tracing.describe import describe
-from ..tracing.trace import loss_of
 from .reduced import materialise, shortened
 from .stopwatch import ROOT, Stopwatch
 from .synchronize import average, cores_are_shared, largest, rounds, smallest, typical

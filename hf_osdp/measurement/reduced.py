@@ -11,7 +11,7 @@ from torch import nn
 from ..modeling.batch_norm import batch_norm_parameters
 from ..modeling.units import modules_by_name
 from ..planner.description import GatherSpan, UnitDescription
-from ..tracing.block_stub import block_key
+from ..tracing.equal_blocks import block_key
 
 
 def shortened(model: nn.Module, units: tuple[UnitDescription, ...], copies: int) -> nn.Module:

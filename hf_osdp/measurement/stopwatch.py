@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..modeling.units import modules_by_name, stretching_modules
+from ..modeling.units import modules_by_name, segment_modules
 from ..modeling.wrapping import cast_floating, forward_replaced
 from ..planner.description import UnitDescription
 from .synchronize import synchronize, wait_for_all
@@ -51,7 +51,7 @@ class Stopwatch:
     ) -> None:
         self._meets = meets
         self._model, self._device, self._compute_dtype = model, device, compute_dtype
-        self._modules = stretching_modules(modules_by_name(model), units)
+        self._modules = segment_modules(modules_by_name(model), units)
         self._inside = self._in_backward = False
         self._marks: list[tuple[int, Any, bool]] = []  # stretch, moment, whether ranks met before it
         self._meeting_s = 0.0

@@ -18,7 +18,7 @@ from ..distributed.mesh import Meshes
 from ..distributed.topology import find_topology
 from ..errors import PlanError
 from ..modeling.batch import check_inputs, training_batch
-from ..modeling.split.candidates import cut_units
+from ..modeling.split.candidates import split_units
 from ..planner.cost.evaluate import estimate_plan
 from ..planner.description import Activations, ModelDescription, UnitDescription
 from ..planner.hardware import Hardware
@@ -120,8 +120,8 @@ def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedR
     builder = ProblemBuilder(model, config, facts)
     whole = problem = builder.build()
     plan = _from_rank_zero(lambda: search(builder.with_best_split(whole)).plan)
-    if plan.cut != whole.description.cut:
-        problem = builder.build(plan.cut)
+    if plan.split != whole.description.split:
+        problem = builder.build(plan.split)
     plan.check(problem.description, facts.world_size)
     rounds: tuple[Round, ...] = ()
     meshes: Meshes | None = None
@@ -134,7 +134,7 @@ def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedR
     first = not dist.is_initialized() or dist.get_rank() == 0
     comparison = None
     if first and config.compare:
-        comparison = compare_strategies(replace(problem, description=whole.description), cut=problem.description)
+        comparison = compare_strategies(replace(problem, description=whole.description), split=problem.description)
     return PlannedRun(
         plan=plan,
         units=problem.description.units,
@@ -189,7 +189,7 @@ def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
     description = job = peak_bytes = None
     if facts.estimates_given_plan:
         job = training_job(config, facts)
-        description = Describer(model, config, facts).describe(plan.cut)
+        description = Describer(model, config, facts).describe(plan.split)
         plan.check(description, facts.world_size)
         if config.memory_limit is not None:
             peak_bytes = estimate_plan(plan, description, job).memory.peak_bytes
@@ -198,7 +198,7 @@ def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
     if plan.devices_per_node not in (None, here) and not (dist.is_initialized() and dist.get_rank()):
         _log.warning("The plan was made for %d devices a node, here there are %d; plan again for these.", plan.devices_per_node, here)
     low_precision = facts.precision.compute is not None
-    units = cut_units(model, plan.cut, config.block_classes, low_precision=low_precision) if description is None else description.units
+    units = split_units(model, plan.split, config.block_classes, low_precision=low_precision) if description is None else description.units
     return PlannedRun(plan=plan, units=units, description=description, job=job)
 
 
@@ -277,7 +277,7 @@ def _known(run: PlannedRun, config: OSDPConfig, facts: RunFacts) -> KnownRun:
         units=run.units,
         precision=facts.precision,
         optimizer=facts.optimizer,
-        asked_classes=config.block_classes if run.description is not None or not run.plan.cut.operators else None,
+        asked_classes=config.block_classes if run.description is not None or not run.plan.split.operators else None,
         found_classes=classes,
         frozen_in_optimizer=facts.frozen_in_optimizer,
         plan=run.plan,

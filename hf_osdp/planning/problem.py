@@ -15,14 +15,14 @@ from ..distributed.restart import limit_after_oom
 from ..errors import CheckpointingError, DescriptionError, HardwareError, InfeasibleError
 from ..measurement.machine import hardware_of_run
 from ..modeling.batch import Inputs, Loss, training_batch
-from ..modeling.split.candidates import possible_cuts
+from ..modeling.split.candidates import possible_splits
 from ..planner.description import DType, ModelDescription
 from ..planner.hardware import DeviceSpec, Hardware
 from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.profile import Profile, with_block_times
 from ..planner.search.split_search import choose_description
-from ..planner.split import WHOLE_BLOCKS, Cut
+from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..quantities import format_bytes
 from ..tracing.describe import describe, is_by_formula
 from .config import OSDPConfig
@@ -200,15 +200,15 @@ class ProblemBuilder:
         self.hardware = hardware
         self.limit_bytes = memory_limit(config, hardware)
 
-    def build(self, cut: Cut = WHOLE_BLOCKS) -> PlanningProblem:
+    def build(self, split: ModelSplit = WHOLE_BLOCKS) -> PlanningProblem:
         """Return the problem of the model with a split.
 
         Raises:
             DescriptionError: the model cannot be described.
             ProfileError: the profile holds times of another model.
         """
-        description = self._describer.describe(cut)
-        if self._profile is not None and cut.is_none:
+        description = self._describer.describe(split)
+        if self._profile is not None and split.is_none:
             description = with_block_times(description, self._profile)
         return PlanningProblem(
             description=description,
@@ -230,7 +230,7 @@ class ProblemBuilder:
         vocabulary = facts.reads_loss_alone if config.split_vocabulary is None else config.split_vocabulary
         description = choose_description(
             whole,
-            lambda: possible_cuts(self._model, whole.description, vocabulary=vocabulary),
+            lambda: possible_splits(self._model, whole.description, vocabulary=vocabulary),
             self._describer.describe,
         )
         return replace(whole, description=description)
@@ -245,7 +245,7 @@ class Describer:
         if config.inputs is None and facts.inputs is not None and _has_usual_batch(model):
             self._ways.append((None, None))
 
-    def describe(self, cut: Cut) -> ModelDescription:
+    def describe(self, split: ModelSplit) -> ModelDescription:
         """Return the description of the model with a split.
 
         Raises:
@@ -253,11 +253,11 @@ class Describer:
         """
         while len(self._ways) > 1:
             try:
-                description = self._describe(cut, *self._ways[0])
+                description = self._describe(split, *self._ways[0])
             except CheckpointingError:
                 raise
             except DescriptionError as error:
-                if not cut.is_none:
+                if not split.is_none:
                     raise
                 reason = str(error)
             else:
@@ -272,9 +272,9 @@ class Describer:
                 self._facts.sequence_length,
             )
             del self._ways[0]
-        return self._describe(cut, *self._ways[0])
+        return self._describe(split, *self._ways[0])
 
-    def _describe(self, cut: Cut, inputs: Inputs | None, loss: Loss | None) -> ModelDescription:
+    def _describe(self, split: ModelSplit, inputs: Inputs | None, loss: Loss | None) -> ModelDescription:
         facts = self._facts
         assert facts.sequence_length is not None
         description = describe(
@@ -288,7 +288,7 @@ class Describer:
             activation_checkpointing=facts.activation_checkpointing,
             inputs=inputs,
             loss=loss,
-            cut=cut,
+            split=split,
         )
         return replace(description, other_bytes=sum(facts.other_models.values()))
 
