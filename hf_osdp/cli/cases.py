@@ -62,7 +62,7 @@ def profile_of(request: Request) -> Profile:
 
 
 def run_of(request: Request, hardware: Hardware) -> tuple[OSDPConfig, RunFacts]:
-    """Return configuration and facts of the run that is asked about, in its last resort of precision (`precision_attempts`)."""
+    """Return configuration and facts of the run that is asked about, without the limit; of its `precision_attempts` the last."""
     from ..planning.problem import precision_attempts
 
     return precision_attempts(*_run_of(request, hardware))[-1]
@@ -73,7 +73,6 @@ def _run_of(request: Request, hardware: Hardware) -> tuple[OSDPConfig, RunFacts]
     from ..planning.problem import RunFacts
 
     config = OSDPConfig(
-        memory_limit=request.memory_limit,
         strategy=request.strategy.value,
         block_classes=tuple(names_in(request.block_classes)) or None,
         recompute=request.recompute,
@@ -197,13 +196,13 @@ def case_of(request: Request) -> tuple[PlanningProblem, Any, Request]:
 
     hardware = hardware_of(request)
     job_of(request, hardware)
-    memory_limit_of(request, hardware)
+    limit = memory_limit_of(request, hardware)
     model_config = load_config(request.model)
     if request.split_vocabulary and not request.operator_splitting:
         raise ValueError("--split-vocabulary has no effect beside --no-operator-splitting; leave one of the two out.")
 
     def problem(config: OSDPConfig, facts: RunFacts) -> PlanningProblem:
-        builder = ProblemBuilder(model_of(request, model_config), config, facts, hardware=hardware)
+        builder = ProblemBuilder(model_of(request, model_config), replace(config, memory_limit=limit), facts, hardware=hardware)
         return builder.with_best_split(builder.build())
 
     *first, last = precision_attempts(*_run_of(request, hardware))

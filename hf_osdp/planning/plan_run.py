@@ -20,7 +20,7 @@ from ..errors import PlanError
 from ..modeling.batch import check_inputs, training_batch
 from ..modeling.split.candidates import split_units
 from ..planner.cost.evaluate import estimate_plan
-from ..planner.description import Activations, ModelDescription, UnitDescription
+from ..planner.description import Activations, DType, ModelDescription, UnitDescription
 from ..planner.hardware import Hardware
 from ..planner.job import TrainingJob
 from ..planner.plan import Plan
@@ -246,11 +246,9 @@ def check_given_plan(
 
 
 def _check_options(config: OSDPConfig, facts: RunFacts) -> None:
-    """Refuse options that have no effect in this run, or trials that would not be of what then runs.
-
-    Raises:
-        ValueError: for options about activations beside activation checkpointing, and for trials of what cannot be tried.
-    """
+    """Refuse a precision that cannot run, options that have no effect in this run, and trials that would not be of what then runs."""
+    if facts.precision.compute is DType.FLOAT16 and facts.device_type == "cpu" and facts.world_size == 1:
+        raise ValueError("fp16 in a single process on the CPU is not supported; use bf16, or start two processes or more.")
     for name, value in (("recompute", False), ("split_vocabulary", True), ("offload_activations", True)):
         if facts.activation_checkpointing and getattr(config, name) is value:
             raise ValueError(f"{name}={value} has no effect beside activation checkpointing of all blocks; leave one of the two out.")

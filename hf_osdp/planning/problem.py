@@ -16,7 +16,7 @@ from ..errors import CheckpointingError, DescriptionError, HardwareError, Infeas
 from ..measurement.machine import hardware_of_run
 from ..modeling.batch import Inputs, Loss, training_batch
 from ..modeling.split.candidates import possible_splits
-from ..planner.description import DType, ModelDescription
+from ..planner.description import ModelDescription
 from ..planner.hardware import DeviceSpec, Hardware
 from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.problem import PlanningProblem, Strategy
@@ -119,10 +119,8 @@ def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
     """Return the job to search for, with what the user has fixed.
 
     Raises:
-        ValueError: the sizes do not fit together, or the precision is not available.
+        ValueError: the sizes do not fit together.
     """
-    if facts.precision.compute is DType.FLOAT16 and facts.device_type == "cpu" and facts.world_size == 1:
-        raise ValueError("fp16 in a single process on the CPU is not supported; use bf16, or start two processes or more.")
     assert facts.global_batch_size is not None
     job = TrainingJob(
         global_batch_size=facts.global_batch_size,
