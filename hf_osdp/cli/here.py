@@ -18,7 +18,7 @@ def machine_line() -> str:
     import torch
     import torch.distributed as dist
 
-    from ..measurement.machine_memory import memory_limits, tightest
+    from ..measurement.memory_limits import memory_limits, tightest
 
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -46,7 +46,7 @@ def memory_here(hardware: Hardware) -> DeviceMemory | None:
         return DeviceMemory(name=f"{torch.cuda.get_device_name(index)} {index}", total_bytes=total, free_bytes=free, own_bytes=0)
     if hardware.nodes > 1:
         return None
-    from ..measurement.machine_memory import memory_limits, tightest
+    from ..measurement.memory_limits import memory_limits, tightest
 
     memory, sharing = tightest(memory_limits()), hardware.devices_per_node
     return DeviceMemory(name="cpu", total_bytes=memory.total_bytes, free_bytes=memory.free_bytes, own_bytes=0, sharing=sharing)

@@ -55,19 +55,18 @@ def profile(
                 "--auto-class": auto_class is not None,
             },
         )
-        config = None if model is None else load_config(model)
         names = [name.strip() for name in (block_classes or "").split(",") if name.strip()]
-        _measure(
-            output, device, seconds,
-            model_or_config=config, sequence_length=sequence_length, micro_batch_sizes=sizes, precision=precision,
-            activation_checkpointing=activation_checkpointing, auto_class=auto_class, block_classes=names or None,
-        )  # fmt: skip
+        options = {"activation_checkpointing": activation_checkpointing, "auto_class": auto_class, "block_classes": names or None}
+        if model is not None:
+            options |= {"model_or_config": load_config(model), "sequence_length": sequence_length, "micro_batch_sizes": sizes}
+        _measure(output, device, seconds, precision, options if model is not None else {})
 
 
-def _measure(output: Path, device: str | None, seconds: float, *, precision: str, **options: Any) -> None:
+def _measure(output: Path, device: str | None, seconds: float, precision: str, options: dict[str, Any]) -> None:
     """Measure on all ranks; rank 0 shows and writes."""
     import torch
 
+    from ..measurement.block_times import TimedModel
     from ..measurement.profile import measure_profile
     from ..planner.job import Precision
     from ..report.profile_table import profile_tables
@@ -77,7 +76,8 @@ def _measure(output: Path, device: str | None, seconds: float, *, precision: str
     screen = Output(None)
     started = time.perf_counter()
     with _process_group(device_type), screen.working("Measuring"):
-        found = measure_profile(device_type=device_type, seconds=seconds, compute_dtype=Precision.named(precision).compute, **options)
+        model = TimedModel(compute_dtype=Precision.named(precision).compute, **options) if options else None
+        found = measure_profile(device_type=device_type, seconds=seconds, model=model)
     if not first:
         return
     found.save(output)

@@ -23,7 +23,7 @@ from ..checkpoint.writer import CheckpointWriter
 from ..distributed.roll_call import compare_versions, roll_call
 from ..distributed.stop import Stopped
 from ..distributed.waiting import wait_for_ranks
-from ..measurement.loop_meter import LoopWatch
+from ..measurement.loop_meter import LoopMeter
 from ..measurement.step_meter import Observation
 from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
@@ -84,7 +84,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         plugin = plugin_for(osdp, osdp_plugin, options.pop("fsdp_plugin", None), request)
         cpu = options.pop("cpu", False) or bool(request and request.use_cpu) or not torch.accelerator.is_available()
         self._run: PlannedRun | None = None
-        self._watch: LoopWatch | None = None
+        self._watch: LoopMeter | None = None
         self._measured: Observation | None = None
         self._writer: CheckpointWriter | None = None
         self._earlier_error = id(sys.exc_info()[1])  # that is being handled: a training that failed before this one

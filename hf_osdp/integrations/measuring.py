@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from ..measurement.loop_meter import LoopWatch
+from ..measurement.loop_meter import LoopMeter
 from ..measurement.step_meter import Observation, StepMeter
 from ..planner.plan import Plan
 
@@ -40,7 +40,7 @@ class StepCallback(TrainerCallback):
         return self._meter.summary()
 
 
-def watch_loop(model: nn.Module, plan: Plan, told: Callable[[Observation], None], *, device: torch.device, skips: bool) -> LoopWatch:
+def watch_loop(model: nn.Module, plan: Plan, told: Callable[[Observation], None], *, device: torch.device, skips: bool) -> LoopMeter:
     """Measure the first steps of a loop that is the user's own.
 
     Args:
@@ -50,4 +50,4 @@ def watch_loop(model: nn.Module, plan: Plan, told: Callable[[Observation], None]
         device: where the model runs.
         skips: a loss scaler may skip the optimizer's step.
     """
-    return LoopWatch(model, device, told, micro_steps=plan.accumulation_steps if skips else None)
+    return LoopMeter(model, device, told, micro_steps=plan.accumulation_steps if skips else None)

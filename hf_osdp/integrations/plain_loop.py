@@ -18,7 +18,7 @@ from ..checkpoint.writer import CheckpointWriter
 from ..distributed.consensus import on_rank_zero, require_same_run
 from ..distributed.mesh import Meshes
 from ..distributed.restart import check_on_oom
-from ..measurement.loop_meter import LoopWatch
+from ..measurement.loop_meter import LoopMeter
 from ..measurement.step_meter import Observation
 from ..modeling.split.candidates import cut_units
 from ..planner.description import DType
@@ -196,7 +196,7 @@ class OptimalShardedDataParallel(nn.Module):
         watch(self.module, self.plan, units, problem=problem, on_oom=on_oom, device=training_device())
         prepare_new_optimizers(self.module)
         skips = self._precision.compute is DType.FLOAT16
-        self._watch = LoopWatch(self.module, training_device(), self._tell, micro_steps=self.plan.accumulation_steps if skips else None)
+        self._watch = LoopMeter(self.module, training_device(), self._tell, micro_steps=self.plan.accumulation_steps if skips else None)
 
     # ------------------------------------------------------------------------------------------------------- training
 

@@ -12,7 +12,7 @@ from torch import nn
 from ...distributed.device import own_gpu
 from ...distributed.topology import find_topology
 from ...distributed.waiting import waiting_group
-from ...measurement.machine_memory import memory_limits, tightest
+from ...measurement.memory_limits import memory_limits, tightest
 from ...planner.hardware import DeviceSpec
 from .devices import DeviceMemory, native_bf16
 from .findings import Finding, refuse_errors

@@ -86,7 +86,7 @@ def test_sizes_that_are_not_measured_follow_from_the_links(size):
     )  # fmt: skip
     sizes = links.few_sizes(128, NODE)
     timings = [timing_of(known, Collective.ALL_GATHER, shard) for shard in sizes.shards]
-    inside, across = machine._links(known.device, timings, local=NODE, world=128)
+    inside, across = links.links_of(known.device, timings, local=NODE, world=128)
     found = Hardware(
         device=known.device, nodes=16, devices_per_node=NODE, backend=known.backend, intra_node=inside, inter_node=across,
         timings=tuple(timings),
