@@ -81,13 +81,15 @@ def measure_collectives(
     """
     local = local_world_size or dist.get_world_size()
     limit_s = max(_LIMIT_S, _LIMIT_SHARE * seconds)
+    began = time.perf_counter()
     with ExitStack() as stack:
         tests = _tests(sizes, local, device, stack)
         left_s = limit_s
         for number, test in enumerate(tests):
             share_s = left_s / (len(tests) - number)
             left_s -= test.choose_sizes(device, asked_s=seconds / len(tests) / _LEAST_ROUNDS, limit_s=share_s)
-        for _ in rounds(seconds, device, least=_LEAST_ROUNDS, most=_MOST_ROUNDS, limit_s=limit_s):
+        (spent_s,) = max_over_ranks([time.perf_counter() - began], device)
+        for _ in rounds(seconds, device, least=_LEAST_ROUNDS, most=_MOST_ROUNDS, limit_s=limit_s - spent_s):
             for test in tests:
                 for nbytes, taken in test.taken.items():
                     taken.append(test.timed(nbytes, device))
@@ -133,7 +135,7 @@ class _Test:
         for nbytes in (first, *_SIZES_BYTES[device.type]):
             if len(chosen) > _LEAST_SIZES and 5 * spent_s > asked_s:
                 break  # the next takes about four times as long as the last
-            if needed_s + _CALLS * last_s * nbytes / last_bytes > limit_s:
+            if chosen and needed_s + _CALLS * last_s * nbytes / last_bytes > limit_s:
                 if len(chosen) > 1:
                     break
                 nbytes = second
