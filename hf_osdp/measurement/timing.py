@@ -120,13 +120,13 @@ def rounds(seconds: float, device: torch.device, *, least: int, most: int, limit
         device: where collectives run.
         least: rounds that are made though the time is up.
         most: rounds at which it ends in any case.
-        limit_s: seconds after which no further round is made, not even one of the `least`.
+        limit_s: no round but the first is begun that would end later, not even one of the `least`.
     """
     began = time.perf_counter()
     for number in range(most):
         if number >= least or (number and limit_s < float("inf")):
             (elapsed_s,) = max_over_ranks([time.perf_counter() - began], device)
-            if elapsed_s >= limit_s or (number >= least and elapsed_s >= seconds):
+            if elapsed_s * (number + 1) / max(number, 1) > limit_s or (number >= least and elapsed_s >= seconds):
                 return
         yield number
 

@@ -127,7 +127,7 @@ def emulated_measurement(monkeypatch, *, bytes_per_s: float, latency_s: float, s
 @pytest.mark.parametrize("bytes_per_s", [1e5, 1e6, 1e7])
 def test_links_are_measured_within_a_limit_on_a_slow_network(monkeypatch, bytes_per_s, latency_s):
     taken_s, sent, found = emulated_measurement(monkeypatch, bytes_per_s=bytes_per_s, latency_s=latency_s)
-    assert taken_s < 12
+    assert taken_s < 10.5
     assert all(len(sizes) >= 2 for sizes in sent)
     for timing_found in found:
         assert timing_found.seconds_per_byte == pytest.approx(1 / bytes_per_s, rel=0.01)
@@ -141,4 +141,4 @@ def test_links_are_measured_with_large_messages_on_a_fast_network(monkeypatch):
 
 def test_links_are_measured_for_longer_where_more_time_is_given(monkeypatch):
     few, many = (emulated_measurement(monkeypatch, bytes_per_s=1e6, latency_s=1e-4, seconds=seconds)[1] for seconds in (0.7, 60.0))
-    assert max(map(max, many)) > max(map(max, few))
+    assert sum(map(max, many)) > sum(map(max, few))
