@@ -18,7 +18,7 @@ from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.presets import preset, preset_names
 from ..planner.problem import PlanningProblem
 from ..planner.search.search import search
-from ..planner.split import WHOLE_BLOCKS, Cut
+from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..planning.preflight.devices import limit_within
 from ..quantities import parse_bytes
 from .options import Request
@@ -113,7 +113,7 @@ def describer(request: Request, hardware: Hardware) -> Callable[..., ModelDescri
     precision = precision_of(request, hardware)
     names = names_in(request.block_classes)
 
-    def describe_at(config: Any, sequence_length: int, cut: Cut = WHOLE_BLOCKS) -> ModelDescription:
+    def describe_at(config: Any, sequence_length: int, split: ModelSplit = WHOLE_BLOCKS) -> ModelDescription:
         from ..tracing.describe import describe
 
         return describe(
@@ -125,7 +125,7 @@ def describer(request: Request, hardware: Hardware) -> Callable[..., ModelDescri
             device_type=device_type_of(hardware),
             capability=hardware.device.capability,
             activation_checkpointing=request.activation_checkpointing,
-            cut=cut,
+            split=split,
         )
 
     return describe_at
@@ -199,26 +199,26 @@ def _case_of(request: Request, hardware: Hardware) -> tuple[PlanningProblem, Any
     )
     if request.split_vocabulary and not request.operator_splitting:
         raise ValueError("--split-vocabulary has no effect beside --no-operator-splitting; leave one of the two out.")
-    return (cut_case(case, request, config) if request.operator_splitting else case), config
+    return (split_case(case, request, config) if request.operator_splitting else case), config
 
 
 def plain_of(request: Request, hardware: Hardware, config: Any) -> ModelDescription:
-    """The model as it is, not cut."""
+    """The model as it is, not split."""
     return timed(request, describer(request, hardware)(config, request.sequence_length))
 
 
-def cut_case(case: PlanningProblem, request: Request, config: Any) -> PlanningProblem:
-    """The case of the model cut as it trains fastest. Blocks that are to be checkpointed, and those of a profile, stay whole."""
+def split_case(case: PlanningProblem, request: Request, config: Any) -> PlanningProblem:
+    """The case of the model split as it trains fastest. Blocks that are to be checkpointed, and those of a profile, stay whole."""
     if request.activation_checkpointing or (request.profile is not None and profile_of(request).segments):
         return case
-    from ..modeling.split.candidates import possible_cuts
+    from ..modeling.split.candidates import possible_splits
     from ..planner.search.split_search import choose_description
 
     describe = describer(request, case.hardware)
     description = choose_description(
         case,
-        lambda: possible_cuts(model_of(request, config), case.description, vocabulary=request.split_vocabulary),
-        lambda cut: describe(config, request.sequence_length, cut),
+        lambda: possible_splits(model_of(request, config), case.description, vocabulary=request.split_vocabulary),
+        lambda split: describe(config, request.sequence_length, split),
     )
     return replace(case, description=description)
 

@@ -15,9 +15,10 @@ from ..planner.hardware import Collective
 from ..planning.plan_run import PlannedRun
 from ..planning.recalibrate import Round
 from ..quantities import format_seconds
-from ..report.run_report import REPORT_FILE, report_content, write_report
-from ..report.tables import comparison_table, outcome_table, plan_caption, plan_table
-from ..report.trials import TrialRow, trials_table
+from ..report.content import REPORT_FILE, report_content, write_report
+from ..report.plan_file import PlanInputs
+from ..report.run_tables import TrialRow, outcome_table, trials_table
+from ..report.tables import comparison_table, plan_caption, plan_table
 
 __all__ = ["REPORT_FILE", "announce_plan", "announce_result"]
 
@@ -82,14 +83,12 @@ def announce_result(run: PlannedRun, measured: Observation, *, output_dir: str |
     if output_dir is None:
         return
     content = report_content(
-        plan=run.plan,
-        description=run.description,
-        estimate=estimate,
-        hardware=run.hardware,
-        comparison=run.comparison,
+        run.plan,
+        PlanInputs(description=run.description, job=run.job, hardware=run.hardware),
+        estimate,
         planning_s=run.planning_s,
+        comparison=run.comparison,
         measured=observation_content(measured),
-        job=run.job,
         recalibration=[_round_content(past, runs=past.plan.fingerprint == run.plan.fingerprint) for past in run.rounds],
     )
     path = write_report(content, output_dir)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..sharding.host_offload import parameter_groups
-from ..tracing.fake_copy import DEVICE, fake_like
+from ..tracing.tensors import DEVICE, fake_like
 
 _CONTAINERS = (dict, list, set, deque)
 _DATA = ("train_dataset", "eval_dataset")
@@ -118,7 +118,7 @@ def _fake_beside(module: nn.Module, model: nn.Module, twin: nn.Module) -> nn.Mod
     mode = next(torch._guards.detect_fake_mode([p]) for p in twin.parameters())
     memo: dict[int, Any] = {id(model): twin}
     for tensor in _tensors(module):
-        fake = fake_like(tensor, mode, None)
+        fake = fake_like(tensor, mode)
         memo[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
     return copy.deepcopy(module, memo)
 

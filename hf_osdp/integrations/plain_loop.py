@@ -20,7 +20,7 @@ from ..distributed.mesh import Meshes
 from ..distributed.restart import check_on_oom
 from ..measurement.loop_meter import LoopMeter
 from ..measurement.step_meter import Observation
-from ..modeling.split.candidates import cut_units
+from ..modeling.split.candidates import split_units
 from ..planner.description import DType
 from ..planner.hardware import Hardware
 from ..planner.job import OptimizerSpec, Precision
@@ -187,7 +187,7 @@ class OptimalShardedDataParallel(nn.Module):
             self.report = None if found.problem is None else found.problem.result(found.plan)
         else:
             self.plan = wanted.load(plan)
-        units = cut_units(model, self.plan.cut, wanted.block_classes, low_precision=self._precision.compute is not None)
+        units = split_units(model, self.plan.split, wanted.block_classes, low_precision=self._precision.compute is not None)
         say_what_is_found(model, self.plan, units, wanted, found)
         apply_plan(model, self.plan, units, meshes=meshes, mp_policy=mp_policy(self._precision))
         verify_applied(model, self.plan, units)

@@ -72,7 +72,7 @@ def change_alone(model: nn.Module, run: PlannedRun, optimizers: Sequence[torch.o
     names = parameter_names(model)
     apply_plan(model, run.plan, run.description.units)
     verify_applied(model, run.plan, run.description.units)
-    if run.plan.cut.splits:
+    if run.plan.split.sliced:
         for optimizer in optimizers:
             rebind_parameters(optimizer, names, model)
 

@@ -18,15 +18,14 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ..errors import ProfileError
-from ..modeling.batch import Inputs, training_batch
+from ..modeling.batch import Inputs, loss_of, training_batch
 from ..modeling.batch_norm import batch_norm_parameters
 from ..modeling.build import build_on_meta, checkpoint_blocks
 from ..modeling.units import find_units, modules_by_name
 from ..planner.description import DType, GatherSpan, ModelDescription, UnitDescription
 from ..planner.profile import SegmentTimes, SegmentWork, TimePoint
-from ..tracing.block_stub import block_key
 from ..tracing.describe import describe
-from ..tracing.trace import loss_of
+from ..tracing.equal_blocks import block_key
 from .stopwatch import ROOT, Pairs, Stopwatch
 from .timing import cores_are_shared, max_over_ranks, mean_over_ranks, min_over_ranks, rounds, trimmed_mean
 

@@ -16,8 +16,7 @@ from ..planner.hardware import Backend, DeviceSpec, Hardware
 from ..planner.presets import COMMUNICATOR_BYTES, UNIT_S, preset
 from .fsdp_overhead import measure_fsdp_overhead, measure_hooks
 from .links import GroupSizes, few_sizes, links_of, measure_collectives
-from .memory_limits import memory_of_rank
-from .rates import copy_rate, matmul_rates, measure_host, operator_seconds
+from .rates import copy_rate, matmul_rates, measure_host, memory_of_rank, operator_seconds
 from .timing import barrier, min_over_ranks
 
 _SECONDS_AT_START = 0.7

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import psutil
-import torch.distributed as dist
 
-from ..distributed.topology import find_topology
 from ..quantities import format_bytes
 
 _STEPS = 16
@@ -72,21 +70,6 @@ def rank_share(limits: Sequence[MemoryLimit], node: Sequence[Sequence[str]]) -> 
         among = f", among {ranks} ranks" if ranks > 1 else ""
         shares.append((limit.share_bytes(ranks), f"{format_bytes(limit.total_bytes)} of {limit.name} less what others hold{among}"))
     return min(shares)
-
-
-def memory_of_rank() -> tuple[int, str]:
-    """Return this rank's share of its machine's memory, and where rank 0's comes from. Collective."""
-    limits, local = memory_limits(), find_topology().ranks_per_node
-    names = [limit.name for limit in limits]
-    if not dist.is_initialized():
-        return rank_share(limits, [names])
-    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, names)
-    first = dist.get_rank() // local * local
-    share, source = rank_share(limits, everyone[first : first + local])
-    sources = [source]
-    dist.broadcast_object_list(sources, src=0)
-    return share, sources[0]
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, int]]:

@@ -9,14 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..distributed.topology import find_topology
 from ..planner.description import DType
 from ..planner.hardware import HostSpec
 from ..planner.job import OptimizerSpec
 from ..planner.profile import HostLink
-from .memory_limits import memory_of_rank
+from .memory_limits import memory_limits, rank_share
 from .timing import barrier, least_issue_seconds, median_seconds, min_over_ranks
 
 _DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64)
@@ -144,6 +146,21 @@ def measure_host(device: torch.device, seconds: float) -> HostSpec | None:
         update_bytes_per_s=rate,
         source=f"measured; memory: {where}",
     )
+
+
+def memory_of_rank() -> tuple[int, str]:
+    """Return this rank's share of its machine's memory, and where rank 0's comes from. Collective."""
+    limits, local = memory_limits(), find_topology().ranks_per_node
+    names = [limit.name for limit in limits]
+    if not dist.is_initialized():
+        return rank_share(limits, [names])
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, names)
+    first = dist.get_rank() // local * local
+    share, source = rank_share(limits, everyone[first : first + local])
+    sources = [source]
+    dist.broadcast_object_list(sources, src=0)
+    return share, sources[0]
 
 
 def update_rate(device: torch.device, seconds: float, *, elements: int = _UPDATE_ELEMENTS) -> float:

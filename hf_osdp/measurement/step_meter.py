@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from ..distributed.mesh import collective_device, world_size
 from ..planner.fit import fit_line
 from ..planner.hardware import Collective, CollectiveTiming
-from ..tracing.live_bytes import LiveBytes
+from ..tracing.memory_tracker import MemoryTracker
 from .collective_clock import CollectiveCall, CollectiveClock, of_last_rank
 from .timing import Moment, now, seconds_between
 
@@ -67,7 +67,7 @@ class StepMeter:
     Among several ranks the second (or `clocked_steps` from there) has its collectives timed (`CollectiveClock`), and counts
     for nothing else.
 
-    CPU: the peak is that of the second step, from live tensor bytes (`LiveBytes`: what is held when the step begins, and
+    CPU: the peak is that of the second step, from live tensor bytes (`MemoryTracker`: what is held when the step begins, and
     what its operators make). Among several ranks the third, or `clocked_steps` from there, has its
     collectives timed. Neither these nor the first is timed.
     """
@@ -90,7 +90,7 @@ class StepMeter:
         self._on_cuda = self._device.type == "cuda"
         self._durations: deque[tuple[Moment, Moment]] = deque(maxlen=_KEPT_STEPS)
         self._began: Moment | None = None
-        self._mode: LiveBytes | CollectiveClock | None = None
+        self._mode: MemoryTracker | CollectiveClock | None = None
         self._left: list[TorchDispatchMode] = []
         self._clock: CollectiveClock | None = None
         self.steps = 0
@@ -130,7 +130,7 @@ class StepMeter:
             self._durations.append((self._began, now(self._device)))
         if isinstance(self._mode, CollectiveClock):
             self._clock = self._mode
-        elif isinstance(self._mode, LiveBytes):
+        elif isinstance(self._mode, MemoryTracker):
             self.peak_bytes = self._mode.peak_bytes
         elif self._on_cuda:
             self.peak_bytes = max(self.peak_bytes or 0, torch.cuda.max_memory_allocated(self._device))
@@ -167,7 +167,7 @@ class StepMeter:
         if self._left:
             return
         if self.steps == 1 and not self._on_cuda:
-            self._mode = LiveBytes(block_bytes=1, device_type=self._device.type)
+            self._mode = MemoryTracker(block_bytes=1, device_type=self._device.type)
             self._mode.track(self._held())
         elif 1 <= self.steps < self.untimed and world_size() > 1:
             self._mode = self._clock or CollectiveClock(self._device)

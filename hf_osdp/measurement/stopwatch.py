@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..modeling.units import modules_by_name, stretching_modules
+from ..modeling.units import modules_by_name, segment_modules
 from ..modeling.wrapping import cast_floating, forward_replaced
 from ..planner.description import UnitDescription
 from .timing import Moment, barrier, now, seconds_between, synchronize
@@ -53,7 +53,7 @@ class Stopwatch:
         """
         self._meets = meets
         self._model, self._device, self._compute_dtype = model, device, compute_dtype
-        self._modules = stretching_modules(modules_by_name(model), units)
+        self._modules = segment_modules(modules_by_name(model), units)
         self._inside = self._in_backward = False
         self._marks: list[tuple[int, Moment, bool]] = []  # section, moment, whether a barrier was before it
         self._barrier_s = 0.0

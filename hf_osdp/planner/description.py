@@ -15,7 +15,7 @@ from enum import Enum
 
 from .affine import Affine, Envelope
 from .allocation_trace import AllocationTrace
-from .split import WHOLE_BLOCKS, Cut
+from .split import WHOLE_BLOCKS, ModelSplit
 
 
 class DType(str, Enum):
@@ -220,7 +220,7 @@ class ModelDescription:
     model_name: str
     model_class: str
     block_classes: tuple[str, ...]
-    cut: Cut = WHOLE_BLOCKS
+    split: ModelSplit = WHOLE_BLOCKS
     """What was done to the model before its units were found."""
     sequence_length: int
     compute_dtype: DType

@@ -29,8 +29,8 @@ def fsdp_plan_of(plan: Plan) -> dict[str, str]:
     sizes = {unit.shard_size for unit in plan.units}
     if len(sizes) > 1:
         raise _cannot(f"units have {len(sizes)} group sizes ({', '.join(map(str, sorted(sizes)))})", "one mesh for all")
-    if not plan.cut.is_none:
-        raise _cannot(f"the model is cut into {plan.cut.describe()}", "whole modules")
+    if not plan.split.is_none:
+        raise _cannot(f"the model is split into {plan.split.describe()}", "whole modules")
     if 0 < (on_host := sum(unit.on_host for unit in plan.units)) < len(plan.units):
         raise _cannot(f"{on_host} of {len(plan.units)} units live on the host", "all on the host (fsdp_cpu_offload) or none")
     for unit in plan.units:

@@ -11,15 +11,13 @@ from typing import Any
 
 from ..errors import PlanError
 from ..reading import parse_json, problem_of_text, read_bytes
-from .cost.communicators import communicators_of
-from .cost.units import Batch, Choice
-from .decision import UnitDecision
-from .description import ModelDescription
+from .decision import Batch, UnitDecision, UnitLayout, communicators_of
+from .description import GatherSpan, ModelDescription
 from .files import validated, write_whole
 from .hardware import MOST_RANKS
-from .split import WHOLE_BLOCKS, Cut
+from .split import WHOLE_BLOCKS, ModelSplit
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 _MOST = {"world_size": MOST_RANKS, "micro_batch_size": 2**20, "accumulation_steps": 2**20, "sequence_length": 2**30}
 _MOST_UNITS = 2**14
 
@@ -41,8 +39,8 @@ class Plan:
     accumulation_steps: int
     """Micro-batches a rank runs before each optimizer step."""
     model_fingerprint: str
-    cut: Cut = WHOLE_BLOCKS
-    """What is done to the model before its units are found: the units are those of the model that was cut so."""
+    split: ModelSplit = WHOLE_BLOCKS
+    """What is done to the model before its units are found: the units are those of the model that was split so."""
     model_name: str = ""
     sequence_length: int = 1
     memory_limit_bytes: int | None = None
@@ -98,7 +96,7 @@ class Plan:
         return fsdp_plan_of(self)
 
     @classmethod
-    def of(cls, description: ModelDescription, choices: Sequence[Choice], batch: Batch, *, world_size: int, **stated: Any) -> Plan:
+    def of(cls, description: ModelDescription, choices: Sequence[UnitLayout], batch: Batch, *, world_size: int, **stated: Any) -> Plan:
         """The plan of these choices.
 
         Args:
@@ -115,7 +113,7 @@ class Plan:
             units=tuple(units),
             **asdict(batch),
             model_fingerprint=description.fingerprint,
-            cut=description.cut,
+            split=description.split,
             model_name=description.model_name,
             sequence_length=description.sequence_length,
             **stated,
@@ -129,7 +127,7 @@ class Plan:
     @property
     def communicators(self) -> int:
         """NCCL communicators of each rank."""
-        return communicators_of(((unit.shard_size, unit.stage_size) for unit in self.units), self.world_size)
+        return communicators_of(self.units, self.world_size)
 
     @property
     def samples_per_s(self) -> float | None:
@@ -142,6 +140,22 @@ class Plan:
         told = {"memory_limit_bytes": None, "peak_bytes": None, "step_s": None, "model_name": "", "hardware": "", "proven_optimal": False}
         run = asdict(replace(self, **told, devices_per_node=None))
         return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def batch(self) -> Batch:
+        """Micro-batch size and accumulation."""
+        return Batch(micro_batch_size=self.micro_batch_size, accumulation_steps=self.accumulation_steps)
+
+    def layouts(self, description: ModelDescription) -> tuple[UnitLayout, ...]:
+        """Return each unit's layout in the description's order, as it runs: some units leave no choice of what a decision says."""
+        decisions = {decision.fqn: decision.layout for decision in self.units}
+        layouts = []
+        for unit in description.units:
+            layout = decisions[unit.fqn]
+            free = unit.span is GatherSpan.CALLS or (unit.span is GatherSpan.USE and layout.reshard_after_forward)
+            reduces = layout.reduce_every_micro_step or self.accumulation_steps == 1
+            layouts.append(replace(layout, reshard_after_forward=free, reduce_every_micro_step=reduces))
+        return tuple(layouts)
 
     def decision(self, fqn: str) -> UnitDecision:
         """The decision for one unit.
@@ -161,8 +175,8 @@ class Plan:
             for name in ("world_size", "micro_batch_size", "accumulation_steps", "model_fingerprint")
             if getattr(self, name) != getattr(other, name)
         ]
-        if self.cut != other.cut:
-            lines.append(f"cut: {self.cut.describe()} -> {other.cut.describe()}")
+        if self.split != other.split:
+            lines.append(f"split: {self.split.describe()} -> {other.split.describe()}")
         mine, theirs = ({u.fqn: u for u in plan.units} for plan in (self, other))
         for fqn in dict.fromkeys([*mine, *theirs]):
             before = mine[fqn].describe(self.world_size) if fqn in mine else "absent"
@@ -195,7 +209,8 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text, with its fingerprint."""
-        return json.dumps({**asdict(self), "fingerprint": self.fingerprint}, indent=1) + "\n"
+        units = [{"fqn": unit.fqn, **asdict(unit.layout)} for unit in self.units]  # the name first
+        return json.dumps({**asdict(self), "units": units, "fingerprint": self.fingerprint}, indent=1) + "\n"
 
     def save(self, path: str | Path) -> None:
         """Write the JSON form to `path`, whole or not at all."""

@@ -10,8 +10,8 @@ from typing import Any
 from ..distributed.restart import check_on_oom
 from ..planner.hardware import Hardware, check_margin
 from ..planner.plan import Plan
+from ..planner.problem import Strategy
 from ..planner.profile import Profile
-from ..planner.search.strategies import Strategy
 from ..quantities import parse_bytes
 
 _OPEN_SWITCHES = ("reduce_every_micro_step", "recompute", "host_offload", "offload_activations", "split_vocabulary")

@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import CheckpointingError, DescriptionError
 from ..modeling.batch import Inputs, Loss, training_batch
 from ..planner.description import ModelDescription
-from ..planner.split import Cut
+from ..planner.split import ModelSplit
 from ..tracing.describe import describe, is_by_formula
 from .config import OSDPConfig
 
@@ -36,19 +36,19 @@ class Describer:
         if config.inputs is None and facts.inputs is not None and _has_usual_batch(model):
             self._ways.append((None, None))
 
-    def describe(self, cut: Cut) -> ModelDescription:
-        """Describe the model as it is when cut so.
+    def describe(self, split: ModelSplit) -> ModelDescription:
+        """Describe the model as it is when split so.
 
         Raises:
             DescriptionError: it cannot be described in any way.
         """
         while len(self._ways) > 1:
             try:
-                description = self._described(cut, *self._ways[0])
+                description = self._described(split, *self._ways[0])
             except CheckpointingError:
                 raise
             except DescriptionError as error:
-                if not cut.is_none:
+                if not split.is_none:
                     raise
                 reason = str(error)
             else:
@@ -63,9 +63,9 @@ class Describer:
                 self._facts.sequence_length,
             )
             del self._ways[0]
-        return self._described(cut, *self._ways[0])
+        return self._described(split, *self._ways[0])
 
-    def _described(self, cut: Cut, inputs: Inputs | None, loss: Loss | None) -> ModelDescription:
+    def _described(self, split: ModelSplit, inputs: Inputs | None, loss: Loss | None) -> ModelDescription:
         facts = self._facts
         description = describe(
             self._model,
@@ -77,7 +77,7 @@ class Describer:
             activation_checkpointing=facts.activation_checkpointing,
             inputs=inputs,
             loss=loss,
-            cut=cut,
+            split=split,
         )
         return replace(description, other_bytes=sum(facts.other_models.values()))
 

@@ -25,7 +25,7 @@ def say_what_is_found(model: nn.Module, plan: Plan, units: Sequence[UnitDescript
     Args:
         model: not yet sharded.
         plan: what is to run.
-        units: the model's, cut as the plan says.
+        units: the model's, split as the plan says.
         wanted: the arguments.
         found: what the plan was found for; None where it was given.
 
@@ -40,7 +40,7 @@ def say_what_is_found(model: nn.Module, plan: Plan, units: Sequence[UnitDescript
         units=units,
         precision=wanted.precision,
         optimizer=wanted.optimizer or plain_adamw(device_type),
-        asked_classes=None if plan.cut.operators else wanted.block_classes,
+        asked_classes=None if plan.split.operators else wanted.block_classes,
         found_classes=classes,
         plan=plan,
         chosen=found is not None and wanted.strategy in (None, "osdp"),

@@ -27,7 +27,7 @@ from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.plan import Plan
 from ..planner.profile import Profile, with_block_times
 from ..planner.search.search import SearchResult, StrategyResult, compare_strategies
-from ..planner.split import WHOLE_BLOCKS, Cut
+from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..quantities import format_bytes
 from ..sharding.host_offload import uses_host
 from .config import OSDPConfig
@@ -211,13 +211,13 @@ def _plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedR
     _check_host(hardware, config, facts)
     limit = _memory_limit(config, hardware)
     problem = Problem(description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=config.strategy)
-    cuts = config.operator_splitting and _may_cut(facts, profile)
+    splits = config.operator_splitting and _may_split(facts, profile)
     vocabulary = facts.reads_loss_alone if config.split_vocabulary is None else config.split_vocabulary
     plan = broadcast_plan(
-        on_rank_zero(lambda: (problem.with_best_cut(model, described, vocabulary=vocabulary) if cuts else problem).solve())
+        on_rank_zero(lambda: (problem.with_best_split(model, described, vocabulary=vocabulary) if splits else problem).solve())
     )
-    if plan.cut != description.cut:
-        problem = replace(problem, description=described(plan.cut))
+    if plan.split != description.split:
+        problem = replace(problem, description=described(plan.split))
     plan.check(problem.description, facts.world_size)
     rounds: tuple[Round, ...] = ()
     meshes: Meshes | None = None
@@ -324,27 +324,27 @@ def _memory_limit(config: OSDPConfig, hardware: Hardware) -> int:
 
 
 def _comparison(problem: Problem, plain: ModelDescription) -> tuple[StrategyResult, ...]:
-    """The plan's strategy on the model as it is cut, single ones on the model as it came."""
-    return compare_strategies(replace(problem.question, description=plain), cut=problem.description)
+    """The plan's strategy on the model as it is split, single ones on the model as it came."""
+    return compare_strategies(replace(problem.question, description=plain), split=problem.description)
 
 
-def _may_cut(facts: RunFacts, profile: Profile | None) -> bool:
-    """Whether cut models can be described here: blocks that are recomputed by others are whole, and so are those of a profile."""
+def _may_split(facts: RunFacts, profile: Profile | None) -> bool:
+    """Whether split models can be described here: blocks that are recomputed by others are whole, and so are those of a profile."""
     return not facts.activation_checkpointing and (profile is None or not profile.segments)
 
 
 def _given(
-    config: OSDPConfig, facts: RunFacts, job: TrainingJob, described: Callable[[Cut], ModelDescription], started: float
+    config: OSDPConfig, facts: RunFacts, job: TrainingJob, described: Callable[[ModelSplit], ModelDescription], started: float
 ) -> PlannedRun:
     """Run the plan that the user gave, after checking that it is for this run."""
 
     def load() -> Plan:
         plan = config.plan if isinstance(config.plan, Plan) else Plan.load(Path(str(config.plan)))
-        _check_given(plan, config, facts, described(plan.cut), job)
+        _check_given(plan, config, facts, described(plan.split), job)
         return plan
 
     plan = broadcast_plan(on_rank_zero(load))
-    description = described(plan.cut)
+    description = described(plan.split)
     plan.check(description, facts.world_size)
     warn_of_other_nodes(plan)
     return PlannedRun(

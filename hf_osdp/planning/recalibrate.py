@@ -10,7 +10,7 @@ from torch import nn
 from ..distributed.consensus import broadcast_plan, on_rank_zero
 from ..errors import InfeasibleError
 from ..measurement.step_meter import Observation
-from ..modeling.split.candidates import possible_cuts
+from ..modeling.split.candidates import possible_splits
 from ..planner.cost.correction import Correction, correction_of
 from ..planner.cost.evaluate import estimate_plan
 from ..planner.description import ModelDescription
@@ -20,7 +20,7 @@ from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.search.search import SearchResult, search
 from ..planner.search.split_search import choose_description
-from ..planner.split import Cut
+from ..planner.split import ModelSplit
 from ..quantities import format_bytes
 
 MOST_ROUNDS = 3
@@ -57,15 +57,15 @@ class Problem:
         """
         return search(self.question).plan
 
-    def with_best_cut(self, model: nn.Module, describe: Callable[[Cut], ModelDescription], *, vocabulary: bool) -> Problem:
-        """The problem of the model cut as it trains fastest.
+    def with_best_split(self, model: nn.Module, describe: Callable[[ModelSplit], ModelDescription], *, vocabulary: bool) -> Problem:
+        """The problem of the model split as it trains fastest.
 
         Args:
             model: whole, not sharded.
-            describe: from a cut to the description of the model that is cut so.
-            vocabulary: as for `possible_cuts`.
+            describe: from a split to the description of the model that is split so.
+            vocabulary: as for `possible_splits`.
         """
-        description = choose_description(self.question, lambda: possible_cuts(model, self.description, vocabulary=vocabulary), describe)
+        description = choose_description(self.question, lambda: possible_splits(model, self.description, vocabulary=vocabulary), describe)
         return replace(self, description=description)
 
     def result(self, plan: Plan) -> SearchResult:

@@ -13,13 +13,13 @@ from ..distributed.allocator_settings import expands_segments
 from ..distributed.consensus import broadcast_plan, on_rank_zero
 from ..distributed.mesh import Meshes, world_size
 from ..distributed.restart import limit_after_oom
-from ..modeling.split.candidates import cut_units
+from ..modeling.split.candidates import split_units
 from ..planner.description import ModelDescription
 from ..planner.hardware import Hardware, check_margin
 from ..planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from ..planner.plan import Plan
 from ..planner.profile import Profile, with_block_times
-from ..planner.split import WHOLE_BLOCKS, Cut
+from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..quantities import parse_bytes
 from ..sharding.environment import training_device
 from .given import check_given, refuse_a_host_of_the_cpu, warn_of_other_nodes
@@ -153,7 +153,7 @@ class Wanted:
                 description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=self.strategy or "osdp"
             )
             if self.operator_splitting is not False and (profile is None or not profile.segments):  # which are times of whole blocks
-                problem = problem.with_best_cut(model, lambda cut: self._describe(model, device_type, cut), vocabulary=False)
+                problem = problem.with_best_split(model, lambda split: self._describe(model, device_type, split), vocabulary=False)
             problems.append(problem)
             return problem.solve()
 
@@ -174,7 +174,7 @@ class Wanted:
         from .recalibrate import recalibrate
 
         device = training_device()
-        units = cut_units(model, plan.cut, self.block_classes, low_precision=self.precision.compute is not None)
+        units = split_units(model, plan.split, self.block_classes, low_precision=self.precision.compute is not None)
         meshes = Meshes(device.type) if dist.is_initialized() else None
         inputs = self.inputs or training_batch(model, self.sequence_length)
         trial = Trial(model=model, units=units, job=job, inputs=inputs, device=device)
@@ -183,7 +183,7 @@ class Wanted:
             meshes.keep(plan)
         return plan, rounds, corrected, meshes
 
-    def _describe(self, model: nn.Module, device_type: str, cut: Cut = WHOLE_BLOCKS) -> ModelDescription:
+    def _describe(self, model: nn.Module, device_type: str, split: ModelSplit = WHOLE_BLOCKS) -> ModelDescription:
         from ..tracing.describe import describe
 
         return describe(
@@ -193,7 +193,7 @@ class Wanted:
             compute_dtype=self.precision.compute,
             device_type=device_type,
             inputs=self.inputs,
-            cut=cut,
+            split=split,
         )
 
     def _profile(self) -> Profile | None:

@@ -242,7 +242,7 @@ def test_decisions_that_are_fixed_are_the_plans():
     plan = planned(recompute=True, reduce_every_micro_step=True, micro_batch_size=1, operator_splitting=False).plan
     blocks = [unit for unit in plan.units if ".h." in unit.fqn]
     assert blocks and all(unit.activations is Activations.RECOMPUTE for unit in blocks)
-    assert all(unit.reduce_every_micro_step for unit in plan.units) and plan.cut == WHOLE_BLOCKS
+    assert all(unit.reduce_every_micro_step for unit in plan.units) and plan.split == WHOLE_BLOCKS
 
 
 @pytest.mark.parametrize("name", ["host_offload", "offload_activations"])

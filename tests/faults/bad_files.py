@@ -132,7 +132,7 @@ plan_file(
     "FOLDER/plan.json has the key 'world_size' twice in one object. Write it again with Plan.save.",
     '{"world_size": 4, "world_size": 8}',
 )
-plan_file("another version", "version 99", "The plan has version 99; this hf_osdp reads version 3. Plan again.", set_to("version", 99))
+plan_file("another version", "version 99", "The plan has version 99; this hf_osdp reads version 4. Plan again.", set_to("version", 99))
 plan_file("an unknown key", "colour", "FOLDER/plan.json is not a valid plan: colour: ‹reason›.", set_to("colour", "red"))
 plan_file("a missing key", "units", "FOLDER/plan.json is not a valid plan: units: ‹reason›.", lambda content: content.pop("units"))
 plan_file(

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..cost.correction import Correction
-from ..cost.evaluate import batch_of, capacity_of, choices_of
+from ..cost.evaluate import capacity_of
 from ..cost.memory import estimate_memory
 from ..description import ModelDescription
 from ..hardware import Hardware
@@ -58,8 +58,8 @@ def capacity_needed(plan: Plan, description: ModelDescription, job: TrainingJob,
 
 
 def _replayed(plan: Plan, description: ModelDescription, job: TrainingJob, capacity_bytes: int | None) -> Reserved:
-    choices = choices_of(plan, description)
-    return estimate_reserved(description, choices, plan.world_size, job, batch_of(plan), capacity_bytes=capacity_bytes)
+    choices = plan.layouts(description)
+    return estimate_reserved(description, choices, plan.world_size, job, plan.batch, capacity_bytes=capacity_bytes)
 
 
 def within_reserved(
@@ -104,7 +104,7 @@ def within_reserved(
         if found is None or missing(found, True) > 0:
             return None
     plan = found.plan
-    memory = estimate_memory(description, choices_of(plan, description), plan.world_size, job, batch_of(plan))
+    memory = estimate_memory(description, plan.layouts(description), plan.world_size, job, plan.batch)
     proven = plan.proven_optimal and found is first
     plan = replace(plan, peak_bytes=memory.on(hardware), proven_optimal=proven, memory_limit_bytes=memory_limit_bytes)
     return replace(found, plan=plan, memory=memory)

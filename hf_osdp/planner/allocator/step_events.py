@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..cost.memory import gathered_ahead, merging_stretch
-from ..cost.units import Batch, Choice
+from ..decision import Batch, UnitLayout
 from ..description import GatherSpan, ModelDescription
 from ..job import OptimizerStep, TrainingJob
 from .activation_events import ActivationEvents
@@ -22,7 +22,9 @@ _STEP_COUNT_BYTES = 4
 """A parameter's count of steps, which Adam with fused kernels keeps on the device."""
 
 
-def step_events(description: ModelDescription, choices: Sequence[Choice], world_size: int, job: TrainingJob, batch: Batch) -> StepEvents:
+def step_events(
+    description: ModelDescription, choices: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
+) -> StepEvents:
     """The events of one optimizer step on the fullest rank.
 
     Args:
@@ -48,7 +50,7 @@ def step_events(description: ModelDescription, choices: Sequence[Choice], world_
 
 def estimate_reserved(
     description: ModelDescription,
-    choices: Sequence[Choice],
+    choices: Sequence[UnitLayout],
     world_size: int,
     job: TrainingJob,
     batch: Batch,
@@ -71,7 +73,9 @@ def estimate_reserved(
 class _Step:
     """Walks through a step as `planner/cost/memory.py` does, and writes down events instead of levels."""
 
-    def __init__(self, description: ModelDescription, choices: Sequence[Choice], world_size: int, job: TrainingJob, batch: Batch) -> None:
+    def __init__(
+        self, description: ModelDescription, choices: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
+    ) -> None:
         self.log = EventLog()
         self._description, self._job, self._samples = description, job, batch.micro_batch_size
         self._units = [UnitOnDevice(u, c, world_size, job, batch) for u, c in zip(description.units, choices, strict=True)]
@@ -152,7 +156,7 @@ class _Step:
             if not unit.gathered:
                 self._gather(unit, forward=True)
             self._activations.forward(index)
-            if unit.span is not GatherSpan.STEP and not unit.choice.keep:
+            if unit.span is not GatherSpan.STEP and unit.choice.reshard_after_forward:
                 self._free_gathered(unit)
         self.log.drop(self._last_buffer)
         self._last_buffer = None
@@ -227,7 +231,7 @@ class _Step:
             if unit.span is GatherSpan.STEP:
                 continue
             if index > self._first_use[number]:
-                if not unit.choice.keep:
+                if unit.choice.reshard_after_forward:
                     self._free_gathered(unit)
             elif self._activations.hands_back(index):
                 self._free_gathered(unit)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..cost.units import Batch, Choice, reduce_input, unit_bytes
+from ..cost.units import reduce_input, unit_bytes
+from ..decision import Batch, UnitLayout
 from ..description import ParameterSpec, UnitDescription
 from ..job import TrainingJob
 
@@ -10,7 +11,7 @@ from ..job import TrainingJob
 class UnitOnDevice:
     """One unit's parameters as FSDP2 handles them, and what of them is there now."""
 
-    def __init__(self, unit: UnitDescription, choice: Choice, world_size: int, job: TrainingJob, batch: Batch) -> None:
+    def __init__(self, unit: UnitDescription, choice: UnitLayout, world_size: int, job: TrainingJob, batch: Batch) -> None:
         self.span, self.choice = unit.span, choice
         self.terms = unit_bytes(unit, choice, world_size, job, batch)
         g, precision = choice.shard_size, job.precision

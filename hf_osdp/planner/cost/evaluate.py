@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from ..allocator.replay import Reserved
 from ..allocator.step_events import estimate_reserved
-from ..description import GatherSpan, ModelDescription
+from ..decision import Batch, UnitLayout
+from ..description import ModelDescription
 from ..hardware import Backend, Collective, Hardware
 from ..job import TrainingJob
-from ..plan import Plan, UnitDecision
+from ..plan import Plan
 from .memory import MemoryEstimate, estimate_memory
 from .timing import TimeEstimate, estimate_time
-from .units import Batch, Choice, UnitBytes, unit_bytes, unit_seconds
+from .units import UnitBytes, unit_bytes, unit_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,32 +33,6 @@ class PlanEstimate:
     CUDA's."""
 
 
-def choices_of(plan: Plan, description: ModelDescription) -> tuple[Choice, ...]:
-    """The plan's decisions as choices, in the description's order."""
-    decisions = {decision.fqn: decision for decision in plan.units}
-    return tuple(
-        Choice(
-            shard_size=decisions[unit.fqn].shard_size,
-            keep=_keeps(unit.span, decisions[unit.fqn]),
-            stage_size=decisions[unit.fqn].stage_size,
-            hold_gradients=not decisions[unit.fqn].reduce_every_micro_step and plan.accumulation_steps > 1,
-            activations=decisions[unit.fqn].activations,
-            on_host=decisions[unit.fqn].on_host,
-        )
-        for unit in description.units
-    )
-
-
-def _keeps(span: GatherSpan, decision: UnitDecision) -> bool:
-    """Whether gathered parameters stay, whatever a decision says of units that leave no choice."""
-    return span is GatherSpan.STEP or (span is GatherSpan.USE and not decision.reshard_after_forward)
-
-
-def batch_of(plan: Plan) -> Batch:
-    """The plan's batch."""
-    return Batch(micro_batch_size=plan.micro_batch_size, accumulation_steps=plan.accumulation_steps)
-
-
 def estimate_plan(plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware | None = None) -> PlanEstimate:
     """Estimate a plan.
 
@@ -70,7 +45,7 @@ def estimate_plan(plan: Plan, description: ModelDescription, job: TrainingJob, h
     Returns:
         Memory moments, memory terms by unit, reserved memory, and seconds by unit.
     """
-    choices, batch = choices_of(plan, description), batch_of(plan)
+    choices, batch = plan.layouts(description), plan.batch
     pairs = zip(description.units, choices, strict=True)
     return PlanEstimate(
         units=tuple(unit_bytes(unit, choice, plan.world_size, job, batch) for unit, choice in pairs),
@@ -82,7 +57,7 @@ def estimate_plan(plan: Plan, description: ModelDescription, job: TrainingJob, h
 
 
 def _reserved(
-    plan: Plan, description: ModelDescription, choices: Sequence[Choice], hardware: Hardware, job: TrainingJob, batch: Batch
+    plan: Plan, description: ModelDescription, choices: Sequence[UnitLayout], hardware: Hardware, job: TrainingJob, batch: Batch
 ) -> Reserved | None:
     """Reserved memory, of what the plan's limit leaves the allocator; None on the CPU, which has no such allocator."""
     if hardware.backend is not Backend.NCCL:
@@ -100,7 +75,7 @@ def capacity_of(plan: Plan, hardware: Hardware, job: TrainingJob, memory_limit_b
 
 
 def _collectives(
-    description: ModelDescription, choices: Sequence[Choice], hardware: Hardware, job: TrainingJob, batch: Batch
+    description: ModelDescription, choices: Sequence[UnitLayout], hardware: Hardware, job: TrainingJob, batch: Batch
 ) -> dict[Collective, float]:
     """Gathers in every micro-step, reduce-scatters as often as the batch says, all-reduces between replicas once."""
     terms = [unit_seconds(unit, choice, hardware, job) for unit, choice in zip(description.units, choices, strict=True)]

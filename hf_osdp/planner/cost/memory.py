@@ -21,11 +21,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from ..decision import Batch, UnitLayout, communicators_of
 from ..description import Activations, GatherSpan, ModelDescription, Segment
 from ..hardware import Hardware
 from ..job import OptimizerStep, TrainingJob
-from .communicators import communicators_of
-from .units import Batch, Choice, UnitBytes, gradients_arriving, merged_gradients, pinned_bytes, reduce_input, unit_bytes
+from .units import UnitBytes, gradients_arriving, merged_gradients, pinned_bytes, reduce_input, unit_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    description: ModelDescription, choices: Sequence[Choice], world_size: int, job: TrainingJob, batch: Batch
+    description: ModelDescription, choices: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
 ) -> MemoryEstimate:
     """Every moment of one optimizer step on the fullest rank.
 
@@ -162,7 +162,7 @@ def estimate_memory(
         host_bytes=sum(unit.host for unit in units)
         + max((unit.host_moment for unit in units), default=0)
         + sum(activation_host_bytes(s, batch.micro_batch_size, choices[s.unit].activations) for s in description.segments),
-        communicators=communicators_of(((choice.shard_size, choice.stage_size) for choice in choices), world_size),
+        communicators=communicators_of(choices, world_size),
     )
 
 

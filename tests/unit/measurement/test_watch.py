@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hf_osdp.measurement.loop_meter import LoopMeter
 from hf_osdp.measurement.step_meter import Observation
-from hf_osdp.tracing.live_bytes import LiveBytes
+from hf_osdp.tracing.memory_tracker import MemoryTracker
 
 ELEMENTS = 100_000
 
@@ -101,7 +101,7 @@ def test_a_mode_of_the_users_own_is_not_disturbed():
     model, optimizer, _, told = watched(steps=3)
     for step in range(3):
         loss = model(torch.ones(ELEMENTS))
-        mine = LiveBytes(block_bytes=1)
+        mine = MemoryTracker(block_bytes=1)
         with mine:
             loss.backward()
             optimizer.step()

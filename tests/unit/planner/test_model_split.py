@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from hf_osdp.planner.split import Cut, OperatorSplit
+from hf_osdp.planner.split import ModelSplit, OperatorSplit
 
 
 def test_default_cuts_nothing():
-    assert Cut().is_none
-    assert not Cut(operators=True).is_none
-    assert not Cut(splits=(OperatorSplit(fqn="lm_head", slices=2),)).is_none
+    assert ModelSplit().is_none
+    assert not ModelSplit(operators=True).is_none
+    assert not ModelSplit(sliced=(OperatorSplit(fqn="lm_head", slices=2),)).is_none
 
 
 @pytest.mark.parametrize("slices", [1, 0, -3, 2.0, True])
@@ -27,10 +27,10 @@ def test_names_are_names(fqn):
 
 def test_an_operator_is_split_once():
     with pytest.raises(ValueError, match="'lm_head' is split 2 times"):
-        Cut(splits=(OperatorSplit(fqn="lm_head", slices=2), OperatorSplit(fqn="lm_head", slices=3)))
+        ModelSplit(sliced=(OperatorSplit(fqn="lm_head", slices=2), OperatorSplit(fqn="lm_head", slices=3)))
 
 
 @pytest.mark.parametrize("splits", [["lm_head"], ("lm_head",), [OperatorSplit(fqn="a", slices=2)]])
 def test_splits_are_a_tuple_of_splits(splits):
     with pytest.raises(ValueError, match="tuple of OperatorSplit"):
-        Cut(splits=splits)
+        ModelSplit(sliced=splits)

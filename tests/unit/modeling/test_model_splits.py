@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from hf_osdp.errors import DescriptionError
-from hf_osdp.modeling.split.candidates import SHALLOW, cut_units, possible_cuts
+from hf_osdp.modeling.split.candidates import SHALLOW, possible_splits, split_units
 from hf_osdp.modeling.units import find_units
 from hf_osdp.modeling.wrapping import is_recomputed, recompute
 from hf_osdp.planner.description import Activations, DType, GatherSpan
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.search.search import fastest_without_limit, least_memory, search
 from hf_osdp.planner.search.split_search import choose_description
-from hf_osdp.planner.split import WHOLE_BLOCKS, Cut, OperatorSplit
+from hf_osdp.planner.split import WHOLE_BLOCKS, ModelSplit, OperatorSplit
 from hf_osdp.tracing.describe import describe
 from tests.helpers.hardware import bare_preset
 from tests.helpers.models import tiny_model
@@ -43,47 +43,47 @@ def test_operator_units_are_the_parts_of_blocks_and_norms_are_the_roots(llama):
 
 def test_each_slice_is_a_unit_and_the_model_stays_whole(llama):
     before = [name for name, _ in llama.named_parameters()]
-    cut = Cut(operators=True, splits=(OperatorSplit(fqn="model.layers.1.mlp.down_proj", slices=3),))
-    names = [unit.fqn for unit in cut_units(llama, cut)]
+    split = ModelSplit(operators=True, sliced=(OperatorSplit(fqn="model.layers.1.mlp.down_proj", slices=3),))
+    names = [unit.fqn for unit in split_units(llama, split)]
     assert [name for name in names if "down_proj" in name] == [f"model.layers.1.mlp.down_proj.slices.{i}" for i in range(3)]
     assert "model.layers.1.mlp.gate_proj" in names and "model.layers.0.mlp" in names
     assert [name for name, _ in llama.named_parameters()] == before
 
 
-def test_blocks_with_slices_are_cut_whatever_is_asked_for(llama):
-    cut = Cut(splits=(OperatorSplit(fqn="model.layers.0.mlp.up_proj", slices=2),))
-    names = [unit.fqn for unit in cut_units(llama, cut)]
+def test_blocks_with_slices_are_split_whatever_is_asked_for(llama):
+    split = ModelSplit(sliced=(OperatorSplit(fqn="model.layers.0.mlp.up_proj", slices=2),))
+    names = [unit.fqn for unit in split_units(llama, split)]
     assert "model.layers.1" in names and "model.layers.0" not in names
 
 
 def test_cuts_that_are_thought_of(llama, described):
-    cuts = possible_cuts(llama, described)
-    assert Cut(operators=True) in cuts and WHOLE_BLOCKS not in cuts and len(set(cuts)) == len(cuts)
-    assert {split.fqn for cut in cuts for split in cut.splits if not cut.operators} == {"lm_head"}
-    assert not any(split.fqn == "lm_head" for cut in possible_cuts(llama, described, vocabulary=False) for split in cut.splits)
+    splits = possible_splits(llama, described)
+    assert ModelSplit(operators=True) in splits and WHOLE_BLOCKS not in splits and len(set(splits)) == len(splits)
+    assert {operator.fqn for split in splits for operator in split.sliced if not split.operators} == {"lm_head"}
+    assert not any(operator.fqn == "lm_head" for split in possible_splits(llama, described, vocabulary=False) for operator in split.sliced)
     sizes = {name: p.numel() for name, p in llama.named_parameters()}
     largest = max(numel for name, numel in sizes.items() if ".mlp." in name)
-    for cut in cuts:
-        for split in cut.splits:
-            if split.fqn != "lm_head":
-                assert sizes[f"{split.fqn}.weight"] * 4 > largest, "a quarter of the largest operator is small enough"
+    for split in splits:
+        for operator in split.sliced:
+            if operator.fqn != "lm_head":
+                assert sizes[f"{operator.fqn}.weight"] * 4 > largest, "a quarter of the largest operator is small enough"
 
 
-def test_deep_models_are_not_cut_into_operators():
+def test_deep_models_are_not_split_into_operators():
     model = tiny_model("llama", layers=SHALLOW + 1, dtype=torch.float32)
-    assert not any(cut.operators for cut in possible_cuts(model, describe(model, sequence_length=12)))
+    assert not any(split.operators for split in possible_splits(model, describe(model, sequence_length=12)))
 
 
 def test_heads_that_cannot_be_split_are_left_alone():
     model = tiny_model("bert", layers=2, dtype=torch.float32)
-    cuts = possible_cuts(model, describe(model, sequence_length=12))
-    assert cuts and all(split.fqn.startswith("bert.") for cut in cuts for split in cut.splits)
+    splits = possible_splits(model, describe(model, sequence_length=12))
+    assert splits and all(operator.fqn.startswith("bert.") for split in splits for operator in split.sliced)
 
 
-def test_a_cut_model_computes_the_same_in_smaller_units(llama, described):
-    cut = Cut(operators=True, splits=(OperatorSplit(fqn="model.layers.0.mlp.down_proj", slices=4),))
-    other = describe(llama, sequence_length=12, cut=cut)
-    assert other.cut == cut and other.numel == described.numel
+def test_a_split_model_computes_the_same_in_smaller_units(llama, described):
+    split = ModelSplit(operators=True, sliced=(OperatorSplit(fqn="model.layers.0.mlp.down_proj", slices=4),))
+    other = describe(llama, sequence_length=12, split=split)
+    assert other.split == split and other.numel == described.numel
 
     def flops(description):
         return sum(s.forward.matmul_flops(2) + s.backward.matmul_flops(2) for s in description.segments)
@@ -127,11 +127,11 @@ HARDWARE = bare_preset("cpu", devices_per_node=4)
 JOB = TrainingJob(global_batch_size=4)
 
 
-def chosen(plain, limit: int, cuts, describe_cut):
-    return choose_description(problem(plain, HARDWARE, JOB, limit), cuts, describe_cut)
+def chosen(plain, limit: int, splits, describe_split):
+    return choose_description(problem(plain, HARDWARE, JOB, limit), splits, describe_split)
 
 
-def test_cuts_are_tried_only_where_memory_binds(described):
+def test_splits_are_tried_only_where_memory_binds(described):
     def never():
         raise AssertionError("nothing to gain")
 
@@ -139,11 +139,11 @@ def test_cuts_are_tried_only_where_memory_binds(described):
 
 
 @pytest.mark.slow
-def test_the_cut_with_the_fastest_plan_is_taken(llama, described):
-    cuts = possible_cuts(llama, described)[:3]
-    made = {cut: describe(llama, sequence_length=12, cut=cut) for cut in cuts}
+def test_the_split_with_the_fastest_plan_is_taken(llama, described):
+    splits = possible_splits(llama, described)[:3]
+    made = {split: describe(llama, sequence_length=12, split=split) for split in splits}
     limit = int(1.05 * min(least_memory(problem(d, HARDWARE, JOB)) for d in made.values()))
-    best = chosen(described, limit, lambda: cuts, made.__getitem__)
+    best = chosen(described, limit, lambda: splits, made.__getitem__)
     fits = [d for d in (described, *made.values()) if least_memory(problem(d, HARDWARE, JOB)) <= limit]
     assert any(d is best for d in fits) and best is not described
     step_s = search(problem(best, HARDWARE, JOB, limit)).time.step_s
@@ -157,8 +157,8 @@ def test_single_strategies_take_the_model_as_it_is(described):
 
 
 def test_units_of_slices_are_freed_after_use(llama):
-    cut = Cut(operators=True, splits=(OperatorSplit(fqn="lm_head", slices=2),))
-    spans = {u.fqn: u.span for u in describe(llama, sequence_length=12, cut=cut).units if "lm_head" in u.fqn}
+    split = ModelSplit(operators=True, sliced=(OperatorSplit(fqn="lm_head", slices=2),))
+    spans = {u.fqn: u.span for u in describe(llama, sequence_length=12, split=split).units if "lm_head" in u.fqn}
     assert spans == {f"lm_head.slices.{i}": GatherSpan.USE for i in range(2)}
     assert DType.FLOAT32 in {p.dtype for u in find_units(llama) for p in u.parameters}
 
@@ -169,7 +169,7 @@ def test_cuts_that_a_model_cannot_run_are_left_out():
     config = T5Config(num_layers=1, num_decoder_layers=1, d_model=16, d_kv=8, d_ff=64, num_heads=2, vocab_size=61)
     model = T5ForConditionalGeneration(config)
     plain = describe(model, sequence_length=12)
-    split = Cut(operators=True, splits=(OperatorSplit(fqn="encoder.block.0.layer.1.DenseReluDense.wo", slices=2),))
+    split = ModelSplit(operators=True, sliced=(OperatorSplit(fqn="encoder.block.0.layer.1.DenseReluDense.wo", slices=2),))
     with pytest.raises(DescriptionError, match="does not run"):  # T5 asks for the dtype of this weight
-        describe(model, sequence_length=12, cut=split)
-    assert chosen(plain, 1, lambda: [split], lambda cut: describe(model, sequence_length=12, cut=cut)) is plain
+        describe(model, sequence_length=12, split=split)
+    assert chosen(plain, 1, lambda: [split], lambda split: describe(model, sequence_length=12, split=split)) is plain

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_osdp.tracing.live_bytes import LiveBytes
+from hf_osdp.tracing.memory_tracker import MemoryTracker
 from tests.helpers.distributed import run_ranks
 
 
@@ -21,7 +21,7 @@ def maybe_fake(request):
 
 
 def test_views_and_freed_tensors(maybe_fake):
-    with LiveBytes(block_bytes=1) as live:
+    with MemoryTracker(block_bytes=1) as live:
         a = torch.empty(1000)
         b = a.view(10, 100)
         assert live.current_bytes == 4000
@@ -38,14 +38,14 @@ def test_views_and_freed_tensors(maybe_fake):
 
 
 def test_sizes_are_rounded_up_to_blocks(maybe_fake):
-    with LiveBytes(block_bytes=512) as live:
+    with MemoryTracker(block_bytes=512) as live:
         a, b = torch.empty(1), torch.empty(129)
         assert live.current_bytes == 512 + 1024
         del a, b
 
 
 def test_in_place_and_out_operators_allocate_nothing(maybe_fake):
-    with LiveBytes(block_bytes=1) as live:
+    with MemoryTracker(block_bytes=1) as live:
         a, out = torch.empty(100), torch.empty(100)
         a.add_(1)
         torch.add(a, 1, out=out)
@@ -54,7 +54,7 @@ def test_in_place_and_out_operators_allocate_nothing(maybe_fake):
 
 
 def test_resized_storages_count_at_their_present_size():
-    with LiveBytes(block_bytes=1) as live:
+    with MemoryTracker(block_bytes=1) as live:
         a = torch.empty(1000)
         a.untyped_storage().resize_(0)
         assert live.current_bytes == 0
@@ -64,7 +64,7 @@ def test_resized_storages_count_at_their_present_size():
 
 def test_the_resize_patch_is_undone_also_after_nesting():
     original = torch.UntypedStorage.resize_
-    with LiveBytes() as outer, LiveBytes() as inner:
+    with MemoryTracker() as outer, MemoryTracker() as inner:
         a = torch.empty(1000)
         a.untyped_storage().resize_(0)
         assert outer.current_bytes == inner.current_bytes == 0
@@ -73,7 +73,7 @@ def test_the_resize_patch_is_undone_also_after_nesting():
 
 def test_tensors_from_before_count_only_when_tracked():
     weight = nn.Parameter(torch.zeros(10, 10))
-    with LiveBytes(block_bytes=1) as live:
+    with MemoryTracker(block_bytes=1) as live:
         view = weight.t()
         assert live.current_bytes == 0
         live.track([weight, weight, None, view])
@@ -84,7 +84,7 @@ def test_tensors_from_before_count_only_when_tracked():
 
 def test_a_training_step_peaks_where_it_should():
     linear, x = nn.Linear(100, 100, bias=False), torch.ones(50, 100)
-    with LiveBytes(block_bytes=1) as live:
+    with MemoryTracker(block_bytes=1) as live:
         live.track([*linear.parameters(), x])
         held = live.current_bytes
         assert held == 40_000 + 20_000
@@ -103,17 +103,17 @@ def test_a_training_step_peaks_where_it_should():
 
 
 def test_other_devices_are_left_out():
-    with LiveBytes(block_bytes=1, device_type="cuda") as live:
+    with MemoryTracker(block_bytes=1, device_type="cuda") as live:
         kept = torch.empty(1000)
         assert live.current_bytes == 0 and kept.numel() == 1000
-    with LiveBytes(block_bytes=1) as live:
+    with MemoryTracker(block_bytes=1) as live:
         kept = torch.empty(1000, device="meta")
         assert live.current_bytes == 0
 
 
 def test_block_bytes_must_be_positive():
     with pytest.raises(ValueError, match="block_bytes=0 must be at least 1"):
-        LiveBytes(block_bytes=0)
+        MemoryTracker(block_bytes=0)
 
 
 def _levels_of_fsdp2_steps() -> tuple[int, list[tuple[int, int, int, int]]]:
@@ -129,7 +129,7 @@ def _levels_of_fsdp2_steps() -> tuple[int, list[tuple[int, int, int, int]]]:
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     levels = []
     for _ in range(2):
-        with LiveBytes(block_bytes=1) as live:
+        with MemoryTracker(block_bytes=1) as live:
             live.track(model.parameters())
             live.track(value for state in optimizer.state.values() for value in state.values())
             before = live.current_bytes
