@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..distributed.two_stage import Stages, flat_collectives, two_stage_collectives
-from ..planner.fit import fit_line
+from ..planner.affine import linear_fit
 from ..planner.hardware import Collective, CollectiveTiming, DeviceSpec, Link
 from ..planner.job import divisors
 from .timing import barrier, max_over_ranks, rounds, synchronize, trimmed_mean
@@ -152,7 +152,7 @@ class _Test:
     def timing(self, device: torch.device, local: int) -> CollectiveTiming:
         """Return the line through the slowest rank's typical time of each size."""
         seconds = max_over_ranks([trimmed_mean(taken) for taken in self.taken.values()], device)
-        latency_s, seconds_per_byte = fit_line([(4 * self._numel(n), s) for n, s in zip(self.taken, seconds, strict=True)])
+        latency_s, seconds_per_byte = linear_fit([(4 * self._numel(n), s) for n, s in zip(self.taken, seconds, strict=True)])
         return CollectiveTiming(
             collective=self.collective,
             group_size=self.size,

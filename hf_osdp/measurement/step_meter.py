@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from ..distributed.mesh import collective_device, world_size
-from ..planner.fit import fit_line
+from ..planner.affine import linear_fit
 from ..planner.hardware import Collective, CollectiveTiming
 from ..tracing.memory_tracker import MemoryTracker
 from .collective_clock import CollectiveCall, CollectiveClock, of_last_rank
@@ -230,7 +230,7 @@ def _timings(calls: Sequence[CollectiveCall]) -> tuple[CollectiveTiming, ...]:
     for (collective, size, crosses), members in sorted(groups.items()):
         by_bytes = _grouped(members, lambda call: call.nbytes)
         points = [(nbytes, statistics.median(max(call.seconds, 1e-9) for call in same)) for nbytes, same in by_bytes.items()]
-        latency_s, seconds_per_byte = fit_line(points)
+        latency_s, seconds_per_byte = linear_fit(points)
         line = CollectiveTiming(
             collective=collective, group_size=size, crosses_nodes=crosses, latency_s=latency_s, seconds_per_byte=seconds_per_byte
         )  # fmt: skip

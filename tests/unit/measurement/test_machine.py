@@ -10,9 +10,9 @@ import torch
 from hf_osdp.errors import HardwareError
 from hf_osdp.measurement.links import links_of
 from hf_osdp.measurement.machine import measure_hardware
+from hf_osdp.planner.affine import linear_fit
 from hf_osdp.planner.cost.collectives import collective_seconds, shard_ring
 from hf_osdp.planner.description import DType
-from hf_osdp.planner.fit import fit_line
 from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, Link
 from hf_osdp.planner.presets import preset
 from tests.helpers.distributed import run_ranks
@@ -67,12 +67,12 @@ def test_bad_requests_are_refused():
 
 
 def test_fit_line_recovers_a_line():
-    latency_s, seconds_per_byte = fit_line([(n, 1e-4 + 2e-9 * n) for n in (1_000, 100_000, 10_000_000)])
+    latency_s, seconds_per_byte = linear_fit([(n, 1e-4 + 2e-9 * n) for n in (1_000, 100_000, 10_000_000)])
     assert latency_s == pytest.approx(1e-4) and seconds_per_byte == pytest.approx(2e-9)
 
 
 def test_fit_line_stays_physical_under_noise():
-    latency_s, seconds_per_byte = fit_line([(1_000, 2e-3), (1_000_000, 1e-3)])
+    latency_s, seconds_per_byte = linear_fit([(1_000, 2e-3), (1_000_000, 1e-3)])
     assert latency_s == 0.0 and seconds_per_byte == pytest.approx(1e-9)
 
 
