@@ -66,12 +66,12 @@ def test_bad_requests_are_refused():
             measure_hardware(device_type="cuda")
 
 
-def test_fit_line_recovers_a_line():
+def test_linear_fit_recovers_a_line():
     latency_s, seconds_per_byte = linear_fit([(n, 1e-4 + 2e-9 * n) for n in (1_000, 100_000, 10_000_000)])
     assert latency_s == pytest.approx(1e-4) and seconds_per_byte == pytest.approx(2e-9)
 
 
-def test_fit_line_stays_physical_under_noise():
+def test_linear_fit_stays_physical_under_noise():
     latency_s, seconds_per_byte = linear_fit([(1_000, 2e-3), (1_000_000, 1e-3)])
     assert latency_s == 0.0 and seconds_per_byte == pytest.approx(1e-9)
 
