@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import OSDPError
-from ..measurement.machine_memory import memory_limits, tightest
+from ..measurement.memory_limits import memory_limits, tightest
 from ..planner.cost.evaluate import estimate_plan
 from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware

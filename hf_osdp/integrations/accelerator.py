@@ -24,7 +24,7 @@ from ..checkpoint.writer import CheckpointWriter
 from ..distributed.roll_call import compare_versions, roll_call
 from ..distributed.stop import Stopped
 from ..distributed.waiting import wait_for_ranks
-from ..measurement.loop_meter import LoopWatch
+from ..measurement.loop_meter import LoopMeter
 from ..measurement.step_meter import Observation
 from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
@@ -88,7 +88,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         plugin = plugin_for(osdp, osdp_plugin, options.pop("fsdp_plugin", None), request)
         cpu = options.pop("cpu", False) or bool(request and request.use_cpu) or not torch.accelerator.is_available()
         self._run: PlannedRun | None = None
-        self._watch: LoopWatch | None = None
+        self._watch: LoopMeter | None = None
         self._out_of_memory: OutOfMemoryHandler | None = None
         self._measured: Observation | None = None
         self._writer: CheckpointWriter | None = None
@@ -249,7 +249,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         if trains and self.reports_steps and self._watch is None and self._run is not None and self._models:
             skips = self.scaler is not None and self.scaler.is_enabled()
             micro_steps = self._run.plan.accumulation_steps if skips else None
-            self._watch = LoopWatch(self._models[-1], self.device, self._report, micro_steps=micro_steps)
+            self._watch = LoopMeter(self._models[-1], self.device, self._report, micro_steps=micro_steps)
         return result
 
     def _check_models(self, models: Sequence[nn.Module]) -> None:

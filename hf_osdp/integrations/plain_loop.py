@@ -18,7 +18,7 @@ from ..checkpoint.loop import Stateful, load_loop, save_loop
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import world_size
-from ..measurement.loop_meter import LoopWatch
+from ..measurement.loop_meter import LoopMeter
 from ..measurement.step_meter import Observation
 from ..planner.description import DType
 from ..planner.job import OptimizerSpec, OptimizerStep, Precision
@@ -134,7 +134,7 @@ class OptimalShardedDataParallel(nn.Module):
         self._out_of_memory = OutOfMemoryHandler(model, run.plan, run.units, problem=run.problem, on_oom=config.on_oom, device=device)
         prepare_new_optimizers(self.module)
         skips = self._precision.compute is DType.FLOAT16
-        self._watch = LoopWatch(self.module, device, self._log_measured, micro_steps=self.plan.accumulation_steps if skips else None)
+        self._watch = LoopMeter(self.module, device, self._log_measured, micro_steps=self.plan.accumulation_steps if skips else None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass.

@@ -12,7 +12,7 @@ from torch import nn
 from ...distributed.device import own_gpu
 from ...distributed.topology import find_topology
 from ...distributed.waiting import waiting_group
-from ...measurement.machine_memory import memory_limits, tightest
+from ...measurement.memory_limits import memory_limits, tightest
 from ...planner.cost.timing import TimeEstimate
 from ...planner.description import UnitDescription
 from ...planner.hardware import DeviceSpec, Hardware
