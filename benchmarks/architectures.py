@@ -32,7 +32,7 @@ from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import SearchResult, least_memory, search
 from hf_osdp.quantities import format_bytes
-from hf_osdp.report.run_report import package_versions
+from hf_osdp.report.content import package_versions
 from hf_osdp.tracing.describe import describe
 from tests.helpers.architectures import BLOCK_CLASSES, TINY, train_alone, train_by_plan
 from tests.helpers.distributed import RankFailure, run_ranks

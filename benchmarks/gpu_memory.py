@@ -41,7 +41,7 @@ from hf_osdp.distributed.mesh import Meshes  # noqa: E402
 from hf_osdp.modeling.batch import training_batch  # noqa: E402
 from hf_osdp.modeling.build import build_on_meta  # noqa: E402
 from hf_osdp.planner.cost.evaluate import estimate_plan  # noqa: E402
-from hf_osdp.planner.cost.units import Batch, Choice  # noqa: E402
+from hf_osdp.planner.decision import Batch  # noqa: E402
 from hf_osdp.planner.description import ModelDescription  # noqa: E402
 from hf_osdp.planner.hardware import Hardware  # noqa: E402
 from hf_osdp.planner.job import Precision, TrainingJob  # noqa: E402
@@ -354,7 +354,7 @@ def plan_of(setting: Setting, layout: str) -> Plan:
     job = replace(setting.job, recompute=False, host_offload=False, offload_activations=False)
     spaces = search_spaces(strategy, setting.description, hardware, job, batch)
     space = spaces[len(spaces) // 2]
-    choices: list[Choice] = [options[3 * index % len(options)] if layout == "mixed" else options[0] for index, options in enumerate(space)]
+    choices = [options[3 * index % len(options)] if layout == "mixed" else options[0] for index, options in enumerate(space)]
     return Plan.of(setting.description, choices, batch, world_size=WORLD, strategy=layout)
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from importlib.metadata import version
 from itertools import groupby
 
-from hf_osdp.report.run_report import package_versions
+from hf_osdp.report.content import package_versions
 
 from .row import Result, Verdict
 

@@ -30,10 +30,9 @@ def on_ranks(bench: Bench, fn: Any, world: int, *args: Any, nodes: int = 1) -> l
 def ranks_train(names: tuple[str, ...]) -> tuple[dict[str, Trained], str, int]:
     """On a rank: every case, the backends, and how many collectives of the first case the clock saw."""
     from hf_osdp.distributed.mesh import Meshes
-    from hf_osdp.sharding.apply import default_device_type
 
     form_process_group(needed=True)
-    meshes = Meshes(default_device_type())
+    meshes = Meshes(collective_device().type)
     with CollectiveClock(collective_device()) as clock:
         results = {names[0]: exactness.train_by_layout(meshes=meshes, **exactness.CASES[names[0]])}
     results |= {name: exactness.train_by_layout(meshes=meshes, **exactness.CASES[name]) for name in names[1:]}
@@ -121,14 +120,14 @@ def ranks_trainer(bench: Bench) -> None:
 
 def rank_of_recalibration(hardware: str) -> dict[str, Any]:
     """On a rank: plans that are tried before training, then steps."""
-    from hf_osdp import OptimalShardedDataParallel, preset
+    from hf_osdp import OptimalShardedDataParallel, OSDPConfig, preset
     from hf_osdp.sharding.environment import training_device
     from tests.distributed.test_recalibrate import LENGTH, tiny_model, tokens
 
-    model = OptimalShardedDataParallel(
-        tiny_model(), sequence_length=LENGTH, global_batch_size=8, recalibrate=True, strategy="fsdp",
-        hardware=preset(hardware, devices_per_node=2),
-    )  # fmt: skip
+    config = OSDPConfig(
+        sequence_length=LENGTH, global_batch_size=8, recalibrate=True, strategy="fsdp", hardware=preset(hardware, devices_per_node=2)
+    )
+    model = OptimalShardedDataParallel(tiny_model(), config)
     optimizer = torch.optim.AdamW(model.parameters())
     batch = torch.stack([row["input_ids"] for row in tokens(model.plan.micro_batch_size)]).to(training_device())
     for _ in range(8):

@@ -15,7 +15,7 @@ from rich.table import Table
 from benchmarks.headline_parts.cases import Case
 from benchmarks.headline_parts.rows import Row, ratios
 from hf_osdp.quantities import format_bytes, format_seconds
-from hf_osdp.report.tables import bare_table
+from hf_osdp.report.tables import make_table
 
 WIDTH = 100
 NEAR_FASTEST = 1.05
@@ -45,7 +45,7 @@ def table_of(case: Case, rule: str, rows: Sequence[Row], link: str) -> Table:
     """One line a contender; estimates beside measurements where there are any."""
     unit = "tokens/s" if case.tokens else "samples/s"
     measured = was_measured(rows)
-    table = bare_table(f"{case.name}; {format_bytes(rows[0].limit_bytes)} on each of {case.devices}; {rule}. {link}")
+    table = make_table(f"{case.name}; {format_bytes(rows[0].limit_bytes)} on each of {case.devices}; {rule}. {link}")
     table.add_column("contender", no_wrap=True)
     table.add_column("batch", justify="right", no_wrap=True)
     names = ("est. peak", *(("peak",) if measured else ()), "est. step", *(("step",) if measured else ()))

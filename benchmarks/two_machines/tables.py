@@ -11,7 +11,7 @@ from rich.table import Table
 
 from benchmarks.two_machines.lineup import ALONE, STOCK
 from hf_osdp.quantities import format_bytes
-from hf_osdp.report.tables import bare_table
+from hf_osdp.report.tables import make_table
 
 NAMES = {
     STOCK: "torch's full shard",
@@ -149,7 +149,7 @@ def verdicts(cells: Sequence[Cell]) -> list[Verdict]:
 
 def cell_table(cell: Cell) -> Table:
     """One line a strategy; bytes in millions, times in seconds."""
-    table = bare_table(f"{title(cell)}. A step: MB from one machine, seconds, speed over torch's full shard")
+    table = make_table(f"{title(cell)}. A step: MB from one machine, seconds, speed over torch's full shard")
     table.add_column("strategy", no_wrap=True)
     for name in ("MB", "theory", "off", "step", "min", "max", "tokens/s", "estimate", "off"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -19,7 +19,7 @@ from ..distributed.process_group import waiting_group
 from ..errors import CheckpointError
 from ..modeling.split.names import is_split, split_names, split_optimizer_state
 from ..modeling.units import canonical_name
-from ..sharding.optimizer import unwrapped
+from ..sharding.optimizer_check import unwrapped
 from ..sharding.state import (
     free_gathered,
     full_optimizer_state_dict,

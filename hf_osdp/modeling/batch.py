@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ..errors import DescriptionError
 
@@ -98,6 +99,26 @@ def output_of(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None = No
     """What a training step computes from a batch: the model's output, or what `loss` makes of both."""
     batch = plain_batch(batch)
     return model(**batch) if loss is None else loss(model, batch)
+
+
+def loss_of(output: object) -> torch.Tensor:
+    """Return the loss in an output: `.loss`, `["loss"]`, a scalar itself or the first of a tuple, else the mean of all that has gradients.
+
+    Raises:
+        DescriptionError: nothing in the output can be differentiated.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor) and output[0].dim() == 0:
+        loss = output[0]
+    if loss is None and isinstance(output, torch.Tensor):
+        loss = output if output.dim() == 0 else output.mean()
+    if loss is None:
+        leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+        parts = [leaf.mean() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if not parts:
+            raise DescriptionError("The model's output holds no loss and nothing differentiable; pass inputs that include labels.")
+        loss = sum(parts[1:], parts[0])
+    return loss
 
 
 def check_inputs(inputs: Inputs, model: nn.Module) -> None:

@@ -58,9 +58,11 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
     return modules
 
 
-def stretching_modules(modules: dict[str, nn.Module], units: Sequence[UnitDescription]) -> list[tuple[int, nn.Module]]:
-    """Modules whose calls are stretches of their own, with their units' indices. The root's are what lies between; batch norms that are
-    units cost what little they do where they are."""
+def segment_modules(modules: dict[str, nn.Module], units: Sequence[UnitDescription]) -> list[tuple[int, nn.Module]]:
+    """Return the modules whose calls are segments of their own, with their units' indices.
+
+    The root's segments are what lies between; batch norms that are units cost what little they do where they are.
+    """
     return [(i, modules[name]) for i, unit in enumerate(units) if unit.fqn and not unit.keeps_dtype for name in unit.module_names]
 
 
@@ -106,7 +108,8 @@ def find_units(
     for tie in ties:
         groups[_outermost_owners(tie.owners, blocks)] = GatherSpan.STEP
     taken = {name for names in groups for name in names}
-    for name in _embedding_and_head(model, modules):
+    matrices = embedding_and_head(model)
+    for name in (name for module in matrices for name, candidate in modules.items() if name and candidate is module and _numel(module)):
         if not any(_is_within(name, other) for other in taken):
             groups[(name,)] = GatherSpan.USE
     tied = {name for tie in ties for name in tie.owners}
@@ -287,18 +290,20 @@ def _no_block_message(model: nn.Module, modules: dict[str, nn.Module], block_cla
 # ---------------------------------------------------------------------------------------------------- embedding, head
 
 
-def _embedding_and_head(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:
-    """Names of the input embedding and the output head, where the model tells and they have parameters."""
-    names = []
+def embedding_and_head(model: nn.Module) -> list[nn.Module]:
+    """Return the input embedding and the output head, where the model tells."""
+    found = []
     for getter in ("get_input_embeddings", "get_output_embeddings"):
         try:
             module = getattr(model, getter)()
         except (AttributeError, NotImplementedError, TypeError):
             continue  # nn.Modules lack them, and multi-modal models may have none to give
-        for name, candidate in modules.items():
-            if name and candidate is module and any(True for _ in candidate.parameters()):
-                names.append(name)
-    return names
+        found += [] if module is None else [module]
+    return found
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 # --------------------------------------------------------------------------------------------------------------- names

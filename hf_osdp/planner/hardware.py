@@ -87,7 +87,7 @@ class DeviceSpec:
     """CUDA compute capability, which decides on the attention kernel (docs.nvidia.com: CUDA GPU Compute Capability); None where it is not
     known, or for a CPU."""
     communicator_bytes: int = 0
-    """What each of a plan's communicators takes beside that, see `planner/cost/communicators.py`."""
+    """What each of a plan's communicators takes beside that, see `meshes_of` in `planner/decision.py`."""
 
     def __post_init__(self) -> None:
         rates = (self.memory_bytes_per_s, *self.flops_per_s.values())

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ..errors import InfeasibleError
-from ..planner.cost.evaluate import PlanEstimate, batch_of, choices_of, estimate_plan
+from ..planner.cost.evaluate import PlanEstimate, estimate_plan
 from ..planner.cost.memory import MemoryEstimate, estimate_memory
 from ..planner.cost.timing import UnitTimer
-from ..planner.cost.units import Choice, UnitSeconds, unit_seconds
+from ..planner.cost.units import unit_seconds
+from ..planner.decision import UnitLayout
 from ..planner.description import ModelDescription
 from ..planner.hardware import Hardware
 from ..planner.job import TrainingJob
@@ -18,10 +19,15 @@ from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.search.search import search
 from ..planner.search.strategies import search_spaces
+from .plan_file import PlanInputs
 from .tables import PlanRow, plan_rows
 
 _GAIN = 1.001
 """Throughput ratio from which a change counts as a gain: smaller ones are rounding of the objective."""
+_UNLIMITED = 2**60 - 1
+"""The largest memory limit."""
+_TRIPS = "activations"
+"""The stream of copies to the host and back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +49,7 @@ class StreamTime:
 class Alternative:
     """Another layout for one row of the plan, all else left as it is."""
 
-    choice: Choice
+    choice: UnitLayout
     added_s: float
     """Seconds that it adds to a step; negative where it is quicker."""
     peak_bytes: int
@@ -58,7 +64,7 @@ class RowReason:
     """Why a row of equal units is laid out as it is."""
 
     row: PlanRow
-    choice: Choice
+    choice: UnitLayout
     quicker: Alternative | None
     """The quickest other layout that would save time, if there is one."""
     next_fitting: Alternative | None
@@ -91,19 +97,19 @@ class Binding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """A plan, taken apart."""
+    """A plan with where its bytes and seconds go, and why."""
 
     plan: Plan
     description: ModelDescription
     estimate: PlanEstimate
-    outside: Mapping[str, int]
+    outside: Mapping[str, int] = field(default_factory=dict)
     """Device memory that no tensor can have, by what it is."""
-    margin_bytes: int
-    """Of the limit, what stays free."""
-    streams: tuple[StreamTime, ...]
+    margin_bytes: int = 0
+    """Part of the limit that stays free."""
+    streams: tuple[StreamTime, ...] = ()
     """Empty where the hardware is not known."""
-    reasons: tuple[RowReason, ...]
-    binding: Binding | None
+    reasons: tuple[RowReason, ...] = ()
+    binding: Binding | None = None
 
     @property
     def outside_bytes(self) -> int:
@@ -111,109 +117,93 @@ class Explanation:
         return sum(self.outside.values())
 
 
-def explain(
-    plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware | None, memory_limit_bytes: int | None
-) -> Explanation:
-    """Take a plan apart.
+def explain(plan: Plan, inputs: PlanInputs) -> Explanation:
+    """Explain a plan.
 
     Args:
-        plan: what runs; it must be for this description (`Plan.check`).
-        description: the model.
-        job: precision, optimizer, global batch.
-        hardware: devices and links; without them there are no seconds and no reasons.
-        memory_limit_bytes: the limit that it was made for; None for none.
+        plan: what runs; it must be for the inputs' description (`Plan.check`).
+        inputs: model, job and hardware; without hardware there are no seconds and no reasons.
 
     Returns:
-        Bytes, seconds, the layouts that were not taken, and what binds.
+        Bytes, seconds, the layouts that were not taken, and what binds under the plan's memory limit.
     """
-    estimate = estimate_plan(plan, description, job, hardware)
-    known = hardware is not None
+    description, job, hardware, limit = inputs.description, inputs.job, inputs.hardware, plan.memory_limit_bytes
+    estimate, binding = estimate_plan(plan, description, job, hardware), None
+    if hardware is None:
+        return Explanation(plan=plan, description=description, estimate=estimate)
+    if limit is not None:
+        strategy = Strategy.parse(plan.strategy)
+        problem = PlanningProblem(description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=strategy)
+        binding = _binding(plan, problem)
     return Explanation(
         plan=plan,
         description=description,
         estimate=estimate,
-        outside=estimate.memory.outside(hardware) if known else {},
-        margin_bytes=memory_limit_bytes - hardware.room_bytes(memory_limit_bytes) if known and memory_limit_bytes is not None else 0,
-        streams=stream_times(plan, description, job, hardware) if known else (),
-        reasons=row_reasons(plan, description, job, hardware, memory_limit_bytes) if known else (),
-        binding=what_binds(plan, description, job, hardware, memory_limit_bytes) if known and memory_limit_bytes is not None else None,
+        outside=estimate.memory.outside(hardware),
+        margin_bytes=0 if limit is None else limit - hardware.room_bytes(limit),
+        streams=stream_times(plan, description, job, hardware),
+        reasons=_RowReasons(plan, description, job, hardware).all(),
+        binding=binding,
     )
 
 
 def stream_times(plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware) -> tuple[StreamTime, ...]:
-    """Seconds of a step by kind of work.
+    """Return seconds of a step by kind of work.
 
-    The model knows how much communication of a unit's backward is exposed, not which collective it is that waits: it is
-    shared out among them in proportion to their time.
+    The cost model knows how much communication of a unit's backward is exposed, not which collective waits: it is shared out
+    among them in proportion to their time.
     """
-    choices, batch = choices_of(plan, description), batch_of(plan)
-    timer = UnitTimer(description, hardware, job, batch)
+    batch = plan.batch
+    timer, steps = UnitTimer(description, hardware, job, batch), batch.accumulation_steps
     totals = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce", _TRIPS), (0.0, 0.0))
-    for index, (unit, choice) in enumerate(zip(description.units, choices, strict=True)):
+
+    def add(times: int, hidden_s: float, **work: float) -> None:
+        """Count work that runs `times` a step, of which compute hides `hidden_s` together."""
+        whole = sum(work.values())
+        share = max(0.0, whole - hidden_s) / whole if whole else 0.0
+        for name, seconds in work.items():
+            total, exposed = totals[name]
+            totals[name] = total + times * seconds, exposed + times * seconds * share
+
+    for index, (unit, choice) in enumerate(zip(description.units, plan.layouts(description), strict=True)):
         terms, window = unit_seconds(unit, choice, hardware, job), timer.windows[choice.activations][index]
         trip = timer.trips(choice.activations)[index]
-        out = {"all-gather": terms.gather_forward, _TRIPS: trip.out}
-        phases = [(out, window.forward, batch.accumulation_steps), ({_TRIPS: trip.back_before}, 0.0, batch.accumulation_steps)]
-        phases += _backward_phases(terms, trip.back_beside, window.backward, batch.accumulation_steps, batch.reduce_scatters(choice))
+        backward = {"all-gather": terms.gather_backward, _TRIPS: trip.back_beside}
+        early = terms.reduce_scatter if batch.reduce_scatters(choice) > 1 else 0.0
+        add(steps, window.forward, **{"all-gather": terms.gather_forward, _TRIPS: trip.out})
+        add(steps, 0.0, **{_TRIPS: trip.back_before})
+        add(steps - 1, window.backward, **backward, **{"reduce-scatter": early})
+        add(1, window.backward, **backward, **{"reduce-scatter": terms.reduce_scatter, "all-reduce": terms.all_reduce})
         for call in window.later:
-            phases += [({"all-gather": terms.gather_forward}, call.forward, batch.accumulation_steps)]
-            phases += [({"all-gather": terms.gather_backward}, call.backward, batch.accumulation_steps)]
-        for work, hides, times in phases:
-            whole = sum(work.values())
-            share = max(0.0, whole - hides) / whole if whole else 0.0
-            for name, seconds in work.items():
-                total, exposed = totals[name]
-                totals[name] = total + times * seconds, exposed + times * seconds * share
-    time = estimate_plan(plan, description, job, hardware).time
-    serial = {"compute": "compute_s", "copies": "copy_s", "optimizer": "optimizer_s"}
-    rest = {name: (time.total(term), time.total(term)) for name, term in serial.items()}
+            add(steps, call.forward, **{"all-gather": terms.gather_forward})
+            add(steps, call.backward, **{"all-gather": terms.gather_backward})
     if not totals[_TRIPS][0]:
         del totals[_TRIPS]
-    named = {"compute": rest.pop("compute"), **totals, **rest}
+    time = estimate_plan(plan, description, job, hardware).time
+    assert time is not None
+    compute, copies, optimizer = (time.total(term) for term in ("compute_s", "copy_s", "optimizer_s"))
+    named = {"compute": (compute, compute), **totals, "copies": (copies, copies), "optimizer": (optimizer, optimizer)}
     return tuple(StreamTime(name=name, total_s=total, exposed_s=exposed) for name, (total, exposed) in named.items())
 
 
-_TRIPS = "activations"
-"""To the host and back."""
+class _RowReasons:
+    """The layouts that were nearly taken, for each row of a plan: a row changes as a whole, all other units and the batch stay."""
 
+    def __init__(self, plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware) -> None:
+        self._plan, self._description, self._job, self._hardware = plan, description, job, hardware
+        self._room = None if plan.memory_limit_bytes is None else hardware.room_bytes(plan.memory_limit_bytes)
+        self._choices, self._batch = plan.layouts(description), plan.batch
+        self._timer = UnitTimer(description, hardware, job, self._batch)
+        *_, self._space = search_spaces(Strategy.OSDP, description, hardware, job, self._batch)
 
-def _backward_phases(
-    terms: UnitSeconds, back: float, window: float, micro_steps: int, scatters: int
-) -> list[tuple[dict[str, float], float, int]]:
-    """What shares the last micro-step's backward and the earlier ones', the compute beside it, and how often."""
-    both = {"all-gather": terms.gather_backward, _TRIPS: back}
-    earlier = {**both, "reduce-scatter": terms.reduce_scatter if scatters > 1 else 0.0}
-    last = {**both, "reduce-scatter": terms.reduce_scatter, "all-reduce": terms.all_reduce}
-    return [(earlier, window, micro_steps - 1), (last, window, 1)]
+    def all(self) -> tuple[RowReason, ...]:
+        return tuple(self._reason(row) for row in plan_rows(self._plan, self._description))
 
-
-def row_reasons(
-    plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware, memory_limit_bytes: int | None
-) -> tuple[RowReason, ...]:
-    """For each row of the plan, the layouts that were nearly taken.
-
-    A row changes as a whole, and all other units and the batch stay. Where a quicker layout is over the limit by that, it
-    also says by how much one unit alone would be.
-    """
-    question = _Question(plan, description, job, hardware, memory_limit_bytes)
-    return tuple(question.reason(row) for row in plan_rows(plan, description))
-
-
-class _Question:
-    """What if one row of a plan were laid out otherwise."""
-
-    def __init__(self, plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware, limit: int | None):
-        self.plan, self.description, self.job, self.hardware = plan, description, job, hardware
-        self.room = None if limit is None else hardware.room_bytes(limit)
-        self.choices, self.batch = choices_of(plan, description), batch_of(plan)
-        self.timer = UnitTimer(description, hardware, job, self.batch)
-
-    def reason(self, row: PlanRow) -> RowReason:
-        unit, choice = row.units[0], self.choices[row.units[0]]
-        *_, space = search_spaces(Strategy.OSDP, self.description, self.hardware, self.job, self.batch)
-        space = space[unit]
-        added = {other: sum(self._seconds(i, other) - self._seconds(i, choice) for i in row.units) for other in space if other != choice}
-        ranked = sorted(added, key=lambda other: (added[other], other))
+    def _reason(self, row: PlanRow) -> RowReason:
+        choice = self._choices[row.units[0]]
+        others = [other for other in self._space[row.units[0]] if other != choice]
+        added = {other: sum(self._timer(i, other).total_s - self._timer(i, choice).total_s for i in row.units) for other in others}
+        ranked = sorted(added, key=added.__getitem__)
         quicker = next((other for other in ranked if added[other] < 0), None)
         fitting = next((other for other in ranked if other != quicker and self._fits(row.units, other)), None)
         return RowReason(
@@ -223,59 +213,49 @@ class _Question:
             next_fitting=None if fitting is None else self._alternative(row, fitting, added[fitting]),
         )
 
-    def _alternative(self, row: PlanRow, choice: Choice, added_s: float) -> Alternative:
-        peak = self._peak(row.units, choice)
-        alone = min(self._peak((unit,), choice) for unit in {row.units[0], row.units[-1]})
+    def _alternative(self, row: PlanRow, choice: UnitLayout, added_s: float) -> Alternative:
+        peak = self._memory(row.units, choice).on(self._hardware)
+        alone = min(self._memory((unit,), choice).on(self._hardware) for unit in {row.units[0], row.units[-1]})
         return Alternative(
             choice=choice, added_s=added_s, peak_bytes=peak, over_bytes=self._over(peak), single_over_bytes=self._over(alone)
         )
 
     def _over(self, peak_bytes: int) -> int:
-        return 0 if self.room is None else peak_bytes - self.room
+        return 0 if self._room is None else peak_bytes - self._room
 
-    def _fits(self, units: tuple[int, ...], choice: Choice) -> bool:
-        """Within the limit, and within the host's memory."""
-        memory, host = self._memory(units, choice), self.hardware.host
-        there = host is None or memory.host_bytes <= host.memory_bytes
-        return there and self._over(memory.on(self.hardware)) <= 0
+    def _fits(self, units: tuple[int, ...], choice: UnitLayout) -> bool:
+        """Return whether the change stays within the limit and within the host's memory."""
+        memory, host = self._memory(units, choice), self._hardware.host
+        return (host is None or memory.host_bytes <= host.memory_bytes) and self._over(memory.on(self._hardware)) <= 0
 
-    def _peak(self, units: tuple[int, ...], choice: Choice) -> int:
-        return self._memory(units, choice).on(self.hardware)
-
-    def _memory(self, units: tuple[int, ...], choice: Choice) -> MemoryEstimate:
-        changed = [choice if index in units else own for index, own in enumerate(self.choices)]
-        return estimate_memory(self.description, changed, self.plan.world_size, self.job, self.batch)
-
-    def _seconds(self, index: int, choice: Choice) -> float:
-        return self.timer(index, choice).total_s
+    def _memory(self, units: tuple[int, ...], choice: UnitLayout) -> MemoryEstimate:
+        changed = [choice if index in units else own for index, own in enumerate(self._choices)]
+        return estimate_memory(self._description, changed, self._plan.world_size, self._job, self._batch)
 
 
-def what_binds(plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware, memory_limit_bytes: int) -> Binding:
-    """What keeps the plan's strategy from more samples a second: the first of memory, a fixed micro-batch, the global batch.
+def _binding(plan: Plan, problem: PlanningProblem) -> Binding:
+    """Return what keeps the plan's strategy from more samples a second: the first of memory, a fixed micro-batch, the global batch.
 
     Each is loosened alone: no limit; any micro-batch size; twice the global batch under the same limit.
     """
-    now = plan.global_batch_size / estimate_plan(plan, description, job, hardware).time.step_s
+    time = estimate_plan(plan, problem.description, problem.job, problem.hardware).time
+    assert time is not None
+    now = plan.global_batch_size / time.step_s
 
-    def found(job: TrainingJob, limit: int):
+    def loosened(problem: PlanningProblem) -> tuple[Plan, float] | None:
+        """Return the best plan and its gain, where there is one."""
         try:
-            return search(
-                PlanningProblem(
-                    description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=Strategy.parse(plan.strategy)
-                )
-            ).plan
+            found = search(problem).plan
         except InfeasibleError:
             return None
+        assert found.samples_per_s is not None
+        return (found, found.samples_per_s / now) if found.samples_per_s > _GAIN * now else None
 
-    unlimited = 2**60 - 1  # the most that a limit can be
-    free = found(job, unlimited)
-    if free is not None and free.samples_per_s > _GAIN * now:
-        return Binding(kind=Binds.MEMORY, gain=free.samples_per_s / now, peak_bytes=free.peak_bytes)
-    if job.micro_batch_size is not None:
-        other = found(replace(job, micro_batch_size=None), memory_limit_bytes)
-        if other is not None and other.samples_per_s > _GAIN * now:
-            return Binding(kind=Binds.MICRO_BATCH, gain=other.samples_per_s / now, batch_size=other.micro_batch_size)
-    twice = found(replace(job, global_batch_size=2 * plan.global_batch_size), memory_limit_bytes)
-    if twice is not None and twice.samples_per_s > _GAIN * now:
-        return Binding(kind=Binds.BATCH, gain=twice.samples_per_s / now, batch_size=twice.global_batch_size)
+    if better := loosened(replace(problem, memory_limit_bytes=_UNLIMITED)):
+        return Binding(kind=Binds.MEMORY, gain=better[1], peak_bytes=better[0].peak_bytes)
+    any_size = replace(problem, job=replace(problem.job, micro_batch_size=None))
+    if problem.job.micro_batch_size is not None and (better := loosened(any_size)):
+        return Binding(kind=Binds.MICRO_BATCH, gain=better[1], batch_size=better[0].micro_batch_size)
+    if better := loosened(replace(problem, job=replace(problem.job, global_batch_size=2 * plan.global_batch_size))):
+        return Binding(kind=Binds.BATCH, gain=better[1], batch_size=better[0].global_batch_size)
     return Binding(kind=Binds.NOTHING, gain=1.0)

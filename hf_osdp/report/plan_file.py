@@ -1,10 +1,11 @@
-"""A plan with what it was made from in one file, so that it can run and be explained from it alone."""
+"""One file with a plan and what it was made from, so that the plan can run and be explained from it alone."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import PlanError
 from ..planner.description import ModelDescription
@@ -25,12 +26,12 @@ class PlanInputs:
     """None where a given plan ran and nothing was measured."""
 
 
-def plan_file_content(plan: Plan, inputs: PlanInputs) -> dict:
-    """What a plan file holds: `plan` as `Plan.to_json` writes it, and `inputs`."""
+def plan_file_content(plan: Plan, inputs: PlanInputs) -> dict[str, Any]:
+    """Return what a plan file holds: `plan` as `Plan.to_json` writes it, and `inputs`."""
     return {"plan": json.loads(plan.to_json()), "inputs": plain(inputs)}
 
 
-def write_json(content: dict, path: str | Path) -> None:
+def write_json(content: dict[str, Any], path: str | Path) -> None:
     """Write JSON into an existing folder, whole or not at all."""
     write_whole(path, json.dumps(content, indent=1) + "\n")
 
@@ -51,7 +52,7 @@ def read_plan_file(path: str | Path) -> tuple[Plan, PlanInputs | None]:
     inputs = validated(
         PlanInputs,
         data["inputs"],
-        lambda problem: PlanError(f"The inputs in {path} cannot be read: {problem}. Plan again with this version."),
+        lambda reason: PlanError(f"The inputs in {path} cannot be read: {reason}. Plan again with this version."),
     )
     plan.check(inputs.description, plan.world_size)
     if inputs.hardware is not None and inputs.hardware.world_size != plan.world_size:

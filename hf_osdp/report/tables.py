@@ -1,29 +1,57 @@
-"""Tables for a terminal: the plan, the strategies side by side, the estimate beside the measurement."""
+"""Tables for a terminal of 100 columns: a plan, strategies side by side, the Pareto front, answers to what-if questions."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import groupby
 
 from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..planner.allocator.replay import Reserved
 from ..planner.cost.evaluate import PlanEstimate
-from ..planner.cost.memory import Moment
+from ..planner.cost.memory import MemoryBreakdown, Moment
 from ..planner.description import ModelDescription, UnitDescription
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
-from ..planner.search.search import StrategyResult
+from ..planner.search.search import SearchResult, StrategyResult
+from ..planner.search.what_if import Answer
 from ..quantities import format_bytes, format_count, format_seconds
 
 _NUMBER = re.compile(r"\d+")
 _WIDTH = 100
-"""Columns that tables are read at."""
 _NAMES_WIDTH = 46
 """Columns that units and classes may take on one line: what layout and figures leave of 100."""
+
+
+def make_table(
+    title: str,
+    rows: Iterable[Sequence[str]] = (),
+    *,
+    text: Sequence[str | Column] = (),
+    figures: Sequence[str] = (),
+    notes: Sequence[str] = (),
+) -> Table:
+    """Return a table with nothing but a rule under its head.
+
+    Args:
+        title: shown on one line.
+        rows: one cell for each column.
+        text: the first columns, aligned left; long names are folded.
+        figures: columns aligned right, never broken.
+        notes: the last columns, aligned left.
+    """
+    columns = [column if isinstance(column, Column) else Column(column, overflow="fold") for column in text]
+    columns += [Column(name, justify="right", no_wrap=True) for name in figures]
+    columns += [Column(name, overflow="fold") for name in notes]
+    width = min(len(title), _WIDTH)  # or a narrow table would break its title
+    table = Table(*columns, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), min_width=width)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +60,19 @@ class PlanRow:
 
     units: tuple[int, ...]
     """Indices into the description."""
-    label: str
+    name: str
+    """Names of the units as a range: `transformer.h.0-5`."""
     class_name: str
     layout: str
 
+    @property
+    def label(self) -> str:
+        """The name, with the number of units where there are several."""
+        return f"{self.name} ({len(self.units)})" if len(self.units) > 1 else self.name
+
 
 def plan_rows(plan: Plan, description: ModelDescription) -> tuple[PlanRow, ...]:
-    """The plan's units, equal neighbours taken together: `transformer.h.0-5`."""
+    """Return the plan's units, equal neighbours taken together."""
 
     def kind(index: int) -> tuple[str, str, int]:
         unit = description.units[index]
@@ -47,56 +81,61 @@ def plan_rows(plan: Plan, description: ModelDescription) -> tuple[PlanRow, ...]:
     rows = []
     for (class_name, layout, _), indices in groupby(range(len(description.units)), key=kind):
         units = tuple(indices)
-        label = _range_label([description.units[i] for i in units])
-        rows.append(PlanRow(units=units, label=label, class_name=class_name, layout=layout))
+        rows.append(PlanRow(units=units, name=_range_label([description.units[i] for i in units]), class_name=class_name, layout=layout))
     return tuple(rows)
 
 
+def _range_label(units: Sequence[UnitDescription]) -> str:
+    first, last = units[0].label, units[-1].label
+    if len(units) == 1:
+        return first
+    starts, ends = _NUMBER.findall(first), _NUMBER.findall(last)
+    if _NUMBER.sub("#", first) != _NUMBER.sub("#", last) or not ends:
+        return f"{first} ... {last}"
+    changed = next(i for i, (a, b) in enumerate(zip(starts, ends, strict=True)) if a != b)
+    match = list(_NUMBER.finditer(first))[changed]
+    return f"{first[: match.end()]}-{ends[changed]}{first[match.end() :]}"
+
+
 def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate) -> Table:
-    """What each unit does, the memory that it holds on each device, and the seconds that it takes in a step.
+    """Return what each unit does, the memory it holds on each device, and its seconds of a step.
 
     `held` is parameters, gradients and optimizer states; `exposed` is communication that compute waits for.
     """
-    table = bare_table(
+
+    def cells(row: PlanRow) -> list[str]:
+        held = sum(estimate.units[i].held + estimate.units[i].gradients_after for i in row.units)
+        seconds = ["-", "-"]
+        if (time := estimate.time) is not None:
+            seconds = [format_seconds(sum(getattr(time.units[i], term) for i in row.units)) for term in ("compute_s", "exposed_s")]
+        numel = sum(description.units[i].numel for i in row.units)
+        return [row.label, row.class_name, row.layout, format_count(numel), format_bytes(held), *seconds]
+
+    rows = plan_rows(plan, description)
+    short = max(len(row.label) for row in rows) + max(len(row.class_name) for row in rows) <= _NAMES_WIDTH
+    title = (
         f"OSDP plan {plan.fingerprint}: {plan.world_size} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps"
         f" = {plan.global_batch_size} a step"
     )
-    rows = plan_rows(plan, description)
-    names = [(f"{row.label} ({len(row.units)})" if len(row.units) > 1 else row.label, row.class_name) for row in rows]
-    short = sum(max(map(len, column)) for column in zip(*names, strict=True)) <= _NAMES_WIDTH
-    for name in ("units", "class"):
-        table.add_column(name, no_wrap=short, overflow="fold")
-    table.add_column("layout", min_width=len("replicate,"))
-    for name in ("params", "held", "compute", "exposed"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row, (label, class_name) in zip(rows, names, strict=True):
-        table.add_row(label, class_name, row.layout, *_row_values(row, description, estimate))
-    return table
+    names = [Column(name, no_wrap=short, overflow="fold") for name in ("units", "class")]
+    layout = Column("layout", min_width=len("replicate,"))
+    return make_table(title, map(cells, rows), text=[*names, layout], figures=["params", "held", "compute", "exposed"])
 
 
 def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None = None) -> tuple[str, ...]:
-    """Where the peak falls and what a step takes, as lines of text; the plan's peak holds what no tensor can have."""
-    peak = estimate.memory.peak
-    outside = {} if hardware is None else estimate.memory.outside(hardware)
-    kept = "".join(f", {name} {format_bytes(nbytes)}" for name, nbytes in outside.items() if nbytes)
-    limit = f" of {format_bytes(plan.memory_limit_bytes)}" if plan.memory_limit_bytes else ""
-    if plan.memory_limit_bytes and hardware is not None and hardware.free_share:
-        limit += f" (margin {format_bytes(plan.memory_limit_bytes - hardware.room_bytes(plan.memory_limit_bytes))})"
-    lines = [
-        f"Peak {format_bytes(plan.peak_bytes or peak.total_bytes)}{limit} in {peak.phase} of {peak.unit}: {describe_moment(peak)}{kept}."
-    ]
+    """Return lines that say where the peak falls and what a step takes; the plan's peak includes what no tensor can have."""
+    lines = [_peak_line(plan, estimate, hardware)]
     if estimate.reserved is not None:
         lines.append(reserved_text(estimate.reserved))
     if estimate.memory.host_bytes:
         lines.append(f"On the host: {format_bytes(estimate.memory.host_bytes)} of each rank.")
-    if estimate.time is not None:
-        time = estimate.time
-        terms = (("compute", "compute_s"), ("exposed communication", "exposed_s"), ("copies", "copy_s"), ("optimizer", "optimizer_s"))
-        parts = ", ".join(f"{name} {format_seconds(time.total(term))}" for name, term in terms)
+    if (time := estimate.time) is not None:
+        terms = {"compute": "compute_s", "exposed communication": "exposed_s", "copies": "copy_s", "optimizer": "optimizer_s"}
+        parts = ", ".join(f"{name} {format_seconds(time.total(term))}" for name, term in terms.items())
         rate = f", {plan.global_batch_size / time.step_s:.1f} samples/s" if time.step_s else ""
         lines.append(f"Step {format_seconds(time.step_s)}{rate}: {parts}.")
-    if not plan.cut.is_none:
-        lines.append(f"The model is cut: {plan.cut.describe()}.")
+    if not plan.split.is_none:
+        lines.append(f"The model is split: {plan.split.describe()}.")
     if plan.accumulation_steps > 1:
         lines.append(f"Gradients are reduced {_when_reduced(plan)}.")
     if plan.strategy == "osdp" and plan.proven_optimal:
@@ -106,8 +145,18 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None =
     return tuple(lines)
 
 
+def _peak_line(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None) -> str:
+    peak, limit = estimate.memory.peak, plan.memory_limit_bytes
+    outside: Mapping[str, int] = {} if hardware is None else estimate.memory.outside(hardware)
+    kept = "".join(f", {name} {format_bytes(nbytes)}" for name, nbytes in outside.items() if nbytes)
+    of = f" of {format_bytes(limit)}" if limit else ""
+    if limit and hardware is not None and hardware.free_share:
+        of += f" (margin {format_bytes(limit - hardware.room_bytes(limit))})"
+    return f"Peak {format_bytes(plan.peak_bytes or peak.total_bytes)}{of} in {peak.phase} of {peak.unit}: {describe_moment(peak)}{kept}."
+
+
 def reserved_text(reserved: Reserved) -> str:
-    """What torch's allocator takes for the tensors' peak, in a line."""
+    """Return one line that says what torch's allocator takes for the tensors' peak."""
     allocated = reserved.peak_allocated_bytes
     text = f"Peak allocated / reserved by torch: {format_bytes(allocated)} / {format_bytes(reserved.peak_reserved_bytes)}"
     if not reserved.fits:
@@ -126,82 +175,69 @@ def _when_reduced(plan: Plan) -> str:
     return "once a step; whole gradients are held until then"
 
 
-def comparison_table(rows: Sequence[StrategyResult], memory_limit_bytes: int) -> Table:
-    """Each strategy at its own best batch."""
-    table = bare_table(f"Strategies at their own best batch, estimated, limit {format_bytes(memory_limit_bytes)}")
-    table.add_column("strategy", no_wrap=True)
-    for name in ("batch", "peak", "step", "samples/s", "osdp gain"):
-        table.add_column(name, justify="right", no_wrap=True)
-    best = next((row.result.plan.samples_per_s for row in rows if row.strategy.value == "osdp" and row.result), None)
-    for row in rows:
-        if row.result is None:
-            table.add_row(row.strategy.value, "-", row.reason, "-", "-", "-")
-            continue
-        plan = row.result.plan
-        faster = f"{best / plan.samples_per_s:.2f}x" if best and row.strategy.value != "osdp" else "-"
-        table.add_row(
-            row.strategy.value, f"{plan.micro_batch_size} x {plan.accumulation_steps}", format_bytes(plan.peak_bytes),
-            format_seconds(plan.step_s), f"{plan.samples_per_s:.1f}", faster,
-        )  # fmt: skip
-    return table
-
-
-def outcome_table(
-    *,
-    estimated_peak: int | None,
-    measured_peak: int | None,
-    estimated_step_s: float | None,
-    measured_step_s: float | None,
-    estimated_reserved: int | None = None,
-    measured_reserved: int | None = None,
-    collectives: Sequence[tuple[str, float | None, float | None]] = (),
-) -> Table:
-    """Estimated beside measured; bytes and seconds on the slowest and fullest rank.
-
-    The row of what the allocator reserved is there where either is known. `collectives` has a name, seconds of a step estimated and
-    seconds measured for each kind.
-    """
-    table = bare_table("Estimated beside measured")
-    for name in ("", "estimated", "measured", "estimate / measured"):
-        table.add_column(name, justify="right" if name else "left")
-    for name, estimated, measured, text in (
-        ("peak memory", estimated_peak, measured_peak, format_bytes),
-        *([("peak reserved", estimated_reserved, measured_reserved, format_bytes)] if estimated_reserved or measured_reserved else ()),
-        ("step time", estimated_step_s, measured_step_s, format_seconds),
-        *((name, estimated, measured, format_seconds) for name, estimated, measured in collectives),
-    ):
-        ratio = f"{estimated / measured:.2f}" if estimated and measured else "-"
-        table.add_row(name, *("-" if value is None else text(value) for value in (estimated, measured)), ratio)
-    return table
-
-
 def describe_moment(moment: Moment) -> str:
-    """The kinds of bytes at a moment, the largest first."""
-    parts = sorted(((getattr(moment.breakdown, name), name) for name in moment.breakdown.__slots__), reverse=True)
-    return ", ".join(f"{name.replace('_', ' ')} {format_bytes(nbytes)}" for nbytes, name in parts if nbytes)
+    """Return the kinds of bytes at a moment, the largest first."""
+    parts = sorted(((nbytes, name) for name, nbytes in bytes_by_kind(moment.breakdown).items()), reverse=True)
+    return ", ".join(f"{name} {format_bytes(nbytes)}" for nbytes, name in parts if nbytes)
 
 
-def _row_values(row: PlanRow, description: ModelDescription, estimate: PlanEstimate) -> Iterator[str]:
-    units = [estimate.units[i] for i in row.units]
-    yield format_count(sum(description.units[i].numel for i in row.units))
-    yield format_bytes(sum(u.held + u.gradients_after for u in units))
-    for term in ("compute_s", "exposed_s"):
-        yield "-" if estimate.time is None else format_seconds(sum(getattr(estimate.time.units[i], term) for i in row.units))
+def bytes_by_kind(breakdown: MemoryBreakdown) -> dict[str, int]:
+    """Return the bytes of a breakdown by the name of their kind, as people read it."""
+    return {name.replace("_", " "): nbytes for name, nbytes in asdict(breakdown).items()}
 
 
-def _range_label(units: Sequence[UnitDescription]) -> str:
-    first, last = units[0].label, units[-1].label
-    if len(units) == 1:
-        return first
-    starts, ends = _NUMBER.findall(first), _NUMBER.findall(last)
-    if _NUMBER.sub("#", first) != _NUMBER.sub("#", last) or not ends:
-        return f"{first} ... {last}"
-    changed = next(i for i, (a, b) in enumerate(zip(starts, ends, strict=True)) if a != b)
-    match = list(_NUMBER.finditer(first))[changed]
-    return f"{first[: match.end()]}-{ends[changed]}{first[match.end() :]}"
+def batch_cells(plan: Plan, *, peak_mark: str = "") -> list[str]:
+    """Return batch, peak, step and samples a second of a plan that was searched for."""
+    assert plan.peak_bytes is not None and plan.step_s is not None and plan.samples_per_s is not None
+    return [
+        f"{plan.micro_batch_size} x {plan.accumulation_steps}", f"{peak_mark}{format_bytes(plan.peak_bytes)}",
+        format_seconds(plan.step_s), f"{plan.samples_per_s:.1f}",
+    ]  # fmt: skip
 
 
-def bare_table(title: str) -> Table:
-    """A table with nothing but a rule under its head."""
-    width = min(len(title), _WIDTH)  # or a narrow table would break its title
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), min_width=width)
+def comparison_table(rows: Sequence[StrategyResult], memory_limit_bytes: int) -> Table:
+    """Return each strategy at its own best batch."""
+    best = next((row.result.plan.samples_per_s for row in rows if row.strategy.value == "osdp" and row.result), None)
+
+    def cells(row: StrategyResult) -> list[str]:
+        if row.result is None:
+            return [row.strategy.value, "-", row.reason, "-", "-", "-"]
+        plan = row.result.plan
+        gain = f"{best / plan.samples_per_s:.2f}x" if best and plan.samples_per_s and row.strategy.value != "osdp" else "-"
+        return [row.strategy.value, *batch_cells(plan), gain]
+
+    title = f"Strategies at their own best batch, estimated, limit {format_bytes(memory_limit_bytes)}"
+    return make_table(title, map(cells, rows), text=["strategy"], figures=["batch", "peak", "step", "samples/s", "osdp gain"])
+
+
+def frontier_table(front: Sequence[SearchResult], memory_limit_bytes: int) -> Table:
+    """Return memory against throughput; `*` marks the fastest within the limit."""
+    peaks = [result.plan.peak_bytes or 0 for result in front]
+    best = max((peak for peak in peaks if peak <= memory_limit_bytes), default=None)
+
+    def cells(result: SearchResult) -> list[str]:
+        batch, peak, *rates = batch_cells(result.plan, peak_mark="* " if result.plan.peak_bytes == best else "")
+        return [peak, batch, *rates, layouts_text(result.plan)]
+
+    title = f"Pareto front of memory and throughput (* the fastest within {format_bytes(memory_limit_bytes)})"
+    return make_table(title, map(cells, front), figures=["peak", "batch", "step", "samples/s"], notes=["layouts (units)"])
+
+
+def layouts_text(plan: Plan) -> str:
+    """Return how many units have each layout, the most frequent first: `shard 8 (40), replicate (10)`."""
+    counts = Counter(unit.describe(plan.world_size) for unit in plan.units)
+    return ", ".join(f"{layout} ({count})" for layout, count in counts.most_common())
+
+
+def what_if_table(answers: Sequence[Answer]) -> Table:
+    """Return answers side by side; the first row is how things are, which gains are counted from."""
+    now = answers[0].tokens_per_s
+
+    def cells(row: Answer) -> list[str]:
+        if row.result is None or row.tokens_per_s is None:
+            return [row.question, "; ".join(filter(None, (row.change, row.reason))), *["-"] * 6]
+        gain = "-" if not now or row is answers[0] else f"{row.tokens_per_s / now:.2f}x"
+        return [row.question, row.change, *batch_cells(row.result.plan), format_count(row.tokens_per_s), gain]
+
+    text: list[str | Column] = [Column("", min_width=len("twice the memory")), "change"]
+    return make_table("What if", map(cells, answers), text=text, figures=["batch", "peak", "step", "samples/s", "tokens/s", "gain"])

@@ -17,8 +17,8 @@ from ..modeling.units import canonical_name
 def broadcast_parameters(model: nn.Module) -> None:
     """Give every rank rank 0's parameters and buffers. Collective.
 
-    Replicated and HSDP units only ever average gradients: replicas that start unequal stay unequal for ever. Tensors that
-    are on the meta device on any rank are left out on all (whoever loads them later makes them equal).
+    Replicated and HSDP units only ever average gradients: replicas that start unequal stay unequal. Tensors that are on the meta
+    device on any rank are left out on all; whoever loads them later makes them equal.
 
     Args:
         model: an unsharded model, on any device.
@@ -28,30 +28,18 @@ def broadcast_parameters(model: nn.Module) -> None:
     """
     if world_size() == 1:
         return
-    tensors = _tensors(model)
-    on_meta = _agree_on_meta(tensors)
-    device = collective_device()
-    for (_, tensor), skip in zip(tensors, on_meta, strict=True):
-        if not skip and tensor.numel():
-            _broadcast(tensor, device)
-
-
-def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, shared ones once."""
-    return [(canonical_name(name), tensor) for named in (model.named_parameters(), model.named_buffers()) for name, tensor in named]
-
-
-def _agree_on_meta(tensors: list[tuple[str, torch.Tensor]]) -> list[bool]:
-    """For each tensor, whether some rank has it on the meta device."""
-    listing = repr([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors])
-    mine = (hashlib.sha256(listing.encode()).hexdigest(), [tensor.is_meta for _, tensor in tensors])
-    everyone: list[tuple[str, list[bool]]] = [mine] * dist.get_world_size()
+    named = [*model.named_parameters(), *model.named_buffers()]
+    signature = repr([(canonical_name(name), tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named])
+    mine = (hashlib.sha256(signature.encode()).hexdigest(), [tensor.is_meta for _, tensor in named])
+    everyone = [mine] * world_size()
     dist.all_gather_object(everyone, mine)
-    if different := [rank for rank, (digest, _) in enumerate(everyone) if digest != everyone[0][0]]:
+    if different := [rank for rank, (other, _) in enumerate(everyone) if other != everyone[0][0]]:
         raise PlanMismatchError(
             f"The model on ranks {different} has other parameters or buffers than on rank 0; build the same model on every rank."
         )
-    return [any(flags) for flags in zip(*(flags for _, flags in everyone), strict=True)]
+    for (_, tensor), *on_meta in zip(named, *(flags for _, flags in everyone), strict=True):
+        if tensor.numel() and not any(on_meta):
+            _broadcast(tensor, collective_device())
 
 
 def _broadcast(tensor: torch.Tensor, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Gradient norm and clipping where parameters lie on different meshes."""
+"""Norm and clipping of gradients on different meshes, where torch's own clipping fails."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..distributed.mesh import collective_device, world_size
 
 @torch.no_grad()
 def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """Norm of all gradients as one vector, each element counted once. Collective: one all-reduce over the world.
+    """Return the norm of all gradients as one vector, each element counted once. Collective: one all-reduce over the world.
 
-    A gradient cut into s shards on W ranks is held W/s times, so
+    A gradient in s shards on W ranks is held W/s times, so
 
         norm^p = sum over ranks of sum over gradients of (s / W) * |local shard|_p^p
 
@@ -37,8 +37,13 @@ def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.T
         raise ValueError(f"norm_type={norm_type} must be positive; use 1, 2 or inf.")
     grads = list(grads)
     device = collective_device() if world_size() > 1 else _main_device(grads)
+    groups: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
+    dtype = torch.float32
+    for grad in grads:
+        groups.setdefault((_shard_size(grad), local(grad).device), []).append(local(grad))
+        dtype = torch.promote_types(dtype, grad.dtype)
     value = torch.zeros((), dtype=torch.float64, device=device)
-    for (shard_size, _), locals_ in _by_kind(grads).items():
+    for (shard_size, _), locals_ in groups.items():
         norms = torch.stack([_norm(tensor, norm_type).double() for tensor in locals_]).to(device)
         if math.isinf(norm_type):
             value = torch.maximum(value, norms.max())
@@ -46,16 +51,12 @@ def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.T
             value = value + norms.pow(norm_type).sum() * (shard_size / world_size())
     if world_size() > 1:
         dist.all_reduce(value, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
-    if not math.isinf(norm_type):
-        value = value.pow(1.0 / norm_type)
-    return value.to(_result_dtype(grads))
+    return (value if math.isinf(norm_type) else value.pow(1.0 / norm_type)).to(dtype)
 
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scale gradients in place so that their norm is at most `max_norm`. Collective.
-
-    As `torch.nn.utils.clip_grad_norm_`, which fails where parameters lie on different meshes.
+    """Scale gradients in place so that their norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`. Collective.
 
     Args:
         parameters: the same parameters on every rank; those without a gradient are passed over.
@@ -79,22 +80,13 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, sharing its storage."""
+    """Return this rank's part of a tensor, sharing its storage."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _by_kind(grads: list[torch.Tensor]) -> dict[tuple[int, torch.device], list[torch.Tensor]]:
-    """Local gradients by shard size and device."""
-    groups: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
-    for grad in grads:
-        groups.setdefault((_shard_size(grad), local(grad).device), []).append(local(grad))
-    return groups
-
-
 def _main_device(grads: list[torch.Tensor]) -> torch.device:
-    """Where most of a model is: units on the host are beside an accelerator."""
-    devices = [local(grad).device for grad in grads]
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+    """Return where most of a model is: units on the host are beside an accelerator."""
+    return next((local(grad).device for grad in grads if local(grad).device.type != "cpu"), torch.device("cpu"))
 
 
 def _shard_size(tensor: torch.Tensor) -> int:
@@ -104,14 +96,8 @@ def _shard_size(tensor: torch.Tensor) -> int:
 
 
 def _norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Norm of one local tensor; 0 where it is empty, for which torch's infinity norm raises."""
+    """Return the norm of one local tensor; 0 where it is empty, for which torch's infinity norm raises."""
     if not tensor.numel():
         return tensor.new_zeros((), dtype=torch.float64)
-    return torch.linalg.vector_norm(tensor, norm_type, dtype=torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _result_dtype(grads: list[torch.Tensor]) -> torch.dtype:
-    dtype = torch.float32
-    for grad in grads:
-        dtype = torch.promote_types(dtype, grad.dtype)
-    return dtype
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=torch.promote_types(tensor.dtype, torch.float32))
+    return norm

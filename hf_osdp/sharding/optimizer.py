@@ -1,113 +1,32 @@
-"""Optimizers that were made before the model was sharded, and those that must not be used after."""
+"""Optimizers of a sharded model: those made before it was sharded, and steps over parameters on two devices."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..distributed.mesh import world_size
 from ..errors import OSDPError
 from ..modeling.split.names import split_names
 from ..modeling.split.positions import keep_positions
 from ..modeling.units import canonical_name
+from .clip import local
 from .host_offload import host_parameters
-from .mixed_step import step_by_place
-from .optimizer_probe import difference_on_shards
+from .optimizer_check import check_optimizer, unwrapped
 
-_REASONS = {
-    "adafactor": "factors a parameter's second moment over its rows and columns",
-    "lamb": "scales by the norm of each whole parameter",
-    "lars": "scales by the norm of each whole parameter",
-    "muon": "orthogonalises each whole matrix",
-    "shampoo": "preconditions with each whole matrix",
-    "soap": "preconditions with each whole matrix",
-    "galore": "projects each whole matrix",
-    "lbfgs": "needs dot products over all parameters",
-    "sparseadam": "needs sparse gradients",
-    "rprop": "assigns elements by a mask",
-    "lomo": "updates while backward runs, before gradients are reduced",
-    "apollo": "scales by the norms of a parameter's channels",
-    "8bit": "holds its states in blocks that are quantized together",
-    "4bit": "holds its states in blocks that are quantized together",
-}
-"""Why an optimizer is wrong, or fails, on shards, by a part of its name in lower case."""
-
-
-_ELEMENT_WISE = tuple(
-    getattr(torch.optim, name) for name in ("AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD")
-)
-"""Optimizers of torch that train on shards as they train on the whole; a subclass may do something else."""
-_MOST_APART = 1e-4
-"""Of an update: rounding of float32 leaves less, a norm of a shard in the place of the whole's some percent."""
-_ADVICE = "use an element-wise optimizer such as AdamW, Adam, SGD or RMSprop"
-
-
-def reason_against(name: str) -> str | None:
-    """Why an optimizer of this name is wrong, or fails, on shards; None where the name says nothing.
-
-    Args:
-        name: of a class, or as `TrainingArguments(optim=...)` has it.
-    """
-    return next((reason for part, reason in _REASONS.items() if part in name.lower()), None)
-
-
-def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer itself, where Accelerate has wrapped it."""
-    while type(optimizer).__name__ == "AcceleratedOptimizer":
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose update of an element depends on other elements: on shards it may train differently.
-
-    The class and all its bases are looked at by name, so that the versions of different packages are found. What is neither known to
-    be wrong nor one of torch's own is tried on a matrix and on its shards.
-
-    Raises:
-        OSDPError: the optimizer is known to be wrong under sharding, or was seen to be, or cannot be tried.
-    """
-    optimizer = unwrapped(optimizer)
-    name = type(optimizer).__name__
-    for cls in type(optimizer).__mro__:
-        if reason := reason_against(cls.__name__):
-            raise OSDPError(f"{name} {reason}, which shards of a parameter do not allow; {_ADVICE}.")
-    if type(optimizer) in _ELEMENT_WISE or not any(group["params"] for group in optimizer.param_groups):
-        return
-    try:
-        apart = difference_on_shards(optimizer)
-    except Exception as error:  # it may be made for anything
-        text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-        raise OSDPError(f"{name} cannot be tried on shards ({type(error).__name__}: {text}); {_ADVICE}.") from error
-    if not apart <= _MOST_APART:
-        raise OSDPError(
-            f"{name} is not element-wise: two steps on a matrix and on its shards differ by {100 * apart:.2g} % of the update; {_ADVICE}."
-        )
-
-
-def check_new_optimizers(model: nn.Module) -> None:
-    """`check_optimizer` for every optimizer of this model before its first step: in a plain loop nobody tells us of them.
-
-    Args:
-        model: sharded, showing shards; the hook goes with it.
-    """
-    ids = {id(parameter) for parameter in model.parameters()}
-    checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-    def stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer not in checked and any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
-            check_optimizer(optimizer)
-            checked.add(optimizer)
-
-    weakref.finalize(model, register_optimizer_step_pre_hook(stepping).remove)
+_FUSED_ON_HOST = (torch.optim.Adam, torch.optim.AdamW)
+"""Optimizers of torch whose fused step takes shards on the CPU; its fused SGD and Adagrad know no sharded tensors."""
+_KERNELS = {"foreach", "fused"}
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Each parameter's first name; take it before the model is sharded, for `rebind_parameters`."""
+    """Return each parameter's first name; take it before the model is sharded, for `rebind_parameters`."""
     return {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
 
 
@@ -120,7 +39,9 @@ def release_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.P
         OSDPError: the optimizer has state already, or holds a parameter that the model does not have; it is left as it was.
     """
     inner = unwrapped(optimizer)
-    if optimizer.state and not _is_new_adagrad(inner):
+    # Adagrad makes its state when it is made; `rebind_parameters` makes it again.
+    new_adagrad = type(inner) is torch.optim.Adagrad and not any(state["step"] for state in inner.state.values())
+    if optimizer.state and not new_adagrad:
         raise OSDPError(
             f"{type(inner).__name__} has state from before the model was sharded: it has taken steps, or makes state when it is made;"
             " make it from the sharded model's parameters, or give a new AdamW, Adam, SGD or RMSprop."
@@ -131,15 +52,10 @@ def release_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.P
         group["params"] = group_names
 
 
-def _is_new_adagrad(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's state is what Adagrad makes when it is made; `rebind_parameters` makes it again."""
-    return type(optimizer) is torch.optim.Adagrad and not any(state["step"] for state in optimizer.state.values())
-
-
 def rebind_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Parameter, str], model: nn.Module) -> None:
     """Point an optimizer at the sharded parameters, found by name. Groups, their order and hyperparameters stay.
 
-    In the place of a parameter that is in slices now come all its slices.
+    A parameter that is split is replaced by all its slices.
 
     Args:
         optimizer: made from the unsharded model, without state; `release_parameters` may have been called on it.
@@ -159,9 +75,111 @@ def rebind_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Pa
     inner = unwrapped(optimizer)  # Accelerate's wrapper has no hooks
     if type(inner) is torch.optim.Adagrad:
         inner.state = torch.optim.Adagrad([dict(group) for group in inner.param_groups], **inner.defaults).state
-    step_by_place(inner, host_parameters(model))
+    step_by_device(inner, host_parameters(model))
     if split_names(model):
         keep_positions(inner, model)
+
+
+def step_by_device(optimizer: torch.optim.Optimizer, host: Iterable[nn.Parameter] = ()) -> None:
+    """Have an optimizer step the parameters of each device, and plain ones and shards, by themselves.
+
+    torch's foreach and fused kernels fail where plain tensors and DTensors share a group, and by default an optimizer gives up its
+    foreach kernels for a whole group where one parameter lies on the CPU. While the optimizer steps, each of its groups is replaced
+    by one group for each kind. Before and after it is as it was made, so that schedulers, checkpoints and the user see the same
+    groups under every plan. On the host Adam and AdamW step with fused kernels, whatever they do on the device.
+
+    Args:
+        optimizer: holds the sharded model's parameters. A second call replaces the first.
+        host: parameters that live on the host (`host_parameters`).
+    """
+    if (before := _stepper(optimizer)) is not None:
+        before.remove()
+    _StepByDevice(optimizer, host)
+
+
+def prepare_new_optimizers(model: nn.Module) -> None:
+    """Prepare every optimizer of this model when it first steps: in a plain loop no call tells of them.
+
+    Among several ranks it is checked (`check_optimizer`); where parameters lie on two devices or have no dimensions, it steps by device.
+
+    Args:
+        model: after `apply_plan`, showing shards; the hook goes with it.
+    """
+    host = host_parameters(model)
+    mixed = bool(host) or any(not parameter.dim() for parameter in model.parameters())
+    ids = {id(parameter) for parameter in model.parameters()}
+    prepared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def prepare(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if optimizer in prepared or not any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
+            return
+        if world_size() > 1:
+            check_optimizer(optimizer)
+        if mixed and _stepper(optimizer) is None:
+            step_by_device(optimizer, host)
+        prepared.add(optimizer)
+
+    weakref.finalize(model, register_optimizer_step_pre_hook(prepare).remove)
+
+
+class _StepByDevice:
+    """The hooks around one optimizer's step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, host: Iterable[nn.Parameter]) -> None:
+        self._host = {id(parameter) for parameter in host}
+        self._whole: list[dict[str, Any]] | None = None
+        self._parts: list[list[dict[str, Any]]] = []
+        self._handles = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
+
+    def remove(self) -> None:
+        """Leave the optimizer alone."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        self._after(optimizer, args, kwargs)  # a step that raised left its parts behind
+        self._whole = optimizer.param_groups
+        self._parts = [self._split(optimizer, group) for group in self._whole]
+        optimizer.param_groups = [part for parts in self._parts for part in parts]
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if self._whole is None:
+            return
+        for group, parts in zip(self._whole, self._parts, strict=True):
+            if parts[0] is not group:  # some optimizers count in their groups
+                group.update({key: value for key, value in parts[0].items() if key not in {"params", *_KERNELS}})
+        optimizer.param_groups, self._whole, self._parts = self._whole, None, []
+
+    def _split(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the group itself where all of it is of one kind on the device, else one group for each kind."""
+        kinds: dict[tuple[torch.device, bool, bool], list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            on_host = id(parameter) in self._host
+            kinds.setdefault((local(parameter).device, isinstance(parameter, DTensor), on_host), []).append(parameter)
+        fuses = type(optimizer) in _FUSED_ON_HOST and not group["differentiable"]
+        if len(kinds) < 2 and not (fuses and any(on_host for _, _, on_host in kinds)):
+            return [group]
+        parts = []
+        for (_, _, on_host), parameters in kinds.items():
+            kernels = {}
+            if on_host and fuses:
+                kernels = {"foreach": False, "fused": True}
+                _move_step_counts(optimizer, parameters)
+            parts.append({**group, **kernels, "params": parameters})
+        return parts
+
+
+def _stepper(optimizer: torch.optim.Optimizer) -> _StepByDevice | None:
+    owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
+    return next((owner for owner in owners if isinstance(owner, _StepByDevice)), None)
+
+
+def _move_step_counts(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Move counts of steps to the host, where fused kernels want them: a checkpoint may have had them on the device."""
+    for parameter in parameters:
+        step = optimizer.state[parameter].get("step") if parameter in optimizer.state else None
+        if isinstance(step, torch.Tensor) and step.device.type != "cpu":
+            optimizer.state[parameter]["step"] = step.cpu()
 
 
 def _name(parameter: nn.Parameter | str, old_names: Mapping[nn.Parameter, str]) -> str:

@@ -1,4 +1,4 @@
-"""The class of a sharded module: FSDP2's subclass under its author's name, and what a user calls on a whole model."""
+"""The class of a sharded module: FSDP2's subclass under its author's name, and methods that would see shards or hang."""
 
 from __future__ import annotations
 
@@ -18,42 +18,37 @@ from ..distributed.process_group import require_all
 from ..errors import OSDPError
 from .state import full_state_dict
 
-_OWN = "__module__", "__qualname__", "__doc__"
 _REMEDY = "call model.save_pretrained(folder) on every rank, or save what accelerator.get_state_dict(model) gives on rank 0"
 
 
 def keep_class(module: nn.Module) -> None:
-    """Name a sharded module's class as before: FSDP2 renames it, and transformers looks up losses, heads and files by class name.
-
-    Args:
-        module: after `fully_shard`.
-    """
+    """Name a sharded module's class as before: FSDP2 renames it, and transformers looks up losses, heads and files by class name."""
     module.__class__ = _sharded_class(type(module).__mro__[2])
 
 
 @functools.cache
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """FSDP2's subclass of a class, as `fully_shard` makes it, with the name and the methods that sharding would break."""
-    methods: dict[str, Any] = {name: getattr(cls, name) for name in _OWN}
+    """Make FSDP2's subclass of a class, as `fully_shard` does, with the name and the methods that sharding would break."""
+    methods: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     methods |= {"__deepcopy__": _no_copy, "__reduce_ex__": _no_copy, "_is_fsdp_managed_module": True}  # the last: for `generate`
     if cls.state_dict is nn.Module.state_dict:
         methods["state_dict"] = _state_dict
     if hasattr(cls, "generate"):
-        methods["generate"] = _OnAllRanks(cls.generate)
+        methods["generate"] = _CalledOnAllRanks(cls.generate)
     save = getattr(cls, "save_pretrained", None)
     if save is not None and {"state_dict", "kwargs"} & set(inspect.signature(save).parameters):
-        methods["save_pretrained"] = _of_whole_weights(save)
+        methods["save_pretrained"] = _saving_whole_weights(save)
     return type(cls.__name__, (FSDPModule, cls), methods)
 
 
-def _no_copy(self: nn.Module, *_: Any) -> NoReturn:
+def _no_copy(self: nn.Module, *_: object) -> NoReturn:
     raise OSDPError(f"torch.save, pickle and copy would get one rank's shards of a sharded {type(self).__name__}; {_REMEDY}.")
 
 
 class _Shards(OrderedDict[str, Any]):
     """The state dict of a sharded model: a file of it would lack the other ranks' shards."""
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise OSDPError(f"torch.save and pickle would get one rank's shards of model.state_dict(); {_REMEDY}.")
 
     def __copy__(self) -> _Shards:
@@ -64,23 +59,23 @@ class _Shards(OrderedDict[str, Any]):
 
 
 def _state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
-    """As stock; of the module that it is called on, one that is not pickled."""
-    state = nn.Module.state_dict(self, *args, **kwargs)
+    """Return the stock state dict; a whole one cannot be pickled."""
+    state: Mapping[str, Any] = nn.Module.state_dict(self, *args, **kwargs)
     if args or kwargs.get("destination") is not None:
         return state
     shards = _Shards(state)
-    shards._metadata = state._metadata
+    shards._metadata = state._metadata  # type: ignore[attr-defined]
     return shards
 
 
-class _OnAllRanks:
+class _CalledOnAllRanks:
     """A method that gathers parameters: it raises where other ranks do not call it, before any hook that FSDP2 puts around it."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
 
     def __set_name__(self, cls: type, name: str) -> None:
-        self._name, self._what = name, f"{cls.__name__}.{name}"
+        self._name, self._label = name, f"{cls.__name__}.{name}"
 
     def __set__(self, module: nn.Module, method: Callable[..., Any]) -> None:
         module.__dict__[self._name] = method  # of `register_fsdp_forward_method`, as the Trainer calls it
@@ -91,22 +86,21 @@ class _OnAllRanks:
         method = module.__dict__.get(self._name) or self._method.__get__(module, cls)
 
         @functools.wraps(method)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            require_all(self._what)
+        def called(*args: Any, **kwargs: Any) -> object:
+            require_all(self._label)
             return method(*args, **kwargs)
 
         return called
 
 
-def _of_whole_weights(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Write whole weights, once: gathered where none are given, which every rank must call."""
+def _saving_whole_weights(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Write whole weights, once: gathered where no state dict is passed, which every rank must call."""
     signature = inspect.signature(save)
 
     @functools.wraps(save)
-    def saved(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def saved(self: nn.Module, *args: Any, **kwargs: Any) -> object:
         call = signature.bind(self, *args, **kwargs)
-        given = {**call.arguments, **call.arguments.get("kwargs", {})}.get("state_dict")
-        if given is not None:
+        if {**call.arguments, **call.arguments.get("kwargs", {})}.get("state_dict") is not None:
             return save(*call.args, **call.kwargs) if not dist.is_initialized() or dist.get_rank() == 0 else None
         require_all(f"{type(self).__name__}.save_pretrained")
         owner = call.arguments if "state_dict" in signature.parameters else call.arguments.setdefault("kwargs", {})

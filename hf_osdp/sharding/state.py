@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..modeling.split.names import is_split, merge_optimizer_state, merge_state_dict, split_optimizer_state, split_state_dict
 from ..modeling.split.positions import own_positions
 from ..modeling.units import canonical_name
-from .optimizer import unwrapped
+from .optimizer_check import unwrapped
 from .weight_reads import end_step
 from .whole_states import load_whole_optimizer_state, load_whole_weights, whole_tensor
 

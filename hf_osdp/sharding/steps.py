@@ -8,44 +8,43 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..modeling.batch import Inputs, Loss, output_of
+from ..modeling.batch import Inputs, Loss, loss_of, output_of
 from ..planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from ..planner.plan import Plan
-from ..tracing.trace import loss_of
 from .accumulation import micro_step
 from .clip import clip_grad_norm_
 from .host_offload import host_parameters
-from .mixed_step import step_by_place
+from .optimizer import step_by_device
 
 _LEARNING_RATE = 1e-6
 
 
 def make_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.Optimizer:
-    """An optimizer of torch that holds and steps as the description says; what lives on the host steps by itself.
+    """Make an optimizer of torch that holds and steps as the description says; parameters on the host step by themselves.
 
     Raises:
         ValueError: torch has no element-wise optimizer with so many states.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = _optimizer_of(parameters, spec)
-    step_by_place(optimizer, host_parameters(model))
+    options: dict[str, Any] = dict(spec.step.options)
+    optimizer: torch.optim.Optimizer
+    match spec.states:
+        case 0 | 1:
+            if spec.step is OptimizerStep.FUSED:  # torch has no fused SGD for sharded tensors; in place, neither needs scratch
+                options = OptimizerStep.FOR_LOOP.options
+            optimizer = torch.optim.SGD(parameters, lr=_LEARNING_RATE, momentum=0.9 * spec.states, **options)
+        case 2 | 3:
+            optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE, amsgrad=spec.states == 3, **options)
+        case _:
+            raise ValueError(
+                f"An optimizer with {spec.states} states a parameter is not known to torch; 0 to 3 can be tried and simulated."
+            )
+    step_by_device(optimizer, host_parameters(model))
     return optimizer
 
 
-def _optimizer_of(parameters: list[nn.Parameter], spec: OptimizerSpec) -> torch.optim.Optimizer:
-    step = spec.step
-    match spec.states:
-        case 0 | 1:
-            if step is OptimizerStep.FUSED:
-                step = OptimizerStep.FOR_LOOP  # torch has no fused SGD for sharded tensors; in place, neither needs scratch
-            return torch.optim.SGD(parameters, lr=_LEARNING_RATE, momentum=0.9 * spec.states, **step.options)
-        case 2 | 3:
-            return torch.optim.AdamW(parameters, lr=_LEARNING_RATE, amsgrad=spec.states == 3, **step.options)
-    raise ValueError(f"An optimizer with {spec.states} states a parameter is not known to torch; 0 to 3 can be tried and simulated.")
-
-
 def batch_on(inputs: Inputs, samples: int, device: torch.device) -> dict[str, Any]:
-    """A batch on the device."""
+    """Return a batch of so many samples on the device."""
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs(samples).items()}
 
 
@@ -57,19 +56,18 @@ def train_step(
     job: TrainingJob,
     criterion: Loss | None = None,
 ) -> None:
-    """One optimizer step as the plan runs it, each micro-step on the same batch; clipped at norm 1 where the job clips.
+    """Take one optimizer step as the plan runs it, each micro-step on the same batch; clip at norm 1 where the job clips.
 
     The loss is the one in the model's output for the batch, or what `criterion` makes of both.
     """
     output = None
     for number in range(1, plan.accumulation_steps + 1):
-        last = number == plan.accumulation_steps
-        with micro_step(model, is_last=last, plan=plan):
+        with micro_step(model, is_last=number == plan.accumulation_steps, plan=plan):
             output = output_of(model, batch, criterion)
             loss = loss_of(output)
             if not job.holds_outputs:
                 output = None
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             del loss
     if job.clips_gradients:
         clip_grad_norm_(model.parameters(), 1.0)

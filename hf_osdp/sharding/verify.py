@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ..distributed.mesh import world_size
 from ..distributed.two_stage import TwoStageAllGather, TwoStageReduceScatter, flat_collectives
@@ -13,28 +13,11 @@ from ..errors import PlanMismatchError
 from ..modeling.activation_offload import is_offloaded
 from ..modeling.units import modules_by_name
 from ..modeling.wrapping import is_recomputed
+from ..planner.decision import UnitDecision
 from ..planner.description import Activations, UnitDescription
-from ..planner.plan import Plan, UnitDecision
+from ..planner.plan import Plan
 from .apply import effective
 from .host_offload import is_on_host, parameter_groups
-
-
-def read_back(model: nn.Module, units: tuple[UnitDescription, ...]) -> tuple[UnitDecision, ...]:
-    """What FSDP2 really does with each unit.
-
-    Args:
-        model: a model after `apply_plan`.
-        units: its units, found before it was sharded.
-
-    Returns:
-        One decision a unit, in the order of `units`. A unit without parameters has no layout; it reads as sharded over all
-        and kept, as does one that one process trains as it is.
-
-    Raises:
-        PlanMismatchError: a unit is not sharded, lies on a mesh that is not this world, or holds other parameters.
-    """
-    modules, owners = modules_by_name(model), _owners(model)
-    return tuple(_read_unit(unit, modules, owners) for unit in units)
 
 
 def verify_applied(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> None:
@@ -58,19 +41,36 @@ def verify_applied(model: nn.Module, plan: Plan, units: tuple[UnitDescription, .
         )
 
 
-def _visible(planned: UnitDecision, module: nn.Module) -> UnitDecision:
-    """What of a decision the model shows: not what micro-steps do, nor the layout of a unit that one process trains as it is."""
-    shown = replace(planned, reduce_every_micro_step=True)
-    plain = world_size() == 1 and not planned.on_host and not parameter_groups(module)
-    return replace(shown, reshard_after_forward=False) if plain else shown
+def read_back(model: nn.Module, units: tuple[UnitDescription, ...]) -> tuple[UnitDecision, ...]:
+    """Return what FSDP2 really does with each unit.
+
+    Args:
+        model: a model after `apply_plan`.
+        units: its units, found before it was sharded.
+
+    Returns:
+        One decision a unit, in the order of `units`. A unit without parameters has no layout; it reads as sharded over all
+        and kept, as does one that one process trains as it is.
+
+    Raises:
+        PlanMismatchError: a unit is not sharded, lies on a mesh that is not this world, or holds other parameters.
+    """
+    modules = modules_by_name(model)
+    names: dict[int, str] = {}
+    owners: dict[tuple[int, str], str] = {}
+    """(identity of the owning module, attribute) → the first name of the parameter."""
+    for name, module in modules.items():
+        module = getattr(module, "_checkpoint_wrapped_module", module)
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                owners[id(module), leaf] = names.setdefault(id(parameter), f"{name}.{leaf}".lstrip("."))
+    return tuple(_read_unit(unit, modules[unit.module_names[0]], owners) for unit in units)
 
 
-def _read_unit(unit: UnitDescription, modules: dict[str, nn.Module], owners: dict[tuple[int, str], str]) -> UnitDecision:
-    world = world_size()
-    if not _managed(unit):
+def _read_unit(unit: UnitDescription, module: nn.Module, owners: dict[tuple[int, str], str]) -> UnitDecision:
+    world, expected, groups = world_size(), _managed(unit), parameter_groups(module)
+    if not expected:
         return UnitDecision(fqn=unit.fqn, shard_size=world, reshard_after_forward=False)
-    module = modules[unit.module_names[0]]
-    groups = parameter_groups(module)
     activations = Activations.of(recomputes=is_recomputed(module), offloads=is_offloaded(module))
     if world == 1 and not groups:  # plain parameters, see `apply_plan`
         return UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=False, activations=activations)
@@ -78,7 +78,7 @@ def _read_unit(unit: UnitDescription, modules: dict[str, nn.Module], owners: dic
         raise PlanMismatchError(f"Unit {unit.label!r} has {len(groups)} FSDP2 parameter groups instead of one; apply the plan to it.")
     group = groups[0]
     held = {owners.get((id(p._module_info.module), p._module_info.param_name), "") for p in group.fsdp_params}
-    if held != (expected := _managed(unit)):
+    if held != expected:
         odd = sorted(held ^ expected)[0]
         raise PlanMismatchError(
             f"Unit {unit.label!r} was to hold {len(expected)} parameters and holds {len(held)}; first odd one: {odd!r}."
@@ -96,19 +96,26 @@ def _read_unit(unit: UnitDescription, modules: dict[str, nn.Module], owners: dic
     )
 
 
+def _visible(planned: UnitDecision, module: nn.Module) -> UnitDecision:
+    """Return what the model shows of a decision: not what micro-steps do, nor the layout of a unit that one process trains as it is."""
+    shown = replace(planned, reduce_every_micro_step=True)
+    plain = world_size() == 1 and not planned.on_host and not parameter_groups(module)
+    return replace(shown, reshard_after_forward=False) if plain else shown
+
+
 def _managed(unit: UnitDescription) -> set[str]:
-    """Names of the parameters that FSDP2 has; those without dimensions are replicated beside it."""
+    """Return names of the parameters that FSDP2 has; those without dimensions are replicated beside it."""
     return {parameter.name for parameter in unit.parameters if parameter.shape}
 
 
-def _stage_size(group: Any) -> int:
-    """Ranks of a node where a parameter group gathers and reduces in two stages, else 1."""
+def _stage_size(group: FSDPParamGroup) -> int:
+    """Return the ranks of a node where a parameter group gathers and reduces in two stages, else 1."""
     mesh = group.mesh_info.mesh
     shards = mesh.get_group(mesh.ndim - 1)
     gather, scatter = group._all_gather_comm, group._reduce_scatter_comm
-    two_stage = (isinstance(gather, TwoStageAllGather), isinstance(scatter, TwoStageReduceScatter))
-    if two_stage == (True, True) and gather.stages == scatter.stages and gather.stages.covers(shards):
-        return gather.stages.per_node
+    if isinstance(gather, TwoStageAllGather) and isinstance(scatter, TwoStageReduceScatter):
+        if gather.stages == scatter.stages and gather.stages.covers(shards):
+            return gather.stages.per_node
     flat = tuple(type(collective) for collective in flat_collectives(shards, mesh.device_type))
     if shards.size() > 1 and (type(gather), type(scatter)) != flat:
         raise PlanMismatchError(
@@ -116,16 +123,3 @@ def _stage_size(group: Any) -> int:
             " apply the plan to a fresh model and do not change its collectives afterwards."
         )
     return 1
-
-
-def _owners(model: nn.Module) -> dict[tuple[int, str], str]:
-    """(identity of the owning module, attribute) → the first name of the parameter."""
-    first: dict[int, str] = {}
-    owners: dict[tuple[int, str], str] = {}
-    for name, module in modules_by_name(model).items():
-        module = getattr(module, "_checkpoint_wrapped_module", module)
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:
-                full = f"{name}.{leaf}".lstrip(".")
-                owners[id(module), leaf] = first.setdefault(id(parameter), full)
-    return owners

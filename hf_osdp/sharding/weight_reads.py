@@ -1,4 +1,4 @@
-"""Weights that are read without a call of their module, and the check that no gradient stays unreduced.
+"""Weights that are read without a call of their module, and the check that every gradient was reduced.
 
 FSDP2 gathers a unit when its module is called. A fused loss that reads `model.lm_head.weight`, or a penalty on the weights of one
 block, calls nothing: it would see a shard, or the gradient of what it saw would never be reduced. So a read of an attribute such
@@ -20,6 +20,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from ..distributed.mesh import collective_device, world_size
 from ..distributed.process_group import require_all
@@ -44,8 +47,9 @@ class WeightReads:
     It lives in hooks of the root module, and around FSDP2's own end of backward.
     """
 
-    def __init__(self, root: FSDPModule, units: Sequence[UnitDescription], scalars: Iterable[nn.Parameter]) -> None:
-        """
+    def __init__(self, root: nn.Module, units: Sequence[UnitDescription], scalars: Iterable[nn.Parameter]) -> None:
+        """Watch a model after `fully_shard`.
+
         Args:
             root: the model, with every unit sharded.
             units: its units, for their labels.
@@ -55,31 +59,31 @@ class WeightReads:
         """Between the first forward of the root or a unit and the end of backward."""
         self._after_evaluation = False
         """The root's forward without gradients has ended; a loss may follow."""
-        self._root = root
         self._scalars = tuple(scalars)
-        self._labels = _labelled_groups(root, units)
-        self._pinned: list[Any] = []
-        self._gathered: list[Any] = []
-        self._hooked: dict[tuple[int, str], nn.Parameter] = {}
+        modules = modules_by_name(root)
+        self._labels = {group: unit.label for unit in units for group in parameter_groups(modules[unit.module_names[0]])}
+        self._pinned: list[FSDPParamGroup] = []
+        self._gathered: list[FSDPParamGroup] = []
+        self._hooked: dict[tuple[int, str], torch.Tensor] = {}
         for group in self._labels:
-            _watch_parameters(group, self)
+            for owner in _owners(group):
+                if not isinstance(owner._parameters, _WatchedParameters):
+                    owner.__dict__["_parameters"] = _WatchedParameters(owner._parameters, group, self)
         for module in root.modules():
             if isinstance(module, FSDPModule):
                 state = module._get_fsdp_state()
-                state._root_post_backward_final_callback = partial(self._backward_ends, state)
-                state._pre_backward = partial(_refuse_second_gradients, state._pre_backward)
-                if module is not root:
+                state._root_post_backward_final_callback = partial(self._backward_ends, state)  # type: ignore[method-assign]
+                state._pre_backward = partial(_refuse_second_gradients, state._pre_backward)  # type: ignore[method-assign]
+                if module is root:
+                    self._root_state = state
+                else:
                     module.register_forward_pre_hook(self._unit_begins, prepend=True)
         root.register_forward_pre_hook(self._forward_begins)  # after FSDP2's, which reads shards to set itself up
         root.register_forward_hook(self._forward_ends)
-        root._apply = self._end_step_before(root._apply)
+        root._apply = partial(self._end_step_before, root._apply)  # type: ignore[method-assign]
 
-    def read(self, group: Any) -> None:
-        """Prepare a unit for a read of one of its parameters. Collective where the unit shows shards.
-
-        Args:
-            group: the unit's parameter group of FSDP2.
-        """
+    def read(self, group: FSDPParamGroup) -> None:
+        """Prepare a unit for a read of one of its parameters. Collective where the unit shows shards."""
         if not self.active or group._training_state in _IN_CALL:
             return
         if not group.is_unsharded:
@@ -88,9 +92,9 @@ class WeightReads:
             group.unshard()
             group.wait_for_unshard()
             self._gathered.append(group)
-        if torch.is_grad_enabled() and not any(group is pinned for pinned in self._pinned):
+        if torch.is_grad_enabled() and group not in self._pinned:
             # Until all gradients are there: reductions of calls in the same step would miss that of the read.
-            group.post_backward, group.reshard = _wait, _wait
+            group.post_backward, group.reshard = _wait, _wait  # type: ignore[method-assign]
             self._pinned.append(group)
             self._hook(group, "_unsharded_param", lambda parameter: self._end_is_due)
 
@@ -103,28 +107,28 @@ class WeightReads:
                 group.reshard()
         self._gathered.clear()
 
-    def _unit_begins(self, module: nn.Module, args: Any) -> None:
-        """A unit is called; perhaps without the root, as `model.base_model(...)` or `model.get_input_embeddings()(ids)` do."""
+    def _unit_begins(self, module: nn.Module, args: object) -> None:
+        """Begin a step where a unit is called without the root, as `model.base_model(...)` or `model.get_input_embeddings()(ids)` do."""
         if not self.active or self._after_evaluation:
-            self._root._get_fsdp_state()._lazy_init()
+            self._root_state._lazy_init()
             self._forward_begins(module, args)
 
-    def _forward_begins(self, module: nn.Module, args: Any) -> None:
+    def _forward_begins(self, module: nn.Module, args: object) -> None:
         if torch._C._current_graph_task_id() != -1:
             return
         if not self._pinned:  # else an earlier forward of the same step has read them
             self.end_step()
         self.active, self._after_evaluation = True, False
         for group, label in self._labels.items():  # loading may have put new parameters in the place of others
-            self._hook(group, "sharded_param", lambda parameter, label=label: _refuser(label, parameter))
+            self._hook(group, "sharded_param", partial(_refuser, label))
 
-    def _forward_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _forward_ends(self, module: nn.Module, args: object, output: object) -> None:
         if not torch.is_grad_enabled() and not self._pinned:
             self.end_step()
             self.active = self._after_evaluation = True
 
     def _end_is_due(self, gradient: torch.Tensor) -> None:
-        """Have backward's end looked at, also where no module was called.
+        """Have FSDP2 call its end of backward, also where no module was called.
 
         Raises:
             OSDPError: backward is to run again through a weight that was read, which is freed at its end.
@@ -134,27 +138,23 @@ class WeightReads:
                 "retain_graph=True lets backward run again through a weight that the loss reads, but it is freed after the first; add the"
                 " losses up and call backward once."
             )
-        self._root._get_fsdp_state()._register_root_post_backward_final_callback()
+        self._root_state._register_root_post_backward_final_callback()  # type: ignore[no-untyped-call]
 
-    def _backward_ends(self, state: Any) -> None:
-        """FSDP2's end of backward for the units of `state`'s root, when all gradients are there; then the check."""
+    def _backward_ends(self, state: FSDPState) -> None:
+        """Run FSDP2's end of backward for the units of `state`'s root, when all gradients are there; then check them."""
         self._unpin()
         type(state)._root_post_backward_final_callback(state)
         self._gathered.clear()
         self.active = False
         ended = [group for one in state._state_ctx.all_states for group in parameter_groups(one._modules[0])]
-        if state._state_ctx is self._root._get_fsdp_state()._state_ctx:
+        if state._state_ctx is self._root_state._state_ctx:
             self._average_scalars()
         self._check(ended)
 
-    def _end_step_before(self, apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-        """`model.to(...)` and its like, which work on shards."""
-
-        def applied(*args: Any, **kwargs: Any) -> nn.Module:
-            self.end_step()
-            return apply(*args, **kwargs)
-
-        return applied
+    def _end_step_before(self, apply: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+        """Run `model.to(...)` and its like on shards."""
+        self.end_step()
+        return apply(*args, **kwargs)
 
     def _unpin(self) -> None:
         for group in self._pinned:
@@ -174,16 +174,10 @@ class WeightReads:
             if used:  # on some rank
                 parameter.grad = torch.full_like(parameter, total / world_size())
 
-    def _check(self, ended: Iterable[Any]) -> None:
-        """Refuse to go on with a gradient that was not reduced.
-
-        Raises:
-            UnreducedGradientError: names the unit and its parameter.
-        """
+    def _check(self, ended: Iterable[FSDPParamGroup]) -> None:
+        """Raise `UnreducedGradientError` where a gradient was not reduced."""
         for group in ended:
-            if not group.reduce_grads:
-                continue
-            for parameter in group.fsdp_params:
+            for parameter in group.fsdp_params if group.reduce_grads else ():
                 whole = getattr(parameter, "_unsharded_param", None)
                 if (whole is not None and whole.grad is not None) or parameter.unsharded_accumulated_grad is not None:
                     label, name = self._labels.get(group, "?"), parameter._module_info.param_name
@@ -192,21 +186,25 @@ class WeightReads:
                         f" unit's own backward; {_REMEDY}."
                     )
 
-    def _hook(self, group: Any, attribute: str, hook: Callable[[Any], Callable[[torch.Tensor], None]]) -> None:
+    def _hook(self, group: FSDPParamGroup, attribute: str, make: Callable[[FSDPParam], Callable[[torch.Tensor], None]]) -> None:
         """Put a hook on the gradients of a unit's tensors, once on each."""
         for parameter in group.fsdp_params:
-            tensor = getattr(parameter, attribute)
+            tensor: torch.Tensor = getattr(parameter, attribute)
             if tensor.requires_grad and self._hooked.get((id(parameter), attribute)) is not tensor:
-                tensor.register_hook(hook(parameter))
+                tensor.register_hook(make(parameter))  # type: ignore[no-untyped-call]
                 self._hooked[id(parameter), attribute] = tensor
 
 
-class _WatchedParameters(dict):
+class _WatchedParameters(dict[str, nn.Parameter | None]):
     """A module's `_parameters`: a read of one by name tells `WeightReads`. Iteration, as in `named_parameters`, does not."""
 
     __slots__ = ("group", "reads")
 
-    def __getitem__(self, name: str) -> Any:
+    def __init__(self, parameters: dict[str, nn.Parameter | None], group: FSDPParamGroup, reads: WeightReads) -> None:
+        super().__init__(parameters)
+        self.group, self.reads = group, reads
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
         if self.reads.active:
             self.reads.read(self.group)
         return super().__getitem__(name)
@@ -215,67 +213,11 @@ class _WatchedParameters(dict):
         return dict, (dict(self.items()),)
 
 
-def watch_reads(model: nn.Module, units: Sequence[UnitDescription], scalars: Iterable[nn.Parameter]) -> None:
-    """Make reads of weights right, and unreduced gradients an error; see the module. A model that FSDP2 does not run needs neither.
-
-    Args:
-        model: after `fully_shard`.
-        units: its units.
-        scalars: its parameters without dimensions, which FSDP2 was told to ignore.
-    """
-    if isinstance(model, FSDPModule):
-        WeightReads(model, units, scalars)
-
-
 def end_step(model: nn.Module) -> None:
-    """Show shards of what was read without a call, where no backward follows. Nothing happens in a model that is not watched."""
+    """Show shards of weights that were read without a call, where no backward follows. Nothing happens in an unsharded model."""
     for hook in model._forward_pre_hooks.values():
         if isinstance(reads := getattr(hook, "__self__", None), WeightReads):
             reads.end_step()
-
-
-def _labelled_groups(root: nn.Module, units: Sequence[UnitDescription]) -> dict[Any, str]:
-    """FSDP2's parameter groups with the labels of their units."""
-    modules = modules_by_name(root)
-    return {group: unit.label for unit in units for group in parameter_groups(modules[unit.module_names[0]])}
-
-
-def _watch_parameters(group: Any, reads: WeightReads) -> None:
-    for module in _owners(group):
-        if not isinstance(module._parameters, _WatchedParameters):
-            watched = _WatchedParameters(module._parameters)
-            watched.group, watched.reads = group, reads
-            module.__dict__["_parameters"] = watched
-
-
-def _owners(group: Any) -> Iterator[nn.Module]:
-    """The modules that hold a unit's parameters."""
-    for parameter in group.fsdp_params:
-        yield parameter._module_info.module
-        yield from parameter._module_info.shared_modules
-
-
-def _refuser(label: str, parameter: Any) -> Callable[[torch.Tensor], None]:
-    """A hook of a shard, which nobody reduces the gradients of."""
-
-    def refuse(gradient: torch.Tensor) -> None:
-        name = parameter._module_info.param_name
-        raise UnreducedGradientError(
-            f"Unit {label!r} got a gradient for a shard of its {name}, which is not reduced over the ranks; {_REMEDY}."
-        )
-
-    return refuse
-
-
-def _refuse_second_gradients(pre_backward: Callable[[torch.Tensor], torch.Tensor], gradient: torch.Tensor) -> torch.Tensor:
-    """FSDP2's hook before a unit's backward, which frees the unit's weights after it: a second backward through them would read
-    freed memory."""
-    if torch.is_grad_enabled():
-        raise OSDPError(
-            "create_graph=True asks for gradients of gradients, which need weights that are freed by then; leave it out (a penalty on"
-            " gradients), or train this loss with osdp=False."
-        )
-    return pre_backward(gradient)
 
 
 @contextmanager
@@ -289,5 +231,34 @@ def mixing_explained() -> Iterator[None]:
         raise OSDPError(f"The loss mixes whole tensors with shards of weights; {_REMEDY}.") from error
 
 
-def _wait(*unused: Any) -> None:
+def _owners(group: FSDPParamGroup) -> Iterator[nn.Module]:
+    """Yield the modules that hold a unit's parameters."""
+    for parameter in group.fsdp_params:
+        yield parameter._module_info.module
+        yield from parameter._module_info.shared_modules
+
+
+def _refuser(label: str, parameter: FSDPParam) -> Callable[[torch.Tensor], None]:
+    """Make a hook of a shard, whose gradients nothing reduces."""
+
+    def refuse(gradient: torch.Tensor) -> None:
+        name = parameter._module_info.param_name
+        raise UnreducedGradientError(
+            f"Unit {label!r} got a gradient for a shard of its {name}, which is not reduced over the ranks; {_REMEDY}."
+        )
+
+    return refuse
+
+
+def _refuse_second_gradients(pre_backward: Callable[[torch.Tensor], torch.Tensor], gradient: torch.Tensor) -> torch.Tensor:
+    """Refuse gradients of gradients before a unit's backward, which frees weights that a second backward would read."""
+    if torch.is_grad_enabled():
+        raise OSDPError(
+            "create_graph=True asks for gradients of gradients, which need weights that are freed by then; leave it out (a penalty on"
+            " gradients), or train this loss with osdp=False."
+        )
+    return pre_backward(gradient)
+
+
+def _wait(*unused: object) -> None:
     """Stand in for FSDP2's reduction and release of a unit until backward has ended."""

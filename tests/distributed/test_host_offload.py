@@ -18,8 +18,7 @@ from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.host_offload import host_parameters
-from hf_osdp.sharding.mixed_step import step_by_place
-from hf_osdp.sharding.optimizer import parameter_names, rebind_parameters
+from hf_osdp.sharding.optimizer import parameter_names, rebind_parameters, step_by_device
 from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict, load_full_state_dict
 from hf_osdp.sharding.verify import read_back, verify_applied
 from tests.helpers.distributed import run_ranks
@@ -98,7 +97,7 @@ def state_case() -> dict[str, Any]:
     """Whole weights and optimizer state go over to another plan, which goes on in the same way."""
     first, _, _ = offloaded()
     one = torch.optim.AdamW(first.parameters(), lr=1e-2)
-    step_by_place(one, host_parameters(first))
+    step_by_device(one, host_parameters(first))
     stepped(first, one, 0)
     weights, states = full_state_dict(first), full_optimizer_state_dict(first, one)
     second, _, _ = offloaded("zero3", every=3, seed=1)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from hf_osdp.errors import OSDPError
-from hf_osdp.sharding.optimizer import check_optimizer, parameter_names, rebind_parameters
+from hf_osdp.sharding.optimizer import parameter_names, rebind_parameters
+from hf_osdp.sharding.optimizer_check import check_optimizer
 
 
 def test_every_recommended_optimizer_can_be_rebound():

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from hf_osdp.errors import OSDPError
-from hf_osdp.sharding.optimizer import check_optimizer, parameter_names, rebind_parameters, release_parameters
+from hf_osdp.sharding.optimizer import parameter_names, rebind_parameters, release_parameters
+from hf_osdp.sharding.optimizer_check import check_optimizer
 
 
 class Lamb(torch.optim.AdamW):

@@ -17,7 +17,8 @@ from hf_osdp.planner.search.search import search
 from hf_osdp.planning.preflight.findings import refuse_errors
 from hf_osdp.planning.preflight.folder import RunFolder, not_writable
 from hf_osdp.planning.preflight.model import check_model
-from hf_osdp.sharding.optimizer import check_optimizer, parameter_names, release_parameters
+from hf_osdp.sharding.optimizer import parameter_names, release_parameters
+from hf_osdp.sharding.optimizer_check import check_optimizer
 from tests.helpers.descriptions import transformer
 from tests.helpers.models import tiny_model
 from tests.helpers.problems import problem

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from hf_osdp.measurement.host import measure_host
+from hf_osdp.measurement.rates import measure_host
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.cost.memory import estimate_memory
-from hf_osdp.planner.cost.units import Batch, Choice
+from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.clip import clip_grad_norm_
 from hf_osdp.sharding.environment import mp_policy
 from hf_osdp.sharding.host_offload import empty_on_device, host_parameters, move_to_device
-from hf_osdp.sharding.mixed_step import step_by_place
+from hf_osdp.sharding.optimizer import step_by_device
 from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict, load_full_state_dict
 from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step
 from hf_osdp.sharding.verify import verify_applied
@@ -67,7 +67,7 @@ def worst_difference(every: int, options: dict[str, Any]) -> tuple[float, float,
     """Of norms and of weights, and whether states are on the host where they should be."""
     plain, model = tiny_model("gpt2").to(CUDA), offloaded(every)
     one, two = (torch.optim.AdamW(m.parameters(), lr=1e-3, **o) for m, o in ((plain, {}), (model, options)))
-    step_by_place(two, host_parameters(model))
+    step_by_device(two, host_parameters(model))
     norms = [
         abs(stepped(plain, one, i, torch.nn.utils.clip_grad_norm_) - stepped(model, two, i, clip_grad_norm_)) for i in range(STEPS)
     ]  # fmt: skip
@@ -88,7 +88,7 @@ def resumed() -> float:
     first, second = offloaded(2), offloaded(1, seed=1)
     one, two = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (first, second))
     for model, optimizer in ((first, one), (second, two)):
-        step_by_place(optimizer, host_parameters(model))
+        step_by_device(optimizer, host_parameters(model))
     stepped(first, one, 0, clip_grad_norm_)
     load_full_state_dict(second, full_state_dict(first))
     load_full_optimizer_state_dict(second, two, full_optimizer_state_dict(first, one))
@@ -109,7 +109,7 @@ def estimated_and_measured(every: int, precision: str) -> tuple[int, int]:
     config = GPT2Config(n_layer=6, n_embd=768, n_head=12, n_positions=256, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     job = TrainingJob(global_batch_size=1, precision=Precision.named(precision), optimizer=OptimizerSpec())
     description = describe(config, sequence_length=256, compute_dtype=job.precision.compute, device_type="cuda")
-    choices = [Choice(shard_size=1, keep=False, on_host=index % every == 0) for index in range(len(description.units))]
+    choices = [UnitLayout(shard_size=1, reshard_after_forward=True, on_host=index % every == 0) for index in range(len(description.units))]
     batch = Batch(micro_batch_size=1, accumulation_steps=1)
     plan = Plan.of(description, choices, batch, world_size=1)
     model = build_on_meta(config)

@@ -21,7 +21,7 @@ from hf_osdp.sharding.accumulation import micro_step
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.clip import clip_grad_norm_
 from hf_osdp.sharding.host_offload import host_parameters
-from hf_osdp.sharding.mixed_step import step_by_place
+from hf_osdp.sharding.optimizer import step_by_device
 from hf_osdp.sharding.state import full_state_dict
 
 from .layouts import plan_of
@@ -55,7 +55,7 @@ def built(leg: Leg, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, object
         plan = plan_of(units, dist.get_world_size(), leg.layout)
         apply_plan(model, plan, units, meshes=Meshes("cpu"))
     optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)
-    step_by_place(optimizer, host_parameters(model))
+    step_by_device(optimizer, host_parameters(model))
     if leg.slices > 1:
         keep_positions(optimizer, model)
     return model, optimizer, plan

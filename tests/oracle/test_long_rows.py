@@ -15,7 +15,8 @@ import pytest
 from hf_osdp.errors import InfeasibleError
 from hf_osdp.planner.cost.memory import SegmentBytes, estimate_memory, merging_stretch
 from hf_osdp.planner.cost.timing import UnitTimer, estimate_time
-from hf_osdp.planner.cost.units import Batch, gradients_arriving, unit_bytes
+from hf_osdp.planner.cost.units import gradients_arriving, unit_bytes
+from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, Segment
 from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, Link
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob

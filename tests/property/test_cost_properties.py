@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hf_osdp.planner.cost.collectives import collective_seconds, replicate_ring, shard_ring
 from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.cost.timing import estimate_time
-from hf_osdp.planner.cost.units import Batch, Choice
+from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import Backend, Collective, Hardware
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
@@ -36,7 +36,7 @@ jobs = st.builds(
 CAST = TrainingJob(global_batch_size=48, precision=Precision.named("bf16"), optimizer=OptimizerSpec(states=0, step=OptimizerStep.FOREACH))
 
 
-def layout(seed: int, description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch) -> list[Choice]:
+def layout(seed: int, description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch) -> list[UnitLayout]:
     """An arbitrary choice for each unit."""
     (space,) = search_spaces(Strategy.OSDP, description, hardware, job, batch)
     dice = random.Random(seed)

@@ -124,7 +124,7 @@ def read_inputs(text: str | bytes) -> None:
     if inputs is None:
         return
     try:
-        found = explain(plan, inputs.description, inputs.job, inputs.hardware, plan.memory_limit_bytes)
+        found = explain(plan, inputs)
     except (OSDPError, ValueError) as refused:
         assert str(refused)
     else:

@@ -48,7 +48,7 @@ def test_planner_plans_without_a_framework():
 
 
 def test_reports_load_no_framework():
-    assert not loaded_by("import hf_osdp.report.tables, hf_osdp.report.run_report") & {"torch", "transformers", "accelerate", "ortools"}
+    assert not loaded_by("import hf_osdp.report.tables, hf_osdp.report.content") & {"torch", "transformers", "accelerate", "ortools"}
 
 
 @pytest.mark.parametrize("name", hf_osdp.__all__)

@@ -1,4 +1,4 @@
-"""Ways to cut a model, and a copy of it that is cut."""
+"""Ways to split a model, and a copy of it that is split."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from ...errors import OSDPError
 from ...planner.description import GatherSpan, ModelDescription, UnitDescription
-from ...planner.split import Cut, OperatorSplit
+from ...planner.split import ModelSplit, OperatorSplit
 from ..operator_units import large_operators
 from ..units import find_units, modules_by_name
 from .apply_split import split_operators
@@ -24,8 +24,8 @@ MOST_SLICES = 64
 """Of all blocks together: a search over more units than that takes minutes."""
 
 
-def possible_cuts(model: nn.Module, description: ModelDescription, *, vocabulary: bool = True) -> tuple[Cut, ...]:
-    """Cuts that may pay, the plain model left out, the mildest first.
+def possible_splits(model: nn.Module, description: ModelDescription, *, vocabulary: bool = True) -> tuple[ModelSplit, ...]:
+    """Splits that may pay, the plain model left out, the mildest first.
 
     Args:
         model: real or on the meta device.
@@ -38,12 +38,12 @@ def possible_cuts(model: nn.Module, description: ModelDescription, *, vocabulary
     """
     head = _head(model) if vocabulary else None
     heads = [(), *((OperatorSplit(fqn=head, slices=slices),) for slices in _HEAD_SLICES if head)]
-    kinds = [Cut(), *_operator_cuts(model, description)]
-    cuts = [Cut(operators=kind.operators, splits=(*kind.splits, *splits)) for kind in kinds for splits in heads]
-    return tuple(cut for cut in cuts if not cut.is_none)
+    kinds = [ModelSplit(), *_operator_splits(model, description)]
+    made = (ModelSplit(operators=kind.operators, sliced=(*kind.sliced, *head)) for kind in kinds for head in heads)
+    return tuple(split for split in made if not split.is_none)
 
 
-def cut_copy(model: nn.Module, cut: Cut) -> nn.Module:
+def split_copy(model: nn.Module, split: ModelSplit) -> nn.Module:
     """A copy on the meta device, cut; the model stays as it is.
 
     Raises:
@@ -52,31 +52,31 @@ def cut_copy(model: nn.Module, cut: Cut) -> nn.Module:
     memo = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()}
     memo |= {id(b): b.detach().to("meta") for b in model.buffers()}
     twin = copy.deepcopy(model, memo)
-    split_operators(twin, cut.splits)
+    split_operators(twin, split.sliced)
     return twin
 
 
-def cut_units(
-    model: nn.Module, cut: Cut, block_classes: Sequence[str] | None = None, *, low_precision: bool = False
+def split_units(
+    model: nn.Module, split: ModelSplit, block_classes: Sequence[str] | None = None, *, low_precision: bool = False
 ) -> tuple[UnitDescription, ...]:
-    """Units of a model that is cut so (see `find_units`); the model stays as it is."""
-    twin = cut_copy(model, cut) if cut.splits else model
-    return find_units(twin, block_classes, operators=cut.operators, low_precision=low_precision)
+    """Units of a model that is split so (see `find_units`); the model stays as it is."""
+    twin = split_copy(model, split) if split.sliced else model
+    return find_units(twin, block_classes, operators=split.operators, low_precision=low_precision)
 
 
-def _operator_cuts(model: nn.Module, description: ModelDescription) -> list[Cut]:
+def _operator_splits(model: nn.Module, description: ModelDescription) -> list[ModelSplit]:
     blocks = [u for u in description.units if u.span is GatherSpan.USE and u.class_name in description.block_classes]
     if not blocks or len(blocks) > SHALLOW:
         return []
     sizes = large_operators(modules_by_name(model), [name for unit in blocks for name in unit.module_names])
     largest = max(sizes.values(), default=0)
-    cuts = [Cut(operators=True)]
+    splits = [ModelSplit(operators=True)]
     for fraction in _FRACTIONS:
         slices = {name: 2 ** math.ceil(math.log2(size * fraction / largest)) for name, size in sizes.items() if size * fraction > largest}
-        splits = tuple(OperatorSplit(fqn=name, slices=count) for name, count in slices.items())
-        if splits and sum(slices.values()) <= MOST_SLICES:
-            cuts.append(Cut(operators=True, splits=splits))
-    return cuts
+        sliced = tuple(OperatorSplit(fqn=name, slices=count) for name, count in slices.items())
+        if sliced and sum(slices.values()) <= MOST_SLICES:
+            splits.append(ModelSplit(operators=True, sliced=sliced))
+    return splits
 
 
 def _head(model: nn.Module) -> str | None:
@@ -89,7 +89,7 @@ def _head(model: nn.Module) -> str | None:
     if name is None:
         return None
     try:
-        cut_copy(model, Cut(splits=(OperatorSplit(fqn=name, slices=min(_HEAD_SLICES)),)))
+        split_copy(model, ModelSplit(sliced=(OperatorSplit(fqn=name, slices=min(_HEAD_SLICES)),)))
     except (OSDPError, ValueError):
         return None
     return name

@@ -9,7 +9,7 @@ from ..description import ModelDescription, PhaseCost
 from ..hardware import CollectiveTiming, Hardware
 from ..job import TrainingJob
 from ..plan import Plan
-from .evaluate import batch_of, choices_of, estimate_plan
+from .evaluate import estimate_plan
 from .timing import estimate_time, phase_affine
 
 _LEAST_FACTOR, _MOST_FACTOR = 0.05, 20.0
@@ -47,7 +47,7 @@ class Correction:
 
         def scaled(phase: PhaseCost) -> PhaseCost:
             work = phase_affine(phase, description, hardware)  # and operators, which a GPU may wait for
-            seconds, operators = (line.scaled(self.compute_factor, constants=True) for line in (work, phase.operators))
+            seconds, operators = (part.scaled(self.compute_factor, constants=True) for part in (work, phase.operators))
             return replace(phase, seconds=seconds, operators=operators)
 
         segments = (
@@ -89,7 +89,7 @@ def correction_of(
     )
     if step_s is None:
         return observed
-    choices, batch, measured = choices_of(plan, description), batch_of(plan), observed.of_hardware(hardware)
+    choices, batch, measured = plan.layouts(description), plan.batch, observed.of_hardware(hardware)
 
     def seconds(factor: float) -> float:
         scaled = replace(observed, compute_factor=factor).of_description(description, hardware)

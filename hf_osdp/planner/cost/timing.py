@@ -31,10 +31,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..description import Activations, Affine, GatherSpan, ModelDescription, PhaseCost
+from ..affine import Affine
+from ..decision import Batch, UnitLayout
+from ..description import Activations, GatherSpan, ModelDescription, PhaseCost
 from ..hardware import Hardware
 from ..job import TrainingJob
-from .units import Batch, Choice, UnitSeconds, host_of, shape_ids, unit_seconds
+from .units import UnitSeconds, host_of, shape_ids, unit_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,7 @@ class TimeEstimate:
 
     def total(self, term: str) -> float:
         """Sum of one term over the units, for example `total("exposed_s")`."""
-        return sum(getattr(unit, term) for unit in self.units)
+        return float(sum(getattr(unit, term) for unit in self.units))
 
 
 def phase_affine(phase: PhaseCost, description: ModelDescription, hardware: Hardware) -> Affine:
@@ -210,7 +212,7 @@ class UnitTimer:
         self.compute_s = {a: compute_s[a.recomputes] for a in Activations}
         self._trips: dict[Activations, tuple[HostTrip, ...]] = {}
         self._shapes = shape_ids(description.units)
-        self._terms: dict[tuple, UnitSeconds] = {}
+        self._terms: dict[tuple[object, ...], UnitSeconds] = {}
 
     def trips(self, activations: Activations) -> tuple[HostTrip, ...]:
         """For each unit, under its own choice about activations.
@@ -222,9 +224,9 @@ class UnitTimer:
             self._trips[activations] = host_trips(self._description, self._hardware, self._batch.micro_batch_size, activations)
         return self._trips[activations]
 
-    def __call__(self, index: int, choice: Choice) -> UnitTime:
+    def __call__(self, index: int, choice: UnitLayout) -> UnitTime:
         """Seconds of a unit under a choice."""
-        key = (self._shapes[index], choice.shard_size, choice.keep, choice.stage_size, choice.on_host)
+        key = (self._shapes[index], choice.shard_size, choice.reshard_after_forward, choice.stage_size, choice.on_host)
         terms = self._terms.get(key)
         if terms is None:
             terms = self._terms[key] = unit_seconds(self._description.units[index], choice, self._hardware, self._job)
@@ -237,7 +239,7 @@ _FORMS = {False: Activations.SAVE, True: Activations.RECOMPUTE}
 
 
 def unit_time(
-    terms: UnitSeconds, choice: Choice, windows: Windows, compute_s: float, batch: Batch, trip: HostTrip = HostTrip()
+    terms: UnitSeconds, choice: UnitLayout, windows: Windows, compute_s: float, batch: Batch, trip: HostTrip = HostTrip()
 ) -> UnitTime:
     """One unit's time in an optimizer step, from its terms under a choice."""
     micro_steps, scatters = batch.accumulation_steps, batch.reduce_scatters(choice)
@@ -260,7 +262,7 @@ def unit_time(
 
 
 def estimate_time(
-    description: ModelDescription, choices: Sequence[Choice], hardware: Hardware, job: TrainingJob, batch: Batch
+    description: ModelDescription, choices: Sequence[UnitLayout], hardware: Hardware, job: TrainingJob, batch: Batch
 ) -> TimeEstimate:
     """Time of one optimizer step.
 

@@ -1,7 +1,6 @@
 """What one choice costs one unit: the terms from which memory and time are built.
 
-A choice is a layout (shard size g, keep gathered parameters after forward, collectives in one stage or two) with what else may be
-decided for a unit (see `Choice`). Every term is a whole number of
+Every term is a whole number of
 bytes on the fullest rank, or seconds. The terms follow what FSDP2 allocates (torch/distributed/fsdp/_fully_shard), not an idealisation:
 gathering needs a buffer beside the gathered parameters, reducing needs a copy of the gradients, and a replicated unit
 is copied although nothing is sent.
@@ -9,46 +8,15 @@ is copied although nothing is sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ...errors import HardwareError
-from ..description import Activations, GatherSpan, ModelDescription, ParameterSpec, UnitDescription
+from ..decision import Batch, UnitLayout
+from ..description import GatherSpan, ModelDescription, ParameterSpec, UnitDescription
 from ..hardware import Collective, Hardware, HostSpec
 from ..job import OptimizerSpec, OptimizerStep, TrainingJob
 from .collectives import collective_seconds, gather_seconds, reduce_scatter_seconds, replicate_ring
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Choice:
-    """All that the search decides for one unit."""
-
-    shard_size: int
-    keep: bool
-    """Keep the gathered parameters from forward to backward."""
-    stage_size: int = 1
-    """Ranks of a node in all-gathers and reduce-scatters of two stages; 1 runs them in one."""
-    hold_gradients: bool = False
-    """Hold whole gradients between micro-steps and reduce their sum in the last; else reduce-scatter in each and hold shards."""
-    activations: Activations = Activations.SAVE
-    on_host: bool = False
-    """Parameters, gradients and optimizer states live in the host's memory, and the host takes the optimizer step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """The batch side of a plan."""
-
-    micro_batch_size: int
-    accumulation_steps: int
-
-    def holds_gradients(self, choice: Choice) -> bool:
-        """Whether a unit's whole (unsharded) gradients are held between micro-steps."""
-        return self.accumulation_steps > 1 and choice.hold_gradients
-
-    def reduce_scatters(self, choice: Choice) -> int:
-        """Reduce-scatters of a unit in one optimizer step; the all-reduce between replicas comes once, in the last micro-step."""
-        return 1 if choice.hold_gradients else self.accumulation_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,34 +105,14 @@ class UnitSeconds:
     """Clipping and optimizer step on the unit's shard, once a step."""
 
 
-def choices_for(
-    span: GatherSpan, shard_sizes: Sequence[int], *, keep: bool | None = None, stage_sizes: Sequence[int] = (1,)
-) -> tuple[Choice, ...]:
-    """The choices that make sense for a unit.
-
-    A unit whose parameters stay gathered for the whole step (`GatherSpan.STEP`) has no choice about keeping them, nor has one
-    that is freed between its calls (`GatherSpan.CALLS`). Two stages need several whole nodes: a stage size above 1 goes with
-    larger shard sizes that it divides.
-    """
-    match span:
-        case GatherSpan.STEP:
-            keeps = (True,)
-        case GatherSpan.CALLS:
-            keeps = (False,)
-        case GatherSpan.USE:
-            keeps = (False, True) if keep is None else (keep,)
-    layouts = [(size, stage) for size in shard_sizes for stage in stage_sizes if stage == 1 or (size > stage and size % stage == 0)]
-    return tuple(Choice(shard_size=size, keep=k, stage_size=stage) for size, stage in layouts for k in keeps)
-
-
 def shape_ids(units: Sequence[UnitDescription]) -> tuple[int, ...]:
     """A number for each unit: the same for those that cost the same under equal choices, activations left out."""
-    known: dict[tuple, int] = {}
+    known: dict[tuple[object, ...], int] = {}
     keys = ((unit.span, tuple((p.shape, p.dtype, p.requires_grad, p.keeps_dtype) for p in unit.parameters)) for unit in units)
     return tuple(known.setdefault(key, len(known)) for key in keys)
 
 
-def unit_bytes(unit: UnitDescription, choice: Choice, world_size: int, job: TrainingJob, batch: Batch) -> UnitBytes:
+def unit_bytes(unit: UnitDescription, choice: UnitLayout, world_size: int, job: TrainingJob, batch: Batch) -> UnitBytes:
     """Memory terms of `unit` under `choice`."""
     g = choice.shard_size
     trainable = [p for p in unit.parameters if p.requires_grad]
@@ -208,7 +156,7 @@ def unit_bytes(unit: UnitDescription, choice: Choice, world_size: int, job: Trai
         last_gradient=0 if g == 1 or (holds and unit.span is not GatherSpan.STEP) else _unsharded(trainable[-1:], job),
         reduce_tail=reduce_input(unit, g, job) if copies else 0,
         reduce_output=output,
-        kept=gathered if choice.keep else 0,
+        kept=0 if choice.reshard_after_forward else gathered,
         step_scratch=0 if choice.on_host else _step_scratch(trainable, g, job),
         host=_host_bytes(unit, g, job) if choice.on_host else 0,
         host_moment=max((p.sharded_numel(g) * p.dtype.itemsize for p in trainable), default=0)
@@ -250,7 +198,7 @@ def merged_gradients(unit: UnitDescription, job: TrainingJob) -> int:
     return _unsharded([p for p in unit.parameters if p.requires_grad and (repeated or p.name in shared)], job)
 
 
-def unit_seconds(unit: UnitDescription, choice: Choice, hardware: Hardware, job: TrainingJob) -> UnitSeconds:
+def unit_seconds(unit: UnitDescription, choice: UnitLayout, hardware: Hardware, job: TrainingJob) -> UnitSeconds:
     """Time terms of `unit` under `choice`."""
     g, world_size = choice.shard_size, hardware.world_size
     precision = job.precision
@@ -272,11 +220,11 @@ def unit_seconds(unit: UnitDescription, choice: Choice, hardware: Hardware, job:
             gather += brought
     return UnitSeconds(
         gather_forward=gather,
-        gather_backward=0.0 if choice.keep else gather,
+        gather_backward=gather if choice.reshard_after_forward else 0.0,
         reduce_scatter=scatter,
         all_reduce=all_reduce,
         copy_forward=copy_out,
-        copy_backward=copy_in + (0.0 if choice.keep else copy_out),
+        copy_backward=copy_in + (copy_out if choice.reshard_after_forward else 0.0),
         optimizer=_update_seconds(len(trainable), elements, hardware, job, on_host=choice.on_host),
     )
 
@@ -329,7 +277,7 @@ def _update_seconds(tensors: int, nbytes: int, hardware: Hardware, job: Training
     return update + (3 * nbytes / device.memory_bytes_per_s + dispatch if job.clips_gradients else 0.0)
 
 
-def _total(parameters: Iterable[ParameterSpec], value) -> int:
+def _total(parameters: Iterable[ParameterSpec], value: Callable[[ParameterSpec], int]) -> int:
     return sum(value(p) for p in parameters)
 
 
@@ -341,7 +289,7 @@ def _unsharded(parameters: Iterable[ParameterSpec], job: TrainingJob) -> int:
     return _total(parameters, lambda p: p.numel * job.precision.gathered_dtype(p).itemsize)
 
 
-def _beside_gathered(unit: UnitDescription, choice: Choice, job: TrainingJob) -> int:
+def _beside_gathered(unit: UnitDescription, choice: UnitLayout, job: TrainingJob) -> int:
     """What parameters that are cast or come from the host take beyond the gathered ones and the gather's buffer.
 
     Shards are cast and brought over all at once, before anything of their unit is gathered: never more than what is there then.

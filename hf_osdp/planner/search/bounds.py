@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from ..cost.memory import SegmentBytes, peak_of_terms
-from ..cost.units import Batch, Choice, UnitBytes
+from ..cost.units import UnitBytes
+from ..decision import Batch, UnitLayout
 from ..description import Activations, ModelDescription
 from ..job import TrainingJob
 from .stages import Line, Option
@@ -28,13 +29,13 @@ def peak_floor(description: ModelDescription, line: Line, job: TrainingJob, batc
     return peak_of_terms(description, [terms[i] for i in range(len(terms))], segments, job, batch)
 
 
-def frugal_choices(line: Line) -> dict[int, Choice]:
+def frugal_choices(line: Line) -> dict[int, UnitLayout]:
     """For each unit the option that needs least memory; most often no plan needs less."""
     units = sum(len(group.units) for group in line.groups)
     return {unit: min(group.options, key=lambda o: _need(o, units)).choice for group in line.groups for unit in group.units}
 
 
-def in_order(choices: dict[int, Choice]) -> Sequence[Choice]:
+def in_order(choices: dict[int, UnitLayout]) -> Sequence[UnitLayout]:
     """Choices by unit index as a list."""
     return [choices[index] for index in range(len(choices))]
 

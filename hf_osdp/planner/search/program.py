@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..cost.communicators import Mesh, groups_in
-from ..cost.units import Choice
+from ..decision import Mesh, UnitLayout, groups_in
 from ..job import OptimizerStep, TrainingJob
 from .relaxation import solve_relaxation
 from .stages import Call, Group, Line, Option, Stretch
@@ -65,7 +64,7 @@ class Program:
         """Set the objective; without one, any solution will do."""
         self._model.minimize(expression)
 
-    def solve(self) -> tuple[dict[int, Choice], float, bool] | None:
+    def solve(self) -> tuple[dict[int, UnitLayout], float, bool] | None:
         """Choices by unit, the objective, and whether it is proven; None where nothing satisfies the constraints."""
         from ortools.sat.python import cp_model
 
@@ -80,7 +79,7 @@ class Program:
             self.gave_up = status == cp_model.UNKNOWN
             return None
         assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE), self._solver.status_name(status)
-        choices: dict[int, Choice] = {}
+        choices: dict[int, UnitLayout] = {}
         for group, xs in self._counts.items():
             choices |= group.assign([self._solver.value(x) for x in xs])
         return choices, self._solver.objective_value, status == cp_model.OPTIMAL

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from ...errors import HardwareError, InfeasibleError, OSDPError
 from ...quantities import format_bytes
-from ..allocator.reserved import capacity_needed, is_replayed, within_reserved
+from ..cost.evaluate import capacity_needed, is_replayed
 from ..cost.memory import MemoryEstimate, estimate_memory
 from ..cost.timing import TimeEstimate, estimate_time
-from ..cost.units import Batch, Choice
+from ..decision import Batch, UnitLayout
 from ..description import GatherSpan, ModelDescription
 from ..hardware import Hardware
 from ..job import TrainingJob
@@ -19,6 +19,7 @@ from ..plan import Plan
 from ..problem import PlanningProblem, Strategy
 from .bounds import frugal_choices, in_order, peak_floor
 from .remedies import remedies_for
+from .reserved import within_reserved
 from .solver import Solution, any_within, fastest, least_peak
 from .stages import Line
 from .strategies import batches, search_spaces
@@ -176,8 +177,8 @@ def least_memory(problem: PlanningProblem) -> int:
     return hardware.limit_for(_needed(least, description, hardware, job))
 
 
-def compare_strategies(problem: PlanningProblem, *, cut: ModelDescription | None = None) -> tuple[StrategyResult, ...]:
-    """Compare all strategies, each at its own best batch under the same limit, OSDP first; `cut` describes the model as OSDP has it cut.
+def compare_strategies(problem: PlanningProblem, *, split: ModelDescription | None = None) -> tuple[StrategyResult, ...]:
+    """Compare all strategies, each at its own best batch under the same limit, OSDP first; `split` is the model as OSDP has it split.
 
     Returns:
         One row a strategy; a strategy that cannot run here has a reason instead of a result. Two stages have a row where
@@ -187,7 +188,7 @@ def compare_strategies(problem: PlanningProblem, *, cut: ModelDescription | None
     several = 1 < problem.hardware.devices_per_node < problem.hardware.world_size
     for strategy in (one for one in Strategy if several or one is not Strategy.TWO_STAGE):
         try:
-            model = cut if cut is not None and strategy is Strategy.OSDP else problem.description
+            model = split if split is not None and strategy is Strategy.OSDP else problem.description
             rows.append(StrategyResult(strategy=strategy, result=search(replace(problem, description=model, strategy=strategy))))
         except InfeasibleError as error:
             reason = f"needs {format_bytes(error.least_peak_bytes)}"
@@ -231,7 +232,7 @@ def _candidates(description: ModelDescription, hardware: Hardware, job: Training
 
 def _free_choice(description, hardware, job, candidate: _Candidate, limit: int) -> Solution | None:
     """Each unit's quickest option, where all of them fit together: then there is nothing to solve."""
-    choices: dict[int, Choice] = {}
+    choices: dict[int, UnitLayout] = {}
     for group in candidate.line.groups:
         quickest = min(group.options, key=lambda o: (o.seconds, o.bytes.held + o.left_by_forward + o.left_by_backward))
         choices |= {unit: quickest.choice for unit in group.units}
@@ -242,7 +243,7 @@ def _free_choice(description, hardware, job, candidate: _Candidate, limit: int) 
 
 
 def _decode(
-    description, hardware, job, memory_limit_bytes: int | None, strategy, batch: Batch, chosen: dict[int, Choice], proven: bool
+    description, hardware, job, memory_limit_bytes: int | None, strategy, batch: Batch, chosen: dict[int, UnitLayout], proven: bool
 ) -> SearchResult:
     choices = in_order(chosen)
     memory = estimate_memory(description, choices, hardware.world_size, job, batch)
@@ -323,8 +324,8 @@ def _least(description, hardware, job, strategy: Strategy) -> SearchResult:
     return _decode(description, hardware, job, None, strategy, batch, found, proven=False)
 
 
-def _tightest(description, hardware, job, candidate: _Candidate) -> tuple[dict[int, Choice], int]:
-    def needed_by(choices: dict[int, Choice]) -> int:
+def _tightest(description, hardware, job, candidate: _Candidate) -> tuple[dict[int, UnitLayout], int]:
+    def needed_by(choices: dict[int, UnitLayout]) -> int:
         memory = estimate_memory(description, in_order(choices), hardware.world_size, job, candidate.batch)
         return memory.on(hardware) - hardware.unavoidable_bytes
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ..cost.units import Choice
+from ..decision import UnitLayout
 from ..job import TrainingJob
 from .program import Program
 from .stages import Group, Line, Option, undominated
@@ -37,8 +37,8 @@ _ROUNDING = 2**22
 class Solution:
     """What the solver found."""
 
-    choices: dict[int, Choice]
-    """Choice of each unit, by index."""
+    choices: dict[int, UnitLayout]
+    """UnitLayout of each unit, by index."""
     objective: float
     """Seconds that the options add to a step."""
     proven: bool
@@ -124,7 +124,7 @@ def _solve(line: Line, job: TrainingJob, limit_bytes: int, scale: float, best: f
     return Solution(choices=choices, objective=objective / scale, proven=proven), proven
 
 
-def any_within(line: Line, job: TrainingJob, limit_bytes: int) -> dict[int, Choice] | None:
+def any_within(line: Line, job: TrainingJob, limit_bytes: int) -> dict[int, UnitLayout] | None:
     """Some choice for each unit with every moment within the limit, or None where there is none."""
     possible = line.within(limit_bytes)
     if possible is None:
@@ -143,8 +143,8 @@ def _peak_bound(line: Line, job: TrainingJob) -> int:
 
 
 def least_peak(
-    line: Line, job: TrainingJob, start: dict[int, Choice], floor_bytes: int, peak_of: Callable[[dict[int, Choice]], int]
-) -> tuple[dict[int, Choice], int]:
+    line: Line, job: TrainingJob, start: dict[int, UnitLayout], floor_bytes: int, peak_of: Callable[[dict[int, UnitLayout]], int]
+) -> tuple[dict[int, UnitLayout], int]:
     """The choices whose peak is lowest: the tightest limit that can be met.
 
     Asks again and again for anything under the lowest peak so far, first just under it (most often there is nothing),

@@ -1,4 +1,4 @@
-"""Which cut of a model gives the fastest plan."""
+"""Which split of a model gives the fastest plan."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from dataclasses import replace
 from ...errors import DescriptionError
 from ..description import ModelDescription
 from ..problem import PlanningProblem, Strategy
-from ..split import Cut
+from ..split import ModelSplit
 from .search import fastest_without_limit, search_or_floor
 
 _log = logging.getLogger(__name__)
 
 NEAR = 1.01
-"""Where no plan at all could be faster than this, whatever the memory, nothing else is tried: tracing a cut takes seconds."""
+"""Where no plan at all could be faster than this, whatever the memory, nothing else is tried: tracing a split takes seconds."""
 
 
 def choose_description(
-    problem: PlanningProblem, cuts: Callable[[], Sequence[Cut]], describe: Callable[[Cut], ModelDescription]
+    problem: PlanningProblem, splits: Callable[[], Sequence[ModelSplit]], describe: Callable[[ModelSplit], ModelDescription]
 ) -> ModelDescription:
-    """Return the description, out of those of the plain and the cut model, whose best plan is fastest.
+    """Return the description, out of those of the plain and the split model, whose best plan is fastest.
 
-    Cuts are for memory: they are tried only where the limit keeps the plain model from running as fast as without one. Where
+    Splits are for memory: they are tried only where the limit keeps the plain model from running as fast as without one. Where
     nothing fits, the one that needs least.
 
     Args:
         problem: of the model as it is; single strategies take the plain model.
-        cuts: ways to cut it.
-        describe: from a cut to the description of the model that is cut so; a DescriptionError leaves the cut out.
+        splits: ways to split it.
+        describe: from a split to the description of the model that is split so; a DescriptionError leaves the split out.
 
     Returns:
         The description to search.
@@ -47,9 +47,9 @@ def choose_description(
     if not rank[0] and rank[1] <= NEAR * fastest_without_limit(problem):
         return plain
     ranked = [(rank, plain)]
-    for cut in cuts():
+    for split in splits():
         try:
-            description = describe(cut)
+            description = describe(split)
         except DescriptionError as error:
             _log.debug("%s", error)
             continue

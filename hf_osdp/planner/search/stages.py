@@ -15,15 +15,15 @@ import functools
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from ..cost.communicators import Mesh
-from ..cost.units import Choice, UnitBytes
+from ..cost.units import UnitBytes
+from ..decision import Mesh, UnitLayout
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Option:
     """A choice with the constants that it brings into the search, in bytes and seconds."""
 
-    choice: Choice
+    choice: UnitLayout
     bytes: UnitBytes
     seconds: float
     """Time in one optimizer step."""
@@ -128,7 +128,7 @@ class Group:
     prefetches: bool = False
     """The unit before the first is gathered while that one's backward computes."""
 
-    def assign(self, counts: Sequence[int]) -> dict[int, Choice]:
+    def assign(self, counts: Sequence[int]) -> dict[int, UnitLayout]:
         """Give `counts[k]` units the k-th option, by the rule."""
         chosen = [option.choice for option, count in zip(self.options, counts, strict=True) for _ in range(count)]
         return dict(zip(reversed(self.units), chosen, strict=True))
@@ -212,7 +212,7 @@ class Line:
         kept = {group: {o for o in group.options if o.lowest_level + o.own_peak <= room[group]} for group in self.groups}
         return self.keeping(kept) if all(kept.values()) else None
 
-    def fits_host(self, choices: dict[int, Choice]) -> bool:
+    def fits_host(self, choices: dict[int, UnitLayout]) -> bool:
         """Whether the host has memory for what these choices move there."""
         chosen = [o for group in self.groups for unit in group.units for o in group.options if o.choice == choices[unit]]
         return sum(o.host for o in chosen) + max((o.bytes.host_moment for o in chosen), default=0) <= self.host_limit_bytes

@@ -8,22 +8,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ...errors import HardwareError
-from ..cost.units import Batch, Choice, choices_for
+from ..decision import Batch, UnitLayout, layouts_for
 from ..description import Activations, GatherSpan, ModelDescription, UnitDescription
 from ..hardware import Hardware
 from ..job import TrainingJob, divisors
 from ..problem import Strategy
 
-Space = tuple[tuple[Choice, ...], ...]
+Space = tuple[tuple[UnitLayout, ...], ...]
 """For each unit, the choices that it may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """Layouts that a unit may take; `None` leaves keeping open."""
+    """Layouts that a unit may take; `None` leaves it open whether they are freed after forward."""
 
     shard_sizes: tuple[int, ...]
-    keep: bool | None
+    reshard_after_forward: bool | None
     stage_sizes: tuple[int, ...] = (1,)
 
 
@@ -81,7 +81,7 @@ def _kinds(strategy: Strategy, hardware: Hardware) -> list[_Kind]:
     """Layouts of a strategy: several where all units take one of them together."""
     kinds = _layouts(strategy, hardware)
     # one device has nothing to free: what is cast to a lower precision is needed in backward
-    return [_Kind(shard_sizes=(1,), keep=True)] if hardware.world_size == 1 else kinds
+    return [_Kind(shard_sizes=(1,), reshard_after_forward=False)] if hardware.world_size == 1 else kinds
 
 
 def _layouts(strategy: Strategy, hardware: Hardware) -> list[_Kind]:
@@ -90,27 +90,27 @@ def _layouts(strategy: Strategy, hardware: Hardware) -> list[_Kind]:
     stages = (per_node,) if 1 < per_node < world_size else ()
     match strategy:
         case Strategy.OSDP:
-            return [_Kind(shard_sizes=divisors(world_size), keep=None, stage_sizes=(1, *stages))]
+            return [_Kind(shard_sizes=divisors(world_size), reshard_after_forward=None, stage_sizes=(1, *stages))]
         case Strategy.FSDP:
-            return [_Kind(shard_sizes=whole, keep=False)]
+            return [_Kind(shard_sizes=whole, reshard_after_forward=True)]
         case Strategy.DDP:
-            return [_Kind(shard_sizes=(1,), keep=False), _Kind(shard_sizes=(1,), keep=True)]
+            return [_Kind(shard_sizes=(1,), reshard_after_forward=True), _Kind(shard_sizes=(1,), reshard_after_forward=False)]
         case Strategy.ZERO2:
-            return [_Kind(shard_sizes=whole, keep=True)]
+            return [_Kind(shard_sizes=whole, reshard_after_forward=False)]
         case Strategy.TWO_STAGE:
             if not stages:
                 raise ValueError(
                     f"strategy=two_stage needs several nodes of several devices, not {hardware.nodes} of {per_node}; use fsdp, or"
                     " start more."
                 )
-            return [_Kind(shard_sizes=whole, keep=False, stage_sizes=stages)]
+            return [_Kind(shard_sizes=whole, reshard_after_forward=True, stage_sizes=stages)]
         case Strategy.HSDP:
             if not (sizes := divisors(world_size)[1:-1]):
                 raise ValueError(
                     f"strategy=hsdp needs a group size between 1 and {world_size}, the number of devices, that divides it, and there is"
                     " none; use fsdp or ddp."
                 )
-            return [_Kind(shard_sizes=(size,), keep=False) for size in sizes]
+            return [_Kind(shard_sizes=(size,), reshard_after_forward=True) for size in sizes]
     raise AssertionError(strategy)
 
 
@@ -150,7 +150,7 @@ def _choices(
     holds: tuple[bool, ...],
     activations: tuple[Activations, ...],
     hosts: tuple[bool, ...],
-) -> tuple[Choice, ...]:
+) -> tuple[UnitLayout, ...]:
     """The choices of one unit."""
     able = (Activations.of(recomputes=a.recomputes and recomputable, offloads=a.offloads and offloadable) for a in activations)
     activations = tuple(dict.fromkeys(able))
@@ -162,11 +162,11 @@ def _choices(
 @functools.lru_cache(maxsize=256)
 def _product(
     span: GatherSpan, kind: _Kind, holds: tuple[bool, ...], activations: tuple[Activations, ...], hosts: tuple[bool, ...]
-) -> tuple[Choice, ...]:
+) -> tuple[UnitLayout, ...]:
     """Every layout with every other decision; the same object for the same question, as a model asks it of each block."""
-    layouts = choices_for(span, kind.shard_sizes, keep=kind.keep, stage_sizes=kind.stage_sizes)
+    layouts = layouts_for(span, kind.shard_sizes, reshard_after_forward=kind.reshard_after_forward, stage_sizes=kind.stage_sizes)
     return tuple(
-        replace(layout, hold_gradients=hold, activations=kept, on_host=host)
+        replace(layout, reduce_every_micro_step=not hold, activations=kept, on_host=host)
         for layout, hold, kept, host in itertools.product(layouts, holds, activations, hosts)
     )
 

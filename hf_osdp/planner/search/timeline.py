@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..cost.communicators import meshes_of
 from ..cost.memory import SegmentBytes, activation_host_bytes, gathered_ahead, merging_stretch, resident_bytes
 from ..cost.timing import UnitTimer
-from ..cost.units import Batch, Choice, UnitBytes, gradients_arriving, reduce_input, shape_ids, unit_bytes
+from ..cost.units import UnitBytes, gradients_arriving, reduce_input, shape_ids, unit_bytes
+from ..decision import Batch, UnitLayout, meshes_of
 from ..description import Activations, GatherSpan, ModelDescription
 from ..hardware import Hardware
 from ..job import TrainingJob
@@ -145,7 +145,7 @@ class _OptionMaker:
         on_host = {kept: activation_host_bytes(segment, samples, kept) for kept in Activations}
         return _Call(forms=forms, on_host=on_host)
 
-    def _option(self, unit: int, choice: Choice, calls: Sequence[_Call]) -> Option:
+    def _option(self, unit: int, choice: UnitLayout, calls: Sequence[_Call]) -> Option:
         """A choice with all that it brings, over the unit's calls in forward order."""
         terms, seconds = self._bytes(unit, choice), self.timer(unit, choice).total_s
         if not calls:
@@ -158,8 +158,9 @@ class _OptionMaker:
         later[-1] = replace(later[-1], left_by_backward=waiting)
         return replace(calls[0].reducing(first, waiting), later=tuple(later))
 
-    def _bytes(self, unit: int, choice: Choice) -> UnitBytes:
-        key = (self._shapes[unit], choice.shard_size, choice.keep, choice.stage_size, choice.hold_gradients, choice.on_host)
+    def _bytes(self, unit: int, choice: UnitLayout) -> UnitBytes:
+        layout = choice.shard_size, choice.reshard_after_forward, choice.stage_size, choice.reduce_every_micro_step
+        key = (self._shapes[unit], *layout, choice.on_host)
         terms = self._terms.get(key)
         if terms is None:
             terms = unit_bytes(self.description.units[unit], choice, self._world_size, self.job, self._batch)
@@ -176,7 +177,7 @@ class _Call:
     forms: dict[Activations, SegmentBytes]
     on_host: dict[Activations, int]
 
-    def under(self, choice: Choice, terms: UnitBytes, seconds: float) -> Option:
+    def under(self, choice: UnitLayout, terms: UnitBytes, seconds: float) -> Option:
         """The call under a choice, its gradients left out."""
         costs, own = self.forms[choice.activations], 0 if terms.kept else terms.gathered
         return Option(

@@ -9,7 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from hf_osdp.cli import what_if_command
+from hf_osdp.cli import what_if
 from hf_osdp.cli.app import app
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.description import DType, ModelDescription
@@ -19,7 +19,7 @@ from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
 from hf_osdp.planner.search.frontier import frontier
 from hf_osdp.planner.search.search import compare_strategies, search
-from hf_osdp.report.contents import comparison_content, explanation_content
+from hf_osdp.report.content import comparison_content, explanation_content
 from hf_osdp.report.explain import explain
 from hf_osdp.report.plan_file import read_plan_file
 from hf_osdp.tracing.describe import describe
@@ -161,7 +161,7 @@ def test_explain_needs_the_file_alone(plan_file):
     done = call("explain", plan_file)
     assert done.exit_code == 0 and "What binds: " in done.stdout
     assert_readable(done.stdout)
-    expected = explain(plan, inputs.description, inputs.job, inputs.hardware, LIMIT)
+    expected = explain(plan, inputs)
     assert as_json("explain", plan_file) == json.loads(json.dumps(explanation_content(expected)))
 
 
@@ -200,8 +200,8 @@ def test_compare_holds_all_strategies_and_the_front(model, description, tmp_path
 
 @pytest.mark.slow
 def test_what_if_answers_by_searching(model, description, monkeypatch):
-    monkeypatch.setattr(what_if_command, "_LONGEST", 64)  # every size that is tried is another trace
-    monkeypatch.setattr(what_if_command, "_WIDEST", 1.5)
+    monkeypatch.setattr(what_if, "_LONGEST", 64)  # every size that is tried is another trace
+    monkeypatch.setattr(what_if, "_WIDEST", 1.5)
     answers = {row["question"]: row for row in as_json("what-if", model, *WHOLE)["answers"]}
     now = search(problem(description, HARDWARE, JOB, LIMIT)).plan
     assert answers["now"]["result"]["samples_per_s"] == now.samples_per_s

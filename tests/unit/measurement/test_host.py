@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from hf_osdp.measurement.host import measure_host, update_rate
+from hf_osdp.measurement.rates import measure_host, update_rate
 from hf_osdp.planner.hardware import HostSpec
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile
-from hf_osdp.report.profile_table import profile_tables
+from hf_osdp.report.run_tables import profile_tables
 
 HOST = HostSpec(memory_bytes=3 * 2**30, to_device_bytes_per_s=2e10, to_host_bytes_per_s=1e10, update_bytes_per_s=4.2e9, source="measured")
 

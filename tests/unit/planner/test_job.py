@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from hf_osdp.planner.cost.units import Batch
-from hf_osdp.planner.description import Activations, Affine, DType, ParameterSpec
+from hf_osdp.planner.affine import Affine
+from hf_osdp.planner.decision import Batch
+from hf_osdp.planner.description import Activations, DType, ParameterSpec
 from hf_osdp.planner.hardware import Hardware, HostSpec
 from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
 from hf_osdp.planner.problem import Strategy
@@ -32,7 +33,7 @@ def devices(per_node: int, *, nodes: int = 1) -> Hardware:
 def offered(batch: Batch, job: TrainingJob = JOB, *, host: HostSpec | None = None, strategy: Strategy = Strategy.OSDP, world_size: int = 4):
     """For each space, what each unit may hold, recompute, and leave on the host."""
     spaces = search_spaces(strategy, DESCRIPTION, replace(devices(world_size), host=host), job, batch)
-    return [[{(c.hold_gradients, c.activations, c.on_host) for c in choices} for choices in space] for space in spaces]
+    return [[{(not c.reduce_every_micro_step, c.activations, c.on_host) for c in choices} for choices in space] for space in spaces]
 
 
 def test_micro_batch_sizes_fill_the_global_batch_largest_first():
@@ -99,7 +100,7 @@ def _is_part(strategy: Strategy, batch: Batch) -> None:
     hardware = replace(devices(4, nodes=2), host=HOST)
     (everything,) = search_spaces(Strategy.OSDP, DESCRIPTION, hardware, JOB, batch)
     for space in search_spaces(strategy, DESCRIPTION, hardware, JOB, batch):
-        ways = {(c.hold_gradients, c.on_host) for unit, choices in zip(DESCRIPTION.units, space, strict=True) for c in choices}
+        ways = {(not c.reduce_every_micro_step, c.on_host) for unit, choices in zip(DESCRIPTION.units, space, strict=True) for c in choices}
         assert len(ways) == 1, "a single strategy does the same with every unit"
         assert all(set(choices) <= set(allowed) for choices, allowed in zip(space, everything, strict=True))
 
@@ -160,7 +161,7 @@ def test_frozen_units_hold_no_gradients():
     frozen = replace(DESCRIPTION.units[3], parameters=tuple(replace(p, requires_grad=False) for p in DESCRIPTION.units[3].parameters))
     description = replace(DESCRIPTION, units=(*DESCRIPTION.units[:3], frozen))
     (space,) = search_spaces(Strategy.OSDP, description, devices(4), replace(JOB, reduce_every_micro_step=False), TWICE)
-    assert [{c.hold_gradients for c in choices} for choices in space] == [{True}, {True}, {True}, {False}]
+    assert [{not c.reduce_every_micro_step for c in choices} for choices in space] == [{True}, {True}, {True}, {False}]
 
 
 @pytest.mark.parametrize(("recompute", "blocks"), [(None, {SAVE, AGAIN}), (True, {AGAIN}), (False, {SAVE})])

@@ -8,15 +8,16 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.errors import PlanError
+from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.evaluate import estimate_plan
-from hf_osdp.planner.description import Affine, DType, PhaseCost
+from hf_osdp.planner.description import DType, PhaseCost
 from hf_osdp.planner.files import plain
 from hf_osdp.planner.hardware import Collective, CollectiveTiming
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.search.search import search
+from hf_osdp.report.content import report_content, write_report
 from hf_osdp.report.plan_file import PlanInputs, plan_file_content, read_plan_file, write_json
-from hf_osdp.report.run_report import report_content, write_report
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem
@@ -52,10 +53,7 @@ def test_a_saved_plan_has_no_inputs(tmp_path):
 
 
 def test_a_run_s_report_can_be_read(tmp_path):
-    content = report_content(
-        plan=PLAN, description=TIMED, estimate=estimate_plan(PLAN, TIMED, JOB, HARDWARE), hardware=HARDWARE, comparison=None,
-        planning_s=1.0, measured=None, job=JOB,
-    )  # fmt: skip
+    content = report_content(PLAN, INPUTS, estimate_plan(PLAN, TIMED, JOB, HARDWARE), planning_s=1.0)
     assert read_plan_file(write_report(content, tmp_path)) == (PLAN, INPUTS)
 
 

@@ -13,7 +13,8 @@ from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import compare_strategies, search
-from hf_osdp.report.run_report import REPORT_FILE, report_content, write_report
+from hf_osdp.report.content import REPORT_FILE, report_content, write_report
+from hf_osdp.report.plan_file import PlanInputs
 from tests.helpers.descriptions import transformer
 from tests.helpers.problems import problem
 
@@ -25,12 +26,11 @@ HARDWARE = replace(preset("cpu", devices_per_node=4), timings=(MEASURED,))
 def content(*, hardware=HARDWARE, measured: dict | None = None, compared: bool = True) -> dict:
     plan = search(problem(DESCRIPTION, HARDWARE, JOB, LIMIT)).plan
     return report_content(
-        plan=plan,
-        description=DESCRIPTION,
-        estimate=estimate_plan(plan, DESCRIPTION, JOB, hardware),
-        hardware=hardware,
-        comparison=compare_strategies(problem(DESCRIPTION, HARDWARE, JOB, LIMIT)) if compared else None,
+        plan,
+        PlanInputs(description=DESCRIPTION, job=JOB, hardware=hardware),
+        estimate_plan(plan, DESCRIPTION, JOB, hardware),
         planning_s=0.125,
+        comparison=compare_strategies(problem(DESCRIPTION, HARDWARE, JOB, LIMIT)) if compared else None,
         measured=measured,
     )
 

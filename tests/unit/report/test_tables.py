@@ -17,15 +17,8 @@ from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.search.search import compare_strategies
 from hf_osdp.quantities import format_seconds
-from hf_osdp.report.tables import (  # fmt: skip
-    comparison_table,
-    describe_moment,
-    outcome_table,
-    plan_caption,
-    plan_rows,
-    plan_table,
-    reserved_text,
-)
+from hf_osdp.report.run_tables import outcome_table
+from hf_osdp.report.tables import comparison_table, describe_moment, plan_caption, plan_rows, plan_table, reserved_text
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem
@@ -128,7 +121,7 @@ def test_plan_table_without_hardware_has_dashes_for_seconds():
 def test_neighbours_with_one_layout_are_one_row():
     description = named_like("h", "Block", layers=6)
     rows = plan_rows(plan_for(description, [1, 1, 8, 8, 1, 8, 8, 8]), description)
-    assert [row.label for row in rows] == ["(root)", "model.embed_tokens+lm_head", "h.0-1", "h.2", "h.3-5"]
+    assert [row.name for row in rows] == ["(root)", "model.embed_tokens+lm_head", "h.0-1", "h.2", "h.3-5"]
     assert [row.units for row in rows] == [(0,), (1,), (2, 3), (4,), (5, 6, 7)]
     assert rows[2].layout == "shard 8 x replicate 16, keep, hold gradients"
 
@@ -137,7 +130,7 @@ def test_keeping_or_not_makes_another_row():
     description = named_like("h", "Block", layers=2)
     plan = plan_for(description, [8] * 4)
     units = (*plan.units[:3], replace(plan.units[3], reshard_after_forward=True))
-    assert [row.label for row in plan_rows(replace(plan, units=units), description)][2:] == ["h.0", "h.1"]
+    assert [row.name for row in plan_rows(replace(plan, units=units), description)][2:] == ["h.0", "h.1"]
 
 
 @pytest.mark.parametrize("values", [{"activations": Activations.RECOMPUTE}, {"on_host": True}, {"reduce_every_micro_step": True}])
@@ -147,7 +140,7 @@ def test_each_decision_makes_another_row_that_fits(values):
     units = (*plan.units[:4], *(replace(unit, **values) for unit in plan.units[4:]))
     plan = replace(plan, units=units)
     first, second = plan_rows(plan, description)[2:]
-    assert (first.label, second.label) == ("transformer.h.0-1", "transformer.h.2-3")
+    assert (first.name, second.name) == ("transformer.h.0-1", "transformer.h.2-3")
     assert first.layout != second.layout
     hardware = replace(HARDWARE, host=HostSpec(memory_bytes=2**40, to_device_bytes_per_s=1e10, to_host_bytes_per_s=1e10,
                                                update_bytes_per_s=1e10, source="made up"))  # fmt: skip
@@ -159,14 +152,14 @@ def test_range_keeps_what_stands_after_the_number():
     root, tied, *blocks = description.units
     inner = tuple(replace(unit, fqn=f"model.layers2.{8 + i}.mlp") for i, unit in enumerate(blocks))
     description = replace(description, units=(root, tied, *inner))
-    assert plan_rows(plan_for(description, [1] * 5), description)[2].label == "model.layers2.8-10.mlp"
+    assert plan_rows(plan_for(description, [1] * 5), description)[2].name == "model.layers2.8-10.mlp"
 
 
 def test_range_of_different_names_shows_both_ends():
     description = named_like("h", "Block", layers=2)
     root, tied, one, two = description.units
     description = replace(description, units=(root, tied, replace(one, fqn="encoder.0"), replace(two, fqn="decoder.0")))
-    assert plan_rows(plan_for(description, [1] * 4), description)[2].label == "encoder.0 ... decoder.0"
+    assert plan_rows(plan_for(description, [1] * 4), description)[2].name == "encoder.0 ... decoder.0"
 
 
 def test_caption_says_where_the_peak_is_and_how_gradients_are_reduced():

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_osdp.distributed import mesh
 from hf_osdp.modeling.units import find_units
-from hf_osdp.sharding import apply as module
-from hf_osdp.sharding import environment
+from hf_osdp.sharding import apply, environment
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_model
 
@@ -29,15 +29,16 @@ def test_units_on_the_host_beside_one_gpu_get_meshes_of_that_gpu(monkeypatch):
         raise Asked(device_type)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(environment, "own_gpu", lambda: torch.device("cuda", 0))
+    for module in (environment, mesh):
+        monkeypatch.setattr(module, "own_gpu", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(dist, "init_process_group", gloo_as_nccl)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
-    monkeypatch.setattr(module, "Meshes", meshes)
+    monkeypatch.setattr(apply, "Meshes", meshes)
     monkeypatch.delenv("RANK", raising=False)
     model = tiny_model("gpt2")
     units = find_units(model)
     try:
         with pytest.raises(Asked, match="cuda"):
-            module.apply_plan(model, plan_of(units, 1, "everything"), units)
+            apply.apply_plan(model, plan_of(units, 1, "everything"), units)
     finally:
         dist.destroy_process_group()

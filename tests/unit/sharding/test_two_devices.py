@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_osdp.sharding.clip import _main_device, clip_grad_norm_
-from hf_osdp.sharding.mixed_step import step_by_place
+from hf_osdp.sharding.optimizer import step_by_device
 from hf_osdp.sharding.scaler import OSDPGradScaler
 from tests.helpers.elsewhere import ELSEWHERE, There, two_devices
 
@@ -74,7 +74,7 @@ def test_each_device_is_a_group_while_the_optimizer_steps():
     mixed = parameters_of(mixed=True)
     groups = [{"params": mixed[:3], "lr": 1e-2}, {"params": mixed[3:], "lr": 1e-3}]
     optimizer = torch.optim.AdamW(groups, foreach=True)
-    step_by_place(optimizer, mixed[::2])
+    step_by_device(optimizer, mixed[::2])
     assert places(optimizer) == [(2, 1e-2, False, True), (1, 1e-2, True, None), (1, 1e-3, True, None)]
     assert [len(group["params"]) for group in optimizer.param_groups] == [3, 1] and len(optimizer.state) == 4
 
@@ -82,7 +82,7 @@ def test_each_device_is_a_group_while_the_optimizer_steps():
 def test_one_device_stays_one_group():
     plain = parameters_of(mixed=False)
     optimizer = torch.optim.SGD(plain, lr=0.1, foreach=True)
-    step_by_place(optimizer)
+    step_by_device(optimizer)
     assert places(optimizer) == [(4, 0.1, True, None)]
 
 
@@ -94,8 +94,8 @@ def test_what_an_optimizer_counts_in_its_groups_stays():
                 group["k"] = group.get("k", 0) + 1
 
     optimizer = Counting(parameters_of(mixed=True), lr=0.1)
-    step_by_place(optimizer)
-    step_by_place(optimizer)  # the second call replaces the first
+    step_by_device(optimizer)
+    step_by_device(optimizer)  # the second call replaces the first
     optimizer.step()
     optimizer.step()
     assert [group["k"] for group in optimizer.param_groups] == [2]
@@ -104,7 +104,7 @@ def test_what_an_optimizer_counts_in_its_groups_stays():
 def test_a_step_that_raised_leaves_nothing_behind():
     mixed = parameters_of(mixed=True)
     optimizer = torch.optim.AdamW(mixed, lr=0.1)
-    step_by_place(optimizer)
+    step_by_device(optimizer)
     with pytest.raises(ZeroDivisionError):
         optimizer.step(lambda: 1 / 0)
     optimizer.step()
@@ -117,6 +117,6 @@ def test_steps_counted_elsewhere_come_to_the_host():
     optimizer.step()
     for state in optimizer.state.values():
         state["step"] = torch.empty((), device="meta")  # what a checkpoint of a unit on the device leaves
-    step_by_place(optimizer, mixed)
+    step_by_device(optimizer, mixed)
     with pytest.raises(NotImplementedError, match="meta"):  # copied, which this device cannot
         optimizer.step()

@@ -1,0 +1,215 @@
+"""What the tables say as plain values, for JSON: bytes and seconds throughout. `osdp_report.json` is one of them."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ..planner.cost.evaluate import PlanEstimate
+from ..planner.files import plain
+from ..planner.hardware import Hardware
+from ..planner.plan import Plan
+from ..planner.search.search import SearchResult, StrategyResult
+from ..planner.search.what_if import Answer
+from .explain import Alternative, Explanation
+from .explain_tables import layout_text
+from .plan_file import PlanInputs, write_json
+from .tables import PlanRow, layouts_text, plan_rows
+
+REPORT_FILE = "osdp_report.json"
+Content = dict[str, Any]
+"""What JSON has."""
+_PACKAGES = ("hf_osdp", "torch", "accelerate", "transformers")
+_TIME_TERMS = ("compute_s", "communication_s", "exposed_s", "copy_s", "optimizer_s")
+_BATCH = ("world_size", "micro_batch_size", "accumulation_steps", "global_batch_size", "sequence_length")
+
+
+def report_content(
+    plan: Plan,
+    inputs: PlanInputs,
+    estimate: PlanEstimate,
+    *,
+    planning_s: float,
+    comparison: Sequence[StrategyResult] | None = None,
+    measured: Content | None = None,
+    recalibration: Sequence[Content] = (),
+) -> Content:
+    """Return the report of a run; it holds all that `hf-osdp explain` needs.
+
+    Args:
+        plan: what ran.
+        inputs: model, job and hardware.
+        estimate: what it was expected to need.
+        planning_s: seconds that planning took.
+        comparison: the other strategies, where they were estimated.
+        measured: `steps`, `median_step_s`, `peak_bytes`, `reserved_bytes` and `collectives` of the run, or None.
+        recalibration: plans that were tried before training, with what was measured.
+    """
+    description = inputs.description
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": package_versions(),
+        "plan": json.loads(plan.to_json()),
+        "model": {
+            "name": description.model_name,
+            "class": description.model_class,
+            "parameters": description.numel,
+            "block_classes": list(description.block_classes),
+            "sequence_length": description.sequence_length,
+            "trace": description.trace,
+        },
+        "hardware": None if inputs.hardware is None else _hardware(inputs.hardware),
+        "estimated": _estimated(estimate),
+        "recalibration": list(recalibration),
+        "strategies": None if comparison is None else [_strategy(row) for row in comparison],
+        "planning_s": planning_s,
+        "measured": measured,
+        "inputs": plain(inputs),
+    }
+
+
+def write_report(content: Content, output_dir: str | Path) -> Path:
+    """Write the report into an existing folder, whole or not at all; return its path."""
+    path = Path(output_dir) / REPORT_FILE
+    write_json(content, path)
+    return path
+
+
+def package_versions() -> dict[str, str]:
+    """Return versions of Python, the system and the packages that estimates depend on."""
+    found = {"python": sys.version.split()[0], "system": f"{platform.system()} {platform.machine()}"}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _hardware(hardware: Hardware) -> Content:
+    device = hardware.device
+    return {
+        "summary": hardware.summary,
+        "nodes": hardware.nodes,
+        "devices_per_node": hardware.devices_per_node,
+        "backend": hardware.backend.value,
+        **_picked(device, "memory_bytes", "reserved_bytes", "communicator_bytes"),
+        "margin": hardware.free_share,
+        "flops_per_s": plain(device.flops_per_s),
+        **_picked(device, "memory_bytes_per_s", "operator_s", "unit_s", "source"),
+        "collectives": [
+            {"collective": timing.collective.value, **_picked(timing, "group_size", "latency_s", "seconds_per_byte")}
+            for timing in hardware.timings
+        ],
+    }
+
+
+def _estimated(estimate: PlanEstimate) -> Content:
+    peak, time = estimate.memory.peak, estimate.time
+    return {
+        "peak_bytes": peak.total_bytes,
+        "reserved": None if estimate.reserved is None else asdict(estimate.reserved),
+        "peak_phase": peak.phase,
+        "peak_unit": peak.unit,
+        "peak_breakdown": asdict(peak.breakdown),
+        "step_s": None if time is None else time.step_s,
+        "step_breakdown": None if time is None else {term: time.total(term) for term in _TIME_TERMS},
+        "collectives": plain(estimate.collectives),
+    }
+
+
+def comparison_content(
+    hardware: Hardware, memory_limit_bytes: int, rows: Sequence[StrategyResult], front: Sequence[SearchResult]
+) -> Content:
+    """Return strategies side by side, and the Pareto front."""
+    return {
+        "hardware": hardware.summary,
+        "memory_limit_bytes": memory_limit_bytes,
+        "strategies": [_strategy(row) for row in rows],
+        "frontier": [_result(result) for result in front],
+    }
+
+
+def answers_content(answers: Sequence[Answer]) -> Content:
+    """Return answers to what-if questions; the first is how things are."""
+    return {
+        "answers": [
+            {
+                "question": row.question,
+                "change": row.change,
+                "memory_limit_bytes": None if row.problem is None else row.problem.memory_limit_bytes,
+                "parameters": None if row.problem is None else row.problem.description.numel,
+                "result": None if row.result is None else _result(row.result),
+                "tokens_per_s": row.tokens_per_s,
+                "reason": row.reason,
+            }
+            for row in answers
+        ]
+    }
+
+
+def _strategy(row: StrategyResult) -> Content:
+    """Return a strategy's best plan in short, or why it has none."""
+    if row.result is None:
+        return {"strategy": row.strategy.value, **_picked(row, "reason", "least_peak_bytes")}
+    figures = _picked(row.result.plan, "micro_batch_size", "accumulation_steps", "peak_bytes", "step_s", "samples_per_s")
+    return {"strategy": row.strategy.value, **figures}
+
+
+def _result(result: SearchResult) -> Content:
+    plan = result.plan
+    figures = _picked(plan, *_BATCH, "peak_bytes", "step_s", "samples_per_s")
+    return {**figures, "layouts": layouts_text(plan), "fingerprint": plan.fingerprint}
+
+
+def explanation_content(explanation: Explanation) -> Content:
+    """Return an explanation: the peak, every moment, the streams, rows with their alternatives, what binds."""
+    plan, estimate = explanation.plan, explanation.estimate
+    peak = estimate.memory.peak
+    return {
+        "fingerprint": plan.fingerprint,
+        "model": plan.model_name,
+        "hardware": plan.hardware,
+        "strategy": plan.strategy,
+        "batch": _picked(plan, *_BATCH),
+        "memory_limit_bytes": plan.memory_limit_bytes,
+        "margin_bytes": explanation.margin_bytes,
+        "reserved_bytes": explanation.outside_bytes,
+        "communicators": estimate.memory.communicators,
+        "peak": {**plain(peak), "total_bytes": peak.total_bytes + explanation.outside_bytes},
+        "moments": plain(estimate.memory.moments),
+        "step_s": None if estimate.time is None else estimate.time.step_s,
+        "streams": [{**plain(stream), "hidden_s": stream.hidden_s} for stream in explanation.streams],
+        "rows": [_row(explanation, row) for row in plan_rows(plan, explanation.description)],
+        "binds": plain(explanation.binding),
+    }
+
+
+def _row(explanation: Explanation, row: PlanRow) -> Content:
+    plan, estimate, time = explanation.plan, explanation.estimate, explanation.estimate.time
+    reason = next((reason for reason in explanation.reasons if reason.row.units == row.units), None)
+
+    def alternative(other: Alternative | None) -> Content | None:
+        return None if other is None else {"layout": layout_text(other.choice, plan.world_size), **asdict(other)}
+
+    return {
+        "units": [explanation.description.units[i].fqn for i in row.units],
+        "class": row.class_name,
+        "layout": row.layout,
+        "bytes": {name: sum(getattr(estimate.units[i], name) for i in row.units) for name in asdict(estimate.units[0])},
+        "seconds": None if time is None else {term: sum(getattr(time.units[i], term) for i in row.units) for term in _TIME_TERMS},
+        "quicker": None if reason is None else alternative(reason.quicker),
+        "next_fitting": None if reason is None else alternative(reason.next_fitting),
+    }
+
+
+def _picked(value: object, *names: str) -> Content:
+    """Return some attributes by name."""
+    return {name: getattr(value, name) for name in names}

@@ -1,0 +1,156 @@
+"""Tables of what was tried, measured and checked: trials, estimate beside measurement, simulation, preflight checks, a profile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Column, Table
+
+from ..planner.cost.memory import MemoryBreakdown, Moment
+from ..planner.hardware import CollectiveTiming, Hardware
+from ..planner.profile import Profile
+from ..quantities import format_bytes, format_seconds
+from .tables import bytes_by_kind, make_table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRow:
+    """One plan that was tried; bytes of tensors, seconds of an optimizer step."""
+
+    fingerprint: str
+    estimated_peak_bytes: int
+    measured_peak_bytes: int | None
+    """None where there was not enough memory."""
+    estimated_step_s: float
+    measured_step_s: float | None
+    extra_bytes: int
+    """What was added to later estimates of the peak."""
+    compute_factor: float
+    """What later estimates of compute were multiplied by."""
+    fits: bool
+    runs: bool
+    """The plan that training runs."""
+
+
+def trials_table(rows: Sequence[TrialRow]) -> Table:
+    """Return a line for each plan that was tried, in order: what it was expected to need, what it needed, what that changed."""
+
+    def cells(number: int, row: TrialRow) -> list[str]:
+        peak = "out of memory" if row.measured_peak_bytes is None else format_bytes(row.measured_peak_bytes)
+        step = "-" if row.measured_step_s is None else format_seconds(row.measured_step_s)
+        sign = "-" if row.extra_bytes < 0 else "+"
+        return [
+            str(number),
+            row.fingerprint,
+            f"{format_bytes(row.estimated_peak_bytes)} / {peak}",
+            f"{format_seconds(row.estimated_step_s)} / {step}",
+            f"{sign}{format_bytes(abs(row.extra_bytes))}, x{row.compute_factor:.2f}",
+            "runs" if row.runs else "fits" if row.fits else "over limit",
+        ]
+
+    title = "Tried before training, estimated / measured"
+    numbered = (cells(number, row) for number, row in enumerate(rows, start=1))
+    return make_table(title, numbered, text=["round", "plan"], figures=["peak", "step", "correction"], notes=["outcome"])
+
+
+def outcome_table(
+    *,
+    estimated_peak: int | None,
+    measured_peak: int | None,
+    estimated_step_s: float | None,
+    measured_step_s: float | None,
+    estimated_reserved: int | None = None,
+    measured_reserved: int | None = None,
+    collectives: Sequence[tuple[str, float | None, float | None]] = (),
+) -> Table:
+    """Return estimated beside measured; bytes and seconds on the slowest and fullest rank.
+
+    The row of reserved memory is there where either is known. `collectives` has a name, seconds of a step estimated and
+    seconds measured for each kind.
+    """
+    sizes = {"peak memory": (estimated_peak, measured_peak)}
+    if estimated_reserved or measured_reserved:
+        sizes["peak reserved"] = estimated_reserved, measured_reserved
+    rows = [[name, *_beside(pair, [None if nbytes is None else format_bytes(nbytes) for nbytes in pair])] for name, pair in sizes.items()]
+    for name, *times in (("step time", estimated_step_s, measured_step_s), *collectives):
+        rows.append([name, *_beside(times, [None if seconds is None else format_seconds(seconds) for seconds in times])])
+    return make_table("Estimated beside measured", rows, text=[""], figures=["estimated", "measured", "estimate / measured"])
+
+
+def _beside(values: Sequence[float | None], texts: Sequence[str | None]) -> list[str]:
+    estimated, measured = values
+    return [*(text or "-" for text in texts), f"{estimated / measured:.2f}" if estimated and measured else "-"]
+
+
+def simulation_table(estimated: Moment, simulated_bytes: int, simulated: MemoryBreakdown) -> Table:
+    """Return bytes at the peak by kind: estimated beside what FSDP2's real step allocates on fake tensors."""
+    ours, theirs = bytes_by_kind(estimated.breakdown), bytes_by_kind(simulated)
+    pairs = {name: (ours[name], theirs[name]) for name in theirs} | {"peak": (estimated.total_bytes, simulated_bytes)}
+    rows = [
+        [name, format_bytes(estimate), format_bytes(real), f"{100 * (estimate / real - 1):+.1f} %" if real else "-"]
+        for name, (estimate, real) in pairs.items()
+        if estimate or real
+    ]
+    return make_table("Peak of tensors, estimated beside simulated", rows, text=[""], figures=["estimated", "simulated", "error"])
+
+
+def checks_table(title: str, rows: Sequence[tuple[str, str, str]]) -> Table:
+    """Return a line for each preflight check: its name, its result, what is there or what to do."""
+    names = [Column(name, no_wrap=True) for name in ("check", "result")]
+    return make_table(title, rows, text=names, notes=["what is there, what to do"])
+
+
+def profile_tables(profile: Profile) -> list[str | Table]:
+    """Return tables and lines for a rich console: the device, collectives, and times of segments."""
+    hardware = profile.hardware
+    parts: list[str | Table] = [_device_line(profile)]
+    if hardware.timings:
+        parts.append(_collectives(hardware))
+    else:
+        parts.append("One process: no collectives were measured. Start as many as will train, for example torchrun --nproc-per-node 8.")
+    if (own := hardware.handling) is not None:
+        updates = ", ".join(f"{step.value.replace('_', '-')} {format_seconds(time.tensor_s)}" for step, time in own.updates.items())
+        parts.append(
+            f"FSDP2's own work: {format_seconds(own.gather.call_s)} to gather a unit, {format_seconds(own.reduce.call_s)} to"
+            f" reduce it, and copies. AdamW, each tensor: {updates}."
+        )
+    if profile.segments:
+        parts.append(_segments(profile))
+    return parts
+
+
+def _device_line(profile: Profile) -> str:
+    device, link, host = profile.hardware.device, profile.host_link, profile.hardware.host
+    rates = ", ".join(f"{dtype.value} {rate / 1e9:,.0f} GFLOP/s" for dtype, rate in device.flops_per_s.items())
+    line = (
+        f"{profile.hardware.summary}: {format_bytes(device.memory_bytes)} each, memory {device.memory_bytes_per_s / 1e9:.1f} GB/s; {rates}."
+    )
+    if link is not None:
+        line += f" Host to device {link.to_device_bytes_per_s / 1e9:.1f} GB/s, back {link.to_host_bytes_per_s / 1e9:.1f} GB/s."
+    if host is not None:
+        line += f" Host: {format_bytes(host.memory_bytes)} for each, optimizer steps at {host.update_bytes_per_s / 1e9:.1f} GB/s."
+    return line
+
+
+def _collectives(hardware: Hardware) -> Table:
+    def cells(timing: CollectiveTiming) -> list[str]:
+        place = "across nodes" if timing.crosses_nodes else "inside a node"
+        rate = f"{1e-9 / timing.seconds_per_byte:.2f} GB/s" if timing.seconds_per_byte else "-"
+        name = timing.collective.value.replace("_", "-")
+        return [name, f"{timing.group_size}, {place}", format_seconds(timing.latency_s), rate]
+
+    title = "Collectives: latency + whole tensor's bytes / rate"
+    return make_table(title, map(cells, hardware.timings), text=["collective", "group"], figures=["latency", "rate"])
+
+
+def _segments(profile: Profile) -> Table:
+    sizes = profile.micro_batch_sizes
+    rows = []
+    for segment in profile.segments:
+        numel = sum(math.prod(shape) for shape in segment.parameter_shapes)
+        times = {p.samples: f"{format_seconds(p.forward_s)} / {format_seconds(p.backward_s)}" for p in segment.points}
+        rows.append([segment.class_name, f"{numel:,}", *(times.get(size, "-") for size in sizes)])
+    title = f"{profile.model}: forward / backward of each kind of segment, by samples"
+    return make_table(title, rows, text=["unit"], figures=["parameters", *map(str, sizes)])
