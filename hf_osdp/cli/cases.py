@@ -211,7 +211,7 @@ def split_case(case: PlanningProblem, request: Request, config: Any) -> Planning
     """The case of the model split as it trains fastest. Blocks that are to be checkpointed, and those of a profile, stay whole."""
     if request.activation_checkpointing or (request.profile is not None and profile_of(request).segments):
         return case
-    from ..modeling.split.candidates import possible_splits
+    from ..modeling.split_candidates import possible_splits
     from ..planner.search.split_search import choose_description
 
     describe = describer(request, case.hardware)

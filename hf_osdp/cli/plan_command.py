@@ -69,10 +69,10 @@ def _rounds(request: Request, case: PlanningProblem, config: Any) -> tuple[Simul
 
     return search_and_simulate(
         model_of(request, config),
-        description=case.description, hardware=case.hardware, job=case.job, memory_limit_bytes=case.memory_limit_bytes,
-        strategy=case.strategy, device_type=device_type_of(case.hardware),
+        case,
+        device_type=device_type_of(case.hardware),
         activation_checkpointing=request.activation_checkpointing,
-    )  # fmt: skip
+    )
 
 
 def _show(screen: Output, case: PlanningProblem, found: SearchResult, rounds: Sequence[SimulatedRound], planning_s: float) -> dict:

@@ -20,7 +20,7 @@ from ..distributed.mesh import Meshes
 from ..distributed.restart import check_on_oom
 from ..measurement.loop_meter import LoopWatch
 from ..measurement.step_meter import Observation
-from ..modeling.split.candidates import split_units
+from ..modeling.split_candidates import split_units
 from ..planner.description import DType
 from ..planner.hardware import Hardware
 from ..planner.job import OptimizerSpec, Precision

@@ -10,7 +10,7 @@ from torch import nn
 from ..distributed.consensus import broadcast_plan, on_rank_zero
 from ..errors import InfeasibleError
 from ..measurement.step_meter import Observation
-from ..modeling.split.candidates import possible_splits
+from ..modeling.split_candidates import possible_splits
 from ..planner.cost.correction import Correction, correction_of
 from ..planner.cost.evaluate import estimate_plan
 from ..planner.description import ModelDescription

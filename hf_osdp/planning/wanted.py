@@ -13,7 +13,7 @@ from ..distributed.allocator_settings import expands_segments
 from ..distributed.consensus import broadcast_plan, on_rank_zero
 from ..distributed.mesh import Meshes, world_size
 from ..distributed.restart import limit_after_oom
-from ..modeling.split.candidates import split_units
+from ..modeling.split_candidates import split_units
 from ..planner.description import ModelDescription
 from ..planner.hardware import Hardware, check_margin
 from ..planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
