@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from ..errors import PlanError
 from ..reading import parse_json, problem_of_text, read_bytes
 from .decision import Batch, UnitDecision, UnitLayout, communicators_of
-from .description import GatherSpan, ModelDescription
+from .description import Activations, GatherSpan, ModelDescription
 from .files import validated, write_whole
 from .hardware import MOST_RANKS
 from .split import WHOLE_BLOCKS, ModelSplit
@@ -20,6 +21,9 @@ from .split import WHOLE_BLOCKS, ModelSplit
 PLAN_VERSION = 4
 _MOST = {"world_size": MOST_RANKS, "micro_batch_size": 2**20, "accumulation_steps": 2**20, "sequence_length": 2**30}
 _MOST_UNITS = 2**14
+_LAYER = re.compile(r"\.\d+(?=\.|$)")
+_ESTIMATES = {"memory_limit_bytes": None, "peak_bytes": None, "step_s": None, "proven_optimal": False}
+_NAMES = {"model_name": "", "hardware": "", "devices_per_node": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,27 +90,38 @@ class Plan:
             seen.add(unit.fqn)
 
     def to_fsdp_plan(self) -> dict[str, str]:
-        """This plan as the `fsdp_plan` of transformers' `DistributedConfig`, see `planner/fsdp_plan.py`.
+        """Return the plan as the `fsdp_plan` of transformers' `DistributedConfig`: module names → styles, with `*` for a layer's number.
+
+        As of transformers 5.23, it shards all that has no entry with the root: so are weights that several modules share, which are
+        gathered as long. A model's own rules, such as Llama's for its norm, stay beside these. `fsdp_size` and `dp_replicate_size` are
+        the shard size and how many times the world has that.
 
         Raises:
-            PlanError: it says more than that can; the message says what.
+            PlanError: the plan says more than that can; the message names the first unit of which it does.
         """
-        from .fsdp_plan import fsdp_plan_of
-
-        return fsdp_plan_of(self)
+        sizes = {unit.shard_size for unit in self.units}
+        if len(sizes) > 1:
+            raise _no_fsdp_plan(f"units have {len(sizes)} group sizes ({', '.join(map(str, sorted(sizes)))})", "one mesh for all")
+        if not self.split.is_none:
+            raise _no_fsdp_plan(f"the model is split into {self.split.describe()}", "whole modules")
+        if 0 < (on_host := sum(unit.on_host for unit in self.units)) < len(self.units):
+            raise _no_fsdp_plan(f"{on_host} of {len(self.units)} units live on the host", "all on the host (fsdp_cpu_offload) or none")
+        for unit in self.units:
+            if reason := _beyond_fsdp_plan(unit, self.accumulation_steps):
+                raise _no_fsdp_plan(f"unit {unit.fqn or '(root)'!r} {reason}", "whether gathered parameters are kept")
+        styles: dict[str, str] = {}
+        for unit in self.units:
+            if not unit.fqn or len(unit.module_names) > 1:
+                continue
+            layers, style = _LAYER.sub(".*", unit.fqn), "free_full_weight" if unit.reshard_after_forward else "keep_full_weight"
+            if styles.setdefault(layers, style) != style:
+                raise _no_fsdp_plan(f"of {layers} some are kept gathered and some are not", "one style for all of them")
+        return styles
 
     @classmethod
-    def of(cls, description: ModelDescription, choices: Sequence[UnitLayout], batch: Batch, *, world_size: int, **stated: Any) -> Plan:
-        """The plan of these choices.
-
-        Args:
-            description: the model.
-            choices: one a unit, in the description's order.
-            batch: micro-batch size and accumulation.
-            world_size: ranks.
-            **stated: other fields, such as `strategy` (default `osdp`) and estimates.
-        """
-        units = (UnitDecision.of(unit.fqn, choice) for unit, choice in zip(description.units, choices, strict=True))
+    def of(cls, description: ModelDescription, layouts: Sequence[UnitLayout], batch: Batch, *, world_size: int, **stated: Any) -> Plan:
+        """Return the plan of these layouts, one a unit in the description's order; `stated` has other fields, such as estimates."""
+        units = (UnitDecision.of(unit.fqn, layout) for unit, layout in zip(description.units, layouts, strict=True))
         return cls(
             world_size=world_size,
             strategy=stated.pop("strategy", "osdp"),
@@ -137,8 +152,7 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """Hash of all that decides how the plan runs; estimates and names are left out."""
-        told = {"memory_limit_bytes": None, "peak_bytes": None, "step_s": None, "model_name": "", "hardware": "", "proven_optimal": False}
-        run = asdict(replace(self, **told, devices_per_node=None))
+        run = {**asdict(self), **_ESTIMATES, **_NAMES}
         return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -269,6 +283,21 @@ def _other_version(version: int) -> str:
     return f"The plan has version {version}; this hf_osdp reads version {PLAN_VERSION}. Plan again."
 
 
-def _some(names, limit: int = 6) -> str:
+def _some(names: Iterable[str], limit: int = 6) -> str:
     listed = list(names)
     return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
+
+
+def _beyond_fsdp_plan(unit: UnitDecision, accumulation_steps: int) -> str:
+    """Return what of a decision an `fsdp_plan` has no word for, or nothing."""
+    if unit.activations is not Activations.SAVE:
+        return "recomputes its activations" if unit.activations.recomputes else "offloads its activations"
+    if unit.two_stage:
+        return "has collectives in two stages"
+    if accumulation_steps > 1 and not unit.reduce_every_micro_step:
+        return "holds whole gradients between micro-steps"
+    return ""
+
+
+def _no_fsdp_plan(reason: str, words: str) -> PlanError:
+    return PlanError(f"This plan cannot be said as an fsdp_plan: {reason}, and that says only {words}; run it with hf_osdp.")

@@ -11,9 +11,9 @@ from types import MappingProxyType
 
 from ..errors import ProfileError
 from ..reading import parse_json, read_bytes
-from .description import Affine, DType, ModelDescription, PhaseCost, Segment
+from .affine import Affine, linear_fit
+from .description import DType, ModelDescription, PhaseCost, Segment
 from .files import plain, validated, write_whole
-from .fit import fit_line
 from .hardware import Hardware
 
 PROFILE_VERSION = 2
@@ -105,10 +105,10 @@ class SegmentTimes:
         theirs = (unit.class_name, tuple(p.shape for p in unit.parameters), description.sequence_length, description.compute_dtype)
         return mine == theirs and self.work.difference(SegmentWork.of(segment)) <= _SAME_WORK
 
-    def line(self, phase: str) -> Affine:
+    def linear(self, phase: str) -> Affine:
         """Seconds of `forward_s` or `backward_s` against samples: a line through the measured sizes."""
         points = [(point.samples, max(getattr(point, phase), 1e-9)) for point in self.points]
-        constant, per_sample = fit_line(points)
+        constant, per_sample = linear_fit(points)
         return Affine(constant=constant, per_sample=per_sample)
 
 
@@ -221,7 +221,7 @@ def _timed(segment: Segment, description: ModelDescription, profile: Profile) ->
     if found is None:
         raise ProfileError(_mismatch(segment, description, profile))
 
-    forward, backward = found.line("forward_s"), found.line("backward_s")
+    forward, backward = found.linear("forward_s"), found.linear("backward_s")
 
     def measured(phase: PhaseCost, seconds: Affine) -> PhaseCost:
         return replace(phase, seconds=seconds, operators=Affine())  # what the CPU takes to issue them is in the time
@@ -230,9 +230,8 @@ def _timed(segment: Segment, description: ModelDescription, profile: Profile) ->
     again = segment.recomputed
     if again is None:
         return timed
-    both = {"forward": forward, "backward": backward.plus(forward)}
-    phases = {name: measured(getattr(again, name), seconds) for name, seconds in both.items()}
-    return replace(timed, recomputed=replace(again, **phases))
+    again = replace(again, forward=measured(again.forward, forward), backward=measured(again.backward, backward.plus(forward)))
+    return replace(timed, recomputed=again)
 
 
 def _mismatch(segment: Segment, description: ModelDescription, profile: Profile) -> str:

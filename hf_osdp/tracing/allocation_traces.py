@@ -6,9 +6,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..planner.allocation_trace import AllocationTrace, Handed
 from ..planner.allocator.replay import Event
-from ..planner.description import Segment
+from ..planner.description import AllocationTrace, Handed, Segment
 from .recorder import SegmentRecord
 
 Runs = Mapping[tuple[bool, bool], Sequence[Sequence[SegmentRecord]]]

@@ -86,8 +86,8 @@ def _root(saved: int, forward_peak: int, gradient: int) -> Segment:
     return Segment(
         unit=0,
         saved_bytes=Affine(per_sample=saved),
-        forward=PhaseCost(peak_bytes=Envelope.line(per_sample=forward_peak)),
-        backward=PhaseCost(peak_bytes=Envelope.line(constant=gradient, per_sample=2 * saved)),
+        forward=PhaseCost(peak_bytes=Envelope.linear(per_sample=forward_peak)),
+        backward=PhaseCost(peak_bytes=Envelope.linear(constant=gradient, per_sample=2 * saved)),
     )
 
 
@@ -101,12 +101,12 @@ def _block(index: int, unit: UnitDescription, shape: TransformerShape, checkpoin
         unit=index,
         saved_bytes=Affine(per_sample=saved),
         forward=PhaseCost(
-            peak_bytes=Envelope.line(per_sample=saved + transient),
+            peak_bytes=Envelope.linear(per_sample=saved + transient),
             matmul_flops=Affine(per_sample=flops),
             traffic_bytes=Affine(per_sample=2 * shape.saved_bytes),
         ),
         backward=PhaseCost(
-            peak_bytes=Envelope.line(constant=unit.trainable_numel * shape.itemsize, per_sample=2 * transient + recomputed),
+            peak_bytes=Envelope.linear(constant=unit.trainable_numel * shape.itemsize, per_sample=2 * transient + recomputed),
             matmul_flops=Affine(per_sample=passes * flops),
             traffic_bytes=Affine(per_sample=2 * passes * shape.saved_bytes),
         ),
@@ -119,6 +119,6 @@ def _matrix(index: int, unit: UnitDescription, shape: TransformerShape) -> Segme
     gradient = unit.trainable_numel * shape.itemsize
     return Segment(
         unit=index,
-        forward=PhaseCost(peak_bytes=Envelope.line(per_sample=hidden), matmul_flops=Affine(per_sample=flops)),
-        backward=PhaseCost(peak_bytes=Envelope.line(constant=gradient, per_sample=hidden), matmul_flops=Affine(per_sample=2 * flops)),
+        forward=PhaseCost(peak_bytes=Envelope.linear(per_sample=hidden), matmul_flops=Affine(per_sample=flops)),
+        backward=PhaseCost(peak_bytes=Envelope.linear(constant=gradient, per_sample=hidden), matmul_flops=Affine(per_sample=2 * flops)),
     )

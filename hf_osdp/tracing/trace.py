@@ -20,8 +20,7 @@ from ..modeling.split.head import SplitHead
 from ..modeling.units import canonical_name, modules_by_name, segment_modules
 from ..modeling.wrapping import cast_floating, forward_replaced, recompute, under_autocast
 from ..planner.affine import Affine
-from ..planner.allocation_trace import AllocationTrace
-from ..planner.description import GatherSpan, Segment, UnitDescription
+from ..planner.description import AllocationTrace, GatherSpan, Segment, UnitDescription
 from .allocation_traces import with_allocations
 from .attention import AttentionCall, Capability, Kernel
 from .cuda_kernels import CudaKernels

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.errors import HardwareError, InfeasibleError
-from hf_osdp.planner.description import Activations, Affine, Segment
+from hf_osdp.planner.affine import Affine
+from hf_osdp.planner.description import Activations, Segment
 from hf_osdp.planner.hardware import Backend
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.presets import preset

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 import pytest
 from hypothesis import strategies as st
 
+from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.memory import (
     MemoryBreakdown,
     MemoryEstimate,
@@ -20,7 +21,7 @@ from hf_osdp.planner.cost.memory import (
 )
 from hf_osdp.planner.cost.units import merged_gradients, reduce_input, unit_bytes
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
-from hf_osdp.planner.description import Activations, Affine, GatherSpan, ModelDescription, Segment
+from hf_osdp.planner.description import Activations, GatherSpan, ModelDescription, Segment
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from tests.helpers.descriptions import at_random
 from tests.helpers.properties import holds

@@ -9,8 +9,8 @@ from itertools import product
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config, LlamaConfig
 
-from hf_osdp.planner.allocator.step_events import estimate_reserved
 from hf_osdp.planner.cost.memory import estimate_memory
+from hf_osdp.planner.cost.step_events import estimate_reserved
 from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.description import Activations, ModelDescription
 from hf_osdp.planner.job import Precision, TrainingJob

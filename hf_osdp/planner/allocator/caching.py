@@ -34,14 +34,13 @@ class DeviceFullError(OSDPError):
 class _Block:
     """A stretch of a segment: taken, free, or with no memory behind its addresses."""
 
-    __slots__ = ("address", "expandable", "free", "mapped", "next", "pool", "prev", "size", "used_elsewhere")
+    __slots__ = ("address", "expandable", "free", "mapped", "next", "pool", "prev", "size")
 
     def __init__(self, pool: _Pool, address: int, size: int, *, expandable: bool, mapped: bool = True) -> None:
         self.pool, self.address, self.size = pool, address, size
         self.expandable, self.mapped, self.free = expandable, mapped, True
         self.prev: _Block | None = None
         self.next: _Block | None = None
-        self.used_elsewhere = False
 
     def follow(self, before: _Block) -> None:
         """Take the place after a block."""
@@ -101,7 +100,6 @@ class CachingAllocator:
         self.allocated_bytes = self.reserved_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = self.alloc_retries = 0
         self._pools: dict[tuple[bool, int], _Pool] = {}
         self._taken: dict[Hashable, _Block | None] = {}
-        self._waiting: list[_Block] = []
         self._segments = 0
 
     def allocate(self, key: Hashable, nbytes: int, stream: int = 0) -> None:
@@ -136,7 +134,9 @@ class CachingAllocator:
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
 
     def free(self, key: Hashable) -> None:
-        """Give a tensor's memory back to the pool; where other streams used it, once `synchronize` has been called.
+        """Give a tensor's memory back to the pool.
+
+        FSDP2 holds references instead of recording streams, so that no memory waits for another stream.
 
         Raises:
             KeyError: nothing is allocated under this key.
@@ -145,31 +145,16 @@ class CachingAllocator:
         if block is None:
             return
         self.allocated_bytes -= block.size
-        if block.used_elsewhere:
-            self._waiting.append(block)
-        else:
-            self._give_back(block)
+        block.free = True
+        self._merge(block)
+        block.pool.add(block)
 
     def holds(self, key: Hashable) -> bool:
         """Whether something is allocated under this key."""
         return key in self._taken
 
-    def record_stream(self, key: Hashable, stream: int) -> None:
-        """Note that another stream uses a tensor, as `torch.Tensor.record_stream` does (FSDP2 holds references instead)."""
-        block = self._taken[key]
-        if block is not None and self._pools.get((block.pool.small, stream)) is not block.pool:
-            block.used_elsewhere = True
-
-    def synchronize(self) -> None:
-        """Let all streams come to their end, so that what they used is free."""
-        waiting, self._waiting = self._waiting, []
-        for block in waiting:
-            block.used_elsewhere = False
-            self._give_back(block)
-
     def empty_cache(self) -> None:
         """Return to the device all that is free as a whole: segments, or pages of expandable ones."""
-        self.synchronize()
         for pool in self._pools.values():
             free = [block for _, _, block in pool.blocks]
             for block in free:
@@ -231,6 +216,7 @@ class CachingAllocator:
             return None
         while block.size < size:
             after = block.next
+            assert after is not None, "`_with_room` has found room behind it"
             if not self._map(after, min(size - block.size, after.size)):
                 return None
             block = after
@@ -277,11 +263,6 @@ class CachingAllocator:
         pool.add_unmapped(block)
         self.reserved_bytes -= end - start
 
-    def _give_back(self, block: _Block) -> None:
-        block.free = True
-        self._merge(block)
-        block.pool.add(block)
-
     def _merge(self, block: _Block) -> None:
         """Join free neighbours in the segment of the same kind, mapped or not."""
         pool = block.pool
@@ -302,7 +283,8 @@ def _with_room(pool: _Pool, size: int) -> _Block | None:
     for _, unmapped in pool.unmapped:
         before = unmapped.prev
         first = before if before is not None and before.free else unmapped
-        room, block = 0, first
+        room = 0
+        block: _Block | None = first
         while block is not None and block.free and room < size:
             room += block.size
             block = block.next

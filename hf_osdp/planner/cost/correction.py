@@ -47,7 +47,7 @@ class Correction:
 
         def scaled(phase: PhaseCost) -> PhaseCost:
             work = phase_affine(phase, description, hardware)  # and operators, which a GPU may wait for
-            seconds, operators = (line.scaled(self.compute_factor, constants=True) for line in (work, phase.operators))
+            seconds, operators = (part.scaled(self.compute_factor, constants=True) for part in (work, phase.operators))
             return replace(phase, seconds=seconds, operators=operators)
 
         segments = (

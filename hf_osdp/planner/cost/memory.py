@@ -18,7 +18,7 @@ in flight), and the copy of its gradients into the reduce buffer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..decision import Batch, UnitLayout, communicators_of
@@ -259,7 +259,7 @@ class _Walk:
     def _moment(self, phase: str, unit: str, **extra: int) -> Moment:
         return Moment(phase=phase, unit=unit, breakdown=self.level.plus(**extra))
 
-    def forward(self):
+    def forward(self) -> Iterator[Moment]:
         """Moments of the forward pass; what it leaves behind is added to the level."""
         buffer = max((self.units[i].gather_buffer for i in self.whole_step), default=0)
         for index, segment in enumerate(self.description.segments):
@@ -277,7 +277,7 @@ class _Walk:
                     self.level = self.level.plus(gathered=unit.kept)
             self.level = self.level.plus(activations=self.segments[index].saved)
 
-    def backward(self):
+    def backward(self) -> Iterator[Moment]:
         """Moments of the backward pass, in reverse order."""
         segments = self.description.segments
         in_flight = 0  # the reduce input that the unit before left behind
@@ -286,7 +286,8 @@ class _Walk:
             segment, unit = segments[index], self.units[segments[index].unit]
             terms = self.segments[index]
             label, compute = self.labels[segment.unit], terms.backward_peak + self.merging.get(index, 0)
-            ahead = 0 if self.ahead[index] is None else self.units[self.ahead[index]].prefetched
+            before = self.ahead[index]
+            ahead = 0 if before is None else self.units[before].prefetched
             if segment.unit in self.whole_step:
                 yield self._moment("backward", label, activations=compute, gathered=ahead, buffers=in_flight)
                 self.level = self.level.plus(activations=-terms.saved, gradients=self.arriving[index])
@@ -307,7 +308,7 @@ class _Walk:
         idle = set(self.whole_step) - {segment.unit for segment in segments}
         self.level = self.level.plus(gradients=sum(self.units[i].unsharded_gradients for i in idle))
 
-    def _reduce(self, label: str, unit: UnitBytes, gradient: int, ahead: int):
+    def _reduce(self, label: str, unit: UnitBytes, gradient: int, ahead: int) -> Iterator[Moment]:
         whole = {"activations": gradient + unit.unsharded_gradients, "gathered": ahead}
         yield self._moment("backward: reduce", label, buffers=unit.reduce_input, **whole)
         self.level = self.level.plus(gradients=unit.gradients_after)
@@ -317,7 +318,7 @@ class _Walk:
             buffers=unit.reduce_input + unit.reduce_work,
         )  # fmt: skip
 
-    def finish(self):
+    def finish(self) -> Iterator[Moment]:
         """The reductions that come last, and the optimizer step."""
         running = {segment.unit for segment in self.description.segments} - set(self.whole_step)
         self.level = self.level.plus(gradients=sum(self.units[i].gradients_settled for i in running))

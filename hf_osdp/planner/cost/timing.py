@@ -31,8 +31,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ..affine import Affine
 from ..decision import Batch, UnitLayout
-from ..description import Activations, Affine, GatherSpan, ModelDescription, PhaseCost
+from ..description import Activations, GatherSpan, ModelDescription, PhaseCost
 from ..hardware import Hardware
 from ..job import TrainingJob
 from .units import UnitSeconds, host_of, shape_ids, unit_seconds
@@ -77,7 +78,7 @@ class TimeEstimate:
 
     def total(self, term: str) -> float:
         """Sum of one term over the units, for example `total("exposed_s")`."""
-        return sum(getattr(unit, term) for unit in self.units)
+        return float(sum(getattr(unit, term) for unit in self.units))
 
 
 def phase_affine(phase: PhaseCost, description: ModelDescription, hardware: Hardware) -> Affine:
@@ -211,7 +212,7 @@ class UnitTimer:
         self.compute_s = {a: compute_s[a.recomputes] for a in Activations}
         self._trips: dict[Activations, tuple[HostTrip, ...]] = {}
         self._shapes = shape_ids(description.units)
-        self._terms: dict[tuple, UnitSeconds] = {}
+        self._terms: dict[tuple[object, ...], UnitSeconds] = {}
 
     def trips(self, activations: Activations) -> tuple[HostTrip, ...]:
         """For each unit, under its own choice about activations.

@@ -8,7 +8,7 @@ is copied although nothing is sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ...errors import HardwareError
@@ -107,7 +107,7 @@ class UnitSeconds:
 
 def shape_ids(units: Sequence[UnitDescription]) -> tuple[int, ...]:
     """A number for each unit: the same for those that cost the same under equal choices, activations left out."""
-    known: dict[tuple, int] = {}
+    known: dict[tuple[object, ...], int] = {}
     keys = ((unit.span, tuple((p.shape, p.dtype, p.requires_grad, p.keeps_dtype) for p in unit.parameters)) for unit in units)
     return tuple(known.setdefault(key, len(known)) for key in keys)
 
@@ -277,7 +277,7 @@ def _update_seconds(tensors: int, nbytes: int, hardware: Hardware, job: Training
     return update + (3 * nbytes / device.memory_bytes_per_s + dispatch if job.clips_gradients else 0.0)
 
 
-def _total(parameters: Iterable[ParameterSpec], value) -> int:
+def _total(parameters: Iterable[ParameterSpec], value: Callable[[ParameterSpec], int]) -> int:
     return sum(value(p) for p in parameters)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ...errors import HardwareError, InfeasibleError, OSDPError
 from ...quantities import format_bytes
-from ..allocator.reserved import capacity_needed, is_replayed, within_reserved
+from ..cost.evaluate import capacity_needed, is_replayed
 from ..cost.memory import MemoryEstimate, estimate_memory
 from ..cost.timing import TimeEstimate, estimate_time
 from ..decision import Batch, UnitLayout
@@ -19,6 +19,7 @@ from ..plan import Plan
 from ..problem import PlanningProblem, Strategy
 from .bounds import frugal_choices, in_order, peak_floor
 from .remedies import remedies_for
+from .reserved import within_reserved
 from .solver import Solution, any_within, fastest, least_peak
 from .stages import Line
 from .strategies import batches, search_spaces

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ...errors import InfeasibleError
 from ...quantities import format_bytes
-from ..allocator.reserved import is_replayed
+from ..cost.evaluate import is_replayed
 from ..job import TrainingJob
 from ..problem import PlanningProblem
 from .remedies import fits_by_estimate

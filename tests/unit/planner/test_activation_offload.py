@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.errors import HardwareError
+from hf_osdp.planner.affine import Affine, Envelope
 from hf_osdp.planner.cost.memory import SegmentBytes, activation_host_bytes, estimate_memory
 from hf_osdp.planner.cost.timing import HostTrip, Windows, host_trips, unit_time
 from hf_osdp.planner.cost.units import UnitSeconds
 from hf_osdp.planner.decision import Batch, UnitLayout
-from hf_osdp.planner.description import Activations, Affine, Envelope, GatherSpan, ModelDescription, PhaseCost, Segment
+from hf_osdp.planner.description import Activations, GatherSpan, ModelDescription, PhaseCost, Segment
 from hf_osdp.planner.hardware import Backend, HostSpec
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.problem import Strategy
@@ -70,7 +71,7 @@ def recomputable(*, input_bytes: float, own_bytes: float, forward_flops: float =
 
     def with_forms(segment: Segment) -> Segment:
         again = PhaseCost(
-            peak_bytes=Envelope.line(per_sample=saved_bytes or own_bytes), matmul_flops=Affine(per_sample=3 * forward_flops)
+            peak_bytes=Envelope.linear(per_sample=saved_bytes or own_bytes), matmul_flops=Affine(per_sample=3 * forward_flops)
         )  # fmt: skip
         once = replace(segment.forward, matmul_flops=Affine(per_sample=forward_flops))
         kept = Affine(per_sample=input_bytes)
@@ -117,11 +118,11 @@ def segment(*, saved: float = 1000, own: float = 700, input_bytes: float = 100) 
     again = Segment(
         unit=0, saved_bytes=Affine(per_sample=input_bytes), own_saved_bytes=Affine(per_sample=input_bytes),
         sent_bytes=Affine(per_sample=input_bytes),
-        backward=PhaseCost(peak_bytes=Envelope.line(per_sample=5000)),
+        backward=PhaseCost(peak_bytes=Envelope.linear(per_sample=5000)),
     )  # fmt: skip
     return Segment(
         unit=0, saved_bytes=Affine(per_sample=saved), own_saved_bytes=Affine(per_sample=own), sent_bytes=Affine(per_sample=own),
-        backward=PhaseCost(peak_bytes=Envelope.line(per_sample=2000)), recomputed=again,
+        backward=PhaseCost(peak_bytes=Envelope.linear(per_sample=2000)), recomputed=again,
     )  # fmt: skip
 
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.decision import Batch
-from hf_osdp.planner.description import Activations, Affine, DType, ParameterSpec
+from hf_osdp.planner.description import Activations, DType, ParameterSpec
 from hf_osdp.planner.hardware import Hardware, HostSpec
 from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
 from hf_osdp.planner.problem import Strategy

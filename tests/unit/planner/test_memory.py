@@ -7,20 +7,11 @@ from dataclasses import fields, replace
 
 import pytest
 
+from hf_osdp.planner.affine import Affine, Envelope
 from hf_osdp.planner.cost.memory import MemoryBreakdown, combined_scratch, estimate_memory, gathered_ahead, merging_stretch
 from hf_osdp.planner.cost.units import unit_bytes
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
-from hf_osdp.planner.description import (
-    Affine,
-    DType,
-    Envelope,
-    GatherSpan,
-    ModelDescription,
-    ParameterSpec,
-    PhaseCost,
-    Segment,
-    UnitDescription,
-)
+from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, ParameterSpec, PhaseCost, Segment, UnitDescription
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
@@ -46,9 +37,9 @@ def blocks(*, saved: int = 0, workspace: int = 0, head_saved: int = 0, head_work
         )
         for i in range(LAYERS)
     ]  # fmt: skip
-    phase = PhaseCost(peak_bytes=Envelope.line(per_sample=workspace))
+    phase = PhaseCost(peak_bytes=Envelope.linear(per_sample=workspace))
     segments = [Segment(unit=1 + i, saved_bytes=Affine(per_sample=saved), forward=phase, backward=phase) for i in range(LAYERS)]
-    head_phase = PhaseCost(peak_bytes=Envelope.line(per_sample=head_workspace))
+    head_phase = PhaseCost(peak_bytes=Envelope.linear(per_sample=head_workspace))
     head = Segment(unit=0, saved_bytes=Affine(per_sample=head_saved), forward=head_phase, backward=head_phase)
     return ModelDescription(
         model_name="blocks", model_class="Blocks", block_classes=("Block",), sequence_length=1, compute_dtype=DType.FLOAT32,

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.errors import ProfileError
+from hf_osdp.planner.affine import Affine, linear_fit
 from hf_osdp.planner.cost.timing import compute_seconds, phase_seconds
-from hf_osdp.planner.description import Affine, DType, ModelDescription, PhaseCost
-from hf_osdp.planner.fit import fit_line
+from hf_osdp.planner.description import DType, ModelDescription, PhaseCost
 from hf_osdp.planner.hardware import Collective, CollectiveTiming, Handling, WorkTime
 from hf_osdp.planner.job import OptimizerStep
 from hf_osdp.planner.presets import preset
@@ -167,9 +167,9 @@ def test_work_that_differs_by_a_hair_is_the_same():
     assert all(s.forward.seconds is not None for s in timed.segments)
 
 
-def test_fit_line_recovers_a_line():
-    assert fit_line([(n, 1e-4 + 2e-9 * n) for n in (1_000, 100_000, 10_000_000)]) == pytest.approx((1e-4, 2e-9))
+def test_linear_fit_recovers_the_coefficients():
+    assert linear_fit([(n, 1e-4 + 2e-9 * n) for n in (1_000, 100_000, 10_000_000)]) == pytest.approx((1e-4, 2e-9))
 
 
 def test_one_size_is_a_line_through_nothing():
-    assert times_of(DESCRIPTION, 0, (4, 2.0, 0.0)).line("forward_s") == Affine(constant=0.0, per_sample=0.5)
+    assert times_of(DESCRIPTION, 0, (4, 2.0, 0.0)).linear("forward_s") == Affine(constant=0.0, per_sample=0.5)

@@ -9,12 +9,12 @@ import pytest
 from transformers import GPT2Config
 
 from hf_osdp.errors import InfeasibleError
-from hf_osdp.planner.allocator.reserved import is_replayed, runs_within, within_reserved
-from hf_osdp.planner.cost.evaluate import capacity_of
+from hf_osdp.planner.cost.evaluate import capacity_of, is_replayed, runs_within
 from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.presets import preset
+from hf_osdp.planner.search.reserved import within_reserved
 from hf_osdp.planner.search.search import SearchResult, least_memory, search
 from hf_osdp.tracing.describe import describe
 from tests.helpers.descriptions import transformer

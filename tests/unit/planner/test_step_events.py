@@ -9,16 +9,16 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.planner.affine import Affine, Envelope
-from hf_osdp.planner.allocation_trace import AllocationTrace, Handed
-from hf_osdp.planner.allocator.event_log import COMPUTE, COPY_IN, REDUCE, REDUCE_REPLICAS
-from hf_osdp.planner.allocator.replay import Event, StepEvents, replay_steps
-from hf_osdp.planner.allocator.step_events import estimate_reserved, step_events
+from hf_osdp.planner.allocator.replay import COMPUTE, COPY_IN, REDUCE, REDUCE_REPLICAS, Event, StepEvents, replay_steps
 from hf_osdp.planner.cost.memory import estimate_memory
+from hf_osdp.planner.cost.step_events import estimate_reserved, step_events
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import (  # fmt: skip
     Activations,
+    AllocationTrace,
     DType,
     GatherSpan,
+    Handed,
     ModelDescription,
     ParameterSpec,
     PhaseCost,
@@ -63,8 +63,8 @@ def model(*, traced: bool = True, trace: AllocationTrace = TRACE) -> ModelDescri
             unit=i,
             saved_bytes=Affine(constant=512, per_sample=3 * MiB),
             gradient_bytes=Affine(per_sample=2 * MiB),
-            forward=PhaseCost(peak_bytes=Envelope.line(constant=512, per_sample=3 * MiB)),
-            backward=PhaseCost(peak_bytes=Envelope.line(constant=4 * MiB, per_sample=2 * MiB)),
+            forward=PhaseCost(peak_bytes=Envelope.linear(constant=512, per_sample=3 * MiB)),
+            backward=PhaseCost(peak_bytes=Envelope.linear(constant=4 * MiB, per_sample=2 * MiB)),
             allocations=0 if traced else None,
         )
         for i in range(BLOCKS)

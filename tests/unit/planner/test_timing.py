@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.errors import HardwareError
+from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.timing import UnitTimer, Windows, compute_seconds, estimate_time, overlap_windows, phase_seconds, unit_time
 from hf_osdp.planner.cost.units import UnitSeconds, unit_seconds
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
-from hf_osdp.planner.description import Activations, Affine, DType, ModelDescription, PhaseCost
+from hf_osdp.planner.description import Activations, DType, ModelDescription, PhaseCost
 from hf_osdp.planner.hardware import Backend
 from hf_osdp.planner.job import TrainingJob
 from tests.helpers.descriptions import transformer

@@ -8,58 +8,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..cost.correction import Correction
-from ..cost.evaluate import capacity_of
+from ..cost.evaluate import CLOSE, capacity_needed, capacity_of
 from ..cost.memory import estimate_memory
 from ..description import ModelDescription
 from ..hardware import Hardware
 from ..job import TrainingJob
-from ..plan import Plan
-from .replay import Reserved
-from .step_events import estimate_reserved
 
 if TYPE_CHECKING:
-    from ..search.search import SearchResult
+    from .search import SearchResult
 
 _ROUNDS = 6
-_CLOSE = 2**-8
-"""Of the room: nothing finer is looked for."""
-
-
-def is_replayed(description: ModelDescription, hardware: Hardware) -> bool:
-    """Whether plans can be replayed: their allocations were traced, and the device has the allocator (CUDA)."""
-    return hardware.backend.overlaps and bool(description.allocations)
-
-
-def runs_within(plan: Plan, description: ModelDescription, job: TrainingJob, capacity_bytes: int, *, retries: bool = True) -> bool:
-    """Return whether the allocator can serve two steps of a plan from so many bytes.
-
-    Args:
-        plan, description, job: what is replayed.
-        capacity_bytes: what the allocator may reserve.
-        retries: it may empty its cache to make room, for which the device stands still.
-    """
-    replayed = _replayed(plan, description, job, capacity_bytes)
-    return replayed.fits and (retries or not replayed.alloc_retries)
-
-
-def capacity_needed(plan: Plan, description: ModelDescription, job: TrainingJob, *, retries: bool = True) -> int:
-    """Return a capacity in bytes with which a plan runs, at most a 256th above the least; arguments as for `runs_within`."""
-    free = _replayed(plan, description, job, None)
-    if not retries:
-        return free.peak_reserved_bytes
-    too_little, enough = free.peak_allocated_bytes - 1, free.peak_reserved_bytes
-    while enough - too_little > max(1, int(enough * _CLOSE)):
-        between = (too_little + enough) // 2
-        if runs_within(plan, description, job, between):
-            enough = between
-        else:
-            too_little = between
-    return enough
-
-
-def _replayed(plan: Plan, description: ModelDescription, job: TrainingJob, capacity_bytes: int | None) -> Reserved:
-    choices = plan.layouts(description)
-    return estimate_reserved(description, choices, plan.world_size, job, plan.batch, capacity_bytes=capacity_bytes)
 
 
 def within_reserved(
@@ -97,7 +55,7 @@ def within_reserved(
         return needed(found.plan, description, job, retries=retries) - capacity
 
     for retries in (False, True):
-        if found := _first_served(first, find, job, int(room * _CLOSE), partial(missing, retries=retries)):
+        if found := _first_served(first, find, job, int(room * CLOSE), partial(missing, retries=retries)):
             break
     else:
         found = least()

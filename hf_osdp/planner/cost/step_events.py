@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..cost.memory import gathered_ahead, merging_stretch
+from ..allocator.replay import COPY_IN, GATHER, REDUCE, REDUCE_REPLICAS, Event, EventLog, Reserved, StepEvents, replay_steps
 from ..decision import Batch, UnitLayout
-from ..description import GatherSpan, ModelDescription
+from ..description import GatherSpan, ModelDescription, UnitDescription
 from ..job import OptimizerStep, TrainingJob
 from .activation_events import ActivationEvents
-from .event_log import COPY_IN, GATHER, REDUCE, REDUCE_REPLICAS, EventLog
-from .replay import Event, Reserved, StepEvents, replay_steps
-from .unit_on_device import UnitOnDevice
+from .memory import gathered_ahead, merging_stretch
+from .units import reduce_input, unit_bytes
 
 _MICRO_STEPS = 2
 """Micro-steps of an optimizer step that are replayed at most: those between the first and the last are like the first, or allocate less."""
@@ -23,21 +22,18 @@ _STEP_COUNT_BYTES = 4
 
 
 def step_events(
-    description: ModelDescription, choices: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
+    description: ModelDescription, layouts: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
 ) -> StepEvents:
-    """The events of one optimizer step on the fullest rank.
+    """Return the events of one optimizer step on the fullest rank, for `replay_steps`.
 
     Args:
         description: the model, with the allocation traces of its segments; a segment without one allocates once for each of its terms.
-        choices: one a unit, in the description's order.
+        layouts: one a unit, in the description's order.
         world_size: ranks.
         job: precision, optimizer.
         batch: micro-batch size and accumulation.
-
-    Returns:
-        Events for `replay_steps`.
     """
-    step = _Step(description, choices, world_size, job, batch)
+    step = _Step(description, layouts, world_size, job, batch)
     held = step.hold()
     micro_steps = min(batch.accumulation_steps, _MICRO_STEPS)
     for number in range(1, micro_steps + 1):
@@ -45,76 +41,97 @@ def step_events(
     before = step.log.take()
     states = step.make_states()
     step.optimizer_step()
-    return StepEvents(held=held, before_optimizer=before, states=states, optimizer=step.log.take(), traced=step.traced)
+    return StepEvents(held=held, before_optimizer=before, states=states, optimizer=step.log.take(), traced=step.activations.traced)
 
 
 def estimate_reserved(
     description: ModelDescription,
-    choices: Sequence[UnitLayout],
+    layouts: Sequence[UnitLayout],
     world_size: int,
     job: TrainingJob,
     batch: Batch,
     *,
     capacity_bytes: int | None = None,
 ) -> Reserved:
-    """What torch's allocator reserves for a plan on CUDA, in its first two optimizer steps.
+    """Return what torch's allocator reserves for a plan on CUDA in its first two optimizer steps, and whether the capacity is enough.
 
     Args:
-        description, choices, world_size, job, batch: as `step_events` takes them.
+        description, layouts, world_size, job, batch: as `step_events` takes them.
         capacity_bytes: what may be reserved, to know the retries; None for no end.
-
-    Returns:
-        Peaks in bytes, and whether the capacity is enough.
     """
-    events = step_events(description, choices, world_size, job, batch)
+    events = step_events(description, layouts, world_size, job, batch)
     return replay_steps(events, expandable_segments=job.expandable_segments, capacity_bytes=capacity_bytes)
+
+
+class _Unit:
+    """One unit's parameters as FSDP2 handles them, and which of its tensors are there now."""
+
+    def __init__(self, unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, batch: Batch) -> None:
+        self.span, self.layout = unit.span, layout
+        self.terms = unit_bytes(unit, layout, world_size, job, batch)
+        g, precision = layout.shard_size, job.precision
+        trainable = [p for p in unit.parameters if p.requires_grad]
+        self.shards = [] if layout.on_host else [p.sharded_bytes(g) for p in unit.parameters]
+        self.trained = [p.sharded_bytes(g) for p in trainable]
+        self.trained_here = [] if layout.on_host else self.trained
+        self.handled = self.terms.gathered > 0  # else one process trains the plain module
+        gathered = [p.sharded_numel(g) * precision.gathered_dtype(p).itemsize for p in unit.parameters]
+        self.gathered_sizes = [g * nbytes for nbytes in gathered]
+        casts = [precision.gathered_dtype(p) is not p.dtype for p in unit.parameters]
+        self.sources = [(p.sharded_bytes(g), g * nbytes, cast) for p, nbytes, cast in zip(unit.parameters, gathered, casts, strict=True)]
+        """Of each parameter its shard, its gathered size, and whether it is cast."""
+        self.cast_bytes = sum(nbytes for nbytes, cast in zip(gathered, casts, strict=True) if cast)
+        self.gradient_sizes = [p.numel * precision.gathered_dtype(p).itemsize for p in trainable]
+        whole = sum(p.numel * precision.reduced_dtype(p).itemsize for p in trainable)
+        self.whole_factor = whole / sum(self.gradient_sizes) if trainable else 1
+        """Bytes of a gradient that is held whole over those of one as autograd makes it."""
+        self.reduced = sum(p.sharded_numel(g) * precision.reduced_dtype(p).itemsize for p in trainable)
+        self.reduce_input = reduce_input(unit, g, job)
+        self.recast = any(precision.reduced_dtype(p) is not p.dtype for p in trainable)
+        self.replicas = g < world_size
+        self.holds = batch.holds_gradients(layout) and self.handled
+        self.buffer: int | None = None
+        self.gathered: list[int] = []
+        self.gradients: list[int] = []
+        self.whole: list[int] = []
+        """Whole gradients of earlier micro-steps."""
+        self.gradient: int | None = None
+        """The sharded one; of plain modules all that is in `gradients`."""
+        self.partial: int | None = None
 
 
 class _Step:
     """Walks through a step as `planner/cost/memory.py` does, and writes down events instead of levels."""
 
     def __init__(
-        self, description: ModelDescription, choices: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
+        self, description: ModelDescription, layouts: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
     ) -> None:
         self.log = EventLog()
         self._description, self._job, self._samples = description, job, batch.micro_batch_size
-        self._units = [UnitOnDevice(u, c, world_size, job, batch) for u, c in zip(description.units, choices, strict=True)]
-        self._plain = not any(unit.handled for unit in self._units)
+        self._units = [_Unit(u, layout, world_size, job, batch) for u, layout in zip(description.units, layouts, strict=True)]
         self._ahead, self._merging = gathered_ahead(description), merging_stretch(description, job)
         self._first_use: dict[int, int] = {}
         for index, segment in enumerate(description.segments):
             self._first_use.setdefault(segment.unit, index)
-        self._activations = ActivationEvents(description, [c.activations for c in choices], batch.micro_batch_size, self.log)
+        self.activations = ActivationEvents(description, [layout.activations for layout in layouts], batch.micro_batch_size, self.log)
         self._last_buffer: int | None = None
         self._reduce_input: int | None = None
         self._reducing_replicas: list[int] = []
 
-    @property
-    def traced(self) -> bool:
-        """Whether all segments have a trace."""
-        return self._activations.traced
-
     def hold(self) -> list[Event]:
         """What is there before the first step."""
-        description, log = self._description, self.log
-        outputs = [
-            description.buffer_bytes,
-            description.other_bytes,
-            description.input_bytes.bytes(self._samples),
-            self._job.correction_bytes,
-        ]
-        for unit in self._units:
-            for nbytes in () if unit.choice.on_host else unit.shards:
-                log.make(nbytes)
-        for nbytes in outputs:
-            log.make(nbytes)
-        return log.take()
+        description = self._description
+        inputs = description.input_bytes.bytes(self._samples)
+        shards = (nbytes for unit in self._units for nbytes in unit.shards)
+        for nbytes in (*shards, description.buffer_bytes, description.other_bytes, inputs, self._job.correction_bytes):
+            self.log.make(nbytes)
+        return self.log.take()
 
     def make_states(self) -> list[Event]:
         """What the optimizer makes in its first step."""
         spec = self._job.optimizer
         for unit in self._units:
-            for nbytes in () if unit.choice.on_host else unit.trained:
+            for nbytes in unit.trained_here:
                 for _ in range(spec.states):
                     self.log.make(nbytes)
                 if spec.states > 1 and spec.step is OptimizerStep.FUSED:
@@ -127,13 +144,13 @@ class _Step:
         outputs = self.log.make(self._description.output_bytes.bytes(self._samples)) if self._job.holds_outputs else None
         self._backward(last)
         self.log.drop(outputs)
-        self._activations.end()
+        self.activations.end()
 
     def optimizer_step(self) -> None:
         """The optimizer's scratch, then gradients are gone."""
         scratch: list[int] = []
         for unit in self._units:
-            for nbytes in () if unit.choice.on_host else unit.trained:
+            for nbytes in unit.trained_here:
                 match self._job.optimizer.step:
                     case OptimizerStep.FOREACH:
                         scratch.append(self.log.make(nbytes))
@@ -145,8 +162,6 @@ class _Step:
             self.log.drop_all(unit.gradients)
             unit.gradient, unit.gradients = None, []
 
-    # ------------------------------------------------------------------------------------------------ forward
-
     def _forward(self) -> None:
         for number, unit in enumerate(self._units):
             if unit.span is GatherSpan.STEP and (number not in self._first_use or not self._description.units[number].fqn):
@@ -155,18 +170,18 @@ class _Step:
             unit = self._units[segment.unit]
             if not unit.gathered:
                 self._gather(unit, forward=True)
-            self._activations.forward(index)
-            if unit.span is not GatherSpan.STEP and unit.choice.reshard_after_forward:
+            self.activations.forward(index)
+            if unit.span is not GatherSpan.STEP and unit.layout.reshard_after_forward:
                 self._free_gathered(unit)
         self.log.drop(self._last_buffer)
         self._last_buffer = None
 
-    def _gather(self, unit: UnitOnDevice, *, forward: bool) -> None:
+    def _gather(self, unit: _Unit, *, forward: bool) -> None:
         """A gather, and the copies out of its buffer; in forward the buffer stays until the next unit's has been filled."""
         if not unit.handled:
             return
         self._start_gather(unit)
-        if unit.choice.shard_size == 1:
+        if unit.layout.shard_size == 1:
             self._copy_replica(unit)
         else:
             unit.gathered = [self.log.make(nbytes) for nbytes in unit.gathered_sizes]
@@ -177,16 +192,17 @@ class _Step:
             self.log.drop(unit.buffer)
         unit.buffer = None
 
-    def _start_gather(self, unit: UnitOnDevice) -> None:
+    def _start_gather(self, unit: _Unit) -> None:
         """Fill the buffer and send it, on streams of their own."""
-        if unit.buffer is not None or unit.choice.shard_size == 1 or not unit.handled:
+        if unit.buffer is not None or unit.layout.shard_size == 1 or not unit.handled:
             return
-        log, inputs = self.log, []
-        if unit.choice.on_host:
-            for nbytes, whole, cast in zip(unit.shards, unit.gathered_sizes, unit.casts, strict=True):
+        log = self.log
+        inputs: list[int] = []
+        if unit.layout.on_host:
+            for nbytes, whole, cast in unit.sources:
                 inputs.append(brought := log.make(nbytes, COPY_IN))
                 if cast:
-                    inputs[-1] = log.make(whole // unit.choice.shard_size, COPY_IN)
+                    inputs[-1] = log.make(whole // unit.layout.shard_size, COPY_IN)
                     log.drop(brought)
         elif unit.cast_bytes:
             inputs.append(log.make(unit.cast_bytes, COPY_IN))
@@ -195,11 +211,12 @@ class _Step:
         if unit.terms.cast_buffer:  # what lies between two stages
             log.drop(log.make(unit.terms.cast_buffer, GATHER))
 
-    def _copy_replica(self, unit: UnitOnDevice) -> None:
+    def _copy_replica(self, unit: _Unit) -> None:
         """Copy each parameter of a replicated unit, by way of one that was brought from the host or cast."""
-        log, before = self.log, None
-        for nbytes, whole, cast in zip(unit.shards, unit.gathered_sizes, unit.casts, strict=True):
-            source = log.make(nbytes) if unit.choice.on_host else None
+        log = self.log
+        before: int | None = None
+        for nbytes, whole, cast in unit.sources:
+            source = log.make(nbytes) if unit.layout.on_host else None
             if cast:
                 source, brought = log.make(whole), source
                 log.drop(brought)
@@ -208,11 +225,9 @@ class _Step:
             before = source
         log.drop(before)
 
-    def _free_gathered(self, unit: UnitOnDevice) -> None:
+    def _free_gathered(self, unit: _Unit) -> None:
         self.log.drop_all(unit.gathered)
         unit.gathered = []
-
-    # ------------------------------------------------------------------------------------------------ backward
 
     def _backward(self, last: bool) -> None:
         segments = self._description.segments
@@ -222,18 +237,18 @@ class _Step:
             unit = self._units[number]
             if not unit.gathered:
                 self._gather(unit, forward=False)
-            if self._ahead[index] is not None and not self._units[self._ahead[index]].gathered:
-                self._start_gather(self._units[self._ahead[index]])
-            gradients = self._activations.backward(index, unit.gradient_sizes if index == self._last_use(number) else ())
+            if (ahead := self._ahead[index]) is not None and not self._units[ahead].gathered:
+                self._start_gather(self._units[ahead])
+            gradients = self.activations.backward(index, unit.gradient_sizes if index == self._last_use(number) else ())
             if merged := self._merging.get(index, 0):
                 gradients = self._merged(unit, gradients, merged)
             self._arrive(unit, gradients)
             if unit.span is GatherSpan.STEP:
                 continue
             if index > self._first_use[number]:
-                if unit.choice.reshard_after_forward:
+                if unit.layout.reshard_after_forward:
                     self._free_gathered(unit)
-            elif self._activations.hands_back(index):
+            elif self.activations.hands_back(index):
                 self._free_gathered(unit)
                 self._reduce(unit, last)
             else:  # no gradient of its input tells FSDP2 that its backward is over: it comes last, as the root does
@@ -250,7 +265,7 @@ class _Step:
     def _last_use(self, number: int) -> int:
         return next(i for i in range(len(self._description.segments) - 1, -1, -1) if self._description.segments[i].unit == number)
 
-    def _merged(self, unit: UnitOnDevice, gradients: list[int], merged_bytes: int) -> list[int]:
+    def _merged(self, unit: _Unit, gradients: list[int], merged_bytes: int) -> list[int]:
         """Sums with the gradients that came before, out of place: all are there for a moment."""
         log = self.log
         if not gradients:  # not told apart from the segment's other terms
@@ -263,14 +278,14 @@ class _Step:
             log.drop_all([*before, gradient])
         return sums
 
-    def _arrive(self, unit: UnitOnDevice, gradients: list[int]) -> None:
+    def _arrive(self, unit: _Unit, gradients: list[int]) -> None:
         """Gradients are there; those of a plain module are added to what is."""
         if not unit.handled and unit.gradients and len(unit.gradients) == len(unit.gradient_sizes):
             self.log.drop_all(gradients)
         else:
             unit.gradients = gradients + unit.gradients  # backward meets the last parameters first
 
-    def _reduce(self, unit: UnitOnDevice, last: bool) -> None:
+    def _reduce(self, unit: _Unit, last: bool) -> None:
         """A unit's backward is over: reduce its gradients, or hold them whole."""
         log = self.log
         if not unit.handled:
@@ -282,7 +297,7 @@ class _Step:
             unit.gradients, unit.whole = unit.whole, []
         log.drop(self._reduce_input)
         self._reduce_input = log.make(unit.reduce_input) if unit.reduce_input else None
-        sharded = unit.choice.shard_size > 1
+        sharded = unit.layout.shard_size > 1
         log.drop_all(reversed(unit.gradients[:-1] if sharded else unit.gradients))
         late, unit.gradients = (unit.gradients[-1:] if sharded else []), []
         reduced = log.make(unit.reduced, REDUCE)
@@ -291,7 +306,7 @@ class _Step:
         self._settle(unit, reduced, last)
         log.drop_all(late)
 
-    def _hold_whole(self, unit: UnitOnDevice) -> None:
+    def _hold_whole(self, unit: _Unit) -> None:
         log = self.log
         if unit.whole:
             log.drop_all(unit.gradients)
@@ -303,7 +318,7 @@ class _Step:
                 log.drop(gradient)
         unit.gradients = []
 
-    def _settle(self, unit: UnitOnDevice, reduced: int, last: bool) -> None:
+    def _settle(self, unit: _Unit, reduced: int, last: bool) -> None:
         """What becomes of a reduce-scatter's output."""
         log = self.log
         if unit.replicas and not last:
@@ -314,7 +329,7 @@ class _Step:
             return
         log.drop(unit.partial)
         unit.partial = None
-        becomes_gradient = not unit.choice.on_host and unit.gradient is None  # else it goes to the host, or is added to what is there
+        becomes_gradient = not unit.layout.on_host and unit.gradient is None  # else it goes to the host, or is added to what is there
         result = log.make(sum(unit.trained), REDUCE_REPLICAS if unit.replicas else REDUCE) if unit.recast else reduced
         if becomes_gradient:
             unit.gradient = result
