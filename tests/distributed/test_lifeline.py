@@ -23,7 +23,7 @@ from hf_osdp.distributed.roll_call import compare_versions
 from hf_osdp.errors import PlanError, PlanMismatchError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.exits import run_script
-from hf_osdp.measurement.loop_meter import LoopWatch
+from hf_osdp.measurement.loop_meter import LoopMeter
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.sharding.environment import form_process_group
@@ -139,7 +139,7 @@ def in_a_finally(folder: str) -> None:
     accelerator = OSDPAccelerator(cpu=True, osdp={"async_save": True})
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
-    accelerator._watch = LoopWatch(model, torch.device("cpu"), accelerator._tell)
+    accelerator._watch = LoopMeter(model, torch.device("cpu"), accelerator._tell)
     try:
         model(torch.zeros(1, 2)).sum().backward()
         optimizer.step()

@@ -19,7 +19,7 @@ from hf_osdp.distributed import lifeline
 from hf_osdp.distributed import restart as again
 from hf_osdp.distributed import shutdown as ending
 from hf_osdp.modeling.units import find_units
-from hf_osdp.planning.oom_location import Whereabouts
+from hf_osdp.planning.out_of_memory import place_of
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.environment import form_process_group
 from tests.helpers.distributed import run_ranks
@@ -42,7 +42,7 @@ def place(moment: str) -> str:
     if moment == "recompute":
         model.gradient_checkpointing_enable()
     apply_plan(model, plan_of(units, 2, "zero3"), units)
-    where, optimizer = Whereabouts(model, units), torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
     inner, group, kept, passes = model.transformer.h[1].mlp, _fsdp_param_group, dict(vars(_fsdp_param_group)), []
     match moment:
         case "forward":
@@ -63,7 +63,7 @@ def place(moment: str) -> str:
         tiny_loss(model, tiny_batch(0, part=0, parts=2)).backward()
         optimizer.step()
     except torch.OutOfMemoryError as error:
-        return str(where.place_of(error))
+        return place_of(error, model, units)
     finally:
         for name in ("foreach_all_gather", "foreach_reduce"):
             setattr(group, name, kept[name])

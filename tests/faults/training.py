@@ -62,7 +62,7 @@ def _mark(file: Path, text: str) -> None:
 def _mark_phases(mark: Callable[[str], None]) -> None:
     """Have the package's own functions tell where they are."""
     _before(hf_osdp.integrations.trainer, "plan_run", lambda *a: mark("planning"))
-    _before(hf_osdp.integrations.plain_loop.Wanted, "search", lambda *a: mark("planning"))
+    _before(hf_osdp.integrations.plain_loop, "plan_run", lambda *a: mark("planning"))
     for module in (hf_osdp.integrations.trainer_checkpoints, hf_osdp.checkpoint.loop):
         _before(module, "load_model", lambda folder, *a: mark(f"resume {Path(folder).name}"))
     _before(hf_osdp.checkpoint.writer.CheckpointWriter, "new", lambda *a: mark("save"))
@@ -118,7 +118,7 @@ class _MarkSteps(transformers.TrainerCallback):
 
 def _by_plain_loop(training: Training, folder: str, mark: Callable[[str], None]) -> dict[str, torch.Tensor]:
     hardware = preset("cpu", devices_per_node=2)
-    sharded = OptimalShardedDataParallel(model(), sequence_length=LENGTH, global_batch_size=SAMPLES, hardware=hardware)
+    sharded = OptimalShardedDataParallel(model(), OSDPConfig(sequence_length=LENGTH, global_batch_size=SAMPLES, hardware=hardware))
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
     last, start = last_checkpoint(folder), 0
     if last is not None:

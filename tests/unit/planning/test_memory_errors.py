@@ -14,9 +14,9 @@ from torch import nn
 from hf_osdp.distributed import restart as again
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.presets import preset
-from hf_osdp.planning import out_of_memory as oom
-from hf_osdp.planning.memory_errors import is_of_host, is_out_of_memory
-from hf_osdp.planning.recalibrate import Problem
+from hf_osdp.planner.problem import PlanningProblem
+from hf_osdp.planner.search.search import search
+from hf_osdp.planning.out_of_memory import OutOfMemoryHandler, is_of_host, is_out_of_memory
 from hf_osdp.planning.simulate import fake_process_group
 from tests.helpers.descriptions import transformer
 
@@ -44,15 +44,14 @@ OTHERS = (
 )  # fmt: skip
 
 
-def watch(on_oom: str = "raise", device: str = "cpu") -> None:
+def handler(on_oom: str = "raise", device: str = "cpu") -> OutOfMemoryHandler:
     hardware = preset("cpu", devices_per_node=4)
-    loose = Problem(description=transformer(), hardware=hardware, job=TrainingJob(global_batch_size=8), memory_limit_bytes=2**33)
-    oom.watch(nn.Linear(1, 1), loose.solve(), (), problem=loose, on_oom=on_oom, device=torch.device(device))
+    loose = PlanningProblem(description=transformer(), hardware=hardware, job=TrainingJob(global_batch_size=8), memory_limit_bytes=2**33)
+    return OutOfMemoryHandler(nn.Linear(1, 1), search(loose).plan, (), problem=loose, on_oom=on_oom, device=torch.device(device))
 
 
 @pytest.fixture(autouse=True)
-def nothing_watched(monkeypatch):
-    monkeypatch.setattr(oom._Process, "watch", None)
+def hook_restored(monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
 
@@ -60,9 +59,8 @@ def nothing_watched(monkeypatch):
 def test_every_kind_is_known_and_explained_in_the_same_error(kind):
     error = {**DEVICE, **HOST}[kind]
     assert is_out_of_memory(error) and is_of_host(error) == (kind in HOST)
-    watch()
     before = type(error)(*error.args)
-    with pytest.raises(type(error)) as caught, oom.explained():
+    with pytest.raises(type(error)) as caught, handler().explained():
         raise before
     assert caught.value is before and str(before).startswith("Out of memory on ") and "memory_limit=" in str(before)
     assert "\n" not in str(before)
@@ -81,27 +79,24 @@ def test_the_code_of_an_accelerator_error_counts():
 
 
 def test_what_the_cpu_allocator_was_asked_for_is_told():
-    watch()
     error = HOST["cpu allocator"]
-    oom.handle(error)
+    handler().handle(error)
     assert "4.0 MiB were asked for" in str(error)
 
 
 def test_memory_of_the_host_is_no_reason_for_a_plan_of_less_device_memory(monkeypatch):
-    watch("replan", device="cuda")
     monkeypatch.setattr(again, "start_again", lambda limit: pytest.fail("it would start again"))
     error = MemoryError("no")
-    oom.handle(error)
+    handler("replan", device="cuda").handle(error)
     assert str(error).startswith("Out of the host's memory on ") and "there is no other plan" in str(error)
 
 
 @pytest.mark.parametrize("kind", ["cublas", "accelerator", "nccl"])
 def test_every_kind_is_replanned(kind, monkeypatch):
-    watch("replan")
     limits = []
     monkeypatch.setattr(again, "hindrance", lambda: None)
     monkeypatch.setattr(again, "start_again", lambda limit: limits.append(limit) or "another rank ended before")
-    oom.handle(type(DEVICE[kind])(*DEVICE[kind].args))
+    handler("replan").handle(type(DEVICE[kind])(*DEVICE[kind].args))
     assert len(limits) == 1
 
 
