@@ -85,7 +85,7 @@ def _two_stage_seconds(hardware: Hardware, collective: Collective, shard_size: i
 
 @functools.lru_cache(maxsize=512)
 def _ring(per_node: int, ranks: int, size: int, *, neighbours: bool) -> Ring:
-    """Return the slowest of the groups of `size` neighbours, or of every `size`-th rank: most hops that leave a node, fullest outer link."""
+    """Return the slowest of the groups of `size` neighbours, or of every `size`-th rank: most hops between nodes, fullest outer link."""
     if neighbours:
         groups = [range(start, start + size) for start in range(0, ranks, size)]
     else:
