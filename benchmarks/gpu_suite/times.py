@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.gpu_memory import MODELS, Model
 from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.measurement.block_times import TimedModel
 from hf_osdp.measurement.profile import measure_profile
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import build_on_meta
@@ -90,7 +91,8 @@ class Timed:
         config = getattr(transformers, model.config)(**sizes, architectures=[model.architecture])
         options = {"sequence_length": model.sequence_length, "compute_dtype": job.precision.compute}
         found = measure_profile(
-            device_type=bench.device.type, seconds=seconds, model_or_config=config, micro_batch_sizes=micro_batch_sizes, **options
+            device_type=bench.device.type, seconds=seconds,
+            model=TimedModel(model_or_config=config, micro_batch_sizes=micro_batch_sizes, **options),
         )  # fmt: skip
         description = with_block_times(describe(config, device_type=bench.device.type, **options), found)
         empty = build_on_meta(config)

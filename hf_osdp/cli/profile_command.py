@@ -44,21 +44,24 @@ def profile(
     own = {"--sequence-length": sequence_length is not None, "--micro-batch-sizes": micro_batch_sizes != _SIZES}
     if model is None and (useless := [*(name for name, is_stated in own.items() if is_stated), *stated(flags)]):
         raise ValueError(f"{useless[0]} is about MODEL's blocks, but there is no MODEL; name one, or leave it out.")
-    config = None if model is None else load_config(model)
     import torch
 
+    from ..measurement.block_times import TimedModel
     from ..measurement.profile import measure_profile
     from ..planner.job import Precision
     from ..report.run_tables import profile_tables
 
-    device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    started = time.perf_counter()
-    with _process_group(device_type), screen.working("Measuring"):
-        found = measure_profile(
-            model_or_config=config, device_type=device_type, seconds=seconds, sequence_length=sequence_length, micro_batch_sizes=sizes,
+    timed = None
+    if model is not None and sequence_length is not None:
+        timed = TimedModel(
+            model_or_config=load_config(model), sequence_length=sequence_length, micro_batch_sizes=sizes,
             compute_dtype=Precision.named(flags["precision"]).compute, activation_checkpointing=flags["activation_checkpointing"],
             auto_class=flags["auto_class"], block_classes=names_in(flags["block_classes"]) or None,
         )  # fmt: skip
+    device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    started = time.perf_counter()
+    with _process_group(device_type), screen.working("Measuring"):
+        found = measure_profile(device_type=device_type, seconds=seconds, model=timed)
     if os.environ.get("RANK", "0") != "0":
         return
     found.save(output)
@@ -72,7 +75,7 @@ def _process_group(device_type: str) -> Iterator[None]:
     import torch.distributed as dist
 
     from ..distributed.device import own_gpu
-    from ..distributed.roll_call import roll_call
+    from ..distributed.process_group import check_ranks
 
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield
@@ -80,8 +83,8 @@ def _process_group(device_type: str) -> Iterator[None]:
     on_cuda = device_type == "cuda" and torch.cuda.is_available()
     if on_cuda:
         own_gpu()
-    with roll_call():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
+    check_ranks()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
     try:
         yield
     finally:

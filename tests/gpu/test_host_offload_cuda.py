@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_osdp.measurement.host import measure_host
+from hf_osdp.measurement.rates import measure_host
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.modeling.units import find_units

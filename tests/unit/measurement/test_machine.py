@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from hf_osdp.errors import HardwareError
-from hf_osdp.measurement.links import linear_fit
-from hf_osdp.measurement.machine import _links, measure_hardware
+from hf_osdp.measurement.links import links_of
+from hf_osdp.measurement.machine import measure_hardware
+from hf_osdp.planner.affine import linear_fit
 from hf_osdp.planner.cost.collectives import collective_seconds, shard_ring
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, Link
@@ -65,7 +66,7 @@ def test_bad_requests_are_refused():
             measure_hardware(device_type="cuda")
 
 
-def test_linear_fit_recovers_the_coefficients():
+def test_linear_fit_recovers_a_line():
     latency_s, seconds_per_byte = linear_fit([(n, 1e-4 + 2e-9 * n) for n in (1_000, 100_000, 10_000_000)])
     assert latency_s == pytest.approx(1e-4) and seconds_per_byte == pytest.approx(2e-9)
 
@@ -90,9 +91,9 @@ def test_links_give_back_the_gathers_that_were_measured():
                 crosses_nodes=size == 8,
             )
         )  # fmt: skip
-    found = _links(known.device, timings, local=4, world=8)
+    found = links_of(known.device, timings, local=4, world=8)
     for link, original in zip(found, (inside, across), strict=True):
         assert link.latency_s == pytest.approx(original.latency_s, rel=1e-3)
         assert link.bytes_per_s == pytest.approx(original.bytes_per_s, rel=1e-3)
-    alone = _links(known.device, [replace(timings[2], crosses_nodes=False)], local=1, world=8)
+    alone = links_of(known.device, [replace(timings[2], crosses_nodes=False)], local=1, world=8)
     assert alone[0].assumed and not alone[1].assumed

@@ -9,7 +9,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from hf_osdp.measurement.loop_meter import LoopWatch
+from hf_osdp.measurement.loop_meter import LoopMeter
 from hf_osdp.measurement.step_meter import Observation
 from hf_osdp.tracing.memory_tracker import MemoryTracker
 
@@ -25,10 +25,10 @@ class Model(torch.nn.Module):
         return (self.weight * batch).sum()
 
 
-def watched(steps: int = 4, micro_steps: int | None = None) -> tuple[Model, torch.optim.Optimizer, LoopWatch, list[Observation]]:
+def watched(steps: int = 4, micro_steps: int | None = None) -> tuple[Model, torch.optim.Optimizer, LoopMeter, list[Observation]]:
     told: list[Observation] = []
     model = Model()
-    watch = LoopWatch(model, torch.device("cpu"), told.append, steps=steps, micro_steps=micro_steps)
+    watch = LoopMeter(model, torch.device("cpu"), told.append, steps=steps, micro_steps=micro_steps)
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False), watch, told
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hf_osdp.measurement.memory_snapshot import replay_snapshot
+from benchmarks.gpu_suite.snapshot_replay import replay_snapshot
 from hf_osdp.planner.allocator.caching import CachingAllocator, DeviceFullError
 
 MiB = 2**20

@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+import psutil
+
 from ..quantities import format_bytes
 
 _STEPS = 16
@@ -31,19 +33,17 @@ class MemoryLimit:
     free_bytes: int
 
     def share_bytes(self, ranks: int) -> int:
-        """An equal share of what others leave, which is rounded to whole sixteenths."""
+        """Return an equal share of what others leave, which is rounded to whole sixteenths."""
         taken = -(-(self.total_bytes - self.free_bytes) * _STEPS // self.total_bytes)
         return self.total_bytes * max(1, _STEPS - taken) // _STEPS // ranks
 
 
 def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
-    """The machine's memory first, then each control group that allows less, the innermost first.
+    """Return the machine's memory first, then each control group that allows less, the innermost first.
 
     Args:
         root: where `proc` and the mounted groups are.
     """
-    import psutil
-
     memory = psutil.virtual_memory()
     machine = MemoryLimit(name="this machine", total_bytes=memory.total, free_bytes=memory.available)
     groups = (limit for folder, version in _groups(root) for limit in _limits(folder, version, root))
@@ -51,14 +51,14 @@ def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
 
 
 def tightest(limits: Sequence[MemoryLimit]) -> MemoryLimit:
-    """What the process can have of them all: the least total, and the least that is free."""
+    """Return what the process can have of them all: the least total, and the least that is free."""
     least = min(limits, key=lambda limit: limit.total_bytes)
     free = min(limit.free_bytes for limit in limits)
     return MemoryLimit(name=least.name, total_bytes=least.total_bytes, free_bytes=min(free, least.total_bytes))
 
 
 def rank_share(limits: Sequence[MemoryLimit], node: Sequence[Sequence[str]]) -> tuple[int, str]:
-    """Bytes that one rank may take, and where they come from.
+    """Return the bytes that one rank may take, and where they come from.
 
     Args:
         limits: this rank's.
@@ -73,7 +73,7 @@ def rank_share(limits: Sequence[MemoryLimit], node: Sequence[Sequence[str]]) -> 
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, int]]:
-    """Folders of this process's control groups that govern memory, each up to the root of its mount, with their version."""
+    """Yield folders of this process's control groups that govern memory, each up to the root of its mount, with their version."""
     with suppress(OSError, ValueError):
         own = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
         mounts = [line.split() for line in (root / "proc/self/mountinfo").read_text().splitlines()]
@@ -88,7 +88,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _ancestors(mount: Path, mounted: str, path: str) -> Iterator[Path]:
-    """From a group's folder up to its mount; `mounted` is the group that the mount shows, the root or a container's own."""
+    """Yield folders from a group's own up to its mount; `mounted` is the group that the mount shows, the root or a container's own."""
     with suppress(ValueError):  # a path beside what is mounted: the mount itself is all that can be seen
         inside = PurePosixPath(path).relative_to(mounted)
         if ".." not in inside.parts and (mount / inside).is_dir():
@@ -97,7 +97,7 @@ def _ancestors(mount: Path, mounted: str, path: str) -> Iterator[Path]:
 
 
 def _limits(folder: Path, version: int, root: Path) -> Iterator[MemoryLimit]:
-    """What a group's files say; a group without a limit says `max`, or a number above all memory."""
+    """Read a group's files; a group without a limit says `max`, or a number above all memory."""
     names, used_file, droppable = _FILES[version]
     for name in names:
         with suppress(OSError, ValueError):
