@@ -38,7 +38,6 @@ _PUBLIC = {
     "measure_hardware": "measurement.machine",
     "measure_profile": "measurement.profile",
     "OptimalShardedDataParallel": "integrations.plain_loop",
-    "roll_call": "distributed.roll_call",
     "OSDPGradScaler": "sharding.scaler",
     "StopSignal": "distributed.stop",
     "OSDPAccelerator": "integrations.accelerator",
@@ -64,7 +63,6 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from .checkpoint.finding import last_checkpoint
     from .checkpoint.starts import begin_anew, go_on, is_restart
-    from .distributed.roll_call import roll_call
     from .distributed.stop import StopSignal
     from .errors import (
         CheckpointError,

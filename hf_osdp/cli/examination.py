@@ -24,12 +24,12 @@ from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.search.search import SearchResult, StrategyResult, search
 from ..planner.split import WHOLE_BLOCKS
-from ..planning.given import check_given
+from ..planning.plan_run import check_given_plan
 from ..planning.preflight.devices import DeviceMemory, native_bf16
 from ..planning.preflight.findings import Check, Finding, error
 from ..planning.preflight.folder import RunFolder, checkpoint_bytes
 from ..planning.preflight.model import split_ties
-from ..planning.preflight.run import Known, findings_of
+from ..planning.preflight.run import KnownRun, findings_of
 from ..quantities import format_bytes, format_count, format_seconds
 from .cases import (
     OPTIMIZERS,
@@ -166,14 +166,14 @@ class Examination:
         spec: OptimizerSpec,
         problem: PlanningProblem | None,
         found: SearchResult | None,
-    ) -> Known:
+    ) -> KnownRun:
         """Return what is known of the model, its plan and this machine."""
         chosen = self._plan_file is None and self._request.strategy is Strategy.OSDP
         best: tuple[StrategyResult, ...] = ()
         if problem is not None and found is not None and not chosen:
             with suppress(OSDPError):  # nothing fits
                 best = (StrategyResult(strategy=Strategy.OSDP, result=search(replace(problem, strategy=Strategy.OSDP))),)
-        return Known(
+        return KnownRun(
             units=description.units,
             precision=Precision.named(self._request.precision),
             optimizer=spec,
@@ -210,7 +210,7 @@ def _given(problem: PlanningProblem, path: Path) -> SearchResult:
     plan.check(problem.description, problem.hardware.world_size)
     estimate = estimate_plan(plan, problem.description, problem.job, problem.hardware)
     peak = estimate.memory.on(problem.hardware)
-    check_given(
+    check_given_plan(
         plan,
         memory_limit_bytes=problem.memory_limit_bytes,
         peak_bytes=peak,
@@ -222,7 +222,7 @@ def _given(problem: PlanningProblem, path: Path) -> SearchResult:
     return SearchResult(plan=replace(plan, peak_bytes=peak), memory=estimate.memory, time=estimate.time)
 
 
-def _sound(description: ModelDescription, known: Known) -> dict[Check, str]:
+def _sound(description: ModelDescription, known: KnownRun) -> dict[Check, str]:
     """Return what is to be said of checks that find nothing."""
     units, hardware, precision, memory = known.units, known.hardware, known.precision.compute, known.memory
     tied = [names for unit in units for names in unit.shared]

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..distributed.announce import listening
 from ..distributed.mesh import collective_device, world_size
 from ..distributed.topology import find_topology
+from ..distributed.two_stage import listening
 from ..planner.hardware import Collective
 from .timing import Moment, now, seconds_between
 

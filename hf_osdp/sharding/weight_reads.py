@@ -24,8 +24,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from ..distributed.collective_calls import require_all
 from ..distributed.mesh import collective_device, world_size
+from ..distributed.process_group import require_all
 from ..errors import OSDPError, UnreducedGradientError
 from ..modeling.units import modules_by_name
 from ..planner.description import UnitDescription

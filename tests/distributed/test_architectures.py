@@ -58,7 +58,7 @@ def seen_by_batch_norms() -> set[tuple[torch.dtype, ...]]:
 
     model = tiny_architecture("ResNetForImageClassification").float()
     model = OptimalShardedDataParallel(
-        model, sequence_length=1, global_batch_size=8, mixed_precision="bf16", hardware="cpu", strategy="fsdp"
+        model, {"sequence_length": 1, "global_batch_size": 8, "hardware": "cpu", "strategy": "fsdp"}, mixed_precision="bf16"
     )  # fmt: skip
     seen = set()
     for module in model.modules():

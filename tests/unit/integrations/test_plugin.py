@@ -22,7 +22,7 @@ from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import Activations, DType
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.split import WHOLE_BLOCKS, ModelSplit, OperatorSplit
-from hf_osdp.planning.config import OSDPConfig, every_option
+from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.tracing.describe import describe
 from tests.helpers.models import tiny_model
 
@@ -119,7 +119,7 @@ def test_an_explicit_configuration_and_the_file_are_merged_everywhere(tmp_path, 
         assert asked_config(asked, args) == want
         assert OSDPPlugin(osdp=asked).osdp == want
         assert plugin_for(asked, None, None, launch_request()).osdp == want
-        assert OSDPPlugin(osdp=every_option(want)).osdp == want
+        assert OSDPPlugin(osdp=want.options()).osdp == want
 
 
 def test_the_file_can_switch_off(tmp_path, monkeypatch):

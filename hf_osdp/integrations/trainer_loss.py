@@ -1,10 +1,11 @@
-"""A trainer's own `compute_loss` on a fake model, so that a trace sees what it allocates; the trainer itself stays as it is."""
+"""The loss of a Trainer: traced on a fake model so that its memory is counted, and divided as its model expects."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,13 +13,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..modeling.batch import Loss, without_adapters
 from ..sharding.host_offload import parameter_groups
 from ..tracing.tensors import DEVICE, fake_like
 
 _CONTAINERS = (dict, list, set, deque)
 _DATA = ("train_dataset", "eval_dataset")
-
-Loss = Callable[[nn.Module, Mapping[str, Any]], Any]
+_MEANS = frozenset({"CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss", "L1Loss", "NLLLoss", "cross_entropy", "mse_loss"})
 
 
 def traced_loss(trainer: Any) -> Loss:
@@ -31,18 +32,18 @@ def traced_loss(trainer: Any) -> Loss:
         trainer: a `transformers.Trainer`, whose `__init__` has ended.
     """
 
-    def loss(twin: nn.Module, batch: Mapping[str, Any]) -> Any:
+    def loss(fake_model: nn.Module, batch: Mapping[str, Any]) -> Any:
         last: list[Any] = []
-        shadow = _shadow(trainer, twin, last)
+        copied = _copied(trainer, fake_model, last)
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         items = max(1, labels.numel()) if isinstance(labels, torch.Tensor) else 1
         counted = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-        handle = twin.register_forward_hook(lambda module, args, output: last.__setitem__(slice(None), [output]))
+        handle = fake_model.register_forward_hook(lambda module, args, output: last.__setitem__(slice(None), [output]))
         try:
-            return shadow.compute_loss(twin, batch, num_items_in_batch=items if counted else None)
+            return copied.compute_loss(fake_model, batch, num_items_in_batch=items if counted else None)
         finally:
             handle.remove()
-            last.clear()  # what is held through backward is the loss's affair
+            last.clear()  # the loss holds through backward what it needs
 
     return loss
 
@@ -61,8 +62,28 @@ def held_models(trainer: Any) -> dict[str, int]:
     return found
 
 
-class _Alone:
-    """An accelerator of one process, on the device that fake tensors claim to be on."""
+def ignores_item_count(model: nn.Module) -> bool:
+    """Return whether a model's forward accepts `num_items_in_batch` and yet gives the mean of its micro-batch as the loss.
+
+    So do BERT's heads and T5. transformers' Trainer takes such a loss to be divided already, and adds up the means of micro-steps:
+    the gradient then grows with their number, which is the planner's to choose.
+
+    Args:
+        model: not sharded, perhaps with adapters of peft around it.
+    """
+    model = without_adapters(model)
+    cls = type(model)
+    if hasattr(model, "accepts_loss_kwargs") or not cls.__module__.startswith("transformers."):
+        return False
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    if code is None or not code.co_flags & inspect.CO_VARKEYWORDS:
+        return False
+    names = {*code.co_names, *code.co_varnames, *(text for text in code.co_consts if isinstance(text, str))}
+    return bool(_MEANS & names) and not {"loss_function", "num_items_in_batch"} & names
+
+
+class _LocalAccelerator:
+    """An accelerator whose collectives are local, on the device that fake tensors claim to be on."""
 
     device = DEVICE
 
@@ -72,35 +93,28 @@ class _Alone:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         return tensor
 
-    def gather_for_metrics(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return tensor
-
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return tensor
-
-    def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return tensor
+    gather_for_metrics = reduce = pad_across_processes = gather
 
 
-def _shadow(trainer: Any, twin: nn.Module, last: list[Any]) -> Any:
-    """Copy a trainer, with the twin as its model; `last` gets the twin's last output."""
-    shadow = copy.copy(trainer)
+def _copied(trainer: Any, fake_model: nn.Module, last: list[Any]) -> Any:
+    """Copy a trainer, with a fake model; `last` gets that model's last output."""
+    copied = copy.copy(trainer)
     for name, value in vars(trainer).items():
         if value is trainer.model or name in ("model", "model_wrapped"):
-            setattr(shadow, name, twin)
+            setattr(copied, name, fake_model)
         elif isinstance(value, nn.Module):
-            setattr(shadow, name, _Like(last) if _is_sharded(value) else _fake_beside(value, trainer.model, twin))
+            setattr(copied, name, _LastOutput(last) if _is_sharded(value) else _fake_beside(value, trainer.model, fake_model))
         elif isinstance(value, _CONTAINERS) and name not in _DATA and not any(_modules_in(value)):
-            setattr(shadow, name, copy.deepcopy(value))
-    shadow.accelerator = _Alone(trainer.accelerator)
-    return shadow
+            setattr(copied, name, copy.deepcopy(value))
+    copied.accelerator = _LocalAccelerator(trainer.accelerator)
+    return copied
 
 
-class _Like:
-    """Stands for a sharded model: gives what the trained model gave last, without its gradients."""
+class _LastOutput:
+    """Replaces a sharded model: returns the trained model's last output, without gradients."""
 
     def __init__(self, last: list[Any]) -> None:
         self._last = last
@@ -113,10 +127,10 @@ class _Like:
         return tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, requires_grad=False), output)
 
 
-def _fake_beside(module: nn.Module, model: nn.Module, twin: nn.Module) -> nn.Module:
-    """Copy a module with fake parameters; where it holds the trained model, as losses do, the copy holds the twin."""
-    mode = next(torch._guards.detect_fake_mode([p]) for p in twin.parameters())
-    memo: dict[int, Any] = {id(model): twin}
+def _fake_beside(module: nn.Module, model: nn.Module, fake_model: nn.Module) -> nn.Module:
+    """Copy a module with fake parameters; where it holds the trained model, as losses do, the copy holds the fake one."""
+    mode = next(torch._guards.detect_fake_mode([p]) for p in fake_model.parameters())
+    memo: dict[int, Any] = {id(model): fake_model}
     for tensor in _tensors(module):
         fake = fake_like(tensor, mode)
         memo[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
