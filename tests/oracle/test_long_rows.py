@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from hf_osdp.errors import InfeasibleError
-from hf_osdp.planner.cost.memory import SegmentBytes, estimate_memory, merging_stretch
+from hf_osdp.planner.cost.memory import SegmentBytes, estimate_memory, merging_segments
 from hf_osdp.planner.cost.timing import UnitTimer, estimate_time
 from hf_osdp.planner.cost.units import gradients_arriving, unit_bytes
 from hf_osdp.planner.decision import Batch
@@ -124,7 +124,7 @@ def _peaks(description: ModelDescription, job: TrainingJob, root, terms, choices
     def moment(level) -> None:
         np.maximum(highest, level, out=highest)
 
-    segments, merging = description.segments, merging_stretch(description, job)
+    segments, merging = description.segments, merging_segments(description, job)
     level = root.held + root.gathered + sum(of("held", b) for b in blocks)
     buffer = root.gather_buffer
     for segment in segments:

@@ -12,7 +12,7 @@ from ..decision import Batch, UnitLayout
 from ..description import GatherSpan, ModelDescription, UnitDescription
 from ..job import OptimizerStep, TrainingJob
 from .activation_events import ActivationEvents
-from .memory import gathered_ahead, merging_stretch
+from .memory import first_uses, gathered_ahead, merging_segments
 from .units import reduce_input, unit_bytes
 
 _MICRO_STEPS = 2
@@ -109,17 +109,16 @@ class _Step:
         self.log = EventLog()
         self._description, self._job, self._samples = description, job, batch.micro_batch_size
         self._units = [_Unit(u, layout, world_size, job, batch) for u, layout in zip(description.units, layouts, strict=True)]
-        self._ahead, self._merging = gathered_ahead(description), merging_stretch(description, job)
-        self._first_use: dict[int, int] = {}
-        for index, segment in enumerate(description.segments):
-            self._first_use.setdefault(segment.unit, index)
+        self._ahead, self._merging = gathered_ahead(description), merging_segments(description, job)
+        self._first_use = first_uses(description)
+        self._last_use = {segment.unit: index for index, segment in enumerate(description.segments)}
         self.activations = ActivationEvents(description, [layout.activations for layout in layouts], batch.micro_batch_size, self.log)
         self._last_buffer: int | None = None
         self._reduce_input: int | None = None
         self._reducing_replicas: list[int] = []
 
     def hold(self) -> list[Event]:
-        """What is there before the first step."""
+        """Return what is there before the first step."""
         description = self._description
         inputs = description.input_bytes.bytes(self._samples)
         shards = (nbytes for unit in self._units for nbytes in unit.shards)
@@ -128,7 +127,7 @@ class _Step:
         return self.log.take()
 
     def make_states(self) -> list[Event]:
-        """What the optimizer makes in its first step."""
+        """Return what the optimizer makes in its first step."""
         spec = self._job.optimizer
         for unit in self._units:
             for nbytes in unit.trained_here:
@@ -139,7 +138,7 @@ class _Step:
         return self.log.take()
 
     def micro_step(self, *, last: bool) -> None:
-        """Forward and backward."""
+        """Make the events of forward and backward."""
         self._forward()
         outputs = self.log.make(self._description.output_bytes.bytes(self._samples)) if self._job.holds_outputs else None
         self._backward(last)
@@ -147,7 +146,7 @@ class _Step:
         self.activations.end()
 
     def optimizer_step(self) -> None:
-        """The optimizer's scratch, then gradients are gone."""
+        """Make the events of the optimizer's scratch, and free gradients."""
         scratch: list[int] = []
         for unit in self._units:
             for nbytes in unit.trained_here:
@@ -239,7 +238,7 @@ class _Step:
                 self._gather(unit, forward=False)
             if (ahead := self._ahead[index]) is not None and not self._units[ahead].gathered:
                 self._start_gather(self._units[ahead])
-            gradients = self.activations.backward(index, unit.gradient_sizes if index == self._last_use(number) else ())
+            gradients = self.activations.backward(index, unit.gradient_sizes if index == self._last_use[number] else ())
             if merged := self._merging.get(index, 0):
                 gradients = self._merged(unit, gradients, merged)
             self._arrive(unit, gradients)
@@ -261,9 +260,6 @@ class _Step:
         self.log.drop(self._reduce_input)
         self.log.drop_all(self._reducing_replicas)
         self._reduce_input, self._reducing_replicas = None, []
-
-    def _last_use(self, number: int) -> int:
-        return next(i for i in range(len(self._description.segments) - 1, -1, -1) if self._description.segments[i].unit == number)
 
     def _merged(self, unit: _Unit, gradients: list[int], merged_bytes: int) -> list[int]:
         """Sums with the gradients that came before, out of place: all are there for a moment."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..cost.memory import SegmentBytes, activation_host_bytes, gathered_ahead, merging_stretch, resident_bytes
+from ..cost.memory import SegmentBytes, activation_host_bytes, gathered_ahead, merging_segments, resident_bytes
 from ..cost.timing import UnitTimer
 from ..cost.units import UnitBytes, gradients_arriving, reduce_input, shape_ids, unit_bytes
 from ..decision import Batch, UnitLayout, meshes_of
@@ -96,7 +96,7 @@ class _OptionMaker:
         """Indices of each unit's segments."""
         for index, segment in enumerate(description.segments):
             self.calls.setdefault(segment.unit, []).append(index)
-        self._arriving, self._merging = gradients_arriving(description, job), merging_stretch(description, job)
+        self._arriving, self._merging = gradients_arriving(description, job), merging_segments(description, job)
         # one process: plain units leave in flight what a unit on the host before them has left there
         self._always_in_flight = hardware.world_size == 1 and any(choice.on_host for choices in space for choice in choices)
         self._shapes = shape_ids(description.units)

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 
 from hf_osdp.planner.affine import Affine, Envelope
-from hf_osdp.planner.cost.memory import MemoryBreakdown, combined_scratch, estimate_memory, gathered_ahead, merging_stretch
+from hf_osdp.planner.cost.memory import MemoryBreakdown, combined_scratch, estimate_memory, gathered_ahead, merging_segments
 from hf_osdp.planner.cost.units import unit_bytes
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, ParameterSpec, PhaseCost, Segment, UnitDescription
@@ -174,8 +174,8 @@ def test_gradients_of_shared_weights_meet_in_their_first_segment():
     description = transformer()
     root, tied, *rest = description.units
     shared = replace(description, units=(root, replace(tied, shared=(("embedding.weight", "head.weight"),)), *rest))
-    assert merging_stretch(description, JOB) == {}
-    assert merging_stretch(shared, JOB) == {0: 4 * tied.numel}
+    assert merging_segments(description, JOB) == {}
+    assert merging_segments(shared, JOB) == {0: 4 * tied.numel}
     plain, merging = ([m for m in estimate(d, g=4).moments if m.phase == "backward"] for d in (description, shared))
     assert [b.total_bytes - a.total_bytes for a, b in zip(plain, merging, strict=True)] == [0] * 5 + [4 * tied.numel]
 
