@@ -35,10 +35,6 @@ _STEPS = (OptimizerStep.FOR_LOOP, OptimizerStep.FOREACH, OptimizerStep.FUSED)
 def measure_fsdp_overhead(device: torch.device, seconds: float) -> FsdpOverhead | None:
     """Measure FSDP2's own work on the CPU, on all ranks at once. Collective.
 
-    Args:
-        device: where training runs.
-        seconds: about how long to measure.
-
     Returns:
         Times of the slowest rank, the same on every rank. None with a single process, which is not sharded, and on CUDA,
         where the CPU queues kernels ahead and copies go at the speed of memory.
@@ -69,12 +65,7 @@ def measure_fsdp_overhead(device: torch.device, seconds: float) -> FsdpOverhead 
 def measure_hooks(device: torch.device, seconds: float) -> float:
     """Return the seconds that the CPU takes for FSDP2's hooks around a unit in forward, not waiting for the device. Collective.
 
-    Args:
-        device: where training runs.
-        seconds: about how long to measure.
-
-    Returns:
-        The quickest round of the slowest rank, the same on every rank.
+    It is the quickest round of the slowest rank.
     """
     model = _EmptyModel(*_KINDS[0], device)
     taken = [model.gather()["gather"] for _ in rounds(seconds, device, least=_LEAST_ROUNDS, most=_MOST_ROUNDS)]
