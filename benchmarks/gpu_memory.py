@@ -41,7 +41,7 @@ from hf_osdp.distributed.mesh import Meshes  # noqa: E402
 from hf_osdp.modeling.batch import training_batch  # noqa: E402
 from hf_osdp.modeling.build import build_on_meta  # noqa: E402
 from hf_osdp.planner.cost.evaluate import estimate_plan  # noqa: E402
-from hf_osdp.planner.cost.units import Batch, Choice  # noqa: E402
+from hf_osdp.planner.decision import Batch  # noqa: E402
 from hf_osdp.planner.description import ModelDescription  # noqa: E402
 from hf_osdp.planner.hardware import Hardware  # noqa: E402
 from hf_osdp.planner.job import Precision, TrainingJob  # noqa: E402
@@ -352,9 +352,12 @@ def plan_of(setting: Setting, layout: str) -> Plan:
     batch = Batch(micro_batch_size=setting.job.micro_batch_size, accumulation_steps=1)
     strategy, hardware = Strategy({"zero3": "fsdp", "mixed": "osdp"}.get(layout, layout)), preset("h100", devices_per_node=WORLD)
     job = replace(setting.job, recompute=False, host_offload=False, offload_activations=False)
-    spaces = search_spaces(strategy, setting.description, hardware, job, batch)
+    problem = PlanningProblem(
+        description=setting.description, hardware=hardware, job=job, memory_limit_bytes=hardware.device.memory_bytes, strategy=strategy
+    )
+    spaces = search_spaces(problem, batch)
     space = spaces[len(spaces) // 2]
-    choices: list[Choice] = [options[3 * index % len(options)] if layout == "mixed" else options[0] for index, options in enumerate(space)]
+    choices = [options[3 * index % len(options)] if layout == "mixed" else options[0] for index, options in enumerate(space)]
     return Plan.of(setting.description, choices, batch, world_size=WORLD, strategy=layout)
 
 

@@ -14,7 +14,7 @@ FSDP2's own communication streams busy for as long as PCIe 3.0 would take (laten
 `--device cpu` trains small twins of 1 to 3 on gloo ranks, whose link is real. The limit is the planner's; the peak of live tensors
 is measured against it. Steps are interleaved in rounds, one of every plan, and ratios (x) are medians over rounds.
 
-Single strategies recompute all blocks or none, whichever is faster; OSDP decides unit by unit, and with `--cuts`
+Single strategies recompute all blocks or none, whichever is faster; OSDP decides unit by unit, and with `--splits`
 how the model is cut as well. The equal batch is the global batch
 with which full sharding does best (8 samples in experiment 4). Aims: no plan needs more than its limit; OSDP is the fastest by
 estimate, and measured within 5 % of the fastest. Exit code 1 where one is missed, 77 where there is no device to measure on.
@@ -89,7 +89,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--experiments", type=numbers, help="with commas, for example 1,3 (default all)")
     parser.add_argument("--ranks", type=int, choices=(2, 4), help="of the CPU's twins (default 2)")
     parser.add_argument("--quick", action="store_true", help="fewer steps; on the CPU fewer twins as well")
-    parser.add_argument("--cuts", action="store_true", help="with --plan-only: OSDP may cut models into operators and slices; minutes more")
+    parser.add_argument("--splits", action="store_true", help="with --plan-only: OSDP may split models into operators and slices; slow")
     parser.add_argument("--json", type=Path, help="also write every row here")
     parser.add_argument("--markdown", type=Path, help="also write the tables here")
     parser.add_argument("--as-rank", nargs=2, metavar=("CASE", "FILE"), help=argparse.SUPPRESS)
@@ -99,8 +99,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options.mode = "plan" if options.plan_only else options.device
     if options.ranks and options.mode != "cpu":
         parser.error("--ranks is for --device cpu; the real sizes have 8 devices")
-    if options.cuts and options.mode != "plan":
-        parser.error("--cuts is for --plan-only: blocks are timed whole")
+    if options.splits and options.mode != "plan":
+        parser.error("--splits is for --plan-only: blocks are timed whole")
     if options.quick and options.mode == "plan":
         parser.error("--quick is for what is measured; planning is quick")
     if options.mode == "cpu" and options.experiments and 4 in options.experiments:
@@ -136,7 +136,7 @@ def no_device() -> str:
 def planned_by(options: argparse.Namespace, sections: list, console: Console) -> tuple[str, list[str]]:
     """Estimates of the real sizes."""
     from hf_osdp.modeling.build import build_on_meta
-    from hf_osdp.modeling.split.candidates import possible_cuts
+    from hf_osdp.modeling.split_candidates import possible_splits
     from hf_osdp.tracing.describe import describe
 
     _quiet()
@@ -150,8 +150,8 @@ def planned_by(options: argparse.Namespace, sections: list, console: Console) ->
             block_classes=case.block_classes,
         )  # fmt: skip
         description = described()
-        cut = [described(cut=one) for one in possible_cuts(model, description)] if options.cuts else []
-        finish(case, rows_of(line_up(case, description, hardware, cut=cut)), sections, console, "plan")
+        split = [described(split=one) for one in possible_splits(model, description)] if options.splits else []
+        finish(case, rows_of(line_up(case, description, hardware, split=split)), sections, console, "plan")
     return machine, [f"Planned for {machine}: estimates, nothing was trained. Limits are those of torch's allocator."]
 
 

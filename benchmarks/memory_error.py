@@ -37,10 +37,9 @@ from torch import nn
 from transformers.utils import logging
 
 from hf_osdp.modeling.build import build_on_meta
-from hf_osdp.modeling.split.candidates import possible_cuts
-from hf_osdp.planner.cost.evaluate import choices_of
+from hf_osdp.modeling.split_candidates import possible_splits
 from hf_osdp.planner.cost.memory import estimate_memory
-from hf_osdp.planner.cost.units import Batch, Choice
+from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import Activations, ModelDescription
 from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import Precision, TrainingJob
@@ -49,7 +48,7 @@ from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem, Strategy
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.strategies import search_spaces
-from hf_osdp.planner.split import WHOLE_BLOCKS, Cut
+from hf_osdp.planner.split import WHOLE_BLOCKS, ModelSplit
 from hf_osdp.planning.simulate import simulate
 from hf_osdp.quantities import format_bytes
 from hf_osdp.report.content import package_versions
@@ -90,7 +89,7 @@ LAYOUTS = ("ddp", "zero2", "zero3", "two_stage", "hsdp", "mixed", "osdp")
 """`mixed` gives neighbouring units different choices in turn; `osdp` is the search's plan half-way between the least memory and DDP's."""
 WAYS = ("recompute", "mixed_ways")
 """Layouts with what else is decided for a unit; the second in three micro-steps."""
-CUTS = {
+SPLITS = {
     "operators": ("mixed", ("GPT-2 xl", "BERT large", "T5 base", "OPT 1.3B", "Llama 1B")),
     "slices": ("zero3", ("GPT-2 xl", "BERT large", "OPT 1.3B", "Llama 1B")),  # T5 reads the weight of its `wo`
     "head_slices": ("zero3", ("GPT-2 xl", "OPT 1.3B", "Llama 1B")),
@@ -128,7 +127,7 @@ class Setting:
     model: str
     precision: str
     checkpointing: bool = False
-    cut: str = ""
+    split: str = ""
     """Of `CUTS`, or none. Models that are cut have 4 blocks."""
 
 
@@ -141,7 +140,7 @@ class Row:
     layout: str
     precision: str
     checkpointing: bool
-    cut: str
+    split: str
     estimated_bytes: int
     simulated_bytes: int
     moment: str
@@ -150,7 +149,7 @@ class Row:
     @property
     def kind(self) -> str:
         """The way to fit that the case is about."""
-        return self.cut or self.layout
+        return self.split or self.layout
 
     @property
     def error(self) -> float:
@@ -201,13 +200,13 @@ def cases(quick: bool, models: Sequence[str] | None, only: str | None) -> list[C
 
 def _ways_cases(models: Sequence[str]) -> list[Case]:
     whole = [(Setting(model=m, precision=p), w, way) for m, p, w, way in itertools.product(models, PRECISIONS, WAYS_WORLDS, WAYS)]
-    cut = [
-        (Setting(model=model, precision=precision, cut=kind), world, layout)
-        for kind, (layout, able) in CUTS.items()
+    split = [
+        (Setting(model=model, precision=precision, split=kind), world, layout)
+        for kind, (layout, able) in SPLITS.items()
         for model, precision, world in itertools.product(able, PRECISIONS, WAYS_WORLDS)
         if model in models
     ]
-    return [*whole, *cut]
+    return [*whole, *split]
 
 
 def _layout_cases(quick: bool, models: Sequence[str] | None) -> list[Case]:
@@ -239,7 +238,7 @@ def measure(setting: Setting, world: int, layout: str) -> Row:
     batch = Batch(micro_batch_size=SAMPLES, accumulation_steps=3 if layout == "mixed_ways" else 1)
     job = replace(job, global_batch_size=world * SAMPLES * batch.accumulation_steps)
     plan = Plan.of(description, layout_choices(layout, description, job, world), batch, world_size=world, strategy=layout)
-    estimate = estimate_memory(description, choices_of(plan, description), world, job, batch)
+    estimate = estimate_memory(description, plan.layouts(description), world, job, batch)
     simulation = simulate(
         model, plan, description=description, job=job, device_type="cuda", activation_checkpointing=setting.checkpointing,
         inputs=getattr(model, "inputs", None),
@@ -251,7 +250,7 @@ def measure(setting: Setting, world: int, layout: str) -> Row:
     )  # fmt: skip
 
 
-def layout_choices(layout: str, description: ModelDescription, job: TrainingJob, world: int) -> list[Choice]:
+def layout_choices(layout: str, description: ModelDescription, job: TrainingJob, world: int) -> list[UnitLayout]:
     """One choice a unit."""
     if layout == "osdp":
         return _searched(description, job, world)
@@ -261,18 +260,22 @@ def layout_choices(layout: str, description: ModelDescription, job: TrainingJob,
         Strategy({"zero3": "fsdp", "mixed": "osdp"}.get(layout, layout)),
         Batch(micro_batch_size=SAMPLES, accumulation_steps=1),
     )
-    spaces = search_spaces(strategy, description, _hardware(world), replace(job, recompute=False), batch)
+    hardware, job = _hardware(world), replace(job, recompute=False)
+    problem = PlanningProblem(
+        description=description, hardware=hardware, job=job, memory_limit_bytes=hardware.device.memory_bytes, strategy=strategy
+    )
+    spaces = search_spaces(problem, batch)
     space = spaces[len(spaces) // 2]
     return [options[3 * index % len(options)] if layout == "mixed" else options[0] for index, options in enumerate(space)]
 
 
-def _ways_choices(way: str, description: ModelDescription, job: TrainingJob, world: int) -> list[Choice]:
+def _ways_choices(way: str, description: ModelDescription, job: TrainingJob, world: int) -> list[UnitLayout]:
     """Every block recomputed; or decisions in turns of unlike length, so that their combinations come up."""
     mixed = way == "mixed_ways"
     kinds = tuple(Activations) if mixed else (Activations.RECOMPUTE,)
     return [
         replace(
-            choice, on_host=mixed and index % 3 == 0, hold_gradients=mixed and index % 4 < 2,
+            choice, on_host=mixed and index % 3 == 0, reduce_every_micro_step=not (mixed and index % 4 < 2),
             activations=kinds[index % len(kinds)] if index in description.recomputable else Activations.SAVE,
         )
         for index, choice in enumerate(layout_choices("mixed" if mixed else "zero3", description, job, world))
@@ -284,7 +287,7 @@ def _hardware(world: int) -> Hardware:
     return replace(hardware, host=None)  # it is the device's memory that is asked about
 
 
-def _searched(description: ModelDescription, job: TrainingJob, world: int) -> list[Choice]:
+def _searched(description: ModelDescription, job: TrainingJob, world: int) -> list[UnitLayout]:
     """The search's plan under a limit between what full sharding and DDP need."""
     batch = Batch(micro_batch_size=SAMPLES, accumulation_steps=1)
     ends = [
@@ -300,7 +303,7 @@ def _searched(description: ModelDescription, job: TrainingJob, world: int) -> li
             memory_limit_bytes=hardware.limit_for(sum(ends) // 2 + hardware.unavoidable_bytes),
         )
     )
-    return list(choices_of(result.plan, description))
+    return list(result.plan.layouts(description))
 
 
 def _described(setting: Setting, world: int) -> tuple[transformers.PretrainedConfig | PlainModel, ModelDescription, TrainingJob]:
@@ -314,7 +317,7 @@ def _description(setting: Setting) -> tuple[transformers.PretrainedConfig | Plai
     model = _model(setting)
     description = describe(
         model, sequence_length=_tokens(model), compute_dtype=Precision.named(setting.precision).compute, device_type="cuda",
-        activation_checkpointing=setting.checkpointing, cut=_cut(setting.cut, model), inputs=getattr(model, "inputs", None),
+        activation_checkpointing=setting.checkpointing, split=_split(setting.split, model), inputs=getattr(model, "inputs", None),
     )  # fmt: skip
     return model, description
 
@@ -324,7 +327,7 @@ def _model(setting: Setting) -> transformers.PretrainedConfig | PlainModel:
     if config_class is None:
         with torch.device("meta"):
             return PlainModel()
-    return getattr(transformers, config_class)(**sizes | _of_cut(setting, sizes), architectures=[architecture])
+    return getattr(transformers, config_class)(**sizes | _of_split(setting, sizes), architectures=[architecture])
 
 
 def _tokens(model: transformers.PretrainedConfig | PlainModel) -> int:
@@ -335,29 +338,29 @@ def _tokens(model: transformers.PretrainedConfig | PlainModel) -> int:
     return TOKENS if text is None else min(TOKENS, text.max_position_embeddings)
 
 
-def _of_cut(setting: Setting, sizes: dict) -> dict:
+def _of_split(setting: Setting, sizes: dict) -> dict:
     """What a model that is cut has of its own: 4 blocks, and a vocabulary projection that is the embedding's or stands alone."""
-    if not setting.cut:
+    if not setting.split:
         return {}
     blocks = 2 if "num_decoder_layers" in sizes else 4
     depths = {name: blocks for name in ("n_layer", "num_hidden_layers", "num_layers", "num_decoder_layers") if name in sizes}
-    return depths | ({"tie_word_embeddings": False} if setting.cut == "head_slices" else {})
+    return depths | ({"tie_word_embeddings": False} if setting.split == "head_slices" else {})
 
 
-def _cut(kind: str, config: transformers.PretrainedConfig) -> Cut:
+def _split(kind: str, config: transformers.PretrainedConfig) -> ModelSplit:
     """Of the cuts that are offered for a model, the finest of a kind."""
     if not kind:
         return WHOLE_BLOCKS
     model = build_on_meta(config)
-    offered = possible_cuts(model, describe(model, sequence_length=TOKENS, recomputation=False))
-    head = next((cut.splits for cut in offered if not cut.operators), ())
+    offered = possible_splits(model, describe(model, sequence_length=TOKENS, recomputation=False))
+    head = next((split.sliced for split in offered if not split.operators), ())
     wanted = {
-        "operators": lambda cut: cut.operators and not cut.splits,
-        "slices": lambda cut: cut.operators and cut.splits and not set(head) & set(cut.splits),
-        "head_slices": lambda cut: not cut.operators,
-        "tied_slices": lambda cut: not cut.operators,
+        "operators": lambda split: split.operators and not split.sliced,
+        "slices": lambda split: split.operators and split.sliced and not set(head) & set(split.sliced),
+        "head_slices": lambda split: not split.operators,
+        "tied_slices": lambda split: not split.operators,
     }[kind]
-    return [cut for cut in offered if wanted(cut)][-1]
+    return [split for split in offered if wanted(split)][-1]
 
 
 def _quiet() -> None:
@@ -425,7 +428,7 @@ def as_markdown(tables: Sequence[Cells], rows: Sequence[Row], seconds: float) ->
         lines += [f"## {title}", "", *_markdown_table(_HEADER, cells), ""]
     header = ("model", "devices", "layout", "precision", "checkpointing", "estimated", "simulated", "error", "peak in")
     cells = [
-        (r.model, str(r.world), f"{r.layout}, {r.cut}" if r.cut else r.layout, "bf16" if r.precision == "bf16" else "fp32",
+        (r.model, str(r.world), f"{r.layout}, {r.split}" if r.split else r.layout, "bf16" if r.precision == "bf16" else "fp32",
          "yes" if r.checkpointing else "no",
          f"{r.estimated_bytes:,}", f"{r.simulated_bytes:,}", f"{r.error:+.2%}", r.moment)
         for r in rows

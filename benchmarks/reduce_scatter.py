@@ -27,7 +27,7 @@ from rich.table import Table
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from hf_osdp.distributed.two_stage import RingReduceScatter
-from hf_osdp.measurement.synchronize import largest, rounds, wait_for_all
+from hf_osdp.measurement.timing import barrier, max_over_ranks, rounds
 
 SIZES_BYTES = (2**16, 2**20, 2**24, 2**26)
 CPU = torch.device("cpu")
@@ -92,12 +92,12 @@ def timed(scatter: Callable, nbytes: int) -> tuple[float, int]:
     world = dist.get_world_size()
     whole = torch.zeros(nbytes // 4 // world * world)
     part = torch.empty(whole.numel() // world)
-    wait_for_all(CPU)
+    barrier(CPU)
     before, start = loopback_bytes(), time.perf_counter()
     scatter(part, whole, dist.group.WORLD, dist.ReduceOp.SUM)
     took = time.perf_counter() - start
-    wait_for_all(CPU)
-    return largest([took], CPU)[0], loopback_bytes() - before
+    barrier(CPU)
+    return max_over_ranks([took], CPU)[0], loopback_bytes() - before
 
 
 def loopback_bytes() -> int:

@@ -32,6 +32,7 @@ from rich.table import Table
 from torch import nn
 
 from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.measurement.block_times import TimedModel
 from hf_osdp.measurement.profile import measure_profile
 from hf_osdp.measurement.rates import median_seconds
 from hf_osdp.modeling.batch import training_batch
@@ -125,8 +126,10 @@ def measure_model(name: str, effort: Effort) -> list[dict]:
     rounds: list[dict] = []
     for _ in range(effort.rounds):
         profile = measure_profile(
-            device_type="cpu", seconds=effort.profile_s, model_or_config=config, sequence_length=SEQUENCE_LENGTH,
-            micro_batch_sizes=(MICRO_BATCH_SIZE // 2, MICRO_BATCH_SIZE),
+            device_type="cpu", seconds=effort.profile_s,
+            model=TimedModel(
+                model_or_config=config, sequence_length=SEQUENCE_LENGTH, micro_batch_sizes=(MICRO_BATCH_SIZE // 2, MICRO_BATCH_SIZE)
+            ),
         )  # fmt: skip
         timed = with_block_times(description, profile)
         found = {"load_s": load_seconds()}

@@ -44,7 +44,7 @@ class InfeasibleError(OSDPError):
         remedies: changes that would make it fit, the cheapest first, one line each.
     """
 
-    def __init__(self, message: str, *, memory_limit_bytes: int, least_peak_bytes: int, remedies: tuple[str, ...] = ()):
+    def __init__(self, message: str, *, memory_limit_bytes: int, least_peak_bytes: int, remedies: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.memory_limit_bytes = memory_limit_bytes
         self.least_peak_bytes = least_peak_bytes

@@ -1,4 +1,4 @@
-"""Bytes, seconds and a launcher's numbers as they are written and read. Inside the package they are plain `int` and `float`."""
+"""Read and write bytes, seconds and counts for people. Inside the package they are plain `int` and `float`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def parse_bytes(value: int | float | str, *, name: str = "memory_limit") -> int:
 
 
 def whole_bytes(value: int | float, *, name: str = "memory_limit_bytes") -> int:
-    """A number of bytes that must be one already, without a unit.
+    """Return a number of bytes, which must come without a unit.
 
     Raises:
         ValueError: it is not a finite number, or not between 1 byte and 2**60 bytes.
@@ -89,7 +89,7 @@ def format_count(count: int | float) -> str:
 
 
 def whole_number(environment: Mapping[str, str], name: str, default: int) -> int:
-    """A variable of the launcher as a number.
+    """Return a variable of the launcher as a number.
 
     Args:
         environment: variables by name.

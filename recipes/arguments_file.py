@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from transformers import TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
-from hf_osdp.reading import parse_json, parse_yaml, read_bytes
+from hf_osdp.reading import parse_json, read_bytes
 
 SUFFIXES = (".yaml", ".yml", ".json")
 _MOST_BYTES = 2**20
@@ -35,7 +36,7 @@ def read_defaults(path: Path, parser: argparse.ArgumentParser, types: Sequence[t
         return ValueError(f"{path} {problem}.")
 
     text = read_bytes(path, "file of arguments", limit_bytes=_MOST_BYTES)
-    content = parse_json(text, unreadable) if path.suffix == ".json" else parse_yaml(text, unreadable)
+    content = parse_json(text, unreadable) if path.suffix == ".json" else _parse_yaml(text, unreadable)
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds a {type(content).__name__}; it must map argument names to values.")
     known = {f.name for cls in types for f in dataclasses.fields(cls) if f.init}
@@ -47,6 +48,26 @@ def read_defaults(path: Path, parser: argparse.ArgumentParser, types: Sequence[t
         if action.dest in content:
             _check_type(path, action, content[action.dest])
     return dict(content)
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuse a key that stands twice, of which YAML would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        names = [key.value for key, _ in node.value]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"the key {twice!r} stands twice")
+        return super().construct_mapping(node, deep)
+
+
+def _parse_yaml(text: bytes, error: Callable[[str], ValueError]) -> object:
+    try:
+        return _Loader(text).get_single_data()
+    except yaml.MarkedYAMLError as problem:
+        line, column = (0, 0) if problem.problem_mark is None else (problem.problem_mark.line, problem.problem_mark.column)
+        raise error(f"is not YAML (line {line + 1}, column {column + 1}: {problem.problem})") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as problem:
+        raise error(f"is not YAML ({' '.join(str(problem).split())})") from None
 
 
 def _check_type(path: Path, action: argparse.Action, value: Any) -> None:

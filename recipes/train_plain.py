@@ -29,7 +29,7 @@ from trained_tokenizers import train_causal_tokenizer
 from training import find_checkpoint, quiet_other_ranks
 from transformers import get_scheduler, set_seed
 
-from hf_osdp import OptimalShardedDataParallel, StopSignal
+from hf_osdp import OptimalShardedDataParallel, OSDPConfig, StopSignal
 from hf_osdp.checkpoint.loop import PROGRESS_NAME
 from hf_osdp.integrations.exits import run_script
 
@@ -73,16 +73,15 @@ def main() -> None:
         if len(blocks[split]) < needed:
             raise ValueError(f"The {split} text has {len(blocks[split])} blocks of {block_size} tokens; give text for {needed} or more.")
 
-    model = OptimalShardedDataParallel(
-        load_model(model_args, TASK, config, tokenizer),
+    osdp = OSDPConfig(
         memory_limit=args.memory_limit,
         strategy=args.strategy,
         hardware=args.hardware,
-        mixed_precision=args.mixed_precision,
         sequence_length=block_size,
         global_batch_size=args.global_batch_size,
         micro_batch_size=args.micro_batch_size,
     )
+    model = OptimalShardedDataParallel(load_model(model_args, TASK, config, tokenizer), osdp, mixed_precision=args.mixed_precision)
     plan = model.plan
     say(f"plan {plan.fingerprint}: {WORLD_SIZE} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps")
     say(f"perplexity before training: {exp(evaluate(model, blocks['validation'])):.2f}")

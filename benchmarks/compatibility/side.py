@@ -20,7 +20,9 @@ from transformers import TrainingArguments
 
 import hf_osdp
 from hf_osdp.planner.plan import Plan
-from hf_osdp.planning.recalibrate import Problem
+from hf_osdp.planner.problem import PlanningProblem
+from hf_osdp.planner.search.search import SearchResult
+from hf_osdp.planning import plan_run
 
 from .row import Figures, Oracle
 
@@ -135,22 +137,23 @@ class Ours(Side):
         return hf_osdp.OSDPAccelerator(osdp=self.config(micro_batch_size=None), cpu=True, **options)
 
     def wrapped(self, model: nn.Module, **options: Any) -> nn.Module:
-        own = {name: value for name, value in self.config().items() if name != "compare"}
-        return hf_osdp.OptimalShardedDataParallel(model, **own, **options)
+        precision = {name: options.pop(name) for name in ("mixed_precision",) if name in options}
+        return hf_osdp.OptimalShardedDataParallel(model, self.config(**options), **precision)
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
         """Every plan that a search finds gets several layouts."""
-        stock = Problem.solve
+        stock = plan_run.search
 
-        def solve(problem: Problem) -> Plan:
-            return with_mixed_layouts(stock(problem), self.shift)
+        def mixed(problem: PlanningProblem) -> SearchResult:
+            found = stock(problem)
+            return replace(found, plan=with_mixed_layouts(found.plan, self.shift))
 
-        Problem.solve = solve
+        plan_run.search = mixed
         try:
             yield
         finally:
-            Problem.solve = stock
+            plan_run.search = stock
 
 
 def with_mixed_layouts(plan: Plan, shift: int) -> Plan:

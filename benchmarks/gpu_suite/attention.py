@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 
 from hf_osdp.quantities import format_bytes
 from hf_osdp.tracing.describe import describe
-from hf_osdp.tracing.live_bytes import LiveBytes
+from hf_osdp.tracing.memory_tracker import MemoryTracker
 
 from .step import Bench, step
 
@@ -124,7 +124,7 @@ def measured_bytes(case: Case, samples: int, length: int, device: torch.device) 
     kernel = SDPBackend(torch._fused_sdp_choice(*heads, batch["mask"], **block.options())).name.lower().replace("_attention", "")
     del heads
     if device.type == "cpu":
-        with LiveBytes(block_bytes=1) as live:
+        with MemoryTracker(block_bytes=1) as live:
             output = block(hidden, batch["mask"])
             left = live.current_bytes
         del output

@@ -104,7 +104,7 @@ def simulated_bytes(name: str, precision: str, layout: str, expandable: bool) ->
 def replayed_bytes(path: Any) -> int | None:
     """Peak reserved by the replay of a snapshot; None where this version has no model of the allocator."""
     try:
-        from hf_osdp.measurement.memory_snapshot import replay_snapshot
+        from benchmarks.gpu_suite.snapshot_replay import replay_snapshot
     except ImportError:
         return None
     with open(path, "rb") as file:

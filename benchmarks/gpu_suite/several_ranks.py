@@ -120,14 +120,14 @@ def ranks_trainer(bench: Bench) -> None:
 
 def rank_of_recalibration(hardware: str) -> dict[str, Any]:
     """On a rank: plans that are tried before training, then steps."""
-    from hf_osdp import OptimalShardedDataParallel, preset
+    from hf_osdp import OptimalShardedDataParallel, OSDPConfig, preset
     from hf_osdp.sharding.environment import training_device
     from tests.distributed.test_recalibrate import LENGTH, tiny_model, tokens
 
-    model = OptimalShardedDataParallel(
-        tiny_model(), sequence_length=LENGTH, global_batch_size=8, recalibrate=True, strategy="fsdp",
-        hardware=preset(hardware, devices_per_node=2),
-    )  # fmt: skip
+    config = OSDPConfig(
+        sequence_length=LENGTH, global_batch_size=8, recalibrate=True, strategy="fsdp", hardware=preset(hardware, devices_per_node=2)
+    )
+    model = OptimalShardedDataParallel(tiny_model(), config)
     optimizer = torch.optim.AdamW(model.parameters())
     batch = torch.stack([row["input_ids"] for row in tokens(model.plan.micro_batch_size)]).to(training_device())
     for _ in range(8):

@@ -12,11 +12,12 @@ import torch
 
 from benchmarks.gpu_memory import MODELS, Model
 from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.measurement.block_times import TimedModel
 from hf_osdp.measurement.profile import measure_profile
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.cost.evaluate import estimate_plan
-from hf_osdp.planner.cost.units import Batch, Choice
+from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import Precision, TrainingJob
@@ -90,7 +91,8 @@ class Timed:
         config = getattr(transformers, model.config)(**sizes, architectures=[model.architecture])
         options = {"sequence_length": model.sequence_length, "compute_dtype": job.precision.compute}
         found = measure_profile(
-            device_type=bench.device.type, seconds=seconds, model_or_config=config, micro_batch_sizes=micro_batch_sizes, **options
+            device_type=bench.device.type, seconds=seconds,
+            model=TimedModel(model_or_config=config, micro_batch_sizes=micro_batch_sizes, **options),
         )  # fmt: skip
         description = with_block_times(describe(config, device_type=bench.device.type, **options), found)
         empty = build_on_meta(config)
@@ -103,7 +105,7 @@ class Timed:
     def plan(self, micro_batch_size: int, accumulation_steps: int = 1) -> Plan:
         """All units whole, as one rank has them."""
         batch = Batch(micro_batch_size=micro_batch_size, accumulation_steps=accumulation_steps)
-        choices = [Choice(shard_size=1, keep=True)] * len(self.description.units)
+        choices = [UnitLayout(shard_size=1, reshard_after_forward=False)] * len(self.description.units)
         return Plan.of(self.description, choices, batch, world_size=1)
 
     def estimated_s(self, plan: Plan) -> float:
@@ -212,4 +214,4 @@ def launch(bench: Bench) -> None:
 
 
 def _handling(hardware: Any) -> str:
-    return f"handling {hardware.handling}"
+    return f"handling {hardware.fsdp_overhead}"

@@ -15,6 +15,7 @@ from benchmarks.headline_parts.lineup import Lineup, job_of, line_up
 from benchmarks.headline_parts.machines import as_one_of
 from benchmarks.headline_parts.rows import Measured, Row, rows_of
 from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.measurement.block_times import TimedModel
 from hf_osdp.measurement.profile import measure_profile
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import build_on_meta
@@ -74,8 +75,8 @@ def measured_machine(case: Case, effort: GpuEffort, memory: CudaMemory) -> tuple
     """The model with its blocks' times on this device, and the machine of several such devices."""
     config, options = case.config(), {"sequence_length": case.sequence_length, "block_classes": case.block_classes}
     profile = measure_profile(
-        device_type="cuda", seconds=effort.profile_s, model_or_config=config, micro_batch_sizes=effort.samples,
-        compute_dtype=case.compute.compute, **options,
+        device_type="cuda", seconds=effort.profile_s,
+        model=TimedModel(model_or_config=config, micro_batch_sizes=effort.samples, compute_dtype=case.compute.compute, **options),
     )  # fmt: skip
     description = describe(config, compute_dtype=case.compute.compute, device_type="cuda", **options)
     hardware = as_one_of(profile.hardware, case.devices, workspace_bytes=memory.workspace_bytes)

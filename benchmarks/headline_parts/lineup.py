@@ -37,7 +37,7 @@ class Contender:
     strategy: Strategy
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the job."""
-    cuts: bool = False
+    splits: bool = False
     """Cut models are searched, too, where they are described."""
     baseline: bool = False
     """Others' rates are told as multiples of this one's."""
@@ -50,7 +50,7 @@ CONTENDERS = (
     Contender(name="ZeRO-2", strategy=Strategy.ZERO2),
     Contender(name="DDP", strategy=Strategy.DDP),
     Contender(name="OSDP, all saved", strategy=Strategy.OSDP, fixed=_ALL_SAVED),
-    Contender(name="OSDP", strategy=Strategy.OSDP, cuts=True),
+    Contender(name="OSDP", strategy=Strategy.OSDP, splits=True),
 )
 """On several devices. "All saved" recomputes nothing; the others recompute where it pays, single strategies all blocks or none."""
 OFFLOADERS = (
@@ -102,7 +102,7 @@ def line_up(
     hardware: Hardware,
     *,
     samples: tuple[int, ...] | None = None,
-    cut: Sequence[ModelDescription] = (),
+    split: Sequence[ModelDescription] = (),
 ) -> Lineup:
     """Every contender's plans.
 
@@ -111,10 +111,10 @@ def line_up(
         description: of the model.
         hardware: of `case.devices` devices; what they reserve counts to the limit.
         samples: of one device, tried in this order until they no longer fit; None takes `SAMPLES` and what lies between.
-        cut: the same model in operator units or in slices, for those who may choose it.
+        split: the same model in operator units or in slices, for those who may choose it.
     """
     limit = limit_of(case, description, hardware)
-    searches = {c.name: _Search(case, c, (description, *(cut if c.cuts else ())), hardware, limit) for c in contenders_of(case)}
+    searches = {c.name: _Search(case, c, (description, *(split if c.splits else ())), hardware, limit) for c in contenders_of(case)}
     own = {name: _at_own_best(one, samples) for name, one in searches.items()}
     order = sorted(own.items(), key=lambda item: not item[1].contender.baseline)
     common = case.equal_batch_size or next((entry.plan.global_batch_size for _, entry in order if entry.plan is not None), None)
@@ -225,16 +225,16 @@ def layout_text(plan: Plan) -> str:
         text = unit.describe(plan.world_size)
         kinds[text] = kinds.get(text, 0) + 1
     layouts = "; ".join(f"{number} {text}" for text, number in sorted(kinds.items(), key=lambda item: -item[1]))
-    return layouts if plan.cut.is_none else f"{cut_text(plan)}: {layouts}"
+    return layouts if plan.split.is_none else f"{split_text(plan)}: {layouts}"
 
 
-def cut_text(plan: Plan) -> str:
+def split_text(plan: Plan) -> str:
     """How the model is cut: `operator units, 8 operators in 4 slices`."""
     slices: dict[int, int] = {}
-    for split in plan.cut.splits:
+    for split in plan.split.sliced:
         slices[split.slices] = slices.get(split.slices, 0) + 1
     parts = [f"{number} operator{'s' if number > 1 else ''} in {count} slices" for count, number in slices.items()]
-    return ", ".join([*(["operator units"] if plan.cut.operators else []), *parts])
+    return ", ".join([*(["operator units"] if plan.split.operators else []), *parts])
 
 
 def recomputed(plan: Plan) -> int:

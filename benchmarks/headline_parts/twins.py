@@ -15,6 +15,7 @@ from benchmarks.headline_parts.lineup import Lineup, job_of, line_up
 from benchmarks.headline_parts.rows import Measured, rows_of
 from hf_osdp.distributed.consensus import on_rank_zero
 from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.measurement.block_times import TimedModel
 from hf_osdp.measurement.profile import measure_profile
 from hf_osdp.measurement.step_meter import StepMeter, training_tensors
 from hf_osdp.modeling.batch import training_batch
@@ -81,7 +82,7 @@ def _measured_machine(case: Case, effort: TwinEffort) -> tuple[ModelDescription,
     if effort.profile_s is None:
         return describe(config, **options), preset("cpu", devices_per_node=dist.get_world_size())
     profile = measure_profile(
-        device_type="cpu", seconds=effort.profile_s, model_or_config=config, micro_batch_sizes=effort.samples, **options
+        device_type="cpu", seconds=effort.profile_s, model=TimedModel(model_or_config=config, micro_batch_sizes=effort.samples, **options)
     )  # fmt: skip
     return with_block_times(describe(config, **options), profile), profile.hardware
 

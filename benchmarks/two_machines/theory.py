@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from hf_osdp.planner.cost.evaluate import batch_of
-from hf_osdp.planner.cost.units import Batch
+from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.description import GatherSpan, ModelDescription, UnitDescription
 from hf_osdp.planner.plan import Plan, UnitDecision
 
@@ -35,7 +34,7 @@ def bytes_sent(plan: Plan, description: ModelDescription, ranks_per_node: int, *
         ranks_per_node: ranks are numbered node by node.
         stock_reduce_scatter: gradients are reduced by gloo's own reduce-scatter.
     """
-    batch = batch_of(plan)
+    batch = plan.batch
     total: Counter[int] = Counter()
     for unit in description.units:
         total.update(_unit_bytes(unit, plan.decision(unit.fqn), batch, plan.world_size, ranks_per_node, 2 if stock_reduce_scatter else 1))

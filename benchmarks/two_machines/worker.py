@@ -24,6 +24,7 @@ from benchmarks.two_machines.lineup import Entrant, Lineup, Sends, layout, line_
 from benchmarks.two_machines.theory import bytes_sent, with_headers
 from hf_osdp.distributed.consensus import on_rank_zero
 from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.measurement.block_times import TimedModel
 from hf_osdp.measurement.links import measure_collectives
 from hf_osdp.measurement.profile import measure_profile
 from hf_osdp.planner.description import ModelDescription
@@ -120,8 +121,10 @@ def profiled(experiment: Experiment) -> Profile:
     """As `hf-osdp profile` measures it. Collective."""
     samples = experiment.micro_batch_size
     return measure_profile(
-        device_type="cpu", seconds=experiment.profile_s, model_or_config=experiment.config(), sequence_length=experiment.sequence_length,
-        micro_batch_sizes=(samples,),
+        device_type="cpu", seconds=experiment.profile_s,
+        model=TimedModel(
+            model_or_config=experiment.config(), sequence_length=experiment.sequence_length, micro_batch_sizes=(samples,)
+        ),
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from ..distributed.roll_call import own_versions
+from ..distributed.process_group import own_versions
 from ..errors import CheckpointError
 from .layouts import is_state
 from .manifest import MANIFEST_NAME, FileRecord, Manifest

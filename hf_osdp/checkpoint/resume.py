@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank, world_size
-from ..distributed.restarts import restart_count
-from ..distributed.waiting import waiting_group
+from ..distributed.process_group import waiting_group
+from ..distributed.restart import restart_count
 from ..errors import CheckpointError
 from ..planner.files import validated, write_whole
 from ..planner.plan import Plan

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.fsdp import FSDPModule
 
 from ..distributed.consensus import on_rank_zero
-from ..distributed.waiting import waiting_group
+from ..distributed.process_group import waiting_group
 from ..errors import CheckpointError
 from ..modeling.split.names import split_names
 from ..modeling.units import canonical_name

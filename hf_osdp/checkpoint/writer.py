@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from ..distributed.background import began, is_over
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank, world_size
-from ..distributed.waiting import wait_for_ranks, waiting_group
+from ..distributed.process_group import wait_for_ranks, waiting_group
+from ..distributed.stop import register_background, unregister_background
 from ..errors import CheckpointError
 from ..planner.plan import Plan
 from .folders import complete, discard_staging, flush, lock_name, prepare_staging, unlock_checkpoints
@@ -101,7 +101,7 @@ class CheckpointWriter:
         """Write a new checkpoint into what this gives; at the end it appears under its name. Collective.
 
         The one before must be complete first. In the background only shards are written: other files are to be there at the end. Where one
-        rank raises inside, all ranks end; the checkpoint stays invisible.
+        rank raises inside, the launcher ends all; the checkpoint stays invisible.
 
         Args:
             folder: the checkpoint's name.
@@ -145,7 +145,7 @@ class CheckpointWriter:
             self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)  # the thread's own
         self._thread = threading.Thread(target=self._write_held, args=(staging, finish, rank()), name="checkpoint")
         self._thread.start()
-        began(self.wait)
+        register_background(self.wait)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete. Collective.
@@ -156,7 +156,7 @@ class CheckpointWriter:
         if self._thread is None:  # the same on every rank
             return
         self._thread.join()
-        is_over(self.wait)
+        unregister_background(self.wait)
         error, self._thread, self._error = self._error, None, None
         _sound(gather(error, waiting_group()))
 

@@ -1,55 +1,19 @@
-"""Options that several sub-commands share, and how they become a command's signature."""
+"""The flags that commands share, each defined once, and how they become a command's signature."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
 from ..planner.presets import preset_names
 from ..planner.problem import Strategy
-from .output import errors_in_one_line
 
-DeviceName = Annotated[
-    str | None,
-    typer.Option("--device", metavar="NAME", help=f"Kind of device: {', '.join(preset_names())}. --profile can stand in for it."),
-]
-ProfileFile = Annotated[
-    Path | None, typer.Option("--profile", metavar="FILE", help="Measured hardware and block times, as `hf-osdp profile` writes them.")
-]
-PrecisionName = Annotated[
-    Literal["no", "bf16", "fp16"],
-    typer.Option("--precision", metavar="NAME", help="no, bf16 or fp16: mixed precision, as Accelerate names it."),
-]
-OptimizerName = Annotated[
-    Literal["adamw", "momentum", "sgd"],
-    typer.Option(
-        "--optimizer",
-        metavar="NAME",
-        help="adamw, momentum or sgd. Its states count: AdamW keeps 2 tensors a parameter, SGD with momentum 1.",
-    ),
-]
-MarginShare = Annotated[
-    float | None,
-    typer.Option("--margin", metavar="SHARE", help="Share of the limit that stays free; 0.04 on CUDA, 0 on the CPU, unless given."),
-]
-NumNodes = Annotated[int | None, typer.Option("--num-nodes", min=1, metavar="N", help="Machines; 1, or as the profile has it.")]
-Checkpointing = Annotated[
-    bool, typer.Option("--activation-checkpointing", help="Recompute blocks in backward instead of saving activations.")
-]
-AutoClass = Annotated[
-    str | None,
-    typer.Option("--auto-class", metavar="CLASS", help="Class to build, such as AutoModelForCausalLM; else found from the configuration."),
-]
-BlockClasses = Annotated[
-    str | None,
-    typer.Option("--block-classes", metavar="NAMES", help="Classes that become units, comma-separated; else found from the model."),
-]
 JsonFile = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Also write the content for machines; - for stdout, with nothing else on it.")
 ]
@@ -60,7 +24,7 @@ PlotFile = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a user asks to have planned, as it stands on the command line."""
+    """A planning problem as the command line states it; each field is a flag."""
 
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, local folder or config.json; no weights are needed.")]
     sequence_length: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of one sample.")]
@@ -68,23 +32,42 @@ class Request:
     memory_limit: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Bytes of each device that training may use, such as 8GiB; else all that it has.")
     ] = None
-    margin: MarginShare = None
-    device: DeviceName = None
-    profile: ProfileFile = None
-    num_nodes: NumNodes = None
+    margin: Annotated[
+        float | None,
+        typer.Option("--margin", metavar="SHARE", help="Share of the limit that stays free; 0.04 on CUDA, 0 on the CPU, unless given."),
+    ] = None
+    device: Annotated[
+        str | None,
+        typer.Option("--device", metavar="NAME", help=f"Kind of device: {', '.join(preset_names())}. --profile can stand in for it."),
+    ] = None
+    profile: Annotated[
+        Path | None, typer.Option("--profile", metavar="FILE", help="Measured hardware and block times, as `hf-osdp profile` writes them.")
+    ] = None
+    num_nodes: Annotated[int | None, typer.Option("--num-nodes", min=1, metavar="N", help="Machines; 1, or as the profile has it.")] = None
     devices_per_node: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Devices in each machine; 1, or as the profile has it.")
     ] = None
-    precision: PrecisionName = "no"
-    optimizer: OptimizerName = "adamw"
+    precision: Annotated[
+        Literal["no", "bf16", "fp16"],
+        typer.Option("--precision", metavar="NAME", help="no, bf16 or fp16: mixed precision, as Accelerate names it."),
+    ] = "no"
+    optimizer: Annotated[
+        Literal["adamw", "momentum", "sgd"],
+        typer.Option(
+            "--optimizer",
+            metavar="NAME",
+            help="adamw, momentum or sgd. Its states count: AdamW keeps 2 tensors a parameter, SGD with momentum 1.",
+        ),
+    ] = "adamw"
     strategy: Annotated[
-        Strategy,
-        typer.Option(metavar="NAME", help="osdp decides unit by unit; the others are one layout for all units."),
+        Strategy, typer.Option(metavar="NAME", help="osdp decides unit by unit; the others are one layout for all units.")
     ] = Strategy.OSDP
     micro_batch_size: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Samples that one device runs at once; else the planner decides.")
     ] = None
-    activation_checkpointing: Checkpointing = False
+    activation_checkpointing: Annotated[
+        bool, typer.Option("--activation-checkpointing", help="Recompute blocks in backward instead of saving activations.")
+    ] = False
     recompute: Annotated[
         bool | None, typer.Option("--recompute/--no-recompute", help="Recompute every block, or none; else the planner decides.")
     ] = None
@@ -106,23 +89,32 @@ class Request:
         bool, typer.Option(help="Also the vocabulary projection with its loss: outputs.logits is then None in training with labels.")
     ] = False
     lora_rank: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Train LoRA adapters of this rank, the rest frozen (needs the extra peft)."),
+        int | None, typer.Option(min=1, metavar="N", help="Train LoRA adapters of this rank, the rest frozen (needs the extra peft).")
     ] = None
     lora_targets: Annotated[
         str | None,
         typer.Option(metavar="NAMES", help="Projections that get an adapter, comma-separated; else every linear one but the head."),
     ] = None
-    block_classes: BlockClasses = None
-    auto_class: AutoClass = None
+    block_classes: Annotated[
+        str | None,
+        typer.Option("--block-classes", metavar="NAMES", help="Classes that become units, comma-separated; else found from the model."),
+    ] = None
+    auto_class: Annotated[
+        str | None,
+        typer.Option(
+            "--auto-class", metavar="CLASS", help="Class to build, such as AutoModelForCausalLM; else found from the configuration."
+        ),
+    ] = None
 
 
-def takes_request(command: Callable[..., None], *, leave_out: tuple[str, ...] = ()) -> Callable[..., None]:
-    """A command for typer whose arguments are a `Request`'s and the command's own.
+def with_flags(command: Callable[..., None], *names: str, make: Callable[..., object] = dict, leave_out: str = "") -> Callable[..., None]:
+    """Return a command for typer that has shared flags beside its own options.
 
     Args:
-        command: its first parameter takes the request, the others are options.
-        leave_out: fields that are no options of this command and keep their default.
+        command: its first parameter takes `make(**flags)`; the others are its own options.
+        names: fields of `Request` that are flags of this command; none for all.
+        make: `Request`, or dict where a command has only some of the flags.
+        leave_out: a field that is no flag of this command and keeps its default.
     """
     hints = get_type_hints(Request, include_extras=True)
     shared = [
@@ -133,16 +125,21 @@ def takes_request(command: Callable[..., None], *, leave_out: tuple[str, ...] = 
             annotation=hints[field.name],
         )
         for field in fields(Request)
-        if field.name not in leave_out
+        if field.name != leave_out and (not names or field.name in names)
     ]
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in inspect.signature(command, eval_str=True).parameters.values()][1:]
 
     @wraps(command)
-    def run(**options) -> None:
-        asked = {parameter.name: options.pop(parameter.name) for parameter in shared}
-        with errors_in_one_line():
-            command(Request(**asked), **options)
+    def run(**options: object) -> None:
+        flags = {parameter.name: options.pop(parameter.name) for parameter in shared}
+        command(make(**flags), **options)
 
-    run.__signature__ = inspect.Signature([*shared, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own)])
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in run.__signature__.parameters.values()}
+    run.__signature__ = inspect.Signature([*own, *shared] if names else [*shared, *own])  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*shared, *own)}
     return run
+
+
+def stated(flags: Mapping[str, Any]) -> list[str]:
+    """Return the flags that do not have their default, as they are written."""
+    defaults = {field.name: field.default for field in fields(Request)}
+    return [f"--{name.replace('_', '-')}" for name, value in flags.items() if value != defaults[name]]

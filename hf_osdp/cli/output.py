@@ -1,4 +1,4 @@
-"""Where text, JSON and errors go."""
+"""Where text and JSON go."""
 
 from __future__ import annotations
 
@@ -7,48 +7,51 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-import typer
-
-from ..errors import InfeasibleError, OSDPError
 from ..report.plan_file import write_json
 
-INFEASIBLE, WRONG = 1, 2
-"""Exit codes: no plan fits; wrong input, or a model or file that cannot be read."""
 _WIDTH = 100
 """Columns where the output is no terminal."""
 
-_AS_WRITTEN = {"markup": False, "emoji": False}
-"""Names come from models and files; rich would take `[bold]` or `:+1:` in them for its own."""
-
 
 class Output:
-    """Tables on stdout unless JSON goes there; what is under way on stderr.
+    """Tables on stdout unless JSON goes there; progress on stderr.
 
     Args:
         json_file: where JSON is to go: a file, `-` for stdout, None for nowhere.
+        plot: a file that a chart will be drawn to.
+        output: a file that will be written.
 
     Raises:
-        ValueError: the file's folder does not exist.
+        ValueError: a file's folder does not exist, or the plot's format is not known; nothing has been computed by then.
     """
 
-    def __init__(self, json_file: str | None):
+    def __init__(self, json_file: str | None = None, *, plot: Path | None = None, output: Path | None = None) -> None:
         from rich.console import Console
 
         self._json_file = json_file
-        if json_file not in (None, "-"):
-            check_folder(Path(json_file), "--json")
-        console = Console(quiet=json_file == "-", **_AS_WRITTEN)
-        self.console = console if console.is_terminal else Console(quiet=json_file == "-", width=_WIDTH, **_AS_WRITTEN)
-        self.progress = Console(stderr=True, **_AS_WRITTEN)
+        if json_file is not None and json_file != "-":
+            _check_folder(Path(json_file), "--json")
+        if output is not None:
+            _check_folder(output, "--output")
+        if plot is not None:
+            from ..report.plots import check_plot_path
+
+            check_plot_path(plot)
+        # names come from models and files; rich would take `[bold]` or `:+1:` in them for its own
+        self.console = Console(quiet=json_file == "-", markup=False, emoji=False)
+        if not self.console.is_terminal:
+            self.console = Console(quiet=json_file == "-", width=_WIDTH, markup=False, emoji=False)
+        self.progress = Console(stderr=True, markup=False, emoji=False)
 
     def print(self, *parts: object) -> None:
-        """Tables and lines, each on its own."""
+        """Print tables and lines, each on its own."""
         for part in parts:
             self.console.print(part, highlight=False)
 
-    def write(self, content: dict) -> None:
-        """The JSON, where it was asked for."""
+    def write(self, content: dict[str, Any]) -> None:
+        """Write the JSON, where it was asked for."""
         if self._json_file == "-":
             sys.stdout.write(json.dumps(content, indent=1) + "\n")
         elif self._json_file is not None:
@@ -57,7 +60,7 @@ class Output:
 
     @contextmanager
     def working(self, text: str) -> Iterator[None]:
-        """A line on a terminal's stderr while something takes time."""
+        """Show a line on a terminal's stderr while something takes time."""
         if not self.progress.is_terminal:
             yield
             return
@@ -65,32 +68,6 @@ class Output:
             yield
 
 
-def check_folder(path: Path, option: str) -> None:
-    """Refuse a file whose folder is missing, before anything is computed.
-
-    Raises:
-        ValueError: there is no such folder.
-    """
+def _check_folder(path: Path, option: str) -> None:
     if not path.parent.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {str(path.parent)!r}; make it, or name another.")
-
-
-@contextmanager
-def errors_in_one_line() -> Iterator[None]:
-    """End a command with one line on stderr where the user or the model is at fault; other errors keep their traceback.
-
-    Raises:
-        typer.Exit: with code 1 where no plan fits, 2 for everything else.
-    """
-    try:
-        yield
-    except InfeasibleError as error:
-        _end(error, INFEASIBLE)
-    except (OSDPError, ValueError, OSError) as error:
-        _end(error, WRONG)
-
-
-def _end(error: Exception, code: int) -> None:
-    text = " ".join(str(error).split())
-    typer.echo(f"hf-osdp: {text}", err=True)
-    raise typer.Exit(code) from error

@@ -1,10 +1,11 @@
-"""Accelerate's `Accelerator`, running a plan: the same loop, another layout for each unit."""
+"""`OSDPAccelerator`: Accelerate's `Accelerator` that shards each unit as a plan says."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,39 +14,41 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils import DistributedType, DynamoBackend, ProjectConfiguration
 from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from ..checkpoint.writer import CheckpointWriter
-from ..distributed.roll_call import compare_versions, roll_call
+from ..distributed.process_group import check_ranks, wait_for_ranks
 from ..distributed.stop import Stopped
-from ..distributed.waiting import wait_for_ranks
-from ..measurement.loop_meter import LoopWatch
+from ..measurement.loop_meter import LoopMeter
 from ..measurement.step_meter import Observation
 from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
-from ..planning import out_of_memory as oom
 from ..planning.config import OSDPConfig
-from ..planning.plan_run import PlannedRun, RunFacts, plan_run
-from ..planning.run_checks import frozen_given, project_folder
+from ..planning.out_of_memory import OutOfMemoryHandler
+from ..planning.plan_run import PlannedRun, plan_run
+from ..planning.preflight.folder import RunFolder
+from ..planning.problem import RunFacts
 from ..sharding.accumulation import micro_step
 from ..sharding.clip import clip_grad_norm_
 from ..sharding.environment import form_process_group, prepare_model
 from ..sharding.host_offload import uses_host
 from ..sharding.scaler import OSDPGradScaler
 from ..sharding.state import full_state_dict
-from .accelerator_options import accelerator_options
-from .announce import announce_plan, announce_result, shown_while_planning
+from .announce import announce_plan, announce_result, planning_status
 from .checkpoints import AcceleratorCheckpoints
 from .launch import launch_request, launched_world_size
-from .measuring import watch_loop
-from .optimizers import spec_of_optimizer, spec_of_trainer_name
+from .optimizers import frozen_parameters, spec_of_optimizer, spec_of_trainer_name
 from .plugin import OSDPPlugin, offloads, plugin_for, precision_of
 from .samples import batch_size_of, batches_of_loader
-from .sharding import change_alone, check_bound, shard_model
+from .sharding import apply_alone, check_bound, shard_model
+
+_REFUSED = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
+"""Arguments of `Accelerator` that decide how the model is laid out."""
+_SIGNATURE = inspect.signature(Accelerator.__init__)
 
 
 class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
@@ -79,20 +82,19 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     def __init__(
         self, *args: Any, osdp: OSDPConfig | Mapping[str, object] | None = None, osdp_plugin: OSDPPlugin | None = None, **kwargs: Any
     ):
-        options = accelerator_options(args, kwargs)
+        options = _by_name(args, kwargs)
         request = launch_request()
         plugin = plugin_for(osdp, osdp_plugin, options.pop("fsdp_plugin", None), request)
         cpu = options.pop("cpu", False) or bool(request and request.use_cpu) or not torch.accelerator.is_available()
         self._run: PlannedRun | None = None
-        self._watch: LoopWatch | None = None
+        self._watch: LoopMeter | None = None
+        self._out_of_memory: OutOfMemoryHandler | None = None
         self._measured: Observation | None = None
         self._writer: CheckpointWriter | None = None
         self._earlier_error = id(sys.exc_info()[1])  # that is being handled: a training that failed before this one
-        formed = dist.is_initialized()
-        with nullcontext() if _meets_elsewhere(options.get("kwargs_handlers")) else roll_call():
-            super().__init__(fsdp_plugin=plugin, cpu=cpu, **options)
-        if formed:  # by TrainingArguments, or by the script
-            compare_versions()
+        if dist.is_initialized() or not _meets_elsewhere(options.get("kwargs_handlers")):
+            check_ranks()
+        super().__init__(fsdp_plugin=plugin, cpu=cpu, **options)
         if self.num_processes == 1 and launched_world_size() > 1:
             raise ValueError(
                 f"{launched_world_size()} processes were launched, but this one sees no other;"
@@ -104,16 +106,14 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         self._join_fsdp(plugin)
         self._choose_scaler()
 
-    # ------------------------------------------------------------------------------------------------------- planning
-
     @property
     def planned_run(self) -> PlannedRun | None:
-        """The plan with all that it was made from; None before planning."""
+        """The plan with what it was made from; None before planning."""
         return self._run
 
     @property
     def measured(self) -> Observation | None:
-        """What the first optimizer steps of the loop showed, the same on every process; None before they ended."""
+        """Measurement of the loop's first optimizer steps, the same on every process; None before they ended."""
         return self._measured
 
     def plan(
@@ -140,29 +140,25 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             InfeasibleError: no plan meets the memory limit.
         """
         config = self.plugin.osdp
-        facts = self._facts(
-            sequence_length=sequence_length or config.sequence_length,
-            global_batch_size=global_batch_size or config.global_batch_size,
-            micro_batch_size=config.micro_batch_size,
-            optimizer=optimizer,
-        )
-        self._make_plan(model, facts)
-        self.gradient_accumulation_steps = self._run.plan.accumulation_steps
-        announce_plan(self._run, is_rank_zero=self.is_main_process)
-        return self._run.plan
+        facts = self._facts(sequence_length or config.sequence_length, global_batch_size or config.global_batch_size, optimizer)
+        run = self._make_plan(model, replace(facts, micro_batch_size=config.micro_batch_size))
+        self.gradient_accumulation_steps = run.plan.accumulation_steps
+        return run.plan
 
-    def _make_plan(self, model: nn.Module, facts: RunFacts) -> None:
-        """Plan, and take the plan up."""
+    def _make_plan(self, model: nn.Module, facts: RunFacts) -> PlannedRun:
+        """Plan, adopt the plan, and print it."""
         prepare_model(model, facts.precision)
-        with shown_while_planning(is_rank_zero=self.is_main_process):
+        with planning_status(is_rank_zero=self.is_main_process):
             run = plan_run(model, self.plugin.osdp, facts)
         self.adopt(run)
+        announce_plan(run, is_rank_zero=self.is_main_process)
+        return run
 
     def adopt(self, run: PlannedRun) -> None:
-        """Run this plan. When gradients are reduced is then up to `no_sync`, not to Accelerate.
+        """Use this plan in `prepare`; when gradients are reduced is then decided by `no_sync`, not by Accelerate.
 
-        Units on the host are FSDP2's to run, and so is its mixed precision where the plan was made for that and not for autocast: FSDP
-        then takes charge of a single process, too.
+        FSDP2 runs units on the host, and its own mixed precision where the plan was not made for autocast: FSDP then takes charge of a
+        single process, too.
         """
         self._run = run
         precision = run.job.precision
@@ -172,14 +168,13 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             self._choose_scaler()
         self.gradient_state.plugin_kwargs["sync_each_batch"] = False
 
-    def _plan_for(self, objects: Iterable[Any]) -> None:
+    def _plan_for(self, objects: Sequence[Any]) -> None:
         """Plan for what was given to `prepare`."""
-        objects, config = list(objects), self.plugin.osdp
+        config = self.plugin.osdp
         model = next(o for o in objects if isinstance(o, nn.Module))
         loader = next((o for o in objects if isinstance(o, DataLoader)), None)
         optimizer = next((o for o in objects if isinstance(o, torch.optim.Optimizer)), None)
-        length, micro, inputs = config.sequence_length, config.micro_batch_size, None
-        global_batch = config.global_batch_size
+        length, micro, inputs, global_batch = config.sequence_length, config.micro_batch_size, None, config.global_batch_size
         if loader is not None:
             inputs, length = batches_of_loader(loader, model, length)
             size = batch_size_of(loader, share=self.num_processes if self.split_batches else 1)
@@ -194,51 +189,41 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
                         f" {self.gradient_accumulation_steps} accumulation steps make {steps}; make them agree."
                     )
                 global_batch = steps
-        facts = self._facts(sequence_length=length, global_batch_size=global_batch, micro_batch_size=micro, optimizer=optimizer)
-        self._make_plan(model, replace(facts, inputs=inputs))
+        facts = replace(self._facts(length, global_batch, optimizer), micro_batch_size=micro, inputs=inputs)
+        run = self._make_plan(model, facts)
         if loader is None:
-            self.gradient_accumulation_steps = self._run.plan.accumulation_steps
-        announce_plan(self._run, is_rank_zero=self.is_main_process)
+            self.gradient_accumulation_steps = run.plan.accumulation_steps
 
     def _facts(
-        self,
-        *,
-        sequence_length: int | None,
-        global_batch_size: int | None,
-        micro_batch_size: int | None,
-        optimizer: torch.optim.Optimizer | OptimizerSpec | None,
+        self, sequence_length: int | None, global_batch_size: int | None, optimizer: torch.optim.Optimizer | OptimizerSpec | None
     ) -> RunFacts:
-        """What is known about the run; what is not is named with the way to say it."""
+        """Return what is known about the run; a size that is not known is an error with the way to state it."""
         if sequence_length is None:
             raise ValueError("The sequence length is not known; give OSDPConfig(sequence_length=...) or accelerator.plan(...).")
         if global_batch_size is None:
             raise ValueError("The batch size is not known; give prepare a DataLoader, or give OSDPConfig(global_batch_size=...).")
         config, device_type = self.plugin.osdp, self.device.type
-        trains, in_vain = optimizer is not None, frozen_given(optimizer)
         if optimizer is None:
-            optimizer = spec_of_trainer_name("adamw_torch", device_type=device_type)
-        elif isinstance(optimizer, torch.optim.Optimizer):
-            optimizer = spec_of_optimizer(optimizer, device_type=device_type)
-        wants_sync = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+            spec = spec_of_trainer_name("adamw_torch", device_type=device_type)
+        else:
+            spec = optimizer if isinstance(optimizer, OptimizerSpec) else spec_of_optimizer(optimizer, device_type=device_type)
+        syncs_each_batch = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         return RunFacts(
             world_size=self.num_processes,
             device_type=device_type,
             precision=precision_of(self.mixed_precision, self.plugin.mixed_precision_policy, alone=not self.is_fsdp2),
+            optimizer=spec,
             sequence_length=sequence_length,
             global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            reduce_every_micro_step=config.reduce_every_micro_step if not wants_sync else True,
-            optimizer=optimizer,
+            reduce_every_micro_step=True if syncs_each_batch else config.reduce_every_micro_step,
             holds_outputs=True,  # the usual loop names them: `out = model(**batch); accelerator.backward(out.loss)`
             activation_checkpointing=bool(self.plugin.activation_checkpointing),
             checkpoint_wrapper=bool(self.plugin.activation_checkpointing),
             cpu_offload=offloads(self.plugin),
-            trains=trains,
-            frozen_in_optimizer=in_vain,
+            trains=optimizer is not None,
+            frozen_in_optimizer=frozen_parameters(optimizer),
             folder=project_folder(self.project_configuration),
         )
-
-    # ------------------------------------------------------------------------------------------------------- preparing
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As `Accelerator.prepare`; a model may also come without an optimizer, for evaluation."""
@@ -250,8 +235,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             else:
                 self._check_loaders(args)
             if not self.is_fsdp2 and not any(known is model for known in self._models):
-                change_alone(model, self._run, [a for a in args if isinstance(a, torch.optim.Optimizer)])
-                self._watch_memory(model)
+                apply_alone(model, self._run, [a for a in args if isinstance(a, torch.optim.Optimizer)])
+                self._explain_memory_of(model)
         trains = any(isinstance(a, torch.optim.Optimizer) for a in args)
         if model is None or not self.is_fsdp2 or trains:
             result = super().prepare(*args, device_placement=device_placement)
@@ -260,7 +245,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             result = prepared if len(prepared) > 1 else prepared[0]
         if trains and self.reports_steps and self._watch is None and self._run is not None and self._models:
             skips = self.scaler is not None and self.scaler.is_enabled()
-            self._watch = watch_loop(self._models[-1], self._run.plan, self._tell, device=self.device, skips=skips)
+            micro_steps = self._run.plan.accumulation_steps if skips else None
+            self._watch = LoopMeter(self._models[-1], self.device, self._report, micro_steps=micro_steps)
         return result
 
     def _check_models(self, models: Sequence[nn.Module]) -> None:
@@ -273,15 +259,15 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             )
 
     def _check_loaders(self, objects: Iterable[Any]) -> None:
-        """Refuse training batches that the plan was not made for. The first loader trains; others may be for evaluation."""
+        """Refuse training batches of another size than the plan's. The first loader trains; others may be for evaluation."""
         share = self.num_processes if self.split_batches else 1
         loader = next((o for o in objects if isinstance(o, DataLoader)), None)
         size = None if loader is None else batch_size_of(loader, share=share)
-        wanted = self._run.plan.micro_batch_size
-        if size not in (None, wanted):
+        planned = self._run.plan.micro_batch_size
+        if size not in (None, planned):
             raise ValueError(
-                f"The plan runs {wanted} samples at once, but the first DataLoader gives {size};"
-                f" use batch_size={wanted * share} for training, and give that DataLoader first."
+                f"The plan runs {planned} samples at once, but the first DataLoader gives {size};"
+                f" use batch_size={planned * share} for training, and give that DataLoader first."
             )
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
@@ -303,22 +289,21 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         result[models[0]] = model
         return tuple(result)
 
-    def _tell(self, measured: Observation) -> None:
-        """The estimate beside the first steps of the loop; into `project_dir` too, where there is one."""
+    def _report(self, measured: Observation) -> None:
+        """Print the estimate beside the measurement; write it into `project_dir` too, if there is one."""
         self._measured = measured
         if self.project_dir is not None:
             Path(self.project_dir).mkdir(parents=True, exist_ok=True)
         announce_result(self._run, measured, output_dir=self.project_dir, is_rank_zero=self.is_main_process)
 
     def wait_for_everyone(self) -> None:
-        """As stock, but on the host: a rank may save for longer than NCCL waits, and sees perhaps no GPU of its local rank's number."""
+        """Wait on the host, since a rank may save for longer than NCCL waits, and may see no GPU of its local rank's number."""
         wait_for_ranks()
 
     def end_training(self) -> None:
-        """As stock; the last checkpoint is complete then, and a loop of fewer steps than are watched tells its estimate beside its
-        measurement here.
+        """Complete the last checkpoint, report a loop of fewer steps than are measured, and end as stock does.
 
-        While an exception is on its way, as in a `finally`, other ranks may be elsewhere: only trackers end then. `StopSignal.exit` is a
+        While an exception propagates, as in a `finally`, other ranks may be elsewhere: only trackers end then. `StopSignal.exit` is a
         normal end.
         """
         error = sys.exc_info()[1]
@@ -326,7 +311,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             for tracker in self.trackers:
                 tracker.finish()
             return
-        oom.rest()
         if self._watch is not None:
             self._watch.finish()
         if self._writer is not None:
@@ -334,30 +318,38 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         super().end_training()
 
     def _shard(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> nn.Module:
-        """Checkpointing first, then the plan: a unit is the wrapped block."""
+        """Wrap blocks for checkpointing first, then apply the plan: a unit is the wrapped block."""
         if self.plugin.activation_checkpointing:
             self.plugin.transformer_cls_names_to_wrap = list(self._run.description.block_classes)
             self.plugin.set_auto_wrap_policy(model)
             model = fsdp2_apply_ac(self, model)
         model = shard_model(model, self._run, self.plugin, optimizers, device=self.device)
-        self._watch_memory(model)
+        self._explain_memory_of(model)
         return model
 
-    def _watch_memory(self, model: nn.Module) -> None:
-        """Errors of memory say from here on where they are, and what is safer."""
-        run, config = self._run, self.plugin.osdp
-        oom.watch(model, run.plan, run.description.units, problem=run.problem, on_oom=config.on_oom, device=self.device)
+    def _explain_memory_of(self, model: nn.Module) -> None:
+        """Explain errors of memory in this model's training from here on."""
+        run, on_oom = self._run, self.plugin.osdp.on_oom
+        self._out_of_memory = OutOfMemoryHandler(model, run.plan, run.units, problem=run.problem, on_oom=on_oom, device=self.device)
+
+    @contextmanager
+    def out_of_memory_explained(self) -> Iterator[None]:
+        """Give an error of memory inside its explanation, once a model has been prepared."""
+        try:
+            yield
+        except Exception as error:
+            if self._out_of_memory is not None:
+                self._out_of_memory.handle(error)
+            raise
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """As `Accelerator.backward`; an error of memory in it is explained."""
-        with oom.explained():
+        with self.out_of_memory_explained():
             super().backward(loss, **kwargs)
-
-    # --------------------------------------------------------------------------------------------- gradients and state
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """One micro-step that is not the last: what is reduced in it is the plan's choice."""
+        """Run one micro-step that is not the last: the plan decides what is reduced in it."""
         if not self.is_fsdp2:
             with super().no_sync(model):
                 yield
@@ -366,32 +358,25 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """Whole weights under their Hugging Face names, as copies; empty on ranks other than 0."""
+        """Return whole weights under their Hugging Face names, as copies; empty on ranks other than 0."""
         return full_state_dict(model) if self.is_fsdp2 else super().get_state_dict(model, unwrap=unwrap)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Clip by the norm over all units, whatever mesh each is on.
-
-        Returns:
-            The norm before clipping.
-        """
+        """Clip by the norm over all units, whatever mesh each is on, and return the norm before clipping."""
         if not self.is_fsdp2:
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         self.unscale_gradients()
         return clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip each element; shards are clipped where they lie."""
+        """Clip each element, of shards in place."""
         self.unscale_gradients()
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         for gradient in (p.grad for p in parameters if p.grad is not None):
             getattr(gradient, "_local_tensor", gradient).clamp_(-clip_value, clip_value)
 
-    # ----------------------------------------------------------------------------------------------------- construction
-
     def _join_fsdp(self, plugin: OSDPPlugin, *, alone: bool = False) -> None:
-        """Put FSDP in charge: Accelerate does so for several processes on every kind of device but the CPU, and keeps a first
-        plugin for ever."""
+        """Put FSDP in charge, as Accelerate does for several processes except on the CPU; replace the first plugin, which it keeps."""
         if not alone and self.state.distributed_type not in (DistributedType.MULTI_CPU, DistributedType.FSDP):
             return
         if self.state.mixed_precision != "no" and plugin.mixed_precision_policy is None:
@@ -401,7 +386,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
     def _choose_scaler(self) -> None:
-        """fp16 needs a scaler that reaches the same decision on every rank; the stock one asks the first mesh only."""
+        """Take a scaler that decides the same on every rank; the stock one asks the first mesh only."""
         if self.state.mixed_precision != "fp16" or not self.is_fsdp2:
             return
         options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
@@ -412,3 +397,26 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
 def _meets_elsewhere(handlers: Iterable[Any] | None) -> bool:
     """Whether `InitProcessGroupKwargs(init_method=...)` names another place than the launcher's variables."""
     return any(getattr(handler, "init_method", None) not in (None, "env://") for handler in handlers or ())
+
+
+def _by_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of `Accelerator` by name.
+
+    Raises:
+        TypeError: `Accelerator` has no such argument.
+        ValueError: an argument lays the model out in another way than a plan.
+    """
+    options = dict(_SIGNATURE.bind(None, *args, **kwargs).arguments)
+    del options["self"]
+    if other := next((name for name in _REFUSED if options.get(name) is not None), None):
+        raise ValueError(f"{other} and OSDP both decide how the model is laid out; leave {other} out, or use accelerate's Accelerator.")
+    return options
+
+
+def project_folder(project: ProjectConfiguration) -> RunFolder | None:
+    """Return where an Accelerate loop writes, with the number of checkpoints if Accelerate names them; None without a folder."""
+    if project.project_dir is None:
+        return None
+    if not project.automatic_checkpoint_naming:
+        return RunFolder(path=project.project_dir, saves=False)
+    return RunFolder(path=Path(project.project_dir) / "checkpoints", limit=project.total_limit)

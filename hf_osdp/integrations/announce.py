@@ -1,4 +1,4 @@
-"""What a person sees of a run, on rank 0: the plan before it, the estimate beside the measurement after it."""
+"""Print a run's plan before it, and estimate beside measurement after it, on rank 0."""
 
 from __future__ import annotations
 
@@ -15,31 +15,29 @@ from ..planner.hardware import Collective
 from ..planning.plan_run import PlannedRun
 from ..planning.recalibrate import Round
 from ..quantities import format_seconds
-from ..report.content import REPORT_FILE, report_content, write_report
+from ..report.content import report_content, write_report
 from ..report.plan_file import PlanInputs
 from ..report.run_tables import TrialRow, outcome_table, trials_table
 from ..report.tables import comparison_table, plan_caption, plan_table
-
-__all__ = ["REPORT_FILE", "announce_plan", "announce_result"]
 
 _WIDTH = 100
 """Columns where the output is no terminal."""
 
 
 @contextmanager
-def shown_while_planning(*, is_rank_zero: bool) -> Iterator[None]:
-    """Say on rank 0's terminal, if it has one, what is going on while a plan is made; it may take a while."""
+def planning_status(*, is_rank_zero: bool) -> Iterator[None]:
+    """Show on rank 0's terminal, if it has one, that a plan is being made."""
     if not (is_rank_zero and sys.stderr.isatty()):
         yield
         return
     console = Console(stderr=True, force_jupyter=False)
     text = "Describing the model, measuring the machine, searching for a plan"
-    with console.status(text, refresh_per_second=2):  # by a thread: seldom, beside what is measured
+    with console.status(text, refresh_per_second=2):  # by a thread, beside measurements
         yield
 
 
 def announce_plan(run: PlannedRun, *, is_rank_zero: bool) -> None:
-    """Print the plan, with other strategies and plans that were tried beside it, and what the checks before the start found, if any."""
+    """Print the plan, other strategies and plans that were tried, and the findings of the preflight checks."""
     if not is_rank_zero:
         return
     console, estimate = _console(), _estimate(run)
@@ -96,7 +94,7 @@ def announce_result(run: PlannedRun, measured: Observation, *, output_dir: str |
 
 
 def observation_content(observed: Observation) -> dict:
-    """An observation as plain values; bytes and seconds of one optimizer step."""
+    """Return an observation as plain values; bytes and seconds of one optimizer step."""
     return {
         "steps": observed.steps,
         "median_step_s": observed.median_step_s,
@@ -139,7 +137,7 @@ def _trial_rows(run: PlannedRun) -> list[TrialRow]:
 
 
 def _collectives(estimate: PlanEstimate, measured: Observation) -> list[tuple[str, float | None, float | None]]:
-    """Each kind that the plan uses: seconds of a step, estimated and measured."""
+    """Return name, estimated and measured seconds of a step of each collective that the plan uses."""
     rows = []
     for kind in Collective:
         estimated = None if estimate.collectives is None else estimate.collectives[kind]
@@ -158,8 +156,7 @@ def _estimate(run: PlannedRun) -> PlanEstimate:
 
 
 def _console() -> Console:
-    """Where a run's tables go. In a notebook rich would send them to the page by a way that does not work in the processes that a
-    notebook forks, and its kernels ask for colours though they are no terminals."""
+    """Return the console of a run's tables; rich's own notebook output does not work in processes that a notebook forks."""
     if sys.stdout.isatty():
         return Console(force_jupyter=False, markup=False, emoji=False)  # names of a model are as they are
     return Console(width=_WIDTH, force_jupyter=False, force_terminal=False, markup=False, emoji=False)

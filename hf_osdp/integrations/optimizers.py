@@ -1,4 +1,4 @@
-"""Which optimizer will run, as the planner counts it: tensors of state, and how the step goes through memory."""
+"""The optimizer that will run, as the planner counts it: tensors of state, and how the step goes through memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TRAINER_NAMES = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "
 
 
 def spec_of_optimizer(optimizer: torch.optim.Optimizer, *, device_type: str) -> OptimizerSpec:
-    """What an optimizer of `torch.optim` will hold.
+    """Return what an optimizer of `torch.optim` will hold.
 
     Args:
         optimizer: plain, or wrapped by Accelerate.
@@ -36,7 +36,7 @@ def spec_of_optimizer(optimizer: torch.optim.Optimizer, *, device_type: str) -> 
 
 
 def spec_of_trainer_name(name: str, *, device_type: str) -> OptimizerSpec:
-    """What the optimizer that `TrainingArguments(optim=...)` names will hold.
+    """Return what the optimizer that `TrainingArguments(optim=...)` names will hold.
 
     Args:
         name: for example `adamw_torch_fused`.
@@ -54,9 +54,16 @@ def spec_of_trainer_name(name: str, *, device_type: str) -> OptimizerSpec:
 
 
 def _step(fused: bool | None, foreach: bool | None, device_type: str) -> OptimizerStep:
-    """torch's own choice where the user made none: foreach on accelerators, one tensor after the other on the CPU."""
+    """Return how the step runs; torch's default is foreach on accelerators and one tensor after the other on the CPU."""
     if fused:
         return OptimizerStep.FUSED
     if foreach or (foreach is None and fused is None and device_type != "cpu"):
         return OptimizerStep.FOREACH
     return OptimizerStep.FOR_LOOP
+
+
+def frozen_parameters(optimizer: object) -> int:
+    """Return how many frozen parameters an optimizer was given; 0 where there is none yet."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return 0
+    return sum(not parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,20 +16,20 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint.loop import Stateful, load_loop, save_loop
 from ..checkpoint.writer import CheckpointWriter
-from ..distributed.consensus import on_rank_zero, require_same_run
-from ..distributed.mesh import Meshes
-from ..distributed.restart import check_on_oom
-from ..measurement.loop_meter import LoopWatch
+from ..distributed.consensus import on_rank_zero
+from ..distributed.mesh import world_size
+from ..measurement.loop_meter import LoopMeter
 from ..measurement.step_meter import Observation
-from ..modeling.split.candidates import cut_units
 from ..planner.description import DType
-from ..planner.hardware import Hardware
-from ..planner.job import OptimizerSpec, Precision
+from ..planner.job import OptimizerSpec, OptimizerStep, Precision
 from ..planner.plan import Plan
-from ..planning.loop_checks import say_what_is_found
-from ..planning.out_of_memory import explained, shared_problem, watch
-from ..planning.preflight.model import check_model
-from ..planning.wanted import Found, Wanted
+from ..planner.search.search import SearchResult
+from ..planning.config import OSDPConfig, merged_config
+from ..planning.out_of_memory import OutOfMemoryHandler
+from ..planning.plan_run import PlannedRun, plan_run
+from ..planning.preflight.findings import Severity
+from ..planning.problem import RunFacts
+from ..planning.recalibrate import Round
 from ..quantities import format_bytes, format_seconds
 from ..sharding.accumulation import micro_step
 from ..sharding.apply import apply_plan
@@ -40,12 +41,6 @@ from ..sharding.scaler import OSDPGradScaler
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.verify import verify_applied
 
-if TYPE_CHECKING:
-    from ..modeling.batch import Inputs
-    from ..planner.profile import Profile
-    from ..planner.search.search import SearchResult
-    from ..planning.recalibrate import Round
-
 _log = logging.getLogger(__name__)
 
 
@@ -53,9 +48,8 @@ class OptimalShardedDataParallel(nn.Module):
     """Shards a model by the fastest plan that fits, and behaves like the model. Every rank makes it, from the same model.
 
     ```python
-    model = OptimalShardedDataParallel(
-        GPT2LMHeadModel(config), memory_limit="8GiB", sequence_length=512, global_batch_size=64
-    )
+    config = OSDPConfig(memory_limit="8GiB", sequence_length=512, global_batch_size=64)
+    model = OptimalShardedDataParallel(GPT2LMHeadModel(model_config), config)
     optimizer = torch.optim.AdamW(model.parameters())
     for batches in loader:                       # model.plan.accumulation_steps micro-batches of model.plan.micro_batch_size
         for number, batch in enumerate(batches, start=1):
@@ -87,57 +81,19 @@ class OptimalShardedDataParallel(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        plan: Plan | str | Path | None = None,
+        config: OSDPConfig | Mapping[str, object] | None = None,
         *,
-        memory_limit: int | float | str | None = None,
-        memory_margin: float | None = None,
-        sequence_length: int | None = None,
-        global_batch_size: int | None = None,
-        micro_batch_size: int | None = None,
-        strategy: str | None = None,
-        block_classes: str | Sequence[str] | None = None,
         mixed_precision: str = "no",
-        hardware: Hardware | str | None = None,
         optimizer: OptimizerSpec | None = None,
-        inputs: Inputs | None = None,
-        profile: Profile | str | Path | None = None,
-        recalibrate: bool = False,
-        recompute: bool | None = None,
-        host_offload: bool | None = None,
-        offload_activations: bool | None = None,
-        reduce_every_micro_step: bool | None = None,
-        operator_splitting: bool = True,
-        on_oom: str = "raise",
     ) -> None:
-        """
+        """Plan for the model, or take the configuration's plan, and shard the model. Collective.
+
         Args:
             model: unsharded, equal in structure on every rank; rank 0's weights count.
-            plan: a plan or its file; None plans here. A given plan is held against `memory_limit` and the three sizes below,
-                where they are given; `strategy`, `hardware`, `optimizer` and `inputs` are for planning only.
-            memory_limit: bytes on each device, or text such as `"8GiB"`; None takes what the hardware has.
-            memory_margin: share of the limit that the plan leaves free; None: 0.04 on CUDA, nothing on the CPU.
-            sequence_length: tokens of one sample.
-            global_batch_size: samples of one optimizer step over all ranks.
-            micro_batch_size: samples a rank runs at once; None lets the planner choose.
-            strategy: the name of a single strategy; None is `"osdp"`.
-            block_classes: class names of the blocks, in a sequence or as text with commas; None finds them.
+            config: what to plan for; planning needs `sequence_length` and `global_batch_size`. A given `plan` runs as it is; the
+                sizes and `memory_limit`, where they are set, must agree with it.
             mixed_precision: `"no"`, `"bf16"` or `"fp16"`.
-            hardware: what to plan for, or the name of a preset: one node with a device for each process. None measures this
-                machine.
-            optimizer: what the optimizer will hold; None stands for `torch.optim.AdamW(model.parameters())`, which steps with
-                foreach kernels on CUDA and one tensor after the other on the CPU.
-            inputs: for models that are not from transformers: a function from a number of samples to forward's keyword
-                arguments, labels included.
-            profile: what was measured on this machine, or the file of it, in place of `hardware`.
-            recalibrate: before this returns, try the plan for a few steps on a throw-away copy of the model, correct the
-                estimates by what is seen, and plan again, until the plan stands (at most 3 rounds). What runs was tried and fits.
-            recompute: True recomputes every block in backward, False none; None leaves this and the next three to the planner.
-            host_offload: True holds the states of every unit on the host, False of none.
-            offload_activations: True has what every block saves for backward wait on the host, False of none.
-            reduce_every_micro_step: True reduces all gradients in each micro-step, False in the last.
-            operator_splitting: whether blocks may be cut into operator units, and operators into slices.
-            on_oom: out of device memory all the same: `"raise"` says where and which plan is safer; `"replan"` starts the program again on
-                all ranks, with the same command line, by that plan. The loop then goes on from its own last checkpoint.
+            optimizer: what the optimizer will hold; None stands for `torch.optim.AdamW(model.parameters())`.
 
         Raises:
             InfeasibleError: no plan meets the limit.
@@ -145,86 +101,65 @@ class OptimalShardedDataParallel(nn.Module):
             HardwareError: the hardware's name is not known.
             ProfileError: the profile cannot be read, or holds times of another model.
             PreflightError: the run would fail, or train something else than was meant.
-            ValueError: an argument is missing, out of range, or of no use beside a plan.
+            ValueError: an option is missing, out of range, or has no effect here.
         """
         super().__init__()
+        config = merged_config(config)
+        _check(config, optimizer)
         self._precision = Precision.named(mixed_precision)
-        wanted = Wanted(
-            memory_limit=memory_limit,
-            memory_margin=memory_margin,
-            sequence_length=sequence_length,
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            strategy=strategy,
-            block_classes=_names(block_classes),
-            precision=self._precision,
-            hardware=hardware,
-            optimizer=optimizer,
-            inputs=inputs,
-            profile=profile,
-            recalibrate=recalibrate or None,
-            recompute=recompute,
-            host_offload=host_offload,
-            offload_activations=offload_activations,
-            reduce_every_micro_step=reduce_every_micro_step,
-            operator_splitting=None if operator_splitting else False,
-        )
-        wanted.check(planning=plan is None)
-        check_on_oom(on_oom, planning=plan is None)
         form_process_group(needed=self._precision.compute is not None)
-        require_same_run(model, wanted, plan=plan, device_type=training_device().type)
-        check_model(model)
+        device = training_device()
         prepare_model(model, self._precision)
-        self.report: SearchResult | None = None
-        self.rounds: tuple[Round, ...] = ()
+        facts = RunFacts(
+            world_size=world_size(),
+            device_type=device.type,
+            precision=self._precision,
+            optimizer=optimizer or plain_adamw(device.type),
+            sequence_length=config.sequence_length,
+            global_batch_size=config.global_batch_size,
+            micro_batch_size=config.micro_batch_size,
+            reduce_every_micro_step=config.reduce_every_micro_step,
+            estimates_given_plan=False,
+        )
+        run = plan_run(model, replace(config, compare=False), facts)
+        _log_findings(run)
+        self.plan: Plan = run.plan
+        self.report: SearchResult | None = run.search
+        self.rounds: tuple[Round, ...] = run.rounds
         self.measured: Observation | None = None
-        self._writer = CheckpointWriter(settings={"precision": mixed_precision})
-        meshes: Meshes | None = None
-        found: Found | None = None
-        if plan is None:
-            found = wanted.search(model)
-            self.plan, self.rounds, meshes = found.plan, found.rounds, found.meshes
-            self.report = None if found.problem is None else found.problem.result(found.plan)
-        else:
-            self.plan = wanted.load(plan)
-        self._writer.plan = self.plan
-        units = cut_units(model, self.plan.cut, wanted.block_classes, low_precision=self._precision.compute is not None)
-        say_what_is_found(model, self.plan, units, wanted, found)
-        apply_plan(model, self.plan, units, meshes=meshes, mp_policy=mp_policy(self._precision))
-        verify_applied(model, self.plan, units)
-        self.module = move_to_device(model, training_device())
-        problem = shared_problem(None if found is None else found.problem)
-        watch(self.module, self.plan, units, problem=problem, on_oom=on_oom, device=training_device())
+        self._writer = CheckpointWriter(plan=run.plan, settings={"precision": mixed_precision})
+        apply_plan(model, run.plan, run.units, meshes=run.meshes, mp_policy=mp_policy(self._precision))
+        verify_applied(model, run.plan, run.units)
+        self.module = move_to_device(model, device)
+        self._out_of_memory = OutOfMemoryHandler(model, run.plan, run.units, problem=run.problem, on_oom=config.on_oom, device=device)
         prepare_new_optimizers(self.module)
         skips = self._precision.compute is DType.FLOAT16
-        self._watch = LoopWatch(self.module, training_device(), self._tell, micro_steps=self.plan.accumulation_steps if skips else None)
-
-    # ------------------------------------------------------------------------------------------------------- training
+        self._watch = LoopMeter(self.module, device, self._log_measured, micro_steps=self.plan.accumulation_steps if skips else None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward pass.
+        """Run the model's forward pass.
 
         The estimate counts the loss alone as kept until backward. Outputs that are held meanwhile keep their logits too:
         write `loss = model(**batch).loss`.
         """
-        with explained():
+        with self._out_of_memory.explained():
             return self.module(*args, **kwargs)
 
     def micro_step(self, *, is_last: bool = True) -> AbstractContextManager[None]:
-        """Forward and backward of one micro-batch go inside; `is_last` where the optimizer steps after it."""
+        """Return the context for forward and backward of one micro-batch; `is_last` where the optimizer steps after it."""
         return micro_step(self.module, is_last=is_last, plan=self.plan)
 
     def backward(self, loss: torch.Tensor, *, is_last: bool = True) -> None:
-        """`loss.backward()` of one micro-batch, as `micro_step`. The loss is taken as it is: divide it by the number of micro-steps."""
-        with explained(), self.micro_step(is_last=is_last):
+        """Run `loss.backward()` of one micro-batch, as `micro_step`. The loss is taken as it is: divide it by the number of micro-steps."""
+        with self._out_of_memory.explained(), self.micro_step(is_last=is_last):
             loss.backward()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip all gradients as one vector. Collective. Returns the norm before clipping."""
+        """Clip all gradients as one vector, and return the norm before clipping. Collective."""
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     def grad_scaler(self, **kwargs: Any) -> OSDPGradScaler:
-        """The loss scaler for the model's device; without fp16 it is disabled, and the same loop runs.
+        """Return the loss scaler for the model's device; without fp16 it is disabled, and the same loop runs.
 
         Args:
             **kwargs: for `torch.amp.GradScaler`, for example `init_scale`.
@@ -233,8 +168,8 @@ class OptimalShardedDataParallel(nn.Module):
         kwargs.setdefault("enabled", self._precision.compute is DType.FLOAT16)
         return OSDPGradScaler(**kwargs)
 
-    def _tell(self, measured: Observation) -> None:
-        """Keep what the first steps showed; rank 0 logs it."""
+    def _log_measured(self, measured: Observation) -> None:
+        """Keep the measurement of the first steps; rank 0 logs it."""
         self.measured = measured
         if dist.is_initialized() and dist.get_rank():
             return
@@ -244,23 +179,21 @@ class OptimalShardedDataParallel(nn.Module):
         kinds = [f"{t.collective.value.replace('_', '-')} over {t.group_size}: {format_seconds(t.seconds)}" for t in measured.collectives]
         _log.info("Plan %s: peak %s, step %s%s.", self.plan.fingerprint, *texts, "; " + ", ".join(kinds) if kinds else "")
 
-    # ---------------------------------------------------------------------------------------------------------- state
-
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's parameters under its own names: this rank's shards, as DTensors, also right after an evaluation."""
+        """Yield the model's parameters under its own names: this rank's shards, as DTensors, also right after an evaluation."""
         free_gathered(self.module)
         return self.module.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's buffers under its own names."""
+        """Yield the model's buffers under its own names."""
         return self.module.named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The model's state under its own names: shards, as torch.distributed.checkpoint takes them."""
+        """Return the model's state under its own names: shards, as torch.distributed.checkpoint takes them."""
         return self.module.state_dict(*args, **kwargs)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Whole weights on the CPU, on rank 0; an empty dict elsewhere. Collective."""
+        """Return whole weights on the CPU, on rank 0; an empty dict elsewhere. Collective."""
         return full_state_dict(self.module)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
@@ -294,7 +227,7 @@ class OptimalShardedDataParallel(nn.Module):
         self, path: str | Path, optimizer: torch.optim.Optimizer, *, scheduler: Stateful | None = None, scaler: Stateful | None = None,
         progress: Mapping[str, Any] | None = None, sharded: bool = True, in_background: bool = False,
     ) -> None:  # fmt: skip
-        """Write all that the loop goes on from; the folder appears when it is complete. Collective.
+        """Write all that the loop resumes from; the folder appears when it is complete. Collective.
 
         Args:
             path: the checkpoint's folder; `checkpoint-N` is found again by `last_checkpoint`.
@@ -320,7 +253,7 @@ class OptimalShardedDataParallel(nn.Module):
         )  # fmt: skip
 
     def wait_for_checkpoint(self) -> None:
-        """Until the checkpoint that is written in the background is complete. Collective.
+        """Wait until the checkpoint that is written in the background is complete. Collective.
 
         Raises:
             CheckpointError: it could not be written; on every rank.
@@ -330,7 +263,7 @@ class OptimalShardedDataParallel(nn.Module):
     def load_checkpoint(
         self, path: str | Path, optimizer: torch.optim.Optimizer, *, scheduler: Stateful | None = None, scaler: Stateful | None = None
     ) -> dict[str, Any]:  # fmt: skip
-        """Go on from a checkpoint, whatever plan and however many ranks wrote it. Collective.
+        """Load a checkpoint, whatever plan and however many ranks wrote it. Collective.
 
         Args:
             path: the checkpoint's folder.
@@ -355,20 +288,43 @@ class OptimalShardedDataParallel(nn.Module):
             return getattr(self.module, name)
 
 
+def plain_adamw(device_type: str) -> OptimizerSpec:
+    """Return the spec of `torch.optim.AdamW(model.parameters())`: foreach kernels on CUDA, one tensor after the other on the CPU."""
+    return OptimizerSpec(name="adamw", states=2, step=OptimizerStep.FOR_LOOP if device_type == "cpu" else OptimizerStep.FOREACH)
+
+
+def _check(config: OSDPConfig, optimizer: OptimizerSpec | None) -> None:
+    """Refuse what is missing for planning, or has no effect in a plain loop; before anything is changed.
+
+    Raises:
+        ValueError: an option is missing, of no use, or not of its type.
+    """
+    if optimizer is not None and not isinstance(optimizer, OptimizerSpec):
+        kind = type(optimizer).__name__
+        raise ValueError(f"optimizer is of type {kind}; give an OptimizerSpec, and make the optimizer from the sharded model's parameters.")
+    if config.async_save:
+        raise ValueError("async_save=True has no effect in a plain loop; leave it out, and use save_checkpoint(in_background=True).")
+    if config.plan is None:
+        if missing := [name for name in ("sequence_length", "global_batch_size") if getattr(config, name) is None]:
+            raise ValueError(f"Planning needs {' and '.join(missing)}; set {'them' if len(missing) > 1 else 'it'} in OSDPConfig.")
+    elif unused := next((name for name, given in (("optimizer", optimizer), ("inputs", config.inputs)) if given is not None), None):
+        raise ValueError(f"plan runs a given plan as it is, so {unused} would have no effect; leave one of the two out.")
+
+
+def _log_findings(run: PlannedRun) -> None:
+    """Log what the preflight checks found, on rank 0."""
+    if dist.is_initialized() and dist.get_rank():
+        return
+    for finding in run.findings:
+        _log.log(logging.INFO if finding.severity is Severity.NOTE else logging.WARNING, "%s", finding.message)
+
+
 def _stateful(scheduler: Stateful | None, scaler: Stateful | None) -> dict[str, Stateful]:
-    """What has a state, by the name of Accelerate's file."""
+    """Return what has a state, by the name of Accelerate's file."""
     return {name: owner for name, owner in (("scheduler.bin", scheduler), ("scaler.pt", scaler)) if owner is not None}
 
 
 def _beside(estimated: float | None, measured: float | None, text: Callable[[Any], str]) -> str:
-    """`1.2 GiB estimated, 1.1 GiB measured`."""
+    """Return text such as `1.2 GiB estimated, 1.1 GiB measured`."""
     known = ((estimated, "estimated"), (measured, "measured"))
     return ", ".join("not " + name if value is None else f"{text(value)} {name}" for value, name in known)
-
-
-def _names(block_classes: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Class names from a sequence, or from text with commas."""
-    if block_classes is None:
-        return None
-    listed = block_classes.split(",") if isinstance(block_classes, str) else block_classes
-    return tuple(name.strip() for name in listed if name.strip())

@@ -1,9 +1,10 @@
-"""The FSDP plugin of Accelerate, with a plan in place of one strategy for all."""
+"""`OSDPPlugin`: Accelerate's FSDP plugin with a plan in place of one strategy, and the options of FSDP that it takes or refuses."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from accelerate import FullyShardedDataParallelPlugin
@@ -13,16 +14,34 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from ..modeling.units import class_of, dtype_of
 from ..planner.description import DType
 from ..planner.job import Precision
-from ..planning.config import OSDPConfig, merged_config
-from .fsdp_options import DECIDED, refuse_decided, with_block_classes
+from ..planning.config import OSDPConfig, merged_config, stated_options
 from .launch import LaunchRequest, launch_request, state_dict_type
 
 _COMPUTE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_STRATEGY = "use OSDPConfig(strategy=...)"
+_BLOCKS = "use OSDPConfig(block_classes=...)"
+_NOTHING = "leave it out, FSDP2 under a plan has no such choice"
+DECIDED = {
+    "reshard_after_forward": _STRATEGY,
+    "sharding_strategy": _STRATEGY,
+    "auto_wrap_policy": _BLOCKS,
+    "min_num_params": _BLOCKS,
+    "ignored_modules": _BLOCKS,
+    "backward_prefetch": _NOTHING,
+    "forward_prefetch": _NOTHING,
+    "limit_all_gathers": _NOTHING,
+    "use_orig_params": _NOTHING,
+    "sync_module_states": _NOTHING,
+    "param_init_fn": _NOTHING,
+}
+"""Options of FSDP that have no effect under a plan → what to use instead."""
+_WITHOUT_EFFECT = {"limit_all_gathers": True}
+"""FSDP's defaults other than None."""
 
 
 @dataclass
 class OSDPPlugin(FullyShardedDataParallelPlugin):
-    """FSDP2 under a plan: what is sharded, over how many ranks, and when it is freed is decided unit by unit.
+    """FSDP2 under a plan, which decides for each unit over how many ranks it is sharded and when it is freed.
 
     All other fields are those of `FullyShardedDataParallelPlugin` (`state_dict_type`, `activation_checkpointing`,
     `cpu_offload`, `cpu_ram_efficient_loading`, `mixed_precision_policy`); `transformer_cls_names_to_wrap` counts as
@@ -55,7 +74,7 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
                 " leave async_save out."
             )
 
-    def set_mixed_precision(self, mixed_precision, buffer_autocast: bool = False, override: bool = False) -> None:
+    def set_mixed_precision(self, mixed_precision: str | None, buffer_autocast: bool = False, override: bool = False) -> None:
         """Compute in `mixed_precision` and reduce gradients in float32; activations keep the dtype that the model gives them."""
         if isinstance(mixed_precision, str) and mixed_precision in _COMPUTE_DTYPES:
             if override or self.mixed_precision_policy is None:
@@ -64,7 +83,7 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
         super().set_mixed_precision(mixed_precision, buffer_autocast=buffer_autocast, override=override)
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Used for activation checkpointing only; classes that this model lacks are left out instead of raising."""
+        """Set the policy, used for activation checkpointing only; classes that this model lacks are left out instead of raising."""
         if isinstance(model, FSDPModule):
             return
         if self.transformer_cls_names_to_wrap:
@@ -76,7 +95,7 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
 def plugin_for(
     osdp: OSDPConfig | Mapping[str, object] | None, osdp_plugin: object, fsdp_plugin: object, request: LaunchRequest | None
 ) -> OSDPPlugin:
-    """The plugin given, or one for the configuration given, or for what the launcher was told.
+    """Return the plugin given, or one for the configuration given, or for what the launcher was told.
 
     Args:
         osdp: the configuration, or None.
@@ -102,17 +121,17 @@ def plugin_for(
 
 
 def writes_shards(plugin: FullyShardedDataParallelPlugin) -> bool:
-    """Whether checkpoints are written in shards, and not whole."""
+    """Return whether checkpoints are written in shards, and not whole."""
     return "FULL" not in str(plugin.state_dict_type)
 
 
 def offloads(plugin: OSDPPlugin) -> bool:
-    """Whether parameters and optimizer states are to live in the host's memory."""
+    """Return whether parameters and optimizer states are to live in the host's memory."""
     return isinstance(plugin.cpu_offload, CPUOffloadPolicy)
 
 
 def precision_of(mixed_precision: str, policy: MixedPrecisionPolicy | None, *, alone: bool) -> Precision:
-    """The planner's form of what FSDP2 will be told, or of the autocast that one process runs without it.
+    """Return the precision that FSDP2 will run, or the autocast that one process runs without it.
 
     Args:
         mixed_precision: Accelerate's name, `no`, `bf16` or `fp16`.
@@ -129,3 +148,40 @@ def precision_of(mixed_precision: str, policy: MixedPrecisionPolicy | None, *, a
         return None if dtype is None else dtype_of(dtype)
 
     return Precision(compute=planned(policy.param_dtype), reduce=planned(policy.reduce_dtype))
+
+
+def refuse_decided(options: Mapping[str, Any]) -> None:
+    """Refuse an option that would be accepted and ignored.
+
+    Args:
+        options: by FSDP's names; None is left out, and wrapping by class is what OSDP does anyway.
+
+    Raises:
+        ValueError: the plan decides it.
+    """
+    for name, remedy in DECIDED.items():
+        value = options.get(name)
+        by_class = name == "auto_wrap_policy" and str(value).lower() == "transformer_based_wrap"
+        if value is not None and value is not _WITHOUT_EFFECT.get(name) and not by_class:
+            raise ValueError(f"{name}={value!r} is for the plan to decide; {remedy}.")
+
+
+def with_block_classes(asked: OSDPConfig | Mapping[str, object] | None, names: Any, *, option: str) -> dict[str, object]:
+    """Return what was asked for, with FSDP's class names as `block_classes`.
+
+    Args:
+        asked: options of OSDP.
+        names: class names as FSDP takes them, or None.
+        option: what FSDP calls them.
+
+    Raises:
+        ValueError: `block_classes` are set as well.
+    """
+    stated = stated_options(asked)
+    if not names:
+        return stated
+    if stated.get("block_classes") is not None:
+        raise ValueError(
+            f"{option}={names!r} was given beside block_classes={stated['block_classes']!r}; use OSDPConfig(block_classes=...) only."
+        )
+    return {**stated, "block_classes": names if isinstance(names, str) else tuple(names)}

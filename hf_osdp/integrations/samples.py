@@ -53,20 +53,20 @@ class Batches:
     collate: Collate
     tokens: int | None
     """Tokens of a row; None where rows have no tokens, as with images."""
-    wanted_tokens: int | None = None
+    row_tokens: int | None = None
     """Rows are made this long in the place of `tokens`."""
 
     def __call__(self, samples: int) -> Any:
         """The batch that the data's collator makes of as many equal samples."""
         batch = _collated(self.collate, [self.sample] * samples)
-        if None in (self.tokens, self.wanted_tokens) or self.tokens == self.wanted_tokens:
+        if None in (self.tokens, self.row_tokens) or self.tokens == self.row_tokens:
             return batch
         return tree_map_only(torch.Tensor, self._stretch, batch)
 
     def _stretch(self, tensor: torch.Tensor) -> torch.Tensor:
         for dim in range(1, tensor.dim()):
             if tensor.shape[dim] == self.tokens:
-                tensor = tensor.index_select(dim, torch.arange(self.wanted_tokens) % self.tokens)
+                tensor = tensor.index_select(dim, torch.arange(self.row_tokens) % self.tokens)
         return tensor
 
 
@@ -174,7 +174,7 @@ def batches_of_loader(loader: DataLoader, model: nn.Module, sequence_length: int
     length = sequence_length or tokens
     if not takes_keywords(model, batches(1)):
         return None, length
-    return replace(batches, wanted_tokens=length if tokens else None), length or 1
+    return replace(batches, row_tokens=length if tokens else None), length or 1
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Shards a model for an accelerator: weights from rank 0, optimizers handed over, the result checked."""
+"""Shard a model for an accelerator: weights from rank 0, optimizers rebound to shards, the result checked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .plugin import OSDPPlugin, offloads
 def shard_model(
     model: nn.Module, run: PlannedRun, plugin: OSDPPlugin, optimizers: Sequence[torch.optim.Optimizer], *, device: torch.device
 ) -> nn.Module:
-    """Lay the plan out on the model and hand the optimizers its sharded parameters. Collective.
+    """Apply the plan to the model and give the optimizers its sharded parameters. Collective.
 
     Args:
         model: unsharded; on ranks other than 0 it may be on the meta device, then weights come from rank 0.
@@ -44,21 +44,21 @@ def shard_model(
         release_parameters(optimizer, names)
     weights = _take_weights(model) if plugin.cpu_ram_efficient_loading and run.plan.world_size > 1 else None
     apply_plan(
-        model, run.plan, run.description.units, meshes=run.meshes,
+        model, run.plan, run.units, meshes=run.meshes,
         mp_policy=plugin.mixed_precision_policy, pin_memory=plugin.cpu_offload.pin_memory if offloads(plugin) else None,
     )  # fmt: skip
     if weights is not None:
         _give_weights(model, weights, device)
     elif run.plan.world_size == 1:
         move_to_device(model, device)
-    verify_applied(model, run.plan, run.description.units)
+    verify_applied(model, run.plan, run.units)
     for optimizer in optimizers:
         rebind_parameters(optimizer, names, model)
     return model
 
 
-def change_alone(model: nn.Module, run: PlannedRun, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """What a plan changes in a model that one process trains as it is: blocks that are recomputed, operators in slices.
+def apply_alone(model: nn.Module, run: PlannedRun, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Apply a plan to a model that one process trains without FSDP2: blocks that are recomputed, operators in slices.
 
     Args:
         model: not wrapped by anything.
@@ -70,9 +70,9 @@ def change_alone(model: nn.Module, run: PlannedRun, optimizers: Sequence[torch.o
         PlanError: the plan is not for this model.
     """
     names = parameter_names(model)
-    apply_plan(model, run.plan, run.description.units)
-    verify_applied(model, run.plan, run.description.units)
-    if run.plan.cut.splits:
+    apply_plan(model, run.plan, run.units)
+    verify_applied(model, run.plan, run.units)
+    if run.plan.split.sliced:
         for optimizer in optimizers:
             rebind_parameters(optimizer, names, model)
 
@@ -85,16 +85,16 @@ def check_bound(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -
     """
     free_gathered(model)
     known = {id(parameter) for parameter in model.parameters()}
-    strange = sum(id(p) not in known for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
-    if strange:
+    unknown = sum(id(p) not in known for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    if unknown:
         raise ValueError(
-            f"The optimizer holds {strange} parameters that are not the sharded model's; make it before the first forward,"
+            f"The optimizer holds {unknown} parameters that are not the sharded model's; make it before the first forward,"
             " or prepare model and optimizer together."
         )
 
 
 def _take_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Take the weights out, so that each rank allocates its shards only. Buffers that checkpoints leave out come along."""
+    """Move the model to the meta device, so that ranks allocate only shards; return its weights, non-persistent buffers included."""
     persistent = set(model.state_dict())
     buffers = {name: buffer for name, buffer in model.named_buffers() if name not in persistent}
     weights = {name: value.detach() for name, value in (*model.state_dict().items(), *buffers.items())}

@@ -1,4 +1,4 @@
-"""Where the Trainer's arguments and OSDP meet: what asks for it, what goes on to the plugin, what cannot be planned."""
+"""Options of OSDP in the Trainer's arguments: what switches it on, what the plugin gets, what cannot be planned."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from transformers import TrainingArguments
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig, merged_config, stated_options
 from ..reading import read_json
-from .fsdp_options import refuse_decided, with_block_classes
 from .launch import launch_request
+from .plugin import refuse_decided, with_block_classes
 
 _PLUGIN_OPTIONS = ("cpu_offload", "cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing")
-"""What of `TrainingArguments.fsdp_config` OSDP passes on; the rest is for the plan to decide."""
+"""Entries of `TrainingArguments.fsdp_config` that go to the plugin; the plan decides the rest."""
 _ADDED = ("min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
-"""What transformers writes into `fsdp_config` by itself, switched off."""
+"""Entries that transformers adds to `fsdp_config` itself, switched off."""
 
 _MOST_BYTES = 2**20
 """Of a file of options."""
@@ -29,13 +29,14 @@ _log = logging.getLogger(__name__)
 def asked_config(
     osdp: OSDPConfig | Mapping[str, object] | bool | None, args: TrainingArguments | None, *, unasked: bool = False
 ) -> OSDPConfig | None:
-    """What was asked for: by the argument, then by `fsdp_config`, then by the launcher; the first that says so switches it
-    on or off, and each option comes from the first that sets it.
+    """Return what was asked for: by the argument, then by `fsdp_config`, then by the launcher.
+
+    The first that says so switches it on or off, and each option comes from the first that sets it.
 
     Args:
         osdp: the Trainer's argument.
         args: the training arguments, whose `fsdp_config` may hold `osdp`.
-        unasked: whether it is on where none of them says so.
+        unasked: whether it is on if none of them says so.
 
     Returns:
         The configuration, or None for the stock Trainer.
@@ -63,7 +64,7 @@ def asked_config(
 
 
 def _refuse_ignored(beside: Mapping[str, Any]) -> None:
-    """Refuse what stands in `fsdp_config` and would have no effect. What transformers adds by itself, switched off, may stand.
+    """Refuse entries of `fsdp_config` that would have no effect; those that transformers adds itself, switched off, are accepted.
 
     Raises:
         ValueError: the plan decides it, or it is not known.
@@ -81,7 +82,7 @@ def _refuse_ignored(beside: Mapping[str, Any]) -> None:
 
 
 def plugin_options(args: TrainingArguments) -> dict[str, Any]:
-    """Fields of the plugin that the training arguments set."""
+    """Return the fields of the plugin that the training arguments set."""
     stated = {**(args.fsdp_plugin_args or {})}
     if not args.fsdp:
         stated.update({name: value for name, value in _fsdp_config(args).items() if name in _PLUGIN_OPTIONS})
@@ -89,7 +90,7 @@ def plugin_options(args: TrainingArguments) -> dict[str, Any]:
 
 
 def own_arguments(args: TrainingArguments) -> TrainingArguments:
-    """A copy of the training arguments that the planner may write into, with one number of accumulation steps in it.
+    """Return a copy of the training arguments that the planner may write into, with one number of accumulation steps in it.
 
     Raises:
         ValueError: the accumulation steps are set twice.
@@ -107,7 +108,7 @@ def own_arguments(args: TrainingArguments) -> TrainingArguments:
 
 
 def samples_of_step(args: TrainingArguments) -> int:
-    """Samples of one optimizer step over all processes. `split_batches` cuts each batch into a part for every process.
+    """Return the samples of one optimizer step over all processes; `split_batches` divides each batch among them.
 
     Raises:
         ValueError: a batch cannot be split over the processes.
@@ -122,7 +123,7 @@ def samples_of_step(args: TrainingArguments) -> int:
 
 
 def set_batch(args: TrainingArguments, plan: Plan) -> None:
-    """Write the planner's batch sizes into the Trainer's own arguments; the batch stays one that `split_batches` splits."""
+    """Write the plan's batch sizes into the Trainer's own arguments, as `split_batches` needs them."""
     parts = args.world_size if args.accelerator_config.split_batches else 1
     args.per_device_train_batch_size = plan.micro_batch_size * parts
     args.gradient_accumulation_steps = plan.accumulation_steps
@@ -136,7 +137,7 @@ def set_batch(args: TrainingArguments, plan: Plan) -> None:
 
 
 def refuse_unplanned(given: Mapping[str, Any]) -> None:
-    """Refuse what a plan made beforehand cannot know.
+    """Refuse arguments that a plan made beforehand cannot take into account.
 
     Args:
         given: the Trainer's arguments by name.
@@ -161,7 +162,7 @@ def refuse_unplanned(given: Mapping[str, Any]) -> None:
 
 
 def _fsdp_config(args: TrainingArguments | None) -> dict[str, Any]:
-    """`TrainingArguments.fsdp_config` as a dict; with `fsdp` unset, transformers leaves the path of a file unread."""
+    """Return `TrainingArguments.fsdp_config` as a dict; with `fsdp` unset, transformers leaves the path of a file unread."""
     config = None if args is None else args.fsdp_config
     if isinstance(config, str):
         config = read_json(config, "fsdp_config", limit_bytes=_MOST_BYTES)

@@ -6,9 +6,11 @@ checkpointing as the whole one, in a fraction of its memory.
 
 from __future__ import annotations
 
+import copy
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,69 +18,74 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ..errors import ProfileError
-from ..modeling.batch import Inputs, training_batch
+from ..modeling.batch import Inputs, loss_of, training_batch
+from ..modeling.batch_norm import batch_norm_parameters
 from ..modeling.build import build_on_meta, checkpoint_blocks
-from ..modeling.units import find_units
-from ..planner.description import DType, ModelDescription
+from ..modeling.units import find_units, modules_by_name
+from ..planner.description import DType, GatherSpan, ModelDescription, UnitDescription
 from ..planner.profile import SegmentTimes, SegmentWork, TimePoint
 from ..tracing.describe import describe
-from ..tracing.trace import loss_of
-from .reduced import materialise, shortened
-from .stopwatch import ROOT, Stopwatch
-from .synchronize import average, cores_are_shared, largest, rounds, smallest, typical
+from ..tracing.equal_blocks import block_key
+from .stopwatch import ROOT, Pairs, Stopwatch
+from .timing import cores_are_shared, max_over_ranks, mean_over_ranks, min_over_ranks, rounds, trimmed_mean
 
 _COPIES = 3
 """Blocks of each kind that run one after the other."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 50
 
 
-def measure_block_times(
-    model_or_config: Any,
-    *,
-    device: torch.device,
-    sequence_length: int,
-    micro_batch_sizes: Sequence[int],
-    compute_dtype: DType | None = None,
-    activation_checkpointing: bool = False,
-    seconds: float = 5.0,
-    auto_class: Any = None,
-    block_classes: Sequence[str] | None = None,
-    inputs: Inputs | None = None,
-) -> tuple[SegmentTimes, ...]:
-    """Time every distinct segment of a model: each kind of block, embedding, head with loss. Collective.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedModel:
+    """A model whose blocks are timed, and how it computes."""
 
-    Args:
-        model_or_config: a module, real or on the meta device (it stays as it is), or a transformers configuration.
-        device: where it runs.
-        sequence_length: tokens of one sample.
-        micro_batch_sizes: sizes to time; choose them around the ones to plan for, because time is a line only roughly.
-        compute_dtype: dtype of gathered parameters and activations; None keeps the parameters' own.
-        activation_checkpointing: blocks are recomputed in backward.
-        seconds: about how long to measure; every size is run three times at least.
-        auto_class: for a configuration, which class to build.
-        block_classes: class names of the blocks; None finds them.
-        inputs: from a number of samples to forward's keyword arguments; None makes a training batch.
+    model_or_config: object
+    """A module, real or on the meta device (it stays as it is), or a transformers configuration."""
+    sequence_length: int
+    """Tokens of one sample."""
+    micro_batch_sizes: tuple[int, ...] = (1, 2, 4)
+    """Sizes to time; choose them around the ones to plan for, because time is a line only roughly."""
+    compute_dtype: DType | None = None
+    """Dtype of gathered parameters and activations; None keeps the parameters' own."""
+    activation_checkpointing: bool = False
+    """Blocks are recomputed in backward."""
+    auto_class: type | str | None = None
+    """For a configuration: which class to build."""
+    block_classes: Sequence[str] | None = None
+    """Class names of the blocks; None finds them."""
+    inputs: Inputs | None = None
+    """From a number of samples to forward's keyword arguments; None makes a training batch."""
+
+    def __post_init__(self) -> None:
+        for size in self.micro_batch_sizes:
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"micro_batch_sizes has {size!r}; use whole numbers of at least 1.")
+        if not self.micro_batch_sizes:
+            raise ValueError("micro_batch_sizes is empty; give at least one size, for example 1,2,4.")
+
+
+def measure_block_times(timed: TimedModel, *, device: torch.device, seconds: float = 5.0) -> tuple[SegmentTimes, ...]:
+    """Time every distinct segment of a model: each kind of block, embedding, head with loss. Collective.
 
     Returns:
         Times of the slowest rank, the same on every rank; in each pass equal blocks count with their mean.
 
     Raises:
-        ValueError: a size is not a whole number of at least 1, or the sequence is longer than the model's positions.
+        ValueError: the sequence is longer than the model's positions.
         ProfileError: the model does not fit, or runs other units than its trace says.
     """
-    sizes = _checked_sizes(micro_batch_sizes)
-    whole = model_or_config if isinstance(model_or_config, nn.Module) else build_on_meta(model_or_config, auto_class)
-    model = shortened(whole, find_units(whole, block_classes), _COPIES)
+    given = timed.model_or_config
+    whole = given if isinstance(given, nn.Module) else build_on_meta(given, timed.auto_class)
+    model = shortened(whole, find_units(whole, timed.block_classes), _COPIES)
     description = describe(
-        model, sequence_length=sequence_length, block_classes=block_classes, compute_dtype=compute_dtype,
-        device_type=device.type, inputs=inputs, activation_checkpointing=activation_checkpointing,
+        model, sequence_length=timed.sequence_length, block_classes=timed.block_classes, compute_dtype=timed.compute_dtype,
+        device_type=device.type, inputs=timed.inputs, activation_checkpointing=timed.activation_checkpointing,
     )  # fmt: skip
-    dtype = None if compute_dtype is None else getattr(torch, compute_dtype.value)
+    dtype = None if timed.compute_dtype is None else getattr(torch, timed.compute_dtype.value)
     model = materialise(model, device, dtype)
-    if activation_checkpointing:
+    if timed.activation_checkpointing:
         checkpoint_blocks(model, description.block_classes)
-    make = inputs or training_batch(model, sequence_length)
-    batches = {size: _on_device(make(size), device, dtype) for size in sizes}
+    make = timed.inputs or training_batch(model, timed.sequence_length)
+    batches = {size: _on_device(make(size), device, dtype) for size in sorted(set(timed.micro_batch_sizes))}
     runner = _Runner(model, description, device, dtype)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # dropout; the training's own state stays as it is
         taken = runner.measure(batches, seconds)
@@ -91,50 +98,47 @@ class _Runner:
     def __init__(self, model: nn.Module, description: ModelDescription, device: torch.device, dtype: torch.dtype | None) -> None:
         self._model, self._description, self._device = model, description, device
         self._crowded = cores_are_shared(device)
-        self._watch = Stopwatch(model, description.units, device, dtype, meets=device.type == "cpu" and not self._crowded)
+        self._stopwatch = Stopwatch(model, description.units, device, dtype, meets=device.type == "cpu" and not self._crowded)
 
-    def measure(self, batches: Mapping[int, Mapping[str, Any]], seconds: float) -> dict[int, list[list[tuple[float, float]]]]:
-        """For each size a list of passes, each with the forward and backward seconds of every segment.
+    def measure(self, batches: Mapping[int, Mapping[str, Any]], seconds: float) -> dict[int, list[Pairs]]:
+        """Return for each size a list of passes, each with the forward and backward seconds of every segment.
 
         They are those of the slowest rank. Where ranks share cores, one is quick while another waits for its turn: there the
         whole pass is the slowest rank's, and its parts are as the ranks' mean has them.
         """
-        taken: dict[int, list[list[tuple[float, float]]]] = {size: [] for size in batches}
-        with self._watch.attached():
+        taken: dict[int, list[Pairs]] = {size: [] for size in batches}
+        with self._stopwatch.attached():
             for size, batch in batches.items():
                 self._try(size, batch)
             for _ in rounds(seconds, self._device, least=_LEAST_ROUNDS, most=_MOST_ROUNDS):
                 for size, batch in batches.items():
-                    taken[size].append(self._pass(batch))
-        return {size: [self._agreed(one) for one in passes] for size, passes in taken.items()}
+                    taken[size].append(self._by_segment(self._pass(batch)))
+        return {size: [self._over_ranks(one) for one in passes] for size, passes in taken.items()}
 
     def _try(self, size: int, batch: Mapping[str, Any]) -> None:
         """Warm up; every rank learns whether one ran out of memory."""
         fits = 1.0
         try:
-            self._once(batch)
+            self._pass(batch)
         except (torch.OutOfMemoryError, MemoryError):
             fits = 0.0
-        if not smallest([fits], self._device)[0]:
+        if not min_over_ranks([fits], self._device)[0]:
             name = self._description.model_class
             raise ProfileError(f"{_COPIES} blocks of {name} do not fit the device with micro_batch_size={size}; use smaller sizes.")
 
-    def _pass(self, batch: Mapping[str, Any]) -> list[tuple[float, float]]:
-        return self._by_segment(self._once(batch))
-
-    def _once(self, batch: Mapping[str, Any]) -> list[tuple[float, float]]:
-        self._watch.start()
+    def _pass(self, batch: Mapping[str, Any]) -> Pairs:
+        self._stopwatch.start()
         loss = loss_of(self._model(**batch))
-        self._watch.turn()
-        loss.backward()
-        return self._watch.stop()
+        self._stopwatch.turn()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return self._stopwatch.stop()
 
-    def _by_segment(self, stretches: list[tuple[float, float]]) -> list[tuple[float, float]]:
-        """Seconds of segments from those of stretches: a root's stretch that the trace found idle counts to the one before."""
+    def _by_segment(self, sections: Pairs) -> Pairs:
+        """Return seconds of segments from those of sections: a root's section that the trace found idle counts to the one before."""
         segments = self._description.segments
         seconds = [[0.0, 0.0] for _ in segments]
         at = -1
-        for unit, (forward, backward) in zip(self._watch.stretches, stretches, strict=True):
+        for unit, (forward, backward) in zip(self._stopwatch.sections, sections, strict=True):
             if at + 1 < len(segments) and segments[at + 1].unit == unit:
                 at += 1
             elif unit != ROOT:
@@ -145,18 +149,18 @@ class _Runner:
             raise ProfileError(f"{self._description.model_class} runs fewer units than its trace; its blocks cannot be timed.")
         return [(forward, backward) for forward, backward in seconds]
 
-    def _agreed(self, one: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    def _over_ranks(self, one: Pairs) -> Pairs:
         own = [value for pair in one for value in pair]
-        flat = largest(own, self._device)
+        flat = max_over_ranks(own, self._device)
         if self._crowded:
-            means, (whole,) = average(own, self._device), largest([sum(own)], self._device)
+            means, (whole,) = mean_over_ranks(own, self._device), max_over_ranks([sum(own)], self._device)
             flat = [value * whole / sum(means) for value in means]
         return list(zip(flat[::2], flat[1::2], strict=True))
 
 
-def _segment_times(description: ModelDescription, taken: Mapping[int, list[list[tuple[float, float]]]]) -> tuple[SegmentTimes, ...]:
-    """Equal segments as one, with the typical mean of a pass."""
-    kinds: dict[tuple, tuple[SegmentTimes, list[int]]] = {}
+def _segment_times(description: ModelDescription, taken: Mapping[int, list[Pairs]]) -> tuple[SegmentTimes, ...]:
+    """Return times of equal segments as one, with the mean of a pass."""
+    kinds: dict[tuple[object, ...], tuple[SegmentTimes, list[int]]] = {}
     for index, segment in enumerate(description.segments):
         unit = description.units[segment.unit]
         shapes, work = tuple(p.shape for p in unit.parameters), SegmentWork.of(segment)
@@ -168,32 +172,87 @@ def _segment_times(description: ModelDescription, taken: Mapping[int, list[list[
             kinds[key] = (times, [])
         kinds[key][1].append(index)
 
-    def seconds(passes: list[list[tuple[float, float]]], members: list[int], phase: int) -> float:
-        return typical([statistics.fmean(one[i][phase] for i in members) for one in passes])
+    def seconds(passes: list[Pairs], members: list[int], phase: int) -> float:
+        return trimmed_mean([statistics.fmean(one[i][phase] for i in members) for one in passes])
 
-    return tuple(
-        replace(
-            times,
-            points=tuple(
-                TimePoint(samples=size, forward_s=seconds(passes, members, 0), backward_s=seconds(passes, members, 1))
-                for size, passes in taken.items()
-            ),
-        )
-        for times, members in kinds.values()
-    )
+    def point(size: int, members: list[int]) -> TimePoint:
+        return TimePoint(samples=size, forward_s=seconds(taken[size], members, 0), backward_s=seconds(taken[size], members, 1))
+
+    return tuple(replace(times, points=tuple(point(size, members) for size in taken)) for times, members in kinds.values())
 
 
 def _on_device(batch: Mapping[str, Any], device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
 
-    return tree_map_only(torch.Tensor, move, dict(batch))
+    moved: dict[str, Any] = tree_map_only(torch.Tensor, move, dict(batch))
+    return moved
 
 
-def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"micro_batch_sizes has {size!r}; use whole numbers of at least 1.")
-    if not sizes:
-        raise ValueError("micro_batch_sizes is empty; give at least one size, for example 1,2,4.")
-    return tuple(sorted(set(sizes)))
+def shortened(model: nn.Module, units: tuple[UnitDescription, ...], copies: int) -> nn.Module:
+    """Return a copy on the meta device in which lists of blocks end once `copies` of each kind are there.
+
+    Buffers that were real keep their values; blocks that are not in a `nn.ModuleList` all stay.
+    """
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in model.parameters()
+    }
+    short = copy.deepcopy(model, memo)
+    modules = modules_by_name(short)
+    lists: dict[str, list[str]] = {}
+    for unit in units:
+        parent = unit.fqn.rpartition(".")[0]
+        if unit.span is GatherSpan.USE and isinstance(modules.get(parent), nn.ModuleList):
+            lists.setdefault(parent, []).append(unit.fqn)
+    for parent, blocks in lists.items():
+        row = modules[parent]
+        if isinstance(row, nn.ModuleList) and len(blocks) == len(row):
+            del row[_enough([block_key(modules[name]) for name in blocks], copies) :]
+    return short
+
+
+def materialise(model: nn.Module, device: torch.device, compute_dtype: torch.dtype | None) -> nn.Module:
+    """Give a model on the meta device memory and random weights, in place, and switch it to training; what is shared stays shared.
+
+    Parameters get `compute_dtype` as FSDP2's mixed precision casts them, not those of batch norms; None keeps theirs. transformers
+    models set their buffers anew, others must have real ones.
+    """
+    _allocate(model, device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.normal_(std=0.02)
+        if hasattr(model, "init_weights"):
+            model.init_weights()  # type: ignore[operator]
+    if compute_dtype is not None:
+        keeping = batch_norm_parameters(model)
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and id(parameter) not in keeping:
+                parameter.data = parameter.data.to(compute_dtype)
+    return model.train()
+
+
+def _allocate(model: nn.Module, device: torch.device) -> None:
+    memo: dict[int, torch.Tensor] = {}
+
+    def made(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in memo:
+            real = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device) if tensor.is_meta else tensor.to(device)
+            memo[id(tensor)] = nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
+        return memo[id(tensor)]
+
+    for module in model.modules():
+        slots: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for tensors in slots:
+            tensors.update({name: made(tensor) for name, tensor in tensors.items() if tensor is not None})
+
+
+def _enough(keys: list[Hashable], copies: int) -> int:
+    """Return how many of the first blocks hold `copies` of each kind, or all there are of it."""
+    missing = Counter({key: min(copies, count) for key, count in Counter(keys).items()})
+    for number, key in enumerate(keys, start=1):
+        missing[key] -= 1
+        if max(missing.values()) <= 0:
+            return number
+    return len(keys)

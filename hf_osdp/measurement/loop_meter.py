@@ -1,10 +1,9 @@
-"""Where the optimizer steps of a loop begin and end that nobody tells us about."""
+"""The first optimizer steps of a loop that does not tell where they begin and end, measured by hooks."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,37 +12,33 @@ from torch.utils._pytree import tree_leaves
 
 from .step_meter import Observation, StepMeter, training_tensors
 
-WATCHED_STEPS = 8
-"""Optimizer steps after which the figures are told and the loop is left alone."""
+_STEPS = 8
+"""Optimizer steps after which the figures are reported and the loop is left alone."""
 
 
-class LoopWatch:
+class LoopMeter:
     """Measures the first optimizer steps of any loop: from the first training forward to the end of the optimizer's step.
 
     What lies between, such as evaluation, checkpoints and loading the first batch, does not count. Neither model nor optimizer
-    is changed; the hooks are gone once the steps have been seen.
+    is changed; the hooks are gone once the steps have been measured.
     """
 
     def __init__(
         self,
         model: nn.Module,
         device: torch.device,
-        told: Callable[[Observation], None],
+        report: Callable[[Observation], None],
         *,
-        steps: int = WATCHED_STEPS,
+        steps: int = _STEPS,
         micro_steps: int | None = None,
     ) -> None:
-        """
-        Args:
-            model: sharded; every rank watches its own.
-            device: where it runs. On the CPU model, optimizer and batch count towards the peak beside what a step makes.
-            told: called once, on every rank, with the summary.
-            steps: steps to watch.
-            micro_steps: forward passes of one step, where a loss scaler may skip the optimizer's step: passes beyond that many
-                begin a new step. None takes all passes up to the optimizer's step as one.
+        """Put hooks on the model and on all optimizers; `report` is called once, on every rank, with the summary.
+
+        A loss scaler may skip the optimizer's step: forward passes beyond `micro_steps` begin a new step. None takes all passes up to the
+        optimizer's step as one. On the CPU model, optimizer and batch count towards the peak beside what a step makes.
         """
         self._meter = StepMeter(device, self._held)
-        self._told = told
+        self._report = report
         self._steps, self._micro_steps = steps, micro_steps
         self._model = model
         self._optimizer: torch.optim.Optimizer | None = None
@@ -51,10 +46,9 @@ class LoopWatch:
         self._passes = 0
         me = weakref.ref(self)
 
-        def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            watch = me()
-            if watch is not None:
-                watch._optimizer_stepped(optimizer)
+        def stepped(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+            if (meter := me()) is not None:
+                meter._optimizer_stepped(optimizer)
 
         # That of all optimizers must not keep this model alive; that of the model comes before FSDP2's, which gathers the root.
         of_optimizers = register_optimizer_step_post_hook(stepped)
@@ -62,22 +56,22 @@ class LoopWatch:
         self._handles = [model.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True), of_optimizers]
 
     def finish(self) -> None:
-        """Stop watching and tell what was seen, if a step was. Collective; a second call does nothing."""
+        """Stop measuring and report what was seen, if a step was. Collective; a second call does nothing."""
         if not self._handles:
             return
         self.stop()
         if self._meter.steps:
-            self._told(self._meter.summary())
+            self._report(self._meter.summary())
 
     def stop(self) -> None:
-        """Stop watching and tell nothing."""
+        """Stop measuring and report nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._optimizer = None
         self._meter.abandon()
 
-    def _forward_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _forward_begins(self, module: nn.Module, args: object, kwargs: object) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
         if self._passes == 0 or self._passes == self._micro_steps:
@@ -88,19 +82,15 @@ class LoopWatch:
         self._passes += 1
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._passes or not self._trains(optimizer):
-            return
+        mine = {id(parameter) for parameter in self._model.parameters()} if self._passes else set()
+        if not any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+            return  # hooks see every optimizer of the process
         self._passes, self._optimizer = 0, optimizer
         self._meter.step_ends()
         if self._meter.steps >= self._steps:
             self.finish()
 
     def _held(self) -> list[torch.Tensor]:
-        """What lives when a step begins; the optimizer is known from the first one."""
+        """Return what lives when a step begins; the optimizer is known from the first one."""
         assert self._optimizer is not None
         return [*training_tensors(self._model, self._optimizer), *self._batch]
-
-    def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it holds parameters of this model; hooks see every optimizer of the process."""
-        mine = {id(parameter) for parameter in self._model.parameters()}
-        return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])

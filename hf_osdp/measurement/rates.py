@@ -1,4 +1,4 @@
-"""How fast one device multiplies matrices and copies memory."""
+"""How fast one device computes, copies and issues operators, and how fast the host beside it does."""
 
 from __future__ import annotations
 
@@ -6,58 +6,75 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..distributed.topology import find_topology
 from ..planner.description import DType
+from ..planner.hardware import HostSpec
+from ..planner.job import OptimizerSpec
+from ..planner.profile import HostLink
+from .memory_limits import memory_limits, rank_share
+from .timing import barrier, least_issue_seconds, median_seconds, min_over_ranks
 
 _DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64)
 _MATMUL_SIZES = {"cpu": (256, 512, 768), "cuda": (2048, 4096, 8192)}
 """Sides of square matrices: large enough for the rate of a transformer's products, small enough to be quick."""
+_LEAST_MATMULS = 3
+# More than the caches hold:
 _COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
-"""More than the caches hold."""
-_MIN_RUNS, _MAX_RUNS = 3, 20
+_LINK_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
+_UPDATE_ELEMENTS = 2**25
 
 
 def matmul_rates(device: torch.device, seconds: float) -> dict[DType, float]:
-    """Dense matrix-product rates, the median over a few sizes.
-
-    Args:
-        device: where to multiply.
-        seconds: about how long to measure, all dtypes together.
-
-    Returns:
-        FLOP/s by dtype; a dtype without matrix products on the device is left out.
-    """
+    """Return FLOP/s of dense matrix products, the median over a few sizes, by dtype; a dtype without products is left out."""
     budget_s = seconds / len(_DTYPES)
     rates = {dtype: _matmul_rate(device, getattr(torch, dtype.value), budget_s) for dtype in _DTYPES}
     return {dtype: rate for dtype, rate in rates.items() if rate is not None}
 
 
+def _matmul_rate(device: torch.device, dtype: torch.dtype, budget_s: float) -> float | None:
+    rates: list[float] = []
+    dice = torch.Generator(device).manual_seed(0)  # the training's own random state stays as it is
+    deadline = time.perf_counter() + budget_s
+    for size in _MATMUL_SIZES[device.type]:
+        if rates and time.perf_counter() + _LEAST_MATMULS * 2 * size**3 / rates[-1] > deadline:
+            break  # a dtype that this device only emulates
+        try:
+            left, right = (torch.randn(size, size, device=device, generator=dice).to(dtype) for _ in range(2))
+            taken_s = median_seconds(lambda: left @ right, device, budget_s / 8)  # noqa: B023
+        except RuntimeError:
+            return None
+        rates.append(2 * size**3 / taken_s)
+    return statistics.median(rates)
+
+
 def copy_rate(device: torch.device, seconds: float) -> float:
-    """Bytes read and written each second by a large copy."""
+    """Return the bytes that a large copy reads and writes each second."""
     source = torch.ones(_COPY_BYTES[device.type] // 4, device=device)
     target = torch.empty_like(source)
-    taken_s = median_seconds(lambda: target.copy_(source), device, seconds)
-    return 2 * _COPY_BYTES[device.type] / taken_s
+    return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device, seconds)
 
 
 def operator_seconds(device: torch.device, seconds: float) -> float:
-    """Seconds that dispatching one operator takes, forward and backward together, where its work is next to nothing.
+    """Return the seconds that dispatching one operator takes, forward and backward together, where its work is next to nothing.
 
     A GPU runs behind the CPU that queues its kernels: there it is the CPU's time alone, of the quickest run.
     """
     run = _tiny_step(device)
-    with _Counter() as counter:
+    with _Counter() as counter:  # type: ignore[no-untyped-call]
         run()
-    taken_s = issue_seconds(run, device, seconds) if device.type == "cuda" else median_seconds(run, device, seconds)
-    return taken_s / counter.operators
+    taken_s = (least_issue_seconds if device.type == "cuda" else median_seconds)(run, device, seconds)
+    return taken_s / int(counter.operators)
 
 
 def _tiny_step(device: torch.device) -> Callable[[], None]:
-    """Forward and backward of a model of many operators, a few hundred kernels: fewer than a GPU's queue holds."""
+    """Make forward and backward of a model of many operators, a few hundred kernels: fewer than a GPU's queue holds."""
     with torch.random.fork_rng(devices=[]):  # the training's own random state stays as it is
         layer = [nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)]
         model = nn.Sequential(*(copy.deepcopy(part) for _ in range(8) for part in layer)).to(device)
@@ -69,76 +86,69 @@ def _tiny_step(device: torch.device) -> Callable[[], None]:
     return run
 
 
-def issue_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Least time in which the CPU issues a call, which the device may still be at when it ends.
-
-    Args:
-        run: what to time.
-        device: idle before each call.
-        seconds: about how long to go on, see `median_seconds`.
-    """
-    taken: list[float] = []
-
-    def once() -> None:
-        start = time.perf_counter()
-        run()
-        taken.append(time.perf_counter() - start)
-
-    median_seconds(once, device, seconds)
-    return min(taken)
-
-
-class _Counter(TorchDispatchMode):
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operators."""
 
     operators = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> object:  # noqa: ANN401
         self.operators += 1
         return func(*args, **(kwargs or {}))
 
 
-def median_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Median time of a call, after one that warms up.
-
-    Args:
-        run: what to time.
-        device: waited for before the clock is read.
-        seconds: about how long to go on; at least three and at most twenty calls are timed.
-    """
-    _timed(run, device)
-    taken: list[float] = []
-    deadline = time.perf_counter() + seconds
-    while len(taken) < _MIN_RUNS or (len(taken) < _MAX_RUNS and time.perf_counter() < deadline):
-        taken.append(_timed(run, device))
-    return statistics.median(taken)
-
-
-def _matmul_rate(device: torch.device, dtype: torch.dtype, budget_s: float) -> float | None:
+def measure_host_link(device: torch.device, seconds: float) -> HostLink:
+    """Measure copies from pinned host memory to the device and back, of the slowest of all ranks at once. Collective."""
+    host = torch.ones(_LINK_BYTES[device.type], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.empty_like(host, device=device)
     rates = []
-    dice = torch.Generator(device).manual_seed(0)  # the training's own random state stays as it is
-    deadline = time.perf_counter() + budget_s
-    for size in _MATMUL_SIZES[device.type]:
-        if rates and time.perf_counter() + _MIN_RUNS * 2 * size**3 / rates[-1] > deadline:
-            break  # a dtype that this device only emulates
-        try:
-            left = torch.randn(size, size, device=device, generator=dice).to(dtype)
-            right = torch.randn(size, size, device=device, generator=dice).to(dtype)
-            taken_s = median_seconds(lambda a=left, b=right: a @ b, device, budget_s / 8)
-        except RuntimeError:
-            return None
-        rates.append(2 * size**3 / taken_s)
-    return statistics.median(rates)
+    for target, source in ((there, host), (host, there)):
+        barrier(device)
+        rates.append(host.nbytes / median_seconds(lambda: target.copy_(source, non_blocking=True), device, seconds / 2))  # noqa: B023
+    to_device, to_host = min_over_ranks(rates, device)
+    return HostLink(to_device_bytes_per_s=to_device, to_host_bytes_per_s=to_host)
 
 
-def _timed(run: Callable[[], object], device: torch.device) -> float:
-    _wait(device)
-    start = time.perf_counter()
-    run()
-    _wait(device)
-    return max(time.perf_counter() - start, 1e-9)
+def measure_host(device: torch.device, seconds: float) -> HostSpec | None:
+    """Measure the host beside this rank's device, all ranks at work at once. Collective.
+
+    Returns:
+        Rates of the slowest rank and the least share of a machine's memory; None on the CPU, which has no other memory beside it.
+    """
+    if device.type == "cpu":
+        return None
+    link = measure_host_link(device, seconds / 2)
+    share, where = memory_of_rank()
+    memory, rate = min_over_ranks([share, update_rate(device, seconds / 2)], device)
+    return HostSpec(
+        memory_bytes=int(memory),
+        to_device_bytes_per_s=link.to_device_bytes_per_s,
+        to_host_bytes_per_s=link.to_host_bytes_per_s,
+        update_bytes_per_s=rate,
+        source=f"measured; memory: {where}",
+    )
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def memory_of_rank() -> tuple[int, str]:
+    """Return this rank's share of its machine's memory, and where rank 0's comes from. Collective."""
+    limits, local = memory_limits(), find_topology().ranks_per_node
+    names = [limit.name for limit in limits]
+    if not dist.is_initialized():
+        return rank_share(limits, [names])
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, names)
+    first = dist.get_rank() // local * local
+    share, source = rank_share(limits, everyone[first : first + local])
+    sources = [source]
+    dist.broadcast_object_list(sources, src=0)
+    return share, sources[0]
+
+
+def update_rate(device: torch.device, seconds: float, *, elements: int = _UPDATE_ELEMENTS) -> float:
+    """Return the bytes that a fused AdamW step on this process's cores reads and writes each second, with the threads that torch has."""
+    parameter = torch.nn.Parameter(torch.zeros(elements))
+    parameter.grad = torch.zeros(elements)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    optimizer.step()  # makes the states
+    barrier(device)
+    taken_s = median_seconds(optimizer.step, torch.device("cpu"), seconds)
+    return OptimizerSpec().traffic_per_element * parameter.nbytes / taken_s

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from ..distributed.mesh import collective_device, world_size
-from ..planner.fit import fit_line
+from ..planner.affine import linear_fit
 from ..planner.hardware import Collective, CollectiveTiming
-from ..tracing.live_bytes import LiveBytes
+from ..tracing.memory_tracker import MemoryTracker
 from .collective_clock import CollectiveCall, CollectiveClock, of_last_rank
+from .timing import Moment, now, seconds_between
 
 _KEPT_STEPS = 1000
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,7 @@ class StepMeter:
     Among several ranks the second (or `clocked_steps` from there) has its collectives timed (`CollectiveClock`), and counts
     for nothing else.
 
-    CPU: the peak is that of the second step, from live tensor bytes (`LiveBytes`: what is held when the step begins, and
+    CPU: the peak is that of the second step, from live tensor bytes (`MemoryTracker`: what is held when the step begins, and
     what its operators make). Among several ranks the third, or `clocked_steps` from there, has its
     collectives timed. Neither these nor the first is timed.
     """
@@ -73,7 +75,8 @@ class StepMeter:
     def __init__(
         self, device: torch.device | str, held: Callable[[], Iterable[torch.Tensor]] | None = None, *, clocked_steps: int = 1
     ) -> None:
-        """
+        """Measure on one device.
+
         Args:
             device: where the model runs, for example `"cuda"` or `"cpu"`.
             held: on the CPU, called as the second step begins: the tensors that count beside those that the step makes, for
@@ -85,30 +88,22 @@ class StepMeter:
         self._held = held or existing_tensors
         self._device = torch.device(device)
         self._on_cuda = self._device.type == "cuda"
-        self._durations: deque[float | tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=_KEPT_STEPS)
-        self._began: float | torch.cuda.Event | None = None
-        self._mode: LiveBytes | CollectiveClock | None = None
+        self._durations: deque[tuple[Moment, Moment]] = deque(maxlen=_KEPT_STEPS)
+        self._began: Moment | None = None
+        self._mode: MemoryTracker | CollectiveClock | None = None
         self._left: list[TorchDispatchMode] = []
-        self._peak_bytes: int | None = None
-        self._reserved_bytes: int | None = None
         self._clock: CollectiveClock | None = None
         self.steps = 0
         """Optimizer steps that ended."""
+        self.peak_bytes: int | None = None
+        """Peak on this rank; None before it was measured."""
+        self.reserved_bytes: int | None = None
+        """Most that the allocator had taken on this rank; None before it was measured, and on the CPU."""
 
     @property
     def median_step_s(self) -> float | None:
         """Median over this rank's timed steps (the last 1,000), in seconds; None before any was timed."""
-        return statistics.median(_seconds(duration) for duration in self._durations) if self._durations else None
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """Peak on this rank; None before it was measured."""
-        return self._peak_bytes
-
-    @property
-    def reserved_bytes(self) -> int | None:
-        """What the allocator had taken at most on this rank; None before it was measured, and on the CPU."""
-        return self._reserved_bytes
+        return statistics.median(seconds_between(*duration) for duration in self._durations) if self._durations else None
 
     @property
     def untimed(self) -> int:
@@ -116,15 +111,15 @@ class StepMeter:
         return (1 if self._on_cuda else 2) + (self._clocked_steps if world_size() > 1 else 0)
 
     def step_begins(self) -> None:
-        """The first micro-batch of an optimizer step starts. A step that was begun and did not end is forgotten."""
+        """Begin an optimizer step, before its first micro-batch. A step that was begun and did not end is forgotten."""
         self._leave()
         if self._on_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
         self._enter()
-        self._began = self._now()
+        self._began = now(self._device)
 
     def step_ends(self) -> None:
-        """The optimizer has stepped.
+        """End the step, after the optimizer has stepped.
 
         Raises:
             ValueError: no step was begun.
@@ -132,17 +127,15 @@ class StepMeter:
         if self._began is None:
             raise ValueError("step_ends was called without step_begins; call the two around each optimizer step.")
         if self.steps >= self.untimed:
-            ended = self._now()
-            self._durations.append((self._began, ended) if self._on_cuda else ended - self._began)
+            self._durations.append((self._began, now(self._device)))
         if isinstance(self._mode, CollectiveClock):
             self._clock = self._mode
-        elif isinstance(self._mode, LiveBytes):
-            self._peak_bytes = self._mode.peak_bytes
+        elif isinstance(self._mode, MemoryTracker):
+            self.peak_bytes = self._mode.peak_bytes
         elif self._on_cuda:
-            self._peak_bytes = max(self._peak_bytes or 0, torch.cuda.max_memory_allocated(self._device))
-            self._reserved_bytes = max(self._reserved_bytes or 0, torch.cuda.max_memory_reserved(self._device))
-        self._leave()
-        self._began = None
+            self.peak_bytes = max(self.peak_bytes or 0, torch.cuda.max_memory_allocated(self._device))
+            self.reserved_bytes = max(self.reserved_bytes or 0, torch.cuda.max_memory_reserved(self._device))
+        self.abandon()
         self.steps += 1
 
     def abandon(self) -> None:
@@ -151,40 +144,32 @@ class StepMeter:
         self._began = None
 
     def summary(self) -> Observation:
-        """What was measured over all ranks, the worst rank counting. Collective."""
+        """Return what was measured over all ranks, the worst rank counting. Collective."""
         figures = self.steps, self.median_step_s, self.peak_bytes, self.reserved_bytes
-        values = [-1.0 if value is None else float(value) for value in figures]
+        values = torch.tensor(
+            [-1.0 if value is None else float(value) for value in figures], dtype=torch.float64, device=collective_device()
+        )
         if world_size() > 1:
-            worst = torch.tensor(values, dtype=torch.float64, device=collective_device())
-            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-            values = worst.tolist()
-        steps, median, peak, reserved = values
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        steps, median, peak, reserved = (None if value < 0 else value for value in values.tolist())
         calls = of_last_rank(() if self._clock is None else self._clock.calls())
         return Observation(
-            steps=int(steps),
-            median_step_s=None if median < 0 else median,
-            peak_bytes=None if peak < 0 else int(peak),
-            reserved_bytes=None if reserved < 0 else int(reserved),
+            steps=int(steps or 0),
+            median_step_s=median,
+            peak_bytes=None if peak is None else int(peak),
+            reserved_bytes=None if reserved is None else int(reserved),
             collectives=_totals(calls, steps=self._clocked_steps),
             timings=_timings(calls),
         )
-
-    def _now(self) -> float | torch.cuda.Event:
-        if not self._on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
 
     def _enter(self) -> None:
         """Start counting where this step's turn has come."""
         if self._left:
             return
-        warm = 1
-        if self.steps == warm and not self._on_cuda:
-            self._mode = LiveBytes(block_bytes=1, device_type=self._device.type)
+        if self.steps == 1 and not self._on_cuda:
+            self._mode = MemoryTracker(block_bytes=1, device_type=self._device.type)
             self._mode.track(self._held())
-        elif warm <= self.steps < self.untimed and world_size() > 1:
+        elif 1 <= self.steps < self.untimed and world_size() > 1:
             self._mode = self._clock or CollectiveClock(self._device)
         if self._mode is not None:
             self._mode.__enter__()
@@ -195,11 +180,11 @@ class StepMeter:
             self._left.append(self._mode)
             self._mode = None
         while self._left and _get_current_dispatch_mode() is self._left[-1]:
-            self._left.pop().__exit__(None, None, None)
+            self._left.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Parameters, gradients, buffers and optimizer state.
+    """Yield parameters, gradients, buffers and optimizer state.
 
     After an evaluation, units that are kept show gathered parameters; their shards are those that the optimizer has.
     """
@@ -214,7 +199,7 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
 
 
 def existing_tensors() -> Iterator[torch.Tensor]:
-    """Every tensor that Python can reach: parameters, optimizer state, buffers, the data in memory."""
+    """Yield every tensor that Python can reach: parameters, optimizer state, buffers, the data in memory."""
     for candidate in gc.get_objects():
         # isinstance would ask proxies such as lazy modules for their __class__.
         if issubclass(type(candidate), torch.Tensor):
@@ -224,7 +209,7 @@ def existing_tensors() -> Iterator[torch.Tensor]:
 
 
 def _totals(calls: Sequence[CollectiveCall], *, steps: int) -> tuple[CollectiveTotal, ...]:
-    """Of one step, where `calls` has those of several."""
+    """Return the totals of one step, where `calls` has those of several."""
     groups = _grouped(calls, lambda call: (call.collective, call.group_size))
     return tuple(
         CollectiveTotal(
@@ -239,14 +224,13 @@ def _totals(calls: Sequence[CollectiveCall], *, steps: int) -> tuple[CollectiveT
 
 
 def _timings(calls: Sequence[CollectiveCall]) -> tuple[CollectiveTiming, ...]:
-    """A line through the median time of each size of message."""
+    """Return lines through the median time of each size of message."""
     timings = []
     groups = _grouped(calls, lambda call: (call.collective, call.group_size, call.crosses_nodes))
     for (collective, size, crosses), members in sorted(groups.items()):
-        by_bytes: dict[int, list[float]] = defaultdict(list)
-        for call in members:
-            by_bytes[call.nbytes].append(max(call.seconds, 1e-9))
-        latency_s, seconds_per_byte = fit_line([(nbytes, statistics.median(taken)) for nbytes, taken in by_bytes.items()])
+        by_bytes = _grouped(members, lambda call: call.nbytes)
+        points = [(nbytes, statistics.median(max(call.seconds, 1e-9) for call in same)) for nbytes, same in by_bytes.items()]
+        latency_s, seconds_per_byte = linear_fit(points)
         line = CollectiveTiming(
             collective=collective, group_size=size, crosses_nodes=crosses, latency_s=latency_s, seconds_per_byte=seconds_per_byte
         )  # fmt: skip
@@ -254,16 +238,8 @@ def _timings(calls: Sequence[CollectiveCall]) -> tuple[CollectiveTiming, ...]:
     return tuple(timings)
 
 
-def _grouped(calls: Sequence[CollectiveCall], key: Callable[[CollectiveCall], tuple]) -> dict[tuple, list[CollectiveCall]]:
-    groups: dict[tuple, list[CollectiveCall]] = defaultdict(list)
+def _grouped(calls: Sequence[CollectiveCall], key: Callable[[CollectiveCall], _Key]) -> dict[_Key, list[CollectiveCall]]:
+    groups: dict[_Key, list[CollectiveCall]] = defaultdict(list)
     for call in calls:
         groups[key(call)].append(call)
     return groups
-
-
-def _seconds(duration: float | tuple[torch.cuda.Event, torch.cuda.Event]) -> float:
-    if isinstance(duration, float):
-        return duration
-    began, ended = duration
-    ended.synchronize()
-    return began.elapsed_time(ended) / 1e3

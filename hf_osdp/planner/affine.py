@@ -1,9 +1,9 @@
-"""Costs as lines over the samples of a micro-batch, and peaks as the highest of several."""
+"""Costs as linear functions of the samples of a micro-batch, and peaks as the highest of several."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -18,73 +18,94 @@ class Affine:
         return self.constant + self.per_sample * samples
 
     def bytes(self, samples: int) -> int:
-        """The value as whole bytes, rounded up and never negative."""
+        """Return the value as whole bytes, rounded up and never negative."""
         return max(0, self.change(samples))
 
     def change(self, samples: int) -> int:
-        """The value as whole bytes, rounded up: what is freed counts as well."""
+        """Return the value as whole bytes, rounded up; negative where more is freed than allocated."""
         return math.ceil(self(samples) - 1e-6)
 
     def plus(self, other: Affine) -> Affine:
-        """The sum of two lines."""
+        """Return the sum of two functions."""
         return Affine(constant=self.constant + other.constant, per_sample=self.per_sample + other.per_sample)
 
     def scaled(self, factor: float, *, constants: bool) -> Affine:
-        """What grows with samples times the factor, and the constant too where asked."""
+        """Return the function with what grows with samples times the factor, and the constant too where asked."""
         return Affine(constant=self.constant * (factor if constants else 1), per_sample=self.per_sample * factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """A peak of one micro-batch of b samples: the highest of several moments, each on a line of its own."""
+    """A peak of one micro-batch of b samples: the highest of several moments, each a linear function of its own."""
 
-    lines: tuple[Affine, ...] = (Affine(),)
+    pieces: tuple[Affine, ...] = (Affine(),)
     """The moments that are highest for some b."""
     single: float | None = None
-    """The peak at one sample where it lies on none of the lines: expanding a dimension of size 1 copies nothing, so that
+    """The peak at one sample where none of the pieces gives it: expanding a dimension of size 1 copies nothing, so that
     torch takes other paths there."""
 
     def __post_init__(self) -> None:
-        if not self.lines:
-            raise ValueError("A peak has no moment; give at least one line.")
+        if not self.pieces:
+            raise ValueError("A peak has no moment; give at least one.")
 
     @classmethod
-    def line(cls, *, constant: float = 0.0, per_sample: float = 0.0) -> Envelope:
-        """A single moment."""
-        return cls(lines=(Affine(constant=constant, per_sample=per_sample),))
+    def linear(cls, *, constant: float = 0.0, per_sample: float = 0.0) -> Envelope:
+        """Return the peak of a single moment."""
+        return cls(pieces=(Affine(constant=constant, per_sample=per_sample),))
 
     @classmethod
-    def above(cls, lines: Iterable[Affine], *, single: float | None = None) -> Envelope:
-        """The upper envelope of many lines for b >= 1; those that are nowhere the highest are left out."""
+    def above(cls, moments: Iterable[Affine], *, single: float | None = None) -> Envelope:
+        """Return the upper envelope of many moments for b >= 1; those that are nowhere the highest are left out."""
         hull: list[Affine] = []
-        for line in sorted(lines, key=lambda line: (line.per_sample, line.constant)):
-            while hull and (_meet(hull[-1], line) <= 1 or (len(hull) > 1 and _meet(hull[-1], line) <= _meet(hull[-2], hull[-1]))):
+        for moment in sorted(moments, key=lambda moment: (moment.per_sample, moment.constant)):
+            while hull and (_meet(hull[-1], moment) <= 1 or (len(hull) > 1 and _meet(hull[-1], moment) <= _meet(hull[-2], hull[-1]))):
                 hull.pop()
-            hull.append(line)
-        return cls(lines=tuple(hull) or (Affine(),), single=single)
+            hull.append(moment)
+        return cls(pieces=tuple(hull) or (Affine(),), single=single)
 
     def __call__(self, samples: int) -> float:
         if samples == 1 and self.single is not None:
             return self.single
-        return max(line(samples) for line in self.lines)
+        return max(piece(samples) for piece in self.pieces)
 
     def bytes(self, samples: int) -> int:
-        """The value as whole bytes, rounded up and never negative."""
+        """Return the value as whole bytes, rounded up and never negative."""
         return max(0, math.ceil(self(samples) - 1e-6))
 
     def plus(self, other: Affine) -> Envelope:
-        """Every moment raised by another line."""
-        return Envelope(
-            lines=tuple(line.plus(other) for line in self.lines), single=None if self.single is None else self.single + other(1)
-        )
+        """Return the peak with every moment raised by a function."""
+        single = None if self.single is None else self.single + other(1)
+        return Envelope(pieces=tuple(piece.plus(other) for piece in self.pieces), single=single)
 
     def scaled(self, factor: float, *, constants: bool) -> Envelope:
-        """What grows with samples times the factor, and constants too where asked; it stands for one sample as well."""
-        return Envelope(lines=tuple(line.scaled(factor, constants=constants) for line in self.lines))
+        """Return the peak with what grows with samples times the factor, and constants too where asked; also for one sample."""
+        return Envelope(pieces=tuple(piece.scaled(factor, constants=constants) for piece in self.pieces))
 
 
-def _meet(low: Affine, steep: Affine) -> float:
-    """Samples from which the steeper line is the higher one."""
-    if steep.per_sample == low.per_sample:
+def _meet(flat: Affine, steep: Affine) -> float:
+    """Return the samples from which the steeper function is the higher one."""
+    if steep.per_sample == flat.per_sample:
         return -math.inf
-    return (low.constant - steep.constant) / (steep.per_sample - low.per_sample)
+    return (flat.constant - steep.constant) / (steep.per_sample - flat.per_sample)
+
+
+def linear_fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Fit α >= 0 and β > 0 that minimise the relative errors Σ ((α + β n - t) / t)².
+
+    Args:
+        points: sizes n and seconds t > 0, at least one pair.
+
+    Returns:
+        α in seconds and β in seconds a unit of size.
+    """
+    weights = [1 / seconds**2 for _, seconds in points]
+    total = sum(weights)
+    mean_n = sum(w * n for w, (n, _) in zip(weights, points, strict=True)) / total
+    mean_t = sum(w * t for w, (_, t) in zip(weights, points, strict=True)) / total
+    spread = sum(w * (n - mean_n) ** 2 for w, (n, _) in zip(weights, points, strict=True))
+    slope = sum(w * (n - mean_n) * (t - mean_t) for w, (n, t) in zip(weights, points, strict=True)) / spread if spread else 0.0
+    latency_s = mean_t - slope * mean_n
+    if slope > 0 and latency_s >= 0:
+        return latency_s, slope
+    largest, taken_s = max(points)
+    return 0.0, taken_s / largest  # noise hides one of the two: all of the largest size's time is its rate

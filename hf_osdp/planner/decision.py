@@ -1,13 +1,14 @@
-"""What a plan says of one unit."""
+"""What a plan decides: the layout of each unit, and the batch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from enum import Enum
 
 from ..reading import problem_of_text
-from .cost.units import Choice
-from .description import Activations
+from .description import Activations, GatherSpan
 
 
 class ShardMode(str, Enum):
@@ -19,10 +20,9 @@ class ShardMode(str, Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnitDecision:
-    """Layout of one unit: sharded over `shard_size` ranks, replicated over the rest of the world."""
+class UnitLayout:
+    """All that is decided for one unit: sharded over `shard_size` ranks, replicated over the rest of the world."""
 
-    fqn: str
     shard_size: int
     """Ranks that share one copy: 1 replicates, the world size shards over all, between is HSDP."""
     reshard_after_forward: bool
@@ -39,33 +39,10 @@ class UnitDecision:
     """Parameters, gradients and optimizer states live in the host's memory, and the host takes the optimizer step."""
 
     def __post_init__(self) -> None:
-        if problem := problem_of_text(self.fqn):
-            raise ValueError(f"fqn={self.fqn[:40]!r} is no module's name: it {problem}.")
         if self.shard_size < 1:
-            raise ValueError(f"Unit {self.fqn or '(root)'!r}: shard_size={self.shard_size} must be at least 1.")
+            raise ValueError(f"shard_size={self.shard_size} must be at least 1.")
         if self.stage_size != 1 and not (1 < self.stage_size < self.shard_size and self.shard_size % self.stage_size == 0):
-            raise ValueError(
-                f"Unit {self.fqn or '(root)'!r}: stage_size={self.stage_size} must be 1, or divide shard_size={self.shard_size}"
-                " and be less."
-            )
-
-    @classmethod
-    def of(cls, fqn: str, choice: Choice) -> UnitDecision:
-        """What was chosen for the unit of this name."""
-        return cls(
-            fqn=fqn,
-            shard_size=choice.shard_size,
-            reshard_after_forward=not choice.keep,
-            stage_size=choice.stage_size,
-            reduce_every_micro_step=not choice.hold_gradients,
-            activations=choice.activations,
-            on_host=choice.on_host,
-        )
-
-    @property
-    def module_names(self) -> tuple[str, ...]:
-        """Modules of the unit: its name holds theirs, joined by `+`."""
-        return tuple(self.fqn.split("+"))
+            raise ValueError(f"stage_size={self.stage_size} must be 1, or divide shard_size={self.shard_size} and be less.")
 
     @property
     def two_stage(self) -> bool:
@@ -73,13 +50,13 @@ class UnitDecision:
         return self.stage_size > 1
 
     def mode(self, world_size: int) -> ShardMode:
-        """The layout's name in a world of `world_size` ranks."""
+        """Return the layout's name in a world of `world_size` ranks."""
         if self.shard_size == 1:
             return ShardMode.REPLICATE
         return ShardMode.SHARD if self.shard_size == world_size else ShardMode.GROUP_SHARD
 
     def describe(self, world_size: int) -> str:
-        """Short text for tables: `replicate`, `shard 8`, `shard 2 x replicate 4, keep`, `shard 16 in 2 stages (2 x 8)`."""
+        """Return short text for tables: `replicate`, `shard 2 x replicate 4, keep`, `shard 16 in 2 stages (2 x 8)`."""
         match self.mode(world_size):
             case ShardMode.REPLICATE:
                 text = "replicate"
@@ -97,3 +74,107 @@ class UnitDecision:
             "on host": self.on_host,
         }
         return ", ".join([text, *(word for word, said in more.items() if said)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitDecision(UnitLayout):
+    """The layout of one named unit."""
+
+    fqn: str
+
+    def __post_init__(self) -> None:
+        if problem := problem_of_text(self.fqn):
+            raise ValueError(f"fqn={self.fqn[:40]!r} is no module's name: it {problem}.")
+        try:
+            UnitLayout.__post_init__(self)
+        except ValueError as error:
+            raise ValueError(f"Unit {self.fqn or '(root)'!r}: {error}") from None
+
+    @classmethod
+    def of(cls, fqn: str, layout: UnitLayout) -> UnitDecision:
+        """Return the layout as the decision for the unit of this name."""
+        return cls(fqn=fqn, **asdict(layout))
+
+    @property
+    def layout(self) -> UnitLayout:
+        """The layout without the name."""
+        return UnitLayout(**{name: getattr(self, name) for name in UnitLayout.__slots__})
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        """Modules of the unit: its name holds theirs, joined by `+`."""
+        return tuple(self.fqn.split("+"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The batch side of a plan."""
+
+    micro_batch_size: int
+    """Samples that one rank runs at once."""
+    accumulation_steps: int
+    """Micro-batches that a rank runs before each optimizer step."""
+
+    def holds_gradients(self, layout: UnitLayout) -> bool:
+        """Return whether a unit's whole (unsharded) gradients are held between micro-steps."""
+        return self.accumulation_steps > 1 and not layout.reduce_every_micro_step
+
+    def reduce_scatters(self, layout: UnitLayout) -> int:
+        """Return a unit's reduce-scatters in one optimizer step; the all-reduce between replicas comes once, in the last micro-step."""
+        return self.accumulation_steps if layout.reduce_every_micro_step else 1
+
+
+def layouts_for(
+    span: GatherSpan, shard_sizes: Sequence[int], *, reshard_after_forward: bool | None = None, stage_sizes: Sequence[int] = (1,)
+) -> tuple[UnitLayout, ...]:
+    """Return the layouts that make sense for a unit; `reshard_after_forward=None` leaves that open.
+
+    A unit whose parameters stay gathered for the whole step (`GatherSpan.STEP`) has no choice about keeping them, nor has one
+    that is freed between its calls (`GatherSpan.CALLS`). Two stages need several whole nodes: a stage size above 1 goes with
+    larger shard sizes that it divides.
+    """
+    match span:
+        case GatherSpan.STEP:
+            reshards: tuple[bool, ...] = (False,)
+        case GatherSpan.CALLS:
+            reshards = (True,)
+        case GatherSpan.USE:
+            reshards = (True, False) if reshard_after_forward is None else (reshard_after_forward,)
+    sizes = [(size, stage) for size in shard_sizes for stage in stage_sizes if stage == 1 or (size > stage and size % stage == 0)]
+    return tuple(UnitLayout(shard_size=size, reshard_after_forward=free, stage_size=stage) for size, stage in sizes for free in reshards)
+
+
+Mesh = tuple[int, int]
+"""Shard size and stage size of one device mesh; stage size 1 where it has none."""
+
+
+@functools.lru_cache(maxsize=4096)
+def meshes_of(shard_size: int, stage_size: int, world_size: int) -> frozenset[Mesh]:
+    """Return the meshes that a layout needs and that have process groups of their own.
+
+    `Meshes.prepare` (distributed/mesh.py) forms a mesh for each shard size g of W ranks, and for stages of s ranks within g:
+
+        g = 1 or g = W          none: the axis over all ranks is the default process group, one rank alone needs none
+        1 < g < W               2 groups: one axis over the g ranks that share a copy, one over the W / g replicas
+        stages of s             those of g = s, and where g < W 3 more: replicas, nodes and ranks of a node
+
+    `DeviceMesh._init_one_process_group` (torch 2.11 to 2.13) takes the default group for an axis over all ranks and forms one for
+    any other. NCCL takes a group's memory when it first communicates, or at once where the default group is bound to a device.
+    """
+    sizes = {size for size in (shard_size, stage_size) if 1 < size < world_size}
+    staged = {(shard_size, stage_size)} if 1 < stage_size < shard_size < world_size else set()
+    return frozenset({(size, 1) for size in sizes} | staged)
+
+
+def groups_in(meshes: Iterable[Mesh]) -> int:
+    """Return how many communicators these meshes have beside that of all ranks."""
+    return sum(2 if stage_size == 1 else 3 for _, stage_size in meshes)
+
+
+def communicators_of(layouts: Iterable[UnitLayout], world_size: int) -> int:
+    """Return the NCCL communicators of several ranks that a plan has on each rank, that of all ranks included."""
+    if world_size == 1:
+        return 0
+    sizes = {(layout.shard_size, layout.stage_size) for layout in layouts}
+    meshes: frozenset[Mesh] = frozenset()
+    return 1 + groups_in(meshes.union(*(meshes_of(*size, world_size) for size in sizes)))

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from .affine import Affine, Envelope
-from .allocation_trace import AllocationTrace
-from .split import WHOLE_BLOCKS, Cut
+from .split import WHOLE_BLOCKS, ModelSplit
 
 
 class DType(str, Enum):
@@ -72,7 +71,7 @@ class Activations(str, Enum):
 
     @classmethod
     def of(cls, *, recomputes: bool, offloads: bool) -> Activations:
-        """The choice with both its parts."""
+        """Return the choice with both its parts."""
         if offloads:
             return cls.RECOMPUTE_OFFLOAD if recomputes else cls.OFFLOAD
         return cls.RECOMPUTE if recomputes else cls.SAVE
@@ -110,8 +109,12 @@ class ParameterSpec:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    def sharded_bytes(self, shard_size: int) -> int:
+        """Return the bytes of rank 0's shard in the parameter's own dtype."""
+        return self.sharded_numel(shard_size) * self.dtype.itemsize
+
     def sharded_numel(self, shard_size: int) -> int:
-        """Elements on rank 0 when dimension 0 is cut into `shard_size` chunks: ceil(d0 / g) rows, padding included."""
+        """Return the elements of rank 0's shard: ceil(d0 / g) rows of dimension 0, padding included."""
         if not self.shape:
             return 1
         return -(-self.shape[0] // shard_size) * math.prod(self.shape[1:])
@@ -179,8 +182,55 @@ class PhaseCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Handed:
+    """An allocation of another segment, by the place among those that outlive the phase in which they were made."""
+
+    segment: int
+    """How many segments further in forward order, negative for back; or the segment's index where it is `absolute`."""
+    absolute: bool
+    """There is one such segment, as the one that embeds. Else it is found at the same distance from every segment with this trace."""
+    backward: bool
+    """Made in its backward."""
+    place: int
+    """1 for the last one that was made, 2 for the one before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocationTrace:
+    """Allocations and frees of a segment's forward and backward; equal segments share one.
+
+    In `forward` and `backward`, n ≥ 0 makes allocation n; ~n (below 0) frees allocation n, or, where n is beyond the own ones,
+    `others[n - len(sizes)]`.
+    """
+
+    sizes: tuple[tuple[int, int], ...]
+    """Bytes of each own allocation, in the order in which they are made: a constant, and bytes a sample."""
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    gradients: tuple[int, ...]
+    """Own allocations that are gradients of the segment's parameters, in their order: they stay until they are reduced."""
+    others: tuple[Handed, ...] = ()
+
+    def __post_init__(self) -> None:
+        most = len(self.sizes) + len(self.others)
+        if any(not -most <= step < len(self.sizes) for step in (*self.forward, *self.backward)):
+            raise ValueError("An allocation trace names an allocation that it does not have.")
+        if any(not 0 <= number < len(self.sizes) for number in self.gradients):
+            raise ValueError("An allocation trace names a gradient that it does not have.")
+
+    def handed(self, *, backward: bool) -> tuple[int, ...]:
+        """Return own allocations of a phase that neither it nor the segment's later phase frees, gradients of parameters left out."""
+        freed = {~step for step in (*self.forward, *self.backward) if step < 0} | set(self.gradients)
+        return tuple(step for step in (self.backward if backward else self.forward) if step >= 0 and step not in freed)
+
+    def bytes(self, samples: int) -> list[int]:
+        """Return the bytes of each own allocation at a micro-batch size."""
+        return [max(0, constant + per_sample * samples) for constant, per_sample in self.sizes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A stretch of the forward pass that belongs to one unit, in execution order."""
+    """A part of the forward pass that belongs to one unit, in execution order."""
 
     unit: int
     """Index into `ModelDescription.units`."""
@@ -201,14 +251,14 @@ class Segment:
     offloaded_allocations: int | None = field(default=None, compare=False)
     """The same where what it saves waits on the host."""
     recomputed: Segment | None = None
-    """The same stretch where only its input is saved and its forward runs again in backward; None where it cannot be."""
+    """The same segment where only its input is saved and its forward runs again in backward; None where it cannot be."""
 
     def under(self, activations: Activations) -> Segment:
-        """The costs under a choice about activations, wherever they wait; the only ones where there is none."""
+        """Return the costs under a choice about activations, wherever they wait; the only ones where there is none."""
         return self.recomputed if activations.recomputes and self.recomputed is not None else self
 
     def each(self, change: Callable[[Segment], Segment]) -> Segment:
-        """The segment after a change of its costs under every choice."""
+        """Return the segment after a change of its costs under every choice."""
         recomputed = None if self.recomputed is None else change(self.recomputed)
         return replace(change(self), recomputed=recomputed)
 
@@ -220,7 +270,7 @@ class ModelDescription:
     model_name: str
     model_class: str
     block_classes: tuple[str, ...]
-    cut: Cut = WHOLE_BLOCKS
+    split: ModelSplit = WHOLE_BLOCKS
     """What was done to the model before its units were found."""
     sequence_length: int
     compute_dtype: DType
@@ -255,11 +305,10 @@ class ModelDescription:
         for segment in self.segments:
             if not 0 <= segment.unit < len(self.units):
                 raise ValueError(f"A segment names unit {segment.unit}, but there are {len(self.units)} units.")
-            for form in (segment, segment.recomputed or segment):
-                if any(
-                    place is not None and not 0 <= place < len(self.allocations) for place in (form.allocations, form.offloaded_allocations)
-                ):
-                    raise ValueError("A segment names an allocation trace that is not there.")
+            forms = (segment, segment.recomputed or segment)
+            places = [place for form in forms for place in (form.allocations, form.offloaded_allocations) if place is not None]
+            if any(not 0 <= place < len(self.allocations) for place in places):
+                raise ValueError("A segment names an allocation trace that is not there.")
 
     @property
     def numel(self) -> int:

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import PlanError
 from ..reading import parse_json, problem_of_text, read_bytes
-from .cost.communicators import communicators_of
-from .cost.units import Batch, Choice
-from .decision import UnitDecision
-from .description import ModelDescription
+from .decision import Batch, UnitDecision, UnitLayout, communicators_of
+from .description import Activations, GatherSpan, ModelDescription
 from .files import validated, write_whole
 from .hardware import MOST_RANKS
-from .split import WHOLE_BLOCKS, Cut
+from .split import WHOLE_BLOCKS, ModelSplit
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 _MOST = {"world_size": MOST_RANKS, "micro_batch_size": 2**20, "accumulation_steps": 2**20, "sequence_length": 2**30}
 _MOST_UNITS = 2**14
+_LAYER = re.compile(r"\.\d+(?=\.|$)")
+_ESTIMATES = {"memory_limit_bytes": None, "peak_bytes": None, "step_s": None, "proven_optimal": False}
+_NAMES = {"model_name": "", "hardware": "", "devices_per_node": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +43,8 @@ class Plan:
     accumulation_steps: int
     """Micro-batches a rank runs before each optimizer step."""
     model_fingerprint: str
-    cut: Cut = WHOLE_BLOCKS
-    """What is done to the model before its units are found: the units are those of the model that was cut so."""
+    split: ModelSplit = WHOLE_BLOCKS
+    """What is done to the model before its units are found: the units are those of the model that was split so."""
     model_name: str = ""
     sequence_length: int = 1
     memory_limit_bytes: int | None = None
@@ -76,6 +78,9 @@ class Plan:
                 raise PlanError(f"The plan has a {name} that {problem}; give it another.")
         if len(self.units) > _MOST_UNITS:
             raise PlanError(f"The plan has {len(self.units)} units; it must have at most {_MOST_UNITS}.")
+        self._check_units()
+
+    def _check_units(self) -> None:
         seen: set[str] = set()
         for unit in self.units:
             if self.world_size % unit.shard_size:
@@ -88,34 +93,45 @@ class Plan:
             seen.add(unit.fqn)
 
     def to_fsdp_plan(self) -> dict[str, str]:
-        """This plan as the `fsdp_plan` of transformers' `DistributedConfig`, see `planner/fsdp_plan.py`.
+        """Return the plan as the `fsdp_plan` of transformers' `DistributedConfig`: module names → styles, with `*` for a layer's number.
+
+        As of transformers 5.23, it shards all that has no entry with the root: so are weights that several modules share, which are
+        gathered as long. A model's own rules, such as Llama's for its norm, stay beside these. `fsdp_size` and `dp_replicate_size` are
+        the shard size and how many times the world has that.
 
         Raises:
-            PlanError: it says more than that can; the message says what.
+            PlanError: the plan says more than that can; the message names the first unit of which it does.
         """
-        from .fsdp_plan import fsdp_plan_of
-
-        return fsdp_plan_of(self)
+        sizes = {unit.shard_size for unit in self.units}
+        if len(sizes) > 1:
+            raise _no_fsdp_plan(f"units have {len(sizes)} group sizes ({', '.join(map(str, sorted(sizes)))})", "one mesh for all")
+        if not self.split.is_none:
+            raise _no_fsdp_plan(f"the model is split into {self.split.describe()}", "whole modules")
+        if 0 < (on_host := sum(unit.on_host for unit in self.units)) < len(self.units):
+            raise _no_fsdp_plan(f"{on_host} of {len(self.units)} units live on the host", "all on the host (fsdp_cpu_offload) or none")
+        for unit in self.units:
+            if reason := _beyond_fsdp_plan(unit, self.accumulation_steps):
+                raise _no_fsdp_plan(f"unit {unit.fqn or '(root)'!r} {reason}", "whether gathered parameters are kept")
+        styles: dict[str, str] = {}
+        for unit in self.units:
+            if not unit.fqn or len(unit.module_names) > 1:
+                continue
+            layers, style = _LAYER.sub(".*", unit.fqn), "free_full_weight" if unit.reshard_after_forward else "keep_full_weight"
+            if styles.setdefault(layers, style) != style:
+                raise _no_fsdp_plan(f"of {layers} some are kept gathered and some are not", "one style for all of them")
+        return styles
 
     @classmethod
-    def of(cls, description: ModelDescription, choices: Sequence[Choice], batch: Batch, *, world_size: int, **stated: Any) -> Plan:
-        """The plan of these choices.
-
-        Args:
-            description: the model.
-            choices: one a unit, in the description's order.
-            batch: micro-batch size and accumulation.
-            world_size: ranks.
-            **stated: other fields, such as `strategy` (default `osdp`) and estimates.
-        """
-        units = (UnitDecision.of(unit.fqn, choice) for unit, choice in zip(description.units, choices, strict=True))
+    def of(cls, description: ModelDescription, layouts: Sequence[UnitLayout], batch: Batch, *, world_size: int, **stated: Any) -> Plan:
+        """Return the plan of these layouts, one a unit in the description's order; `stated` has other fields, such as estimates."""
+        units = (UnitDecision.of(unit.fqn, layout) for unit, layout in zip(description.units, layouts, strict=True))
         return cls(
             world_size=world_size,
             strategy=stated.pop("strategy", "osdp"),
             units=tuple(units),
             **asdict(batch),
             model_fingerprint=description.fingerprint,
-            cut=description.cut,
+            split=description.split,
             model_name=description.model_name,
             sequence_length=description.sequence_length,
             **stated,
@@ -129,7 +145,7 @@ class Plan:
     @property
     def communicators(self) -> int:
         """NCCL communicators of each rank."""
-        return communicators_of(((unit.shard_size, unit.stage_size) for unit in self.units), self.world_size)
+        return communicators_of(self.units, self.world_size)
 
     @property
     def samples_per_s(self) -> float | None:
@@ -139,30 +155,41 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """Hash of all that decides how the plan runs; estimates and names are left out."""
-        told = {"memory_limit_bytes": None, "peak_bytes": None, "step_s": None, "model_name": "", "hardware": "", "proven_optimal": False}
-        run = asdict(replace(self, **told, devices_per_node=None))
+        run = {**asdict(self), **_ESTIMATES, **_NAMES}
         return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]
 
-    def decision(self, fqn: str) -> UnitDecision:
-        """The decision for one unit.
+    @property
+    def batch(self) -> Batch:
+        """Micro-batch size and accumulation."""
+        return Batch(micro_batch_size=self.micro_batch_size, accumulation_steps=self.accumulation_steps)
 
-        Raises:
-            PlanError: the plan has no such unit.
-        """
+    def layouts(self, description: ModelDescription) -> tuple[UnitLayout, ...]:
+        """Return each unit's layout in the description's order, as it runs: some units leave no choice of what a decision says."""
+        decisions = {decision.fqn: decision.layout for decision in self.units}
+        layouts = []
+        for unit in description.units:
+            layout = decisions[unit.fqn]
+            free = unit.span is GatherSpan.CALLS or (unit.span is GatherSpan.USE and layout.reshard_after_forward)
+            reduces = layout.reduce_every_micro_step or self.accumulation_steps == 1
+            layouts.append(replace(layout, reshard_after_forward=free, reduce_every_micro_step=reduces))
+        return tuple(layouts)
+
+    def decision(self, fqn: str) -> UnitDecision:
+        """Return the decision for one unit; PlanError where the plan has no such unit."""
         for unit in self.units:
             if unit.fqn == fqn:
                 return unit
         raise PlanError(f"The plan has no unit {fqn or '(root)'!r}; it has {_some(u.fqn or '(root)' for u in self.units)}.")
 
     def diff(self, other: Plan) -> tuple[str, ...]:
-        """One line for each way in which `other` runs differently; empty when the two run the same."""
+        """Return one line for each way in which `other` runs differently; none when the two run the same."""
         lines = [
             f"{name}: {getattr(self, name)} -> {getattr(other, name)}"
             for name in ("world_size", "micro_batch_size", "accumulation_steps", "model_fingerprint")
             if getattr(self, name) != getattr(other, name)
         ]
-        if self.cut != other.cut:
-            lines.append(f"cut: {self.cut.describe()} -> {other.cut.describe()}")
+        if self.split != other.split:
+            lines.append(f"split: {self.split.describe()} -> {other.split.describe()}")
         mine, theirs = ({u.fqn: u for u in plan.units} for plan in (self, other))
         for fqn in dict.fromkeys([*mine, *theirs]):
             before = mine[fqn].describe(self.world_size) if fqn in mine else "absent"
@@ -194,8 +221,9 @@ class Plan:
             )
 
     def to_json(self) -> str:
-        """The plan as JSON text, with its fingerprint."""
-        return json.dumps({**asdict(self), "fingerprint": self.fingerprint}, indent=1) + "\n"
+        """Return the plan as JSON text, with its fingerprint."""
+        units = [{"fqn": unit.fqn, **asdict(unit.layout)} for unit in self.units]  # the name first
+        return json.dumps({**asdict(self), "units": units, "fingerprint": self.fingerprint}, indent=1) + "\n"
 
     def save(self, path: str | Path) -> None:
         """Write the JSON form to `path`, whole or not at all."""
@@ -215,8 +243,8 @@ class Plan:
         return cls.from_content(plan_content(text, source), source)
 
     @classmethod
-    def from_content(cls, data: Any, source: str) -> Plan:
-        """The plan that a JSON value holds; otherwise as `from_json`."""
+    def from_content(cls, data: object, source: str) -> Plan:
+        """Return the plan that a JSON value holds; otherwise as `from_json`."""
         if not isinstance(data, dict):
             raise PlanError(f"{source} holds a {type(data).__name__}, not a plan. Write it again with Plan.save.")
         data = dict(data["plan"] if isinstance(data.get("plan"), dict) else data)
@@ -241,12 +269,8 @@ class Plan:
         return cls.from_json(read_bytes(path, "plan", PlanError), source=str(path))
 
 
-def plan_content(text: str | bytes, source: str) -> Any:
-    """What the text of a plan file holds, not validated.
-
-    Raises:
-        PlanError: it is not JSON, or holds what no plan does.
-    """
+def plan_content(text: str | bytes, source: str) -> Any:  # noqa: ANN401 - any JSON
+    """Return what the text of a plan file holds, not validated; PlanError where it is not JSON."""
     return parse_json(text, lambda problem: PlanError(f"{source} {problem}. Write it again with Plan.save."))
 
 
@@ -254,6 +278,21 @@ def _other_version(version: int) -> str:
     return f"The plan has version {version}; this hf_osdp reads version {PLAN_VERSION}. Plan again."
 
 
-def _some(names, limit: int = 6) -> str:
+def _some(names: Iterable[str], limit: int = 6) -> str:
     listed = list(names)
     return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
+
+
+def _beyond_fsdp_plan(unit: UnitDecision, accumulation_steps: int) -> str:
+    """Return what of a decision an `fsdp_plan` has no word for, or nothing."""
+    if unit.activations is not Activations.SAVE:
+        return "recomputes its activations" if unit.activations.recomputes else "offloads its activations"
+    if unit.two_stage:
+        return "has collectives in two stages"
+    if accumulation_steps > 1 and not unit.reduce_every_micro_step:
+        return "holds whole gradients between micro-steps"
+    return ""
+
+
+def _no_fsdp_plan(reason: str, words: str) -> PlanError:
+    return PlanError(f"This plan cannot be said as an fsdp_plan: {reason}, and that says only {words}; run it with hf_osdp.")

@@ -1,4 +1,4 @@
-"""How a model is cut before its units are found: operator units inside blocks, and operators in slices."""
+"""How a model is split before its units are found: operator units inside blocks, and operators in slices."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class OperatorSplit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class ModelSplit:
     """What a plan's units are made of. The default is a model as its author wrote it, with blocks as units."""
 
     operators: bool = False
     """Whether attention, MLP and the like are units of their own, instead of whole blocks."""
-    splits: tuple[OperatorSplit, ...] = ()
+    sliced: tuple[OperatorSplit, ...] = ()
     """Operators in slices, in any order; each slice becomes a unit."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.operators, bool):
             raise ValueError(f"operators={self.operators!r} must be True or False.")
-        if not isinstance(self.splits, tuple) or not all(isinstance(split, OperatorSplit) for split in self.splits):
-            raise ValueError(f"splits={self.splits!r} must be a tuple of OperatorSplit.")
-        names = [split.fqn for split in self.splits]
+        if not isinstance(self.sliced, tuple) or not all(isinstance(split, OperatorSplit) for split in self.sliced):
+            raise ValueError(f"sliced={self.sliced!r} must be a tuple of OperatorSplit.")
+        names = [split.fqn for split in self.sliced]
         if len(set(names)) < len(names):
             name, times = Counter(names).most_common(1)[0]
             raise ValueError(f"{name!r} is split {times} times; name each operator once.")
@@ -45,19 +45,19 @@ class Cut:
     def describe(self) -> str:
         """Short text for tables: `blocks`, `operators, lm_head in 4 slices`, `operators, 8 operators in 2 to 4 slices`."""
         text = "operators" if self.operators else "blocks"
-        if len(self.splits) == 1:
-            return f"{text}, {self.splits[0].fqn} in {self.splits[0].slices} slices"
-        if self.splits:
-            counts = sorted({split.slices for split in self.splits})
+        if len(self.sliced) == 1:
+            return f"{text}, {self.sliced[0].fqn} in {self.sliced[0].slices} slices"
+        if self.sliced:
+            counts = sorted({split.slices for split in self.sliced})
             slices = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
-            return f"{text}, {len(self.splits)} operators in {slices} slices"
+            return f"{text}, {len(self.sliced)} operators in {slices} slices"
         return text
 
     @property
     def is_none(self) -> bool:
         """Whether the model stays as it is."""
-        return not self.operators and not self.splits
+        return not self.operators and not self.sliced
 
 
-WHOLE_BLOCKS = Cut()
+WHOLE_BLOCKS = ModelSplit()
 """The model as its author wrote it, with blocks as units."""

@@ -1,4 +1,4 @@
-"""`OSDPConfig`: everything that a user can ask of OSDP, validated when it is written down."""
+"""`OSDPConfig`: all options of OSDP, validated at construction."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..distributed.restart import check_on_oom
 from ..planner.hardware import Hardware, check_margin
 from ..planner.plan import Plan
+from ..planner.problem import Strategy
 from ..planner.profile import Profile
-from ..planner.search.strategies import Strategy
 from ..quantities import parse_bytes
 
 _OPEN_SWITCHES = ("reduce_every_micro_step", "recompute", "host_offload", "offload_activations", "split_vocabulary")
 """Switches that None leaves to the planner."""
 _SWITCHES = ("operator_splitting", "recalibrate", "compare", "async_save", "resume_after_restart", "save_on_sigterm")
+_LEFT_TO_PLANNER = ("recompute", "host_offload", "offload_activations", "split_vocabulary")
 STRATEGIES = tuple(strategy.value for strategy in Strategy)
+ON_OOM = ("raise", "replan")
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "plan": ((Plan, str, Path), "a Plan or the path of a plan file"),
+    "hardware": ((Hardware, str), "a Hardware or the name of a preset"),
+    "profile": ((Profile, str, Path), "a Profile or the path of a profile file"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +34,7 @@ class OSDPConfig:
         ValueError: at construction, where a value cannot be used; the message gives value, limit and remedy.
     """
 
-    memory_limit: int | str | None = None
+    memory_limit: int | float | str | None = None
     """Bytes of each device that training may use, as a number or as text such as `"8GiB"`; None: all that it has."""
     memory_margin: float | None = None
     """Share of the limit that the plan leaves free; None: 0.04 on CUDA, whose allocator holds more than tensors, nothing on the CPU."""
@@ -84,37 +90,10 @@ class OSDPConfig:
     the last complete checkpoint."""
 
     def __post_init__(self) -> None:
-        if self.memory_limit is not None:
-            parse_bytes(self.memory_limit)
-        if self.memory_margin is not None:
-            check_margin(self.memory_margin)
-        if self.strategy not in STRATEGIES:
-            raise ValueError(f"strategy={self.strategy!r} is not known; use one of {', '.join(STRATEGIES)}.")
-        check_on_oom(self.on_oom, planning=self.plan is None)
         object.__setattr__(self, "block_classes", _class_names(self.block_classes))
-        for name in ("sequence_length", "global_batch_size", "micro_batch_size", "nodes"):
-            _check_count(name, getattr(self, name))
-        for name in (*_OPEN_SWITCHES, *_SWITCHES):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and (value is not None or name not in _OPEN_SWITCHES):
-                raise ValueError(f"{name}={value!r} is not a switch; use true or false.")
-        _check_type("plan", self.plan, (Plan, str, Path), "a Plan or the path of a plan file")
-        _check_type("hardware", self.hardware, (Hardware, str), "a Hardware or the name of a preset")
-        if self.inputs is not None and not callable(self.inputs):
-            raise ValueError(
-                f"inputs={self.inputs!r} is of type {type(self.inputs).__name__}; give a function from a number of samples to forward's"
-                " keyword arguments, which a file cannot hold: OSDPConfig(inputs=...) in the script."
-            )
-        _check_type("profile", self.profile, (Profile, str, Path), "a Profile or the path of a profile file")
-        left = ("recompute", "host_offload", "offload_activations", "split_vocabulary")
-        clashes = {
-            f"strategy={self.strategy!r}": self.strategy != "osdp", "hardware": self.hardware, "profile": self.profile,
-            f"nodes={self.nodes}": self.nodes, "recalibrate=True": self.recalibrate,
-            "operator_splitting=False": not self.operator_splitting, f"memory_margin={self.memory_margin}": self.memory_margin is not None,
-            **{f"{name}={getattr(self, name)}": getattr(self, name) is not None for name in left},
-        }  # fmt: skip
-        if self.plan is not None and (clash := next((name for name, given in clashes.items() if given), None)):
-            raise ValueError(f"plan runs a given plan as it is, so {clash} would have no effect; leave one of the two out.")
+        self._check_values()
+        if self.plan is not None:
+            self._check_beside_plan()
         if self.profile is not None and (self.hardware is not None or self.nodes is not None):
             beside = "hardware" if self.hardware is not None else f"nodes={self.nodes}"
             raise ValueError(f"profile already says what the hardware is, so {beside} would have no effect; leave one of the two out.")
@@ -123,6 +102,42 @@ class OSDPConfig:
             raise ValueError(f"split_vocabulary=True has no effect beside {beside}; leave one of the two out.")
         if self.nodes is not None and isinstance(self.hardware, Hardware):
             raise ValueError(f"nodes={self.nodes} was given beside a hardware description with {self.hardware.nodes}; leave nodes out.")
+
+    def _check_values(self) -> None:
+        """Refuse values that are not of their field's kind."""
+        if self.memory_limit is not None:
+            parse_bytes(self.memory_limit)
+        if self.memory_margin is not None:
+            check_margin(self.memory_margin)
+        for name, known in (("strategy", STRATEGIES), ("on_oom", ON_OOM)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not known; use one of {', '.join(known)}.")
+        for name in ("sequence_length", "global_batch_size", "micro_batch_size", "nodes"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1, or left out.")
+        for name in (*_OPEN_SWITCHES, *_SWITCHES):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and (value is not None or name not in _OPEN_SWITCHES):
+                raise ValueError(f"{name}={value!r} is not a switch; use true or false.")
+        for name, (types, remedy) in _TYPES.items():
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, types):
+                raise ValueError(f"{name}={value!r} is of type {type(value).__name__}; use {remedy}.")
+        if self.inputs is not None and not callable(self.inputs):
+            raise ValueError(
+                f"inputs={self.inputs!r} is of type {type(self.inputs).__name__}; give a function from a number of samples to forward's"
+                " keyword arguments, which a file cannot hold: OSDPConfig(inputs=...) in the script."
+            )
+
+    def _check_beside_plan(self) -> None:
+        """Refuse options that a given plan leaves without effect."""
+        unset = {"strategy": "osdp", "operator_splitting": True, "on_oom": "raise", "recalibrate": False}
+        for name in (*unset, "hardware", "profile", "nodes", "memory_margin", *_LEFT_TO_PLANNER):
+            value = getattr(self, name)
+            if value != unset.get(name):
+                shown = name if name in ("hardware", "profile") else f'{name}="replan"' if name == "on_oom" else f"{name}={value!r}"
+                raise ValueError(f"plan runs a given plan as it is, so {shown} would have no effect; leave one of the two out.")
 
     @property
     def memory_limit_bytes(self) -> int | None:
@@ -148,14 +163,13 @@ class OSDPConfig:
             raise ValueError(f"OSDP has no option {', '.join(map(repr, unknown))}; its options are {', '.join(known)}.")
         return cls(**options)  # type: ignore[arg-type]
 
-
-def every_option(config: OSDPConfig) -> dict[str, object]:
-    """All fields as stated, defaults too: what nothing can be merged into any more."""
-    return {field.name: getattr(config, field.name) for field in fields(config)}
+    def options(self) -> dict[str, object]:
+        """Return all fields, with defaults filled in: a mapping that no other place's options can change in `merged_config`."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def stated_options(asked: OSDPConfig | Mapping[str, object] | None) -> dict[str, object]:
-    """What the caller set: every key of a mapping, the fields of a configuration that are not at their default."""
+    """Return what the caller set: every key of a mapping, the fields of a configuration that are not at their default."""
     if asked is not None and not isinstance(asked, (OSDPConfig, Mapping)):
         raise ValueError(f"osdp={asked!r} is of type {type(asked).__name__}; use an OSDPConfig or a mapping of its fields.")
     if isinstance(asked, OSDPConfig):
@@ -163,25 +177,24 @@ def stated_options(asked: OSDPConfig | Mapping[str, object] | None) -> dict[str,
     return dict(asked or {})
 
 
-def merged_config(asked: OSDPConfig | Mapping[str, object] | None, *below: OSDPConfig | Mapping[str, object] | None) -> OSDPConfig:
-    """One configuration from several places; what the caller set goes before what stands below it.
+def merged_config(*places: OSDPConfig | Mapping[str, object] | None) -> OSDPConfig:
+    """Return one configuration from several places.
 
     Args:
-        asked: what the caller gave. A mapping states each key that it has; a configuration states the fields that are not
-            at their default.
-        *below: the same from other places, the strongest first, and so the accelerate file last.
+        *places: what each place states, the strongest first, and so the accelerate file last. A mapping states each key that it
+            has; a configuration states the fields that are not at their default.
 
     Raises:
         ValueError: an option is not known, its value cannot be used, or options of several places exclude each other.
     """
     merged: dict[str, object] = {}
-    for place in (*reversed(below), asked):
+    for place in reversed(places):
         merged.update(stated_options(place))
     return OSDPConfig.from_options(merged)
 
 
 def _class_names(names: tuple[str, ...] | list[str] | str | None) -> tuple[str, ...] | None:
-    """`"GPT2Block, BertLayer"` as a tuple of names."""
+    """Return `"GPT2Block, BertLayer"` as a tuple of names."""
     if names is None:
         return None
     parts = names.split(",") if isinstance(names, str) else list(names)
@@ -191,14 +204,3 @@ def _class_names(names: tuple[str, ...] | list[str] | str | None) -> tuple[str, 
     if not cleaned:
         raise ValueError(f"block_classes={names!r} names no class; give names such as GPT2Block, or leave it out to have them found.")
     return cleaned
-
-
-def _check_count(name: str, value: object) -> None:
-    """Refuse what is not a whole number of at least 1."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError(f"{name}={value!r} must be a whole number of at least 1, or left out.")
-
-
-def _check_type(name: str, value: object, types: tuple[type, ...], wanted: str) -> None:
-    if value is not None and not isinstance(value, types):
-        raise ValueError(f"{name}={value!r} is of type {type(value).__name__}; use {wanted}.")

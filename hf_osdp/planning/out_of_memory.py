@@ -1,34 +1,53 @@
-"""Out of device memory all the same: where, by how much, which plan is safer; and, where that is wanted, all over again by it."""
+"""Out of device memory in spite of the plan: say where, by how much, and which plan is safer; with `on_oom="replan"`, restart by it."""
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from ..distributed import restart as again
-from ..distributed.consensus import on_rank_zero
-from ..errors import InfeasibleError, OSDPError
+from ..distributed import restart
+from ..errors import InfeasibleError
+from ..modeling.units import canonical_name, modules_by_name
 from ..planner.description import UnitDescription
-from ..planner.files import plain, validated
 from ..planner.plan import Plan
+from ..planner.problem import PlanningProblem
+from ..planner.search.search import search
 from ..quantities import format_bytes, format_seconds
-from .memory_errors import is_of_host, is_out_of_memory
-from .oom_location import Place, Whereabouts
-from .recalibrate import Problem
+from ..sharding.host_offload import parameter_groups
+from .recalibrate import estimated
 
 _LEAST_SHARE = 0.05
-"""Of the limit, by which it is lowered at least: where allocations fragment, or others use the device too, the peak says nothing."""
+"""The limit is lowered by at least this share: with fragmentation, or other processes on the device, the peak says nothing."""
+_HOST_SIGNS = ("defaultcpuallocator: can't allocate memory", "error code 12 (cannot allocate memory)")
+"""c10/core/impl/alloc_cpu.cpp."""
+_DEVICE_SIGNS = (
+    "cuda out of memory",  # c10/cuda/CUDACachingAllocator.cpp; DataParallel raises it again as a RuntimeError (torch/_utils.py)
+    "cuda error: out of memory",  # cudaErrorMemoryAllocation, c10/cuda/CUDAException.cpp: AcceleratorError since 2.8, RuntimeError before
+    "cublas_status_alloc_failed",  # aten/src/ATen/cuda/Exceptions.h, as those of its neighbours
+    "cusolver_status_alloc_failed",
+    "cusparse_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+    "cudnn_status_internal_error_device_allocation_failed",  # cuDNN 9
+    "failed to cuda calloc",  # NCCL src/include/alloc.h, under "unhandled cuda error"
+    "cuda failure 2 'out of memory'",  # NCCL src/include/checks.h
+    "cuda failure 'out of memory'",  # the same, before 2.19
+)
+_CUDA_ERROR_MEMORY_ALLOCATION = 2
+"""In `torch.AcceleratorError.error_code`."""
+_GATHERS = ("unshard", "wait_for_unshard", "pre_forward", "pre_backward", "_prefetch_unshard")
+_FSDP_FILE, _AUTOGRAD_FILE, _OPTIMIZER_FILE = "_fsdp_param_group.py", "torch/autograd/graph.py", "torch/optim/"
 _AMOUNT = r"(\d+(?:\.\d+)?) ([KMGT]iB|bytes)"
 _ASKED = re.compile(f"[Tt]ried to allocate {_AMOUNT}")
 _ALLOCATED = re.compile(f"Of the allocated memory {_AMOUNT} is allocated by PyTorch")
@@ -37,30 +56,54 @@ _ALLOCATED = re.compile(f"Of the allocated memory {_AMOUNT} is allocated by PyTo
 _log = logging.getLogger(__name__)
 
 
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether an error says that memory ran out, on the device or on the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    code = getattr(error, "error_code", None)
+    return code == _CUDA_ERROR_MEMORY_ALLOCATION or any(sign in text for sign in (*_HOST_SIGNS, *_DEVICE_SIGNS))
+
+
+def is_of_host(error: BaseException) -> bool:
+    """Return whether it was the host's memory that ran out, for an error of which `is_out_of_memory` is true."""
+    return isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in _HOST_SIGNS)
+
+
+def place_of(error: BaseException, model: nn.Module, units: Sequence[UnitDescription]) -> str:
+    """Return the moment of a training step in which an error was raised, with its unit where that is known.
+
+    Args:
+        error: raised in a step of the model.
+        model: with the plan applied.
+        units: the model's.
+    """
+    by_name = modules_by_name(model)
+    by_fqn = {name: unit.label for unit in units for name in (unit.fqn, *unit.module_names)}
+    labels = {id(by_name[name]): unit.label for unit in units for name in unit.module_names}
+    frames = list(_frames(error))[::-1]
+    in_backward = any(_AUTOGRAD_FILE in _file(frame) for frame in frames)
+    for frame in frames:
+        owner = frame.f_locals.get("self")
+        if _file(frame).endswith(_FSDP_FILE):
+            name = canonical_name((getattr(owner, "_module_fqn", None) or "").split(",")[0])
+            moment = "gathering" if frame.f_code.co_name in _GATHERS else "reducing the gradients"
+            return f"{moment} of {by_fqn[name]}" if name in by_fqn else moment
+        if isinstance(owner, nn.Module) and id(owner) in labels:
+            return f"{'recomputation' if in_backward else 'forward'} of {labels[id(owner)]}"
+        if _OPTIMIZER_FILE in _file(frame):
+            return "the optimizer's step"
+    if not in_backward:
+        return "what lies between model and optimizer"
+    begun = [m for m in model.modules() if any(g._training_state is TrainingState.PRE_BACKWARD for g in parameter_groups(m))]
+    return f"backward of {labels[id(begun[-1])]}" if begun and id(begun[-1]) in labels else "backward"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shortage:
-    """What was seen as memory ran out."""
-
-    place: Place
-    allocated_bytes: int | None
-    """By tensors; None where the device does not say."""
-    asked_bytes: int | None
-    """On top of that; None where the allocator does not say."""
-
-    @property
-    def needed_bytes(self) -> int | None:
-        """What the step would have needed at least."""
-        return None if self.allocated_bytes is None else self.allocated_bytes + (self.asked_bytes or 0)
-
-    def __str__(self) -> str:
-        if self.allocated_bytes is None:
-            return "what was allocated is not known" + (f", {format_bytes(self.asked_bytes)} were asked for" if self.asked_bytes else "")
-        return f"{format_bytes(self.allocated_bytes)} were allocated and {format_bytes(self.asked_bytes or 0)} more asked for"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Safer:
-    """What would take less."""
+class SaferPlan:
+    """A plan that needs less memory."""
 
     limit_bytes: int
     """The `memory_limit` to plan under."""
@@ -70,85 +113,8 @@ class Safer:
     """Where none fits."""
 
 
-class MemoryWatch:
-    """What is needed to explain an error of one model's training."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        units: Sequence[UnitDescription],
-        *,
-        problem: Problem | str | None,
-        on_oom: str,
-        device: torch.device,
-    ) -> None:
-        """
-        Args:
-            model: with the plan applied.
-            plan: what it runs.
-            units: the model's.
-            problem: what the plan was found for, or rank 0's from `shared_problem`; None where the plan was given.
-            on_oom: `raise` or `replan`.
-            device: where it runs.
-        """
-        self.whereabouts = Whereabouts(model, units)
-        self._plan, self._found_for, self._device = plan, problem, device
-        self.replans = on_oom == "replan"
-        self.safer: Safer | None = None
-        """Of the shortage that was explained last."""
-
-    def explain(self, error: BaseException) -> str:
-        """What there is to say of an error, in one line; `safer` is then set, where another plan helps."""
-        self.safer, text = None, str(error)
-        shortage = Shortage(
-            place=self.whereabouts.place_of(error), allocated_bytes=self._allocated(text), asked_bytes=_bytes_in(_ASKED, text)
-        )
-        who = f"rank {dist.get_rank()} on {socket.gethostname()}" if dist.is_initialized() else socket.gethostname()
-        if self._device.type == "cuda" and is_of_host(error):
-            return (
-                f"Out of the host's memory on {who} in {shortage.place}. Use fewer workers of data loaders, host_offload=False or"
-                " offload_activations=False, or a machine or container with more memory."
-            )
-        said = f"Out of memory on {who} in {shortage.place}: the plan was estimated to need {self._estimate()}, {shortage}."
-        if self._problem is None:
-            return f"{said} The plan was given; plan again under a lower memory_limit."
-        self.safer = safer_plan(self._problem, self._plan, shortage.needed_bytes)
-        return f"{said} {self._next(self._problem, self.safer)}"
-
-    @property
-    def _problem(self) -> Problem | None:
-        """Read where it is needed: that takes longer than to send it."""
-        if isinstance(self._found_for, str):
-            self._found_for = validated(Problem, json.loads(self._found_for), lambda problem: OSDPError(f"Rank 0's problem: {problem}."))
-        return self._found_for
-
-    def _estimate(self) -> str:
-        if self._plan.peak_bytes is None:
-            return "an amount that it does not state"
-        limit = "" if self._problem is None else f" of a limit of {format_bytes(self._problem.memory_limit_bytes)}"
-        return f"{format_bytes(self._plan.peak_bytes)}{limit}"
-
-    def _next(self, problem: Problem, safer: Safer) -> str:
-        if safer.plan is None:
-            return f"No plan needs as little as {format_bytes(safer.limit_bytes)}; use {'; or '.join(safer.remedies)}."
-        step_s = problem.result(self._plan).time.step_s
-        return (
-            f"The next plan, for memory_limit={safer.limit_bytes}, needs {format_bytes(safer.plan.peak_bytes or 0)} and"
-            f" {format_seconds(safer.plan.step_s or 0.0)} a step instead of {format_seconds(step_s)}."
-        )
-
-    def _allocated(self, text: str) -> int | None:
-        """As torch says; else the highest that its allocator saw, what the device reserves with it."""
-        reserved = 0 if self._problem is None else self._problem.hardware.outside_bytes(self._plan.communicators)
-        allocated = _bytes_in(_ALLOCATED, text)
-        if allocated is None and self._device.type == "cuda":
-            allocated = torch.cuda.max_memory_allocated(self._device)
-        return None if allocated is None else allocated + reserved
-
-
-def safer_plan(problem: Problem, plan: Plan, needed_bytes: int | None) -> Safer:
-    """What to run after a plan that needed more than it was estimated to.
+def safer_plan(problem: PlanningProblem, plan: Plan, needed_bytes: int | None) -> SaferPlan:
+    """Return what to run after a plan that needed more than it was estimated to.
 
     The limit falls by what the plan needed above its estimate, by a twentieth at least, and so far that the plan itself fits no more:
     limit' = min(limit - max(needed - estimate, limit / 20), estimate - estimate / 20).
@@ -162,109 +128,133 @@ def safer_plan(problem: Problem, plan: Plan, needed_bytes: int | None) -> Safer:
     over = max((needed_bytes or 0) - estimate, int(limit * _LEAST_SHARE))
     lower = max(1, min(limit - over, int(estimate * (1 - _LEAST_SHARE))))
     try:
-        return Safer(limit_bytes=lower, plan=replace(problem, memory_limit_bytes=lower).solve())
+        return SaferPlan(limit_bytes=lower, plan=search(replace(problem, memory_limit_bytes=lower)).plan)
     except InfeasibleError as error:
-        return Safer(limit_bytes=lower, remedies=error.remedies)
+        return SaferPlan(limit_bytes=lower, remedies=error.remedies)
 
 
-def shared_problem(problem: Problem | None) -> str | None:
-    """Rank 0's problem as JSON, for the ranks that did not search. Collective."""
-    return on_rank_zero(lambda: None if problem is None else json.dumps(plain(problem)))
+class OutOfMemoryHandler:
+    """Explains errors of memory in one model's training, and restarts all ranks where `on_oom="replan"`."""
 
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        units: Sequence[UnitDescription],
+        *,
+        problem: PlanningProblem | None,
+        on_oom: str,
+        device: torch.device,
+    ) -> None:
+        """Explain errors that reach `sys.excepthook` from here on, too, as long as this handler lives.
 
-# ------------------------------------------------------------------------------------------------------------ this process's
+        Args:
+            model: with the plan applied.
+            plan: what it runs.
+            units: the model's.
+            problem: what the plan was found for; None where the plan was given.
+            on_oom: `raise` or `replan`.
+            device: where it runs.
+        """
+        self._model, self._plan, self._units = model, plan, tuple(units)
+        self._problem, self._replans, self._device = problem, on_oom == "replan", device
+        self_ref, before = weakref.ref(self), sys.excepthook
 
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if (handler := self_ref()) is not None:
+                handler.handle(error)
+            before(kind, error, trace)
 
-class _Process:
-    """The training that this process is in."""
+        sys.excepthook = hook
 
-    watch: MemoryWatch | None = None
-    excepthook: Callable[..., object] | None = None
-    """The one before ours."""
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Give an error of memory inside its explanation; where `on_oom="replan"`, restart all ranks instead, if possible.
 
-
-def watch(
-    model: nn.Module,
-    plan: Plan,
-    units: Sequence[UnitDescription],
-    *,
-    problem: Problem | str | None,
-    on_oom: str,
-    device: torch.device,
-) -> None:
-    """From now on an error of memory that nobody catches is explained; the latest model counts. Arguments as for `MemoryWatch`."""
-    rest()
-    _Process.watch = MemoryWatch(model, plan, units, problem=problem, on_oom=on_oom, device=device)
-    if _Process.excepthook is None:
-        _Process.excepthook, sys.excepthook = sys.excepthook, _excepthook
-
-
-def rest() -> None:
-    """Take the hooks off the model that is watched: its training is over, for now."""
-    if _Process.watch is not None:
-        _Process.watch.whereabouts.detach()
-
-
-@contextmanager
-def training() -> Iterator[None]:
-    """`explained`, for the whole of a training: the hooks that tell a unit are on the model within alone."""
-    if _Process.watch is not None:
-        _Process.watch.whereabouts.attach()
-    try:
-        with explained():
+        Raises:
+            BaseException: the same that was raised inside; where memory ran out (`is_out_of_memory`), with another message.
+        """
+        try:
             yield
-    finally:
-        rest()
+        except Exception as error:
+            self.handle(error)
+            raise
 
+    def handle(self, error: BaseException) -> None:
+        """Explain an error of memory, once, in its own message; does not return where all ranks restart."""
+        if not is_out_of_memory(error) or hasattr(error, "explained_by_osdp"):
+            return
+        original = " ".join(str(error).split())
+        try:
+            text, safer = self.explain(error)
+        except Exception:  # the error itself is worth more than its explanation
+            _log.warning("An error of memory could not be explained.", exc_info=True)
+            return
+        has_plan = safer is not None and safer.plan is not None
+        if self._replans:
+            hindrance = restart.hindrance() if has_plan else "there is no other plan"
+            if hindrance is None and safer is not None:
+                restart.restart(safer.limit_bytes, f"hf_osdp: {text}")
+                text += " The launcher starts all ranks again, by that plan."
+            else:
+                text += f' on_oom="replan" cannot start again: {hindrance}.'
+        elif has_plan and restart.hindrance() is None:
+            text += ' With on_oom="replan" the run goes on by it.'
+        error.explained_by_osdp = True  # type: ignore[attr-defined]
+        error.args = (f"{text} ({original})",)
 
-@contextmanager
-def explained() -> Iterator[None]:
-    """Give an error of memory inside its explanation; where `on_oom="replan"`, all ranks start again instead, if they can.
+    def explain(self, error: BaseException) -> tuple[str, SaferPlan | None]:
+        """Return the explanation of an error in one line, and the safer plan where another plan helps."""
+        place, problem = place_of(error, self._model, self._units), self._problem
+        who = f"rank {dist.get_rank()} on {socket.gethostname()}" if dist.is_initialized() else socket.gethostname()
+        if self._device.type == "cuda" and is_of_host(error):
+            return (
+                f"Out of the host's memory on {who} in {place}. Use fewer workers of data loaders, host_offload=False or"
+                " offload_activations=False, or a machine or container with more memory."
+            ), None
+        asked, allocated = _bytes_in(_ASKED, str(error)), self._allocated(str(error))
+        if allocated is None:
+            seen = "what was allocated is not known" + (f", {format_bytes(asked)} were asked for" if asked else "")
+        else:
+            seen = f"{format_bytes(allocated)} were allocated and {format_bytes(asked or 0)} more asked for"
+        peak = "an amount that it does not state" if self._plan.peak_bytes is None else format_bytes(self._plan.peak_bytes)
+        limit = "" if problem is None else f" of a limit of {format_bytes(problem.memory_limit_bytes)}"
+        text = f"Out of memory on {who} in {place}: the plan was estimated to need {peak}{limit}, {seen}."
+        if problem is None:
+            return f"{text} The plan was given; plan again under a lower memory_limit.", None
+        safer = safer_plan(problem, self._plan, None if allocated is None else allocated + (asked or 0))
+        if safer.plan is None:
+            return f"{text} No plan needs as little as {format_bytes(safer.limit_bytes)}; use {'; or '.join(safer.remedies)}.", safer
+        return (
+            f"{text} The next plan, for memory_limit={safer.limit_bytes}, needs {format_bytes(safer.plan.peak_bytes or 0)} and"
+            f" {format_seconds(safer.plan.step_s or 0.0)} a step instead of {format_seconds(estimated(problem, self._plan).time.step_s)}."
+        ), safer
 
-    Raises:
-        BaseException: the same that was raised inside; where memory ran out (`is_out_of_memory`), with another message.
-    """
-    try:
-        yield
-    except Exception as error:
-        handle(error)
-        raise
-
-
-def handle(error: BaseException) -> None:
-    """Explain an error of memory, once, in its own message; does not return where all ranks start again."""
-    if _Process.watch is None or not is_out_of_memory(error) or hasattr(error, "explained_by_osdp"):
-        return
-    of_torch = " ".join(str(error).split())
-    try:
-        said = _Process.watch.explain(error)
-    except Exception:  # the error itself is worth more than its explanation
-        _log.warning("An error of memory could not be explained.", exc_info=True)
-        return
-    safer = _Process.watch.safer
-    hindrance = None
-    if _Process.watch.replans:
-        hindrance = again.hindrance() if safer is not None and safer.plan is not None else "there is no other plan"
-        if hindrance is None and safer is not None:
-            print(f"hf_osdp: {said}", file=sys.stderr, flush=True)
-            hindrance = again.start_again(safer.limit_bytes)
-        said += f' on_oom="replan" cannot start again: {hindrance}.'
-    elif safer is not None and safer.plan is not None and again.hindrance() is None:
-        said += ' With on_oom="replan" the run goes on by it.'
-    error.explained_by_osdp = True  # type: ignore[attr-defined]
-    error.args = (f"{said} ({of_torch})",)
-
-
-def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    handle(error)
-    assert _Process.excepthook is not None
-    _Process.excepthook(kind, error, trace)
+    def _allocated(self, text: str) -> int | None:
+        """Return the bytes that torch's message names, else the highest that its allocator saw, with what the device reserves."""
+        reserved = 0 if self._problem is None else self._problem.hardware.outside_bytes(self._plan.communicators)
+        allocated = _bytes_in(_ALLOCATED, text)
+        if allocated is None and self._device.type == "cuda":
+            allocated = torch.cuda.max_memory_allocated(self._device)
+        return None if allocated is None else allocated + reserved
 
 
 def _bytes_in(pattern: re.Pattern[str], text: str) -> int | None:
-    """An amount that a message names."""
+    """Return an amount that a message names."""
     found = pattern.search(text)
     if found is None:
         return None
     number, unit = found.groups()
     return int(float(number) * 1024 ** "BKMGT".index(unit[0].upper()))
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    """Yield frames from where the error was caught to where it was raised."""
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename.replace("\\", "/")

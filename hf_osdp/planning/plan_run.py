@@ -1,45 +1,40 @@
-"""From a model and a configuration to the one plan that every process runs."""
+"""Plan a run: from a model, a configuration and what the caller knows to the one plan that every process runs."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..distributed.allocator_settings import expands_segments
-from ..distributed.consensus import broadcast_plan, on_rank_zero, require_same_run
+from ..distributed.consensus import on_rank_zero, require_same_run
 from ..distributed.device import own_gpu
 from ..distributed.mesh import Meshes
-from ..distributed.restart import limit_after_oom
-from ..errors import HardwareError, InfeasibleError, PlanError
-from ..measurement.machine import hardware_of_run
-from ..modeling.batch import Inputs, Loss, check_inputs, training_batch
+from ..distributed.topology import find_topology
+from ..errors import PlanError
+from ..modeling.batch import check_inputs, training_batch
+from ..modeling.split_candidates import split_units
 from ..planner.cost.evaluate import estimate_plan
-from ..planner.description import Activations, DType, ModelDescription
+from ..planner.description import Activations, DType, ModelDescription, UnitDescription
 from ..planner.hardware import Hardware
-from ..planner.job import OptimizerSpec, Precision, TrainingJob
+from ..planner.job import TrainingJob
 from ..planner.plan import Plan
-from ..planner.profile import Profile, with_block_times
-from ..planner.search.search import SearchResult, StrategyResult, compare_strategies
-from ..planner.split import WHOLE_BLOCKS, Cut
+from ..planner.problem import PlanningProblem
+from ..planner.search.search import SearchResult, StrategyResult, compare_strategies, search
 from ..quantities import format_bytes
 from ..sharding.host_offload import uses_host
 from .config import OSDPConfig
-from .describing import Describer
-from .given import check_given, refuse_a_host_of_the_cpu, warn_of_other_nodes
-from .preflight.devices import limit_within
 from .preflight.findings import Finding
-from .preflight.folder import RunFolder
 from .preflight.model import check_model
+from .preflight.run import KnownRun, check_run
 from .probe import Trial, probe
-from .recalibrate import Problem, Round, recalibrate
-from .run_checks import checked
+from .problem import Describer, ProblemBuilder, RunFacts, first_feasible, precision_attempts, training_job
+from .recalibrate import Round, estimated, recalibrate
 
 _log = logging.getLogger(__name__)
 
@@ -50,112 +45,40 @@ class PlannedRun:
 
     plan: Plan
     """The same on every process."""
-    description: ModelDescription
-    job: TrainingJob
-    memory_limit_bytes: int | None
-    """The limit that was searched under; None where a plan without one was given."""
-    hardware: Hardware | None
-    """None where a plan was given: nothing was measured."""
-    search: SearchResult | None
+    units: tuple[UnitDescription, ...]
+    """The model's, split as the plan says."""
+    description: ModelDescription | None = None
+    """None where a given plan runs without an estimate."""
+    job: TrainingJob | None = None
+    """None where `description` is."""
+    problem: PlanningProblem | None = None
+    """What the plan was searched for, on rank 0 corrected by what trials showed; None where a plan was given."""
+    search: SearchResult | None = None
     """The plan's estimates; on rank 0 only, and None where a plan was given."""
-    comparison: tuple[StrategyResult, ...] | None
+    comparison: tuple[StrategyResult, ...] | None = None
     """Other strategies at their own best batch sizes; on rank 0 only, where they were asked for."""
-    planning_s: float
+    planning_s: float = 0.0
     """Seconds that describing, measuring, searching and trying took."""
     rounds: tuple[Round, ...] = ()
-    """Plans that were tried; description, job and hardware have the corrections in them on rank 0."""
+    """Plans that were tried."""
     meshes: Meshes | None = None
     """Made for the trials, for training to use again."""
     findings: tuple[Finding, ...] = ()
-    """What is to be said of the run before it starts."""
+    """What the preflight checks found."""
 
     @property
-    def problem(self) -> Problem | None:
-        """What the plan was searched for; None where it was given."""
-        if self.hardware is None or self.memory_limit_bytes is None:
-            return None
-        return Problem(
-            description=self.description,
-            hardware=self.hardware,
-            job=self.job,
-            memory_limit_bytes=self.memory_limit_bytes,
-            strategy=self.plan.strategy,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFacts:
-    """What the caller knows about the run that is being planned."""
-
-    world_size: int
-    device_type: str
-    """`cpu` or `cuda`."""
-    precision: Precision
-    sequence_length: int
-    """Tokens of one sample; 1 where samples have none."""
-    inputs: Inputs | None = None
-    """From a number of samples to a batch, as the data gives them; None makes one for a transformers model."""
-    loss: Loss | None = None
-    """How the loop makes the loss of a batch, where it is not the model's own."""
-    other_models: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that models beside the trained one take on the device throughout, by name."""
-    global_batch_size: int
-    """Samples of one optimizer step over all processes."""
-    micro_batch_size: int | None
-    """Samples of one batch where the data loader has fixed it."""
-    reduce_every_micro_step: bool | None
-    optimizer: OptimizerSpec
-    holds_outputs: bool
-    """The training loop may keep the model's outputs through backward."""
-    clips_gradients: bool = False
-    """Each step clips the norm of all gradients."""
-    activation_checkpointing: bool = False
-    """Blocks will be recomputed in backward; a model that has it switched on already needs no word of it here."""
-    checkpoint_wrapper: bool = False
-    """It is Accelerate that will recompute them, in torch's wrapper; else the model does it."""
-    reads_loss_alone: bool = False
-    """The loop gives labels to forward and takes the loss from it, and nothing else, in training."""
-    cpu_offload: bool = False
-    """Every unit's parameters, gradients and optimizer states are to live in the host's memory; else as many as the plan needs."""
-    trains: bool = True
-    """The model is there to be trained, and not to be evaluated alone."""
-    frozen_in_optimizer: int = 0
-    """Frozen parameters that the optimizer was given."""
-    folder: RunFolder | None = None
-    """Where the run writes; None where nobody has said."""
-
-    def job(self, config: OSDPConfig) -> TrainingJob:
-        """The job to search for, with what the user has fixed.
-
-        Raises:
-            ValueError: the sizes do not fit together, or the precision is not to be had.
-        """
-        if self.precision.compute is DType.FLOAT16 and self.device_type == "cpu" and self.world_size == 1:
-            raise ValueError("fp16 in a single process on the CPU is not supported; use bf16, or start two processes or more.")
-        job = TrainingJob(
-            global_batch_size=self.global_batch_size,
-            precision=self.precision,
-            optimizer=self.optimizer,
-            holds_outputs=self.holds_outputs,
-            clips_gradients=self.clips_gradients,
-            micro_batch_size=self.micro_batch_size,
-            reduce_every_micro_step=self.reduce_every_micro_step,
-            recompute=config.recompute,
-            host_offload=True if self.offloads_all else config.host_offload,
-            offload_activations=config.offload_activations,
-            expandable_segments=expands_segments(),
-        )
-        job.micro_batch_sizes(self.world_size)
-        return job
+    def hardware(self) -> Hardware | None:
+        """What was planned for; None where a plan was given."""
+        return None if self.problem is None else self.problem.hardware
 
     @property
-    def offloads_all(self) -> bool:
-        """All states are to leave the device; the CPU has no other memory than its own."""
-        return self.cpu_offload and self.device_type != "cpu"
+    def memory_limit_bytes(self) -> int | None:
+        """The limit that was searched under; None where a plan was given."""
+        return None if self.problem is None else self.problem.memory_limit_bytes
 
 
 def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
-    """Describe the model, learn the hardware, search on rank 0, and agree on the result.
+    """Describe the model, measure the hardware, search on rank 0, and give every process the plan.
 
     Every process of the group calls this with the same arguments; without a process group it runs alone.
 
@@ -175,197 +98,86 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
         PreflightError: the run would fail, or train something else than was meant.
         ValueError: sizes do not fit together, or a name is not known.
     """
-    if facts.precision.autocast and not (facts.offloads_all or config.host_offload):
-        try:
-            run = _plan_run(model, config if config.plan is not None else replace(config, host_offload=False), facts)
-            if not uses_host(run.plan):
-                return run
-        except InfeasibleError:
-            if facts.device_type == "cpu" or config.host_offload is False:
-                raise
-    # units on the host are FSDP2's to run, in its own mixed precision
-    return _plan_run(model, config, replace(facts, precision=replace(facts.precision, autocast=False)))
-
-
-def _plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
-    """`plan_run` in the precision of the facts."""
     started = time.perf_counter()
     require_same_run(model, config, facts)
-    job = facts.job(config)
-    _check_checkpointing(config, facts)
+    _check_options(config, facts)
     check_model(model, trains=facts.trains)
-    if config.recalibrate:
-        _check_recalibration(facts)
     if config.inputs is not None:
         check_inputs(config.inputs, model)
 
-    described = Describer(model, config, facts).describe
-    if config.plan is not None:
-        run = _given(config, facts, job, described, started)
-        return replace(run, findings=checked(run, model, config, facts))
-    description = described(WHOLE_BLOCKS)
-    profile = _profile(config)
-    if profile is not None:
-        description = with_block_times(description, profile)
-    hardware = _hardware(config, facts, profile)
-    _check_host(hardware, config, facts)
-    limit = _memory_limit(config, hardware)
-    problem = Problem(description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=config.strategy)
-    cuts = config.operator_splitting and _may_cut(facts, profile)
-    vocabulary = facts.reads_loss_alone if config.split_vocabulary is None else config.split_vocabulary
-    plan = broadcast_plan(
-        on_rank_zero(lambda: (problem.with_best_cut(model, described, vocabulary=vocabulary) if cuts else problem).solve())
-    )
-    if plan.cut != description.cut:
-        problem = replace(problem, description=described(plan.cut))
+    def planned(config: OSDPConfig, facts: RunFacts) -> PlannedRun | None:
+        run = _searched(model, config, facts) if config.plan is None else _given(model, config, facts)
+        if facts.precision.autocast and uses_host(run.plan):
+            return None
+        planning_s = time.perf_counter() - started
+        return replace(run, planning_s=planning_s, findings=check_run(_known(run, config, facts), model, facts.device_type))
+
+    return first_feasible(precision_attempts(config, facts), planned)
+
+
+def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
+    """Search on rank 0, and try the plan if that is asked for. Collective."""
+    builder = ProblemBuilder(model, config, facts)
+    whole = problem = builder.build()
+    plan = _from_rank_zero(lambda: search(builder.with_best_split(whole)).plan)
+    if plan.split != whole.description.split:
+        problem = builder.build(plan.split)
     plan.check(problem.description, facts.world_size)
     rounds: tuple[Round, ...] = ()
     meshes: Meshes | None = None
     if config.recalibrate:
-        inputs = config.inputs or facts.inputs or training_batch(model, facts.sequence_length)
-        plan, rounds, problem, meshes = _tried(model, plan, problem, facts, inputs)
+        meshes = Meshes(facts.device_type) if dist.is_initialized() else None
+        trial = _trial(model, config, facts, problem)
+        plan, rounds, problem = recalibrate(plan, problem, lambda tried: probe(tried, trial, meshes))
+        if meshes is not None:
+            meshes.keep(plan)
     first = not dist.is_initialized() or dist.get_rank() == 0
-    run = PlannedRun(
+    comparison = None
+    if first and config.compare:
+        comparison = compare_strategies(replace(problem, description=whole.description), split=problem.description)
+    return PlannedRun(
         plan=plan,
+        units=problem.description.units,
         description=problem.description,
         job=problem.job,
-        memory_limit_bytes=limit,
-        hardware=problem.hardware,
-        search=problem.result(plan) if first else None,
-        comparison=_comparison(problem, description) if first and config.compare else None,
-        planning_s=time.perf_counter() - started,
+        problem=problem,
+        search=estimated(problem, plan) if first else None,
+        comparison=comparison,
         rounds=rounds,
         meshes=meshes,
     )
-    return replace(run, findings=checked(run, model, config, facts))
 
 
-def _tried(
-    model: nn.Module, plan: Plan, problem: Problem, facts: RunFacts, inputs: Inputs
-) -> tuple[Plan, tuple[Round, ...], Problem, Meshes | None]:
-    """The plan that stands after trials; what the problem is by what was seen, on rank 0; meshes of the plan."""
-    device = own_gpu() if facts.device_type == "cuda" else torch.device(facts.device_type)
-    meshes = Meshes(facts.device_type) if dist.is_initialized() else None
-    trial = Trial(
+def _from_rank_zero(make: Callable[[], Plan]) -> Plan:
+    """Return rank 0's plan on every rank, parsed from its JSON form. Collective."""
+    return Plan.from_json(on_rank_zero(lambda: make().to_json()), source="the plan from rank 0")
+
+
+def _trial(model: nn.Module, config: OSDPConfig, facts: RunFacts, problem: PlanningProblem) -> Trial:
+    return Trial(
         model=model,
         units=problem.description.units,
         job=problem.job,
-        inputs=inputs,
-        device=device,
+        inputs=config.inputs or facts.inputs or training_batch(model, problem.description.sequence_length),
+        device=own_gpu() if facts.device_type == "cuda" else torch.device(facts.device_type),
         block_classes=problem.description.block_classes,
         activation_checkpointing=facts.activation_checkpointing,
         checkpoint_wrapper=facts.checkpoint_wrapper,
     )
-    plan, rounds, corrected = recalibrate(plan, problem, lambda tried: probe(tried, trial, meshes))
-    if meshes is not None:
-        meshes.keep(plan)
-    return plan, rounds, corrected or problem, meshes
 
 
-def _check_host(hardware: Hardware, config: OSDPConfig, facts: RunFacts) -> None:
-    """Refuse to offload to a host that is not known; tell where there is none.
-
-    Raises:
-        HardwareError: nothing is known of the host.
-        ValueError: there is no memory beside the device's.
-    """
-    refuse_a_host_of_the_cpu(facts.device_type, host_offload=config.host_offload, offload_activations=config.offload_activations)
-    if (facts.offloads_all or config.host_offload or config.offload_activations) and hardware.host is None:
-        what = "Saved activations" if config.offload_activations else "All states"
-        raise HardwareError(
-            f"{what} are to move to the host, but the host of {hardware.device.name} is not known;"
-            " leave hardware out to have it measured, or give a profile or Hardware(host=...)."
-        )
-    if facts.cpu_offload and not facts.offloads_all:
-        _log.warning("cpu_offload has no effect on the CPU: there is no other memory to move states to.")
-
-
-def _check_checkpointing(config: OSDPConfig, facts: RunFacts) -> None:
-    """Refuse options about activations where something else has decided on them.
-
-    Raises:
-        ValueError: checkpointing was switched on outside of the plan.
-    """
-    asked = {
-        "recompute=False": config.recompute is False, "split_vocabulary=True": bool(config.split_vocabulary),
-        "offload_activations=True": bool(config.offload_activations),
-    }  # fmt: skip
-    if facts.activation_checkpointing and (clash := next((name for name, set_ in asked.items() if set_), None)):
-        raise ValueError(f"{clash} has no effect beside activation checkpointing of all blocks; leave one of the two out.")
-    if facts.cpu_offload and config.host_offload is False:
-        raise ValueError("host_offload=False, but cpu_offload moves all states to the host; leave one of the two out.")
-
-
-def _check_recalibration(facts: RunFacts) -> None:
-    """Refuse trials that would not be of what then runs.
-
-    Raises:
-        ValueError: for low precision in one process without a process group.
-    """
-    if facts.loss is not None:
-        raise ValueError("recalibrate=True tries the model's own loss, but this trainer computes its own; leave recalibrate out.")
-    if not dist.is_initialized() and facts.precision.compute is not None:
-        raise ValueError(
-            f"recalibrate=True in one process without a process group cannot try {facts.precision.compute.value};"
-            " start the program with accelerate launch or torchrun, or leave recalibrate out."
-        )
-
-
-def _memory_limit(config: OSDPConfig, hardware: Hardware) -> int:
-    """Bytes of each device for tensors and what the device reserves: what was asked for, or all that it has.
-
-    Raises:
-        ValueError: more was asked for than there is.
-    """
-    limit = config.memory_limit_bytes
-    if limit is None:
-        return limit_after_oom(hardware.device.memory_bytes)
-    return limit_after_oom(limit_within(hardware.device, limit, said=f"memory_limit={format_bytes(limit)}"))
-
-
-def _comparison(problem: Problem, plain: ModelDescription) -> tuple[StrategyResult, ...]:
-    """The plan's strategy on the model as it is cut, single ones on the model as it came."""
-    return compare_strategies(replace(problem.question, description=plain), cut=problem.description)
-
-
-def _may_cut(facts: RunFacts, profile: Profile | None) -> bool:
-    """Whether cut models can be described here: blocks that are recomputed by others are whole, and so are those of a profile."""
-    return not facts.activation_checkpointing and (profile is None or not profile.segments)
-
-
-def _given(
-    config: OSDPConfig, facts: RunFacts, job: TrainingJob, described: Callable[[Cut], ModelDescription], started: float
-) -> PlannedRun:
-    """Run the plan that the user gave, after checking that it is for this run."""
-
-    def load() -> Plan:
-        plan = config.plan if isinstance(config.plan, Plan) else Plan.load(Path(str(config.plan)))
-        _check_given(plan, config, facts, described(plan.cut), job)
-        return plan
-
-    plan = broadcast_plan(on_rank_zero(load))
-    description = described(plan.cut)
-    plan.check(description, facts.world_size)
-    warn_of_other_nodes(plan)
-    return PlannedRun(
-        plan=plan,
-        description=description,
-        job=job,
-        memory_limit_bytes=config.memory_limit_bytes or plan.memory_limit_bytes,
-        hardware=None,
-        search=None,
-        comparison=None,
-        planning_s=time.perf_counter() - started,
-    )
-
-
-def _check_given(plan: Plan, config: OSDPConfig, facts: RunFacts, description: ModelDescription, job: TrainingJob) -> None:
-    """Refuse a plan that would not run this training, or not fit it.
-
-    Raises:
-        PlanError: model, world, batch, sequence length or memory limit differ.
-    """
-    plan.check(description, facts.world_size)
+def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
+    """Take the plan that the user gave, if it is for this run. Collective."""
+    given = config.plan
+    assert given is not None
+    plan = _from_rank_zero(lambda: given if isinstance(given, Plan) else Plan.load(Path(given)))
+    expected = {
+        "memory_limit_bytes": config.memory_limit_bytes,
+        "global_batch_size": facts.global_batch_size,
+        "micro_batch_size": facts.micro_batch_size,
+        "reduce_every_micro_step": facts.reduce_every_micro_step,
+        "sequence_length": facts.sequence_length,
+    }
     if facts.offloads_all and (stay := sum(not unit.on_host for unit in plan.units)):
         raise PlanError(
             f"cpu_offload asks for every unit on the host, but {stay} of the plan's stay on the device; leave it out, or plan again."
@@ -374,35 +186,103 @@ def _check_given(plan: Plan, config: OSDPConfig, facts: RunFacts, description: M
         raise PlanError(
             "The plan recomputes or offloads blocks, and activation checkpointing would recompute them too; switch it off, or plan again."
         )
-    limit = config.memory_limit_bytes
-    check_given(
-        plan,
-        memory_limit_bytes=limit,
-        peak_bytes=None if limit is None else estimate_plan(plan, description, job).memory.peak_bytes,
-        global_batch_size=facts.global_batch_size,
-        micro_batch_size=facts.micro_batch_size,
-        reduce_every_micro_step=facts.reduce_every_micro_step,
-        sequence_length=facts.sequence_length,
+    description = job = peak_bytes = None
+    if facts.estimates_given_plan:
+        job = training_job(config, facts)
+        description = Describer(model, config, facts).describe(plan.split)
+        plan.check(description, facts.world_size)
+        if config.memory_limit is not None:
+            peak_bytes = estimate_plan(plan, description, job).memory.peak_bytes
+    check_given_plan(plan, peak_bytes=peak_bytes, **expected)
+    here = find_topology().ranks_per_node
+    if plan.devices_per_node not in (None, here) and not (dist.is_initialized() and dist.get_rank()):
+        _log.warning("The plan was made for %d devices a node, here there are %d; plan again for these.", plan.devices_per_node, here)
+    low_precision = facts.precision.compute is not None
+    units = split_units(model, plan.split, config.block_classes, low_precision=low_precision) if description is None else description.units
+    return PlannedRun(plan=plan, units=units, description=description, job=job)
+
+
+def check_given_plan(
+    plan: Plan,
+    *,
+    memory_limit_bytes: int | None = None,
+    peak_bytes: int | None = None,
+    global_batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    reduce_every_micro_step: bool | None = None,
+    sequence_length: int | None = None,
+) -> None:
+    """Refuse a plan that would run another training than was asked for, or not fit. None asks for nothing.
+
+    Args:
+        plan: the plan that was given.
+        memory_limit_bytes: bytes that a rank may use.
+        peak_bytes: the plan's peak where the caller has estimated it; None takes what the plan states.
+        global_batch_size: samples of one optimizer step over all ranks.
+        micro_batch_size: samples that a rank runs at once.
+        reduce_every_micro_step: when gradients are reduced.
+        sequence_length: tokens of the longest sample.
+
+    Raises:
+        PlanError: they differ, samples are longer than the plan's, or its peak is above the limit or not known.
+    """
+    problem = None
+    if global_batch_size not in (None, plan.global_batch_size):
+        problem = f"The plan takes {plan.global_batch_size} samples a step, but {global_batch_size} are asked for."
+    elif micro_batch_size not in (None, plan.micro_batch_size):
+        problem = f"The plan runs {plan.micro_batch_size} samples at once, but batches hold {micro_batch_size}."
+    elif reduce_every_micro_step is not None and any(u.reduce_every_micro_step is not reduce_every_micro_step for u in plan.units):
+        problem = f"The plan has units with reduce_every_micro_step={not reduce_every_micro_step}, the opposite is asked for."
+    elif sequence_length is not None and sequence_length > plan.sequence_length:
+        problem = f"The plan is for {plan.sequence_length} tokens a sample, but samples have {sequence_length}."
+    elif memory_limit_bytes is not None:
+        limit, peak = format_bytes(memory_limit_bytes), plan.peak_bytes if peak_bytes is None else peak_bytes
+        if peak is None:
+            raise PlanError(f"The plan states no peak to hold against memory_limit={limit}. Plan again, or leave memory_limit out.")
+        if peak > memory_limit_bytes:
+            problem = f"The plan needs {format_bytes(peak)}, more than memory_limit={limit}."
+    if problem is not None:
+        raise PlanError(f"{problem} Plan again, or change the arguments.")
+
+
+def _check_options(config: OSDPConfig, facts: RunFacts) -> None:
+    """Refuse a precision that cannot run, options that have no effect in this run, and trials that would not be of what then runs."""
+    if facts.precision.compute is DType.FLOAT16 and facts.device_type == "cpu" and facts.world_size == 1:
+        raise ValueError("fp16 in a single process on the CPU is not supported; use bf16, or start two processes or more.")
+    for name, value in (("recompute", False), ("split_vocabulary", True), ("offload_activations", True)):
+        if facts.activation_checkpointing and getattr(config, name) is value:
+            raise ValueError(f"{name}={value} has no effect beside activation checkpointing of all blocks; leave one of the two out.")
+    if facts.cpu_offload and config.host_offload is False:
+        raise ValueError("host_offload=False, but cpu_offload moves all states to the host; leave one of the two out.")
+    if config.recalibrate and facts.loss is not None:
+        raise ValueError("recalibrate=True tries the model's own loss, but this trainer computes its own; leave recalibrate out.")
+    if config.recalibrate and not dist.is_initialized() and facts.precision.compute is not None:
+        raise ValueError(
+            f"recalibrate=True in one process without a process group cannot try {facts.precision.compute.value};"
+            " start the program with accelerate launch or torchrun, or leave recalibrate out."
+        )
+
+
+def _known(run: PlannedRun, config: OSDPConfig, facts: RunFacts) -> KnownRun:
+    """Return what the preflight checks look at."""
+    needed = None
+    if run.hardware is not None and run.plan.peak_bytes is not None:
+        needed = run.plan.peak_bytes - run.hardware.outside_bytes(run.plan.communicators)
+    elif run.description is not None and run.job is not None:
+        needed = estimate_plan(run.plan, run.description, run.job).memory.peak_bytes
+    classes = tuple(dict.fromkeys(unit.class_name for unit in run.units)) if run.description is None else run.description.block_classes
+    return KnownRun(
+        units=run.units,
+        precision=facts.precision,
+        optimizer=facts.optimizer,
+        asked_classes=config.block_classes if run.description is not None or not run.plan.split.operators else None,
+        found_classes=classes,
+        frozen_in_optimizer=facts.frozen_in_optimizer,
+        plan=run.plan,
+        chosen=config.plan is None and config.strategy == "osdp",
+        hardware=run.hardware,
+        time=None if run.search is None else run.search.time,
+        others=run.comparison or (),
+        needed_bytes=needed,
+        folder=facts.folder,
     )
-
-
-def _profile(config: OSDPConfig) -> Profile | None:
-    """The profile that the user named, from rank 0's file.
-
-    Raises:
-        ProfileError: it cannot be read.
-    """
-    if config.profile is None or isinstance(config.profile, Profile):
-        return config.profile
-    text = on_rank_zero(lambda: Profile.load(config.profile).to_json())
-    return Profile.from_json(text, source=str(config.profile))
-
-
-def _hardware(config: OSDPConfig, facts: RunFacts, profile: Profile | None) -> Hardware:
-    """The hardware that the user named, or what this machine turns out to be.
-
-    Raises:
-        ValueError: the hardware has another number of devices or nodes than this run.
-    """
-    wanted = config.hardware if profile is None else profile.hardware
-    return hardware_of_run(wanted, device_type=facts.device_type, nodes=config.nodes).with_margin(config.memory_margin)

@@ -1,4 +1,4 @@
-"""A few real steps of a plan on a throw-away copy of the model: what the plan needs, before training starts.
+"""Run a few real steps of a plan on a throw-away copy of the model, to measure what it needs before training starts.
 
 No rank holds a second whole model: the copy is made on the meta device, sharded there, and only then given memory. Weights are
 small random numbers; peak and time do not depend on them.
@@ -36,17 +36,17 @@ from ..sharding.apply import apply_plan, needs_process_group
 from ..sharding.environment import mp_policy
 from ..sharding.host_offload import empty_on_device
 from ..sharding.steps import batch_on, make_optimizer, train_step
-from .memory_errors import is_out_of_memory
+from .out_of_memory import is_out_of_memory
 
 TIMED_STEPS = 3
-"""Steps that are timed, and others whose collectives are; medians count."""
+"""Steps whose time is measured, and as many whose collectives are; medians count."""
 _SPREAD = 0.02
-"""Weights are uniform within this: as transformers are initialised, and finite in float16."""
+"""Weights are uniform within this, about as transformers are initialised, and finite in float16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What is tried, beside the plan. Every rank has the same."""
+    """Model and batches that a plan is tried with. Every rank has the same."""
 
     model: nn.Module
     """Unsharded; it is copied and stays as it is. On any rank it may be on the meta device."""
@@ -85,8 +85,8 @@ def probe(plan: Plan, trial: Trial, meshes: Meshes | None, *, timed_steps: int =
 
 
 def _on_cuda(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int) -> Observation:
-    """Memory alone first, then time among all."""
-    before = _least_of_ranks(torch.cuda.memory_allocated(trial.device))
+    """Measure memory with each rank alone first, then time with all."""
+    before = int(_over_ranks(torch.cuda.memory_allocated(trial.device), dist.ReduceOp.MIN))
     if meshes is not None:
         _connect(meshes, plan, trial.device)
     alone = None if meshes is None else SilentMeshes(meshes.device_type)
@@ -102,17 +102,14 @@ def _on_cuda(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int) 
         if alone is not None:
             alone.close()
     _give_back(trial.device)
-    if _any_rank(failed):
+    if _over_ranks(float(failed), dist.ReduceOp.MAX):
         return Observation(steps=0, median_step_s=None, peak_bytes=None, out_of_memory=True)
     seen = _observe(plan, trial, meshes, timed_steps)
-    peak = None if seen.peak_bytes is None else seen.peak_bytes - before
-    return Observation(
-        steps=seen.steps, median_step_s=seen.median_step_s, peak_bytes=peak, collectives=seen.collectives, timings=seen.timings
-    )
+    return seen if seen.peak_bytes is None else replace(seen, peak_bytes=seen.peak_bytes - before, reserved_bytes=None)
 
 
 def _observe(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int, *, summed: bool = True) -> Observation | None:
-    """Measured steps on a copy that is gone when this returns; `summed` asks for the figures over all ranks."""
+    """Measure steps on a copy that is freed on return; `summed` asks for the figures over all ranks."""
     model = sharded_copy(plan, trial, meshes)
     optimizer = make_optimizer(model, trial.job.optimizer)
     batch = batch_on(trial.inputs, plan.micro_batch_size, trial.device)
@@ -132,11 +129,8 @@ def _observe(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int, 
         optimizer.state.clear()
 
 
-# ------------------------------------------------------------------------------------------------------------- pieces
-
-
 def sharded_copy(plan: Plan, trial: Trial, meshes: Meshes | None) -> nn.Module:
-    """The model anew under the plan, on the device, with weights of its own. Collective."""
+    """Return a copy of the model under the plan, on the device, with random weights. Collective."""
     policy = mp_policy(trial.job.precision)
     whole = not needs_process_group(plan, policy)
     model = _empty_copy(trial.model, trial.device if whole else torch.device("meta"))
@@ -152,7 +146,7 @@ def sharded_copy(plan: Plan, trial: Trial, meshes: Meshes | None) -> nn.Module:
 
 
 class SilentMeshes(Meshes):
-    """Meshes of the same shapes whose collectives send nothing: a rank runs alone, and allocates what it does among all."""
+    """Meshes of the same shapes whose collectives send nothing: a rank runs alone, and allocates as it does among all."""
 
     def __init__(self, device_type: str) -> None:
         from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
@@ -161,20 +155,20 @@ class SilentMeshes(Meshes):
         self._made: list[DeviceMesh] = []
 
     def form(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-        """A mesh on the backend `fake`."""
+        """Form a mesh on the backend `fake`."""
         mesh = init_device_mesh(self.device_type, shape, mesh_dim_names=names, backend_override=dict.fromkeys(names, "fake"))
         self._made.append(mesh)
         return mesh
 
     def close(self) -> None:
-        """Give the process groups back. Collective."""
+        """Destroy the process groups. Collective."""
         for mesh in self._made:
             destroy_mesh(mesh)
         self._made.clear()
 
 
 def _empty_copy(model: nn.Module, device: torch.device) -> nn.Module:
-    """The module with parameters and buffers without content on a device; what was shared stays shared."""
+    """Return a copy with uninitialised parameters and buffers on a device; shared ones stay shared."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device=device, requires_grad=False)
@@ -186,7 +180,7 @@ def _empty_copy(model: nn.Module, device: torch.device) -> nn.Module:
 
 @torch.no_grad()
 def _fill(model: nn.Module, source: nn.Module) -> None:
-    """Random weights from a generator of their own; buffers as they are, or zeros where the source has none in memory."""
+    """Fill weights from a generator of their own; copy buffers, or zero them where the source has none in memory."""
     generators: dict[torch.device, torch.Generator] = {}
     for parameter in model.parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -203,7 +197,7 @@ def _fill(model: nn.Module, source: nn.Module) -> None:
 
 
 def _wrap_blocks(model: nn.Module, block_classes: tuple[str, ...]) -> None:
-    """Recompute blocks in backward, as `accelerate.utils.fsdp_utils.fsdp2_apply_ac` does it."""
+    """Recompute blocks in backward, as `accelerate.utils.fsdp_utils.fsdp2_apply_ac` does."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
 
     apply_activation_checkpointing(
@@ -215,7 +209,7 @@ def _wrap_blocks(model: nn.Module, block_classes: tuple[str, ...]) -> None:
 
 @contextmanager
 def _generators_kept(device: torch.device) -> Iterator[None]:
-    """Leave the random number generators of Python, NumPy and torch as they are: models draw from each of them."""
+    """Restore the random number generators of Python, NumPy and torch: models draw from each of them."""
     python, numpy = random.getstate(), sys.modules.get("numpy")
     array = None if numpy is None else numpy.random.get_state()
     devices = [device] if device.type == "cuda" else []
@@ -229,30 +223,23 @@ def _generators_kept(device: torch.device) -> Iterator[None]:
 
 
 def _connect(meshes: Meshes, plan: Plan, device: torch.device) -> None:
-    """Have NCCL take the memory of every communicator now: it does so when a group first communicates. Collective."""
+    """Let NCCL allocate the memory of every communicator, which it does when a group first communicates. Collective."""
     meshes.prepare(plan)
     for group in meshes.groups(plan):
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
-def _least_of_ranks(value: int) -> int:
+def _over_ranks(value: float, op: dist.ReduceOp.RedOpType) -> float:
+    """Return the least or most of all ranks' values. Collective."""
     if world_size() == 1:
         return value
-    least = torch.tensor([value], dtype=torch.int64, device=collective_device())
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    return int(least.item())
-
-
-def _any_rank(flag: bool) -> bool:
-    if world_size() == 1:
-        return flag
-    flags = torch.tensor([float(flag)], device=collective_device())
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    return bool(flags.item())
+    values = torch.tensor([value], dtype=torch.float64, device=collective_device())
+    dist.all_reduce(values, op=op)
+    return values.item()
 
 
 def _give_back(device: torch.device) -> None:
-    """Free the copy, whose modules and hooks refer to each other, and what it left in torch's cache."""
+    """Free the copy, whose modules and hooks refer to each other, and torch's cache of it."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

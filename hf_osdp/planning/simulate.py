@@ -1,4 +1,4 @@
-"""The real FSDP2 step of a plan on fake tensors: what it allocates, without memory, devices or peers."""
+"""Run the real FSDP2 step of a plan on fake tensors, and see what it allocates, without memory, devices or peers."""
 
 from __future__ import annotations
 
@@ -30,14 +30,31 @@ from ..sharding.apply import apply_plan
 from ..sharding.environment import mp_policy
 from ..sharding.host_offload import host_parameters
 from ..sharding.steps import make_optimizer, train_step
-from ..tracing.allocation_log import AllocationLog
 from ..tracing.attention import Capability
-from ..tracing.cuda_kernels import FusedKernels
-from ..tracing.fake_copy import fake_copy
-from ..tracing.host_ledger import HostLedger
+from ..tracing.cuda_kernels import CudaKernels
+from ..tracing.fake_model import fake_copy
 from ..tracing.known_values import KnownValues
-from ..tracing.ledger import Kind
-from ..tracing.live_bytes import CUDA_BLOCK_BYTES, plain_tensors
+from ..tracing.memory_tracker import CUDA_BLOCK_BYTES, Kind, MemoryTracker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationOptions:
+    """How the model runs in a simulated step; the fields of `DescribeOptions` with these names."""
+
+    device_type: str = "cpu"
+    """`"cpu"` or `"cuda"`: whose attention, dropout and allocation granularity count."""
+    capability: Capability | None = None
+    """Of the CUDA device."""
+    auto_class: object = None
+    """For a configuration, which class to build."""
+    inputs: Inputs | None = None
+    """From a number of samples to forward's keyword arguments; None makes a training batch for a transformers model."""
+    activation_checkpointing: bool = False
+    loss: Loss | None = None
+
+    def __post_init__(self) -> None:
+        if self.device_type not in ("cpu", "cuda"):
+            raise ValueError(f"device_type={self.device_type!r} is not known; use cpu or cuda.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,19 +74,7 @@ class Simulation:
     """How long the simulation took."""
 
 
-def simulate(
-    model_or_config: Any,
-    plan: Plan,
-    *,
-    description: ModelDescription,
-    job: TrainingJob,
-    device_type: str = "cpu",
-    capability: Capability | None = None,
-    auto_class: Any = None,
-    inputs: Inputs | None = None,
-    activation_checkpointing: bool = False,
-    loss: Loss | None = None,
-) -> Simulation:
+def simulate(model_or_config: object, plan: Plan, *, description: ModelDescription, job: TrainingJob, **options: Any) -> Simulation:
     """Run one optimizer step of a plan for real, in a fake process group of its world size, on fake tensors.
 
     Layout, gathers, prefetch, reductions and the optimizer are FSDP2's and torch's own; no weight is touched and nothing is
@@ -80,11 +85,7 @@ def simulate(
         plan: what runs.
         description: the model's, for its units and sequence length.
         job: precision, optimizer, and whether the loop holds outputs.
-        device_type: `"cpu"` or `"cuda"`: whose attention, dropout and allocation granularity count.
-        capability: of the CUDA device, as `describe` takes it.
-        auto_class: for a configuration, which class to build, see `build_on_meta`.
-        inputs: from a number of samples to forward's keyword arguments; None makes a training batch for a transformers model.
-        activation_checkpointing, loss: as `describe` takes them.
+        options: the fields of `SimulationOptions`.
 
     Returns:
         Peak bytes with their breakdown, the host's beside them, and the seconds that it took.
@@ -94,11 +95,11 @@ def simulate(
         PlanError: the plan is for another model.
         OSDPError: this process has a process group.
     """
-    if device_type not in ("cpu", "cuda"):
-        raise ValueError(f"device_type={device_type!r} is not known; use cpu or cuda.")
+    chosen = SimulationOptions(**options)
     started = time.perf_counter()
-    model = model_or_config if isinstance(model_or_config, nn.Module) else build_on_meta(model_or_config, auto_class)
-    batch = (inputs or training_batch(model, description.sequence_length))(plan.micro_batch_size)
+    model = model_or_config if isinstance(model_or_config, nn.Module) else build_on_meta(model_or_config, chosen.auto_class)
+    batch = (chosen.inputs or training_batch(model, description.sequence_length))(plan.micro_batch_size)
+    on_cuda = chosen.device_type == "cuda"
     with fake_process_group(plan.world_size), ExitStack() as stack:
         meshes = Meshes("cpu")
         meshes.prepare(plan)  # ranks cannot be read from fake tensors
@@ -106,44 +107,39 @@ def simulate(
         stack.enter_context(same_random_numbers())
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         known = stack.enter_context(KnownValues(alone=False))
-        twin = fake_copy(model, mode)
-        if activation_checkpointing:
-            checkpoint_blocks(twin, description.block_classes)
-        apply_plan(twin, plan, description.units, meshes=meshes, mp_policy=mp_policy(job.precision), broadcast=False)
+        fake = fake_copy(model, mode)
+        if chosen.activation_checkpointing:
+            checkpoint_blocks(fake, description.block_classes)
+        apply_plan(fake, plan, description.units, meshes=meshes, mp_policy=mp_policy(job.precision), broadcast=False)
         fakes = known.fakes_of(batch, mode)
-        on_cuda = device_type == "cuda"
-        log = AllocationLog(_Streams().current) if on_cuda else None
-        ledger = stack.enter_context(HostLedger(block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1, locks_pages=on_cuda, log=log))
-        stack.enter_context(ledger.copies())
-        stack.enter_context(_shapes_apart())
+        memory = MemoryTracker(block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1, by_kind=True, locks_pages=on_cuda, stream=_Streams().current)
+        stack.enter_context(memory)
+        stack.enter_context(memory.host_copies())
+        stack.enter_context(_separate_shape_propagation())
         if on_cuda:
-            stack.enter_context(FusedKernels(lambda flops: None, capability))
-        if job.precision.autocast:
-            autocast = under_autocast(twin.forward, getattr(torch, job.precision.compute.value))
-            stack.enter_context(forward_replaced(twin, autocast))
-        events = _run_step(twin, fakes, plan, job, ledger, loss)
-        at_peak = {kind.value: nbytes for kind, nbytes in ledger.at_peak.items()}
-        return Simulation(
-            peak_bytes=ledger.peak_bytes,
-            breakdown=MemoryBreakdown(**at_peak),
-            host_bytes=ledger.host_peak_bytes,
-            reserved_bytes=None if events is None else _reserved_bytes(events, job),
-            seconds=time.perf_counter() - started,
-        )
-
-
-def _reserved_bytes(events: StepEvents, job: TrainingJob) -> int:
-    return replay_steps(events, expandable_segments=job.expandable_segments).peak_reserved_bytes
+            stack.enter_context(CudaKernels(lambda flops: None, chosen.capability))
+        if job.precision.autocast and job.precision.compute is not None:
+            autocast = under_autocast(fake.forward, getattr(torch, job.precision.compute.value))
+            stack.enter_context(forward_replaced(fake, autocast))
+        events = _run_step(fake, fakes, plan, job, memory, chosen.loss)
+    reserved = replay_steps(events, expandable_segments=job.expandable_segments).peak_reserved_bytes if on_cuda else None
+    return Simulation(
+        peak_bytes=memory.peak_bytes,
+        breakdown=MemoryBreakdown(**{kind.value: nbytes for kind, nbytes in memory.peak_by_kind.items()}),
+        host_bytes=memory.host_peak_bytes,
+        reserved_bytes=reserved,
+        seconds=time.perf_counter() - started,
+    )
 
 
 class _Streams:
     """Numbers of FSDP2's streams. On the CPU they do nothing, but the current one is known."""
 
     def __init__(self) -> None:
-        self._seen: list[Any] = [torch.cpu.current_stream()]
+        self._seen: list[torch.cpu.Stream] = [torch.cpu.current_stream()]
 
     def current(self) -> int:
-        """The number of the current stream; 0 is the one that computes."""
+        """Return the number of the current stream; 0 is the one that computes."""
         stream = torch.cpu.current_stream()
         if stream not in self._seen:
             self._seen.append(stream)
@@ -151,73 +147,64 @@ class _Streams:
 
 
 def _run_step(
-    model: nn.Module, batch: Mapping[str, Any], plan: Plan, job: TrainingJob, ledger: HostLedger, loss: Loss | None
-) -> StepEvents | None:
-    """One optimizer step under the ledger, with optimizer states as after an earlier one; what it allocates, where that is logged."""
+    model: nn.Module, batch: Mapping[str, Any], plan: Plan, job: TrainingJob, memory: MemoryTracker, loss: Loss | None
+) -> StepEvents:
+    """Run one tracked optimizer step, with optimizer states as after an earlier one; return what it allocates."""
     optimizer = make_optimizer(model, job.optimizer)
     host = host_parameters(model)
-    ledger.track_on_host(host, pinned=True)
-    ledger.track_as(Kind.PARAMETERS, model.parameters())
-    _make_states(model, optimizer)
-    ledger.relabel(Kind.OPTIMIZER, _states_of(optimizer, optimizer.state))
-    ledger.track_on_host(_states_of(optimizer, host))
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    ledger.track_as(Kind.MODEL_BUFFERS, [*model.buffers(), *tensors])
-    ledger.reset_peak()
-    job = replace(job, clips_gradients=False)  # norms are a few bytes, and cannot be read from fakes
-    log = ledger.log
-    if log is None:
-        train_step(model, optimizer, batch, plan, job, loss)
-        return None
-    states = frozenset(number for state in _states_of(optimizer, optimizer.state) if (number := _allocation(log, state)) is not None)
-    before, started, stepping = log.live, len(log.events), []
-    optimizer.register_step_pre_hook(lambda *_: stepping.append(len(log.events)))
-    train_step(model, optimizer, batch, plan, job, loss)
-    made = [event for event in log.events[:started] if event.nbytes > 0 and event.key in before]
+    memory.track(host, on_host=True, pinned=True)
+    memory.track(model.parameters(), Kind.PARAMETERS)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    states = _states_of(optimizer, optimizer.state)
+    memory.relabel(Kind.OPTIMIZER, states)
+    memory.track(_states_of(optimizer, host), on_host=True)
+    memory.track([*model.buffers(), *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))], Kind.MODEL_BUFFERS)
+    memory.reset_peak()
+    of_states = frozenset(map(memory.allocation_of, states))
+    before, started, stepping = memory.live_allocations, len(memory.events), []
+    optimizer.register_step_pre_hook(lambda *_: stepping.append(len(memory.events)))
+    # norms are a few bytes, and cannot be read from fakes
+    train_step(model, optimizer, batch, plan, replace(job, clips_gradients=False), loss)
+    made = [event for event in memory.events[:started] if event.nbytes > 0 and event.key in before]
     return StepEvents(
-        held=[event for event in made if event.key not in states],
-        before_optimizer=log.events[started : stepping[0]],
-        states=[event for event in made if event.key in states],
-        optimizer=log.events[stepping[0] :],
+        held=[event for event in made if event.key not in of_states],
+        before_optimizer=memory.events[started : stepping[0]],
+        states=[event for event in made if event.key in of_states],
+        optimizer=memory.events[stepping[0] :],
     )
-
-
-def _allocation(log: AllocationLog, tensor: torch.Tensor) -> int | None:
-    return next((log.number_of(local.untyped_storage()._cdata) for local in plain_tensors(tensor)), None)
-
-
-@contextmanager
-def _shapes_apart() -> Iterator[None]:
-    """DTensor finds out shapes of results by running operators on whole fake tensors. In torch 2.11 it does so in the fake mode that
-    is active, where they would count as if they were there; here it is sent to one of its own."""
-    stock = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def apart(propagator: ShardingPropagator, op_schema: Any) -> Any:
-        with _disable_current_modes():
-            return stock(propagator, op_schema)
-
-    ShardingPropagator._propagate_tensor_meta_non_cached = apart
-    try:
-        yield
-    finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = stock
 
 
 def _states_of(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [value for p in parameters for value in optimizer.state.get(p, {}).values() if isinstance(value, torch.Tensor)]
 
 
-def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
+@contextmanager
+def _separate_shape_propagation() -> Iterator[None]:
+    """Let DTensor find out shapes in a fake mode of its own.
+
+    It runs operators on whole fake tensors for that. In torch 2.11 it does so in the mode that is active, where they would count as
+    if they were there.
+    """
+    original = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def separate(propagator: ShardingPropagator, op_schema: Any) -> Any:  # noqa: ANN401
+        with _disable_current_modes():
+            return original(propagator, op_schema)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = separate  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]
 
 
 @contextmanager
 def fake_process_group(world_size: int) -> Iterator[None]:
-    """A process group in which this is rank 0 and nothing is sent.
+    """Give this process a process group in which it is rank 0 and nothing is sent.
 
     Raises:
         OSDPError: there is a process group already.

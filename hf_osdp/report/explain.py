@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ..errors import InfeasibleError
-from ..planner.cost.evaluate import PlanEstimate, batch_of, choices_of, estimate_plan
+from ..planner.cost.evaluate import PlanEstimate, estimate_plan
 from ..planner.cost.memory import MemoryEstimate, estimate_memory
 from ..planner.cost.timing import UnitTimer
-from ..planner.cost.units import Choice, unit_seconds
+from ..planner.cost.units import unit_seconds
+from ..planner.decision import UnitLayout
 from ..planner.description import ModelDescription
 from ..planner.hardware import Hardware
 from ..planner.job import TrainingJob
@@ -48,7 +49,7 @@ class StreamTime:
 class Alternative:
     """Another layout for one row of the plan, all else left as it is."""
 
-    choice: Choice
+    choice: UnitLayout
     added_s: float
     """Seconds that it adds to a step; negative where it is quicker."""
     peak_bytes: int
@@ -63,7 +64,7 @@ class RowReason:
     """Why a row of equal units is laid out as it is."""
 
     row: PlanRow
-    choice: Choice
+    choice: UnitLayout
     quicker: Alternative | None
     """The quickest other layout that would save time, if there is one."""
     next_fitting: Alternative | None
@@ -152,7 +153,7 @@ def stream_times(plan: Plan, description: ModelDescription, job: TrainingJob, ha
     The cost model knows how much communication of a unit's backward is exposed, not which collective waits: it is shared out
     among them in proportion to their time.
     """
-    batch = batch_of(plan)
+    batch = plan.batch
     timer, steps = UnitTimer(description, hardware, job, batch), batch.accumulation_steps
     totals = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce", _TRIPS), (0.0, 0.0))
 
@@ -164,7 +165,7 @@ def stream_times(plan: Plan, description: ModelDescription, job: TrainingJob, ha
             total, exposed = totals[name]
             totals[name] = total + times * seconds, exposed + times * seconds * share
 
-    for index, (unit, choice) in enumerate(zip(description.units, choices_of(plan, description), strict=True)):
+    for index, (unit, choice) in enumerate(zip(description.units, plan.layouts(description), strict=True)):
         terms, window = unit_seconds(unit, choice, hardware, job), timer.windows[choice.activations][index]
         trip = timer.trips(choice.activations)[index]
         backward = {"all-gather": terms.gather_backward, _TRIPS: trip.back_beside}
@@ -191,9 +192,10 @@ class _RowReasons:
     def __init__(self, plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware) -> None:
         self._plan, self._description, self._job, self._hardware = plan, description, job, hardware
         self._room = None if plan.memory_limit_bytes is None else hardware.room_bytes(plan.memory_limit_bytes)
-        self._choices, self._batch = choices_of(plan, description), batch_of(plan)
+        self._choices, self._batch = plan.layouts(description), plan.batch
         self._timer = UnitTimer(description, hardware, job, self._batch)
-        *_, self._space = search_spaces(Strategy.OSDP, description, hardware, job, self._batch)
+        problem = PlanningProblem(description=description, hardware=hardware, job=job, memory_limit_bytes=_UNLIMITED)
+        *_, self._space = search_spaces(problem, self._batch)
 
     def all(self) -> tuple[RowReason, ...]:
         return tuple(self._reason(row) for row in plan_rows(self._plan, self._description))
@@ -202,7 +204,7 @@ class _RowReasons:
         choice = self._choices[row.units[0]]
         others = [other for other in self._space[row.units[0]] if other != choice]
         added = {other: sum(self._timer(i, other).total_s - self._timer(i, choice).total_s for i in row.units) for other in others}
-        ranked = sorted(added, key=lambda other: (added[other], other))
+        ranked = sorted(added, key=added.__getitem__)
         quicker = next((other for other in ranked if added[other] < 0), None)
         fitting = next((other for other in ranked if other != quicker and self._fits(row.units, other)), None)
         return RowReason(
@@ -212,7 +214,7 @@ class _RowReasons:
             next_fitting=None if fitting is None else self._alternative(row, fitting, added[fitting]),
         )
 
-    def _alternative(self, row: PlanRow, choice: Choice, added_s: float) -> Alternative:
+    def _alternative(self, row: PlanRow, choice: UnitLayout, added_s: float) -> Alternative:
         peak = self._memory(row.units, choice).on(self._hardware)
         alone = min(self._memory((unit,), choice).on(self._hardware) for unit in {row.units[0], row.units[-1]})
         return Alternative(
@@ -222,12 +224,12 @@ class _RowReasons:
     def _over(self, peak_bytes: int) -> int:
         return 0 if self._room is None else peak_bytes - self._room
 
-    def _fits(self, units: tuple[int, ...], choice: Choice) -> bool:
+    def _fits(self, units: tuple[int, ...], choice: UnitLayout) -> bool:
         """Return whether the change stays within the limit and within the host's memory."""
         memory, host = self._memory(units, choice), self._hardware.host
         return (host is None or memory.host_bytes <= host.memory_bytes) and self._over(memory.on(self._hardware)) <= 0
 
-    def _memory(self, units: tuple[int, ...], choice: Choice) -> MemoryEstimate:
+    def _memory(self, units: tuple[int, ...], choice: UnitLayout) -> MemoryEstimate:
         changed = [choice if index in units else own for index, own in enumerate(self._choices)]
         return estimate_memory(self._description, changed, self._plan.world_size, self._job, self._batch)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from ..planner.cost.memory import SegmentBytes
-from ..planner.cost.units import Choice
-from ..planner.decision import UnitDecision
+from ..planner.decision import UnitLayout
 from ..planner.plan import Plan
 from ..quantities import format_bytes, format_seconds
 from .explain import Alternative, Binding, Binds, Explanation, RowReason
@@ -142,9 +141,9 @@ def binding_text(binding: Binding, plan: Plan) -> str:
     raise AssertionError(binding.kind)
 
 
-def layout_text(choice: Choice, world_size: int) -> str:
+def layout_text(choice: UnitLayout, world_size: int) -> str:
     """Return a layout as the plan's tables write it."""
-    return UnitDecision.of("", choice).describe(world_size)
+    return choice.describe(world_size)
 
 
 def _share(part: float, whole: float) -> str:

@@ -134,8 +134,8 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None =
         parts = ", ".join(f"{name} {format_seconds(time.total(term))}" for name, term in terms.items())
         rate = f", {plan.global_batch_size / time.step_s:.1f} samples/s" if time.step_s else ""
         lines.append(f"Step {format_seconds(time.step_s)}{rate}: {parts}.")
-    if not plan.cut.is_none:
-        lines.append(f"The model is cut: {plan.cut.describe()}.")
+    if not plan.split.is_none:
+        lines.append(f"The model is split: {plan.split.describe()}.")
     if plan.accumulation_steps > 1:
         lines.append(f"Gradients are reduced {_when_reduced(plan)}.")
     if plan.strategy == "osdp" and plan.proven_optimal:

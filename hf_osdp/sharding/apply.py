@@ -76,8 +76,8 @@ def apply_plan(
         device_type = meshes.device_type if meshes else collective_device().type
         units_text = f"{_as_description(model, units).fingerprint} in {len(units)} units"
         require_same({"the plan": plan.fingerprint, "the model": units_text, "the device": device_type})
-    if plan.cut.splits and not is_split(model):
-        split_operators(model, plan.cut.splits)
+    if plan.split.sliced and not is_split(model):
+        split_operators(model, plan.split.sliced)
     plan.check(_as_description(model, units), world_size())
     found = _find(model, plan, units)
     _change_activations(found)

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..modeling.batch import Inputs, Loss, output_of
+from ..modeling.batch import Inputs, Loss, loss_of, output_of
 from ..planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from ..planner.plan import Plan
-from ..tracing.trace import loss_of
 from .accumulation import micro_step
 from .clip import clip_grad_norm_
 from .host_offload import host_parameters

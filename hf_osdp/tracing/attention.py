@@ -67,13 +67,9 @@ class AttentionCall:
 
 
 def attention_kernel(call: AttentionCall, capability: Capability) -> Kernel:
-    """The kernel that torch takes on a CUDA device.
+    """Return the kernel that torch takes on a CUDA device of a compute capability.
 
     The user's `torch.backends.cuda.enable_*_sdp` are not asked for; torch's defaults count.
-
-    Args:
-        call: the inputs.
-        capability: compute capability of the device, such as `(9, 0)`.
     """
     if call.is_dense:
         if capability[0] in (9, 10) and _takes_cudnn(call, capability):  # preferred there with cuDNN above 9.15, torch's since 2.11
@@ -86,7 +82,7 @@ def attention_kernel(call: AttentionCall, capability: Capability) -> Kernel:
 
 
 def _takes_cudnn(call: AttentionCall, capability: Capability) -> bool:
-    """Heads above 128 need newer versions than torch's own in part of the cases; flash takes those, and saves the same."""
+    """Whether cuDNN runs; heads above 128 need newer versions in part of the cases, but flash takes those, and saves the same."""
     return (
         _runs_low_precision(call, capability)
         and max(call.head_sizes) <= 128
@@ -113,7 +109,7 @@ def _takes_flash(call: AttentionCall, capability: Capability) -> bool:
 
 
 def _takes_efficient(call: AttentionCall, capability: Capability) -> bool:
-    """Grouped heads came after 2.13 (pytorch/pytorch#191085)."""
+    """Whether the memory-efficient kernel runs; grouped heads came after 2.13 (pytorch/pytorch#191085)."""
     low = call.dtype in _LOW_PRECISION
     alignment = (8 if low else 4) if capability[0] >= 8 else (8 if low and capability[0] == 7 else 1)
     dtypes = (torch.float32, torch.float16, torch.bfloat16) if capability[0] >= 8 else (torch.float32, torch.float16)
@@ -131,12 +127,12 @@ def _runs_low_precision(call: AttentionCall, capability: Capability) -> bool:
 
 
 def capability_here() -> Capability | None:
-    """Of this process's GPU; None where there is none."""
+    """Return that of this process's GPU; None where there is none."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
 def warning_of_math(call: AttentionCall, capability: Capability) -> str:
-    """One sentence for a model that takes the math kernel: what it costs, why, and what to do."""
+    """Say what the math kernel costs a model, why it runs, and what to do."""
     dtype = str(call.dtype).removeprefix("torch.")
     if call.dtype is torch.bfloat16 and capability[0] < 8:
         why, remedy = f"bfloat16 has no other on compute capability {capability[0]}.{capability[1]}", "train in fp16"

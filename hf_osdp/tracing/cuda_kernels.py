@@ -1,4 +1,4 @@
-"""Stand-ins for CUDA's kernels, so that a trace without a GPU allocates what they allocate.
+"""Functions that allocate what CUDA's kernels do, for traces without a GPU.
 
 On the CPU attention with dropout falls back to explicit products, and dropout keeps its noise in the activations' dtype.
 CUDA has kernels of its own for attention (`attention.py` says which one runs), and keeps dropout's mask in bool.
@@ -6,8 +6,8 @@ CUDA has kernels of its own for attention (`attention.py` says which one runs), 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from .attention import ASSUMED_CAPABILITY, AttentionCall, Capability, Kernel, at
 from .operators import attention_backward_flops, attention_flops
 
 CountFlops = Callable[[int], None]
+_Value = TypeVar("_Value")
 
 _IN_FLOAT32 = frozenset({
     "binary_cross_entropy_with_logits", "cosine_similarity", "cross_entropy", "cumprod", "cumsum", "exp", "expm1", "group_norm", "kl_div",
@@ -28,8 +29,8 @@ _IN_FLOAT32 = frozenset({
 """What CUDA's autocast computes in float32 and the CPU's does not (AT_FORALL_FP32 in ATen/autocast_mode.h), by Python's names."""
 
 
-class FusedKernels(TorchFunctionMode):
-    """Replaces attention and dropout by functions that allocate as CUDA's kernels do.
+class CudaKernels(TorchFunctionMode):
+    """Replace attention and dropout by functions that allocate as CUDA's kernels do.
 
     Args:
         count_flops: called with the FLOPs of each attention, in forward and in backward.
@@ -40,81 +41,81 @@ class FusedKernels(TorchFunctionMode):
         super().__init__()
         self._count_flops = count_flops
         self._capability = capability or capability_here() or ASSUMED_CAPABILITY
-        self.kernels: dict[Kernel, AttentionCall] = {}
-        """The attention kernels that were stood in for, each with its first call."""
+        self.found: dict[Kernel, AttentionCall] = {}
+        """The attention kernels that would have run, each with its first call."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func is torch.Tensor.backward and not any(kwargs.values()):
             with self:  # torch leaves the mode while it handles a call, but blocks that are recomputed in backward need it
-                return _backward(*args)
+                _backward(*args)
+            return None
         if torch.is_autocast_enabled("cpu") and getattr(func, "__name__", "") in _IN_FLOAT32:
             args, kwargs = _cast((args, kwargs), torch.float32)
         if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
+            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+            return self._attention(**dict(zip(names, args, strict=False)), **kwargs)
         if func is torch.dropout:
-            return _dropout(*args, **kwargs)
+            return _dropout(*args, **{"training" if name == "train" else name: value for name, value in kwargs.items()})
         if func is F.dropout:
-            return _functional_dropout(*args, **kwargs)
+            return _dropout(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
         if torch.is_autocast_enabled("cpu"):
             query, key, value, attn_mask = _cast((query, key, value, attn_mask), torch.get_autocast_dtype("cpu"))
+        dropout, is_causal, enable_gqa = options.get("dropout_p", 0.0), options.get("is_causal", False), options.get("enable_gqa", False)
         call = AttentionCall(
             dtype=query.dtype, query=tuple(query.shape), key=tuple(key.shape), value=tuple(value.shape), has_mask=attn_mask is not None,
-            is_causal=is_causal, dropout=dropout_p, enable_gqa=enable_gqa,
+            is_causal=is_causal, dropout=dropout, enable_gqa=enable_gqa,
             trains=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)),
             inner_strides_are_one=all(tensor.stride(-1) == 1 for tensor in (query, key, value)),
         )  # fmt: skip
         kernel = attention_kernel(call, self._capability)
-        self.kernels.setdefault(kernel, call)
+        self.found.setdefault(kernel, call)
         if attn_mask is not None and attn_mask.dtype is torch.bool:
             attn_mask = torch.empty(attn_mask.shape, dtype=query.dtype)  # the kernels take an additive bias
         if kernel is Kernel.MATH:
             with torch.autocast("cpu", enabled=False):
-                return _math(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+                return _math(query, key, value, attn_mask, call)
         size = value.shape[-1]
         if kernel is Kernel.FLASH and size % 8:
             query, key, value = (F.pad(tensor, (0, -size % 8)) for tensor in (query, key, value))
         if attn_mask is not None and kernel is Kernel.EFFICIENT and (short := -attn_mask.shape[-1] % 16):
             attn_mask = F.pad(attn_mask, (0, short))
-        return _FusedAttention.apply(query, key, value, attn_mask, kernel, self._count_flops)[..., :size]
+        output: torch.Tensor = _FusedAttention.apply(query, key, value, attn_mask, kernel, self._count_flops)  # type: ignore[no-untyped-call]
+        return output[..., :size]
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """What autocast does to the arguments of an operator: none in float64."""
+def _cast(value: _Value, dtype: torch.dtype) -> _Value:
+    """Cast an operator's arguments as autocast does: none in float64."""
     known = (torch.float32, torch.bfloat16, torch.float16)
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.dtype in known else tensor, value)
+    cast: _Value = tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.dtype in known else tensor, value)
+    return cast
 
 
 def _backward(loss: torch.Tensor) -> None:
-    """`loss.backward()` without asking the function modes again."""
+    """Run `loss.backward()` without asking the function modes again."""
     _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def _math(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: Any, dropout: float, is_causal: bool, enable_gqa: bool
-) -> torch.Tensor:
-    """Allocates what `_scaled_dot_product_attention_math` does (ATen/native/transformers/attention.cpp): all of it in float32 for half
-    precision, keys and values repeated for each query head, scores before and after softmax, dropout's mask."""
+def _math(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, call: AttentionCall) -> torch.Tensor:
+    """Allocate what `_scaled_dot_product_attention_math` does (ATen/native/transformers/attention.cpp).
+
+    All of it is in float32 for half precision: keys and values repeated for each query head, scores before and after softmax,
+    dropout's mask.
+    """
     dtype = query.dtype
     if dtype in (torch.float16, torch.bfloat16):
         query, key, value = query.float(), key.float(), value.float()
     query = query * 1.0  # queries and keys are scaled before they are multiplied
-    if is_causal:
+    if call.is_causal:
         bias = torch.empty(query.shape[-2], key.shape[-2], dtype=dtype)
-    if enable_gqa and (repeats := query.shape[-3] // key.shape[-3]) > 1:
+    if call.enable_gqa and (repeats := query.shape[-3] // key.shape[-3]) > 1:
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
     scores = torch.matmul(query, key.transpose(-2, -1) * 1.0)
     if bias is not None:
@@ -122,24 +123,25 @@ def _math(
     beside = torch.empty_like(scores)  # safe softmax takes one that it does not return
     weights = torch._safe_softmax(scores, -1)
     del beside, scores
-    return torch.matmul(_dropout(weights, dropout, True), value).to(dtype)
+    return torch.matmul(_dropout(weights, call.dropout), value).to(dtype)
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Allocates what the fused kernels do: output and float32 logsumexp in forward; in backward float32 query gradients (in float32:
-    as much for the row sums), and for grouped heads gradients of keys and values for each query head.
+    """Allocate what the fused kernels do.
+
+    In forward that is output and float32 logsumexp; in backward float32 query gradients (in float32: as much for the row sums), and
+    for grouped heads gradients of keys and values for each query head.
 
     Sources: mha_bwd in flash_attn/flash_api.cpp, _efficient_attention_backward in cuda/attention_backward.cu, kNeedsAccumGradQ and
     kKernelComputesDelta in mem_eff_attention/kernel_backward.h. cuDNN keeps the same, and its workspace holds the same.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: Any, kernel: Kernel, count_flops: CountFlops
-    ) -> torch.Tensor:
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:  # noqa: ANN401
+        query, key, value, bias, kernel, count_flops = inputs
         batch, heads, length, _ = query.shape
         # the kernels write [b, T, h, d] and return a transposed view, so that the caller's reshape copies nothing
-        out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        out: torch.Tensor = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
         rows = length + (-length % 32 if kernel is Kernel.EFFICIENT else 0)
         logsumexp = query.new_empty((batch, heads, rows), dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, logsumexp, bias)
@@ -148,7 +150,7 @@ class _FusedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
         query, key, value, _, logsumexp, bias = ctx.saved_tensors
         row_sums = torch.empty_like(logsumexp)
         wide = [torch.empty_like(query, dtype=torch.float32)]
@@ -163,14 +165,9 @@ class _FusedAttention(torch.autograd.Function):
         return *grads, bias_grad, None, None
 
 
-def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """`torch.dropout` as its fused CUDA kernel runs it: the mask is saved as bool."""
-    if not train or not 0 < p < 1 or input.numel() == 0:
-        return torch.dropout(input, p, train)
-    return torch.native_dropout(input, p, train)[0]
-
-
-def _functional_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    if inplace or not training:
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """Run dropout as its fused CUDA kernel does: the mask is saved as bool."""
+    if inplace or not training or not 0 < p < 1 or input.numel() == 0:
         return F.dropout(input, p, training, inplace)
-    return _dropout(input, p, training)
+    output: torch.Tensor = torch.native_dropout(input, p, True)[0]
+    return output

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..errors import DescriptionError
-from ..planner.description import Affine, Envelope, GatherSpan, PhaseCost, Segment, UnitDescription
+from ..planner.affine import Affine, Envelope
+from ..planner.description import GatherSpan, PhaseCost, Segment, UnitDescription
 
 SOURCE = "arXiv 2205.05198, equation 2"
 
@@ -30,7 +30,7 @@ class TransformerShape:
     """Bytes of an activation's element."""
 
     @classmethod
-    def of(cls, config: Any, *, tokens: int, itemsize: int) -> TransformerShape:
+    def of(cls, config: object, *, tokens: int, itemsize: int) -> TransformerShape:
         """Read a transformers configuration.
 
         Raises:
@@ -64,68 +64,61 @@ class TransformerShape:
 def formula_segments(
     units: Sequence[UnitDescription], block_classes: Sequence[str], shape: TransformerShape, *, checkpointed: bool = False
 ) -> tuple[Segment, ...]:
-    """Segments of a stack of transformer blocks: the embedding, each block once, the head with its loss.
+    """Return the segments of a stack of transformer blocks: the root's embedding, each unit used, the root's loss.
 
     Args:
         units: the model's units in execution order.
         block_classes: which of them are blocks; other units that span their use are embedding and head.
         shape: the transformer's dimensions.
         checkpointed: blocks keep their input alone and run again in backward (equation 2 is then part of backward's peak).
-
-    Returns:
-        One segment for the root's embedding, one for each unit used, one for the root's loss.
     """
-    embedding = Segment(
-        unit=0,
-        saved_bytes=Affine(per_sample=shape.hidden_bytes),
-        forward=PhaseCost(peak_bytes=Envelope.line(per_sample=2 * shape.hidden_bytes)),
-        backward=PhaseCost(peak_bytes=Envelope.line(constant=_gradient_bytes(units[0], shape), per_sample=2 * shape.hidden_bytes)),
-    )
+    gradient = units[0].trainable_numel * shape.itemsize
     used = [
         _block(index, unit, shape, checkpointed) if unit.class_name in block_classes else _matrix(index, unit, shape)
         for index, unit in enumerate(units)
         if unit.span is GatherSpan.USE
     ]
-    loss = Segment(
+    hidden, logits = shape.hidden_bytes, shape.logits_bytes
+    return _root(hidden, 2 * hidden, gradient), *used, _root(logits, 3 * logits, gradient)
+
+
+def _root(saved: int, forward_peak: int, gradient: int) -> Segment:
+    return Segment(
         unit=0,
-        saved_bytes=Affine(per_sample=shape.logits_bytes),
-        forward=PhaseCost(peak_bytes=Envelope.line(per_sample=3 * shape.logits_bytes)),
-        backward=PhaseCost(peak_bytes=Envelope.line(constant=_gradient_bytes(units[0], shape), per_sample=2 * shape.logits_bytes)),
+        saved_bytes=Affine(per_sample=saved),
+        forward=PhaseCost(peak_bytes=Envelope.linear(per_sample=forward_peak)),
+        backward=PhaseCost(peak_bytes=Envelope.linear(constant=gradient, per_sample=2 * saved)),
     )
-    return embedding, *used, loss
 
 
 def _block(index: int, unit: UnitDescription, shape: TransformerShape, checkpointed: bool) -> Segment:
-    """A block; a gradient of the wide intermediate and of its input are live in backward beside the parameters' gradients."""
+    """Describe a block; gradients of the wide intermediate and of its input are live in backward beside the parameters' gradients."""
     flops = 2.0 * unit.numel * shape.tokens + 4.0 * shape.tokens**2 * shape.width
     transient = 8 * shape.hidden_bytes
-    saved, again = (shape.hidden_bytes, shape.saved_bytes) if checkpointed else (shape.saved_bytes, 0)
+    saved, recomputed = (shape.hidden_bytes, shape.saved_bytes) if checkpointed else (shape.saved_bytes, 0)
+    passes = 3 if checkpointed else 2
     return Segment(
         unit=index,
         saved_bytes=Affine(per_sample=saved),
         forward=PhaseCost(
-            peak_bytes=Envelope.line(per_sample=saved + transient),
+            peak_bytes=Envelope.linear(per_sample=saved + transient),
             matmul_flops=Affine(per_sample=flops),
             traffic_bytes=Affine(per_sample=2 * shape.saved_bytes),
         ),
         backward=PhaseCost(
-            peak_bytes=Envelope.line(constant=_gradient_bytes(unit, shape), per_sample=2 * transient + again),
-            matmul_flops=Affine(per_sample=(3 if checkpointed else 2) * flops),
-            traffic_bytes=Affine(per_sample=(6 if checkpointed else 4) * shape.saved_bytes),
+            peak_bytes=Envelope.linear(constant=unit.trainable_numel * shape.itemsize, per_sample=2 * transient + recomputed),
+            matmul_flops=Affine(per_sample=passes * flops),
+            traffic_bytes=Affine(per_sample=2 * passes * shape.saved_bytes),
         ),
     )
 
 
 def _matrix(index: int, unit: UnitDescription, shape: TransformerShape) -> Segment:
-    """An embedding or a head: one product at most, what it saves is counted with the root's."""
-    flops = Affine(per_sample=2.0 * unit.numel * shape.tokens)
-    gradient = Envelope.line(constant=_gradient_bytes(unit, shape), per_sample=shape.hidden_bytes)
+    """Describe an embedding or a head: one product at most; what it saves is counted with the root's."""
+    flops, hidden = 2.0 * unit.numel * shape.tokens, shape.hidden_bytes
+    gradient = unit.trainable_numel * shape.itemsize
     return Segment(
         unit=index,
-        forward=PhaseCost(peak_bytes=Envelope.line(per_sample=shape.hidden_bytes), matmul_flops=flops),
-        backward=PhaseCost(peak_bytes=gradient, matmul_flops=Affine(per_sample=2 * flops.per_sample)),
+        forward=PhaseCost(peak_bytes=Envelope.linear(per_sample=hidden), matmul_flops=Affine(per_sample=flops)),
+        backward=PhaseCost(peak_bytes=Envelope.linear(constant=gradient, per_sample=hidden), matmul_flops=Affine(per_sample=2 * flops)),
     )
-
-
-def _gradient_bytes(unit: UnitDescription, shape: TransformerShape) -> int:
-    return unit.trainable_numel * shape.itemsize

@@ -2,22 +2,24 @@
 
 A model asks for values where it selects by a mask, counts labels or branches. Of a batch the integers and masks are known, and so is
 all that is computed from them alone. Where a value is not known, as of a mask that activations decide, all of it counts as true.
+Real tensors that a loss brings in, as those of a reference model, become fake ones.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..modeling.batch import plain_batch
-from .fake_copy import DEVICE, fake_like
-from .live_bytes import is_dtensor, tensors_in
+from .tensors import DEVICE, fake_like, is_dtensor, tensors_in
 
 aten = torch.ops.aten
 
@@ -34,7 +36,7 @@ _INDEXED = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_p
 """Their second argument is a list of indices."""
 
 
-class KnownValues(TorchDispatchMode):
+class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers data-dependent operators on fake tensors.
 
     Enter it right after the `FakeTensorMode`, so that the modes above see each operator once, with the memory of its result.
@@ -44,14 +46,14 @@ class KnownValues(TorchDispatchMode):
     """
 
     def __init__(self, *, alone: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._alone = alone
         self._values: dict[int, torch.UntypedStorage] = {}
         """By fake storage, so that views and what is written through them are right by themselves."""
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def know(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        """Remember a tensor's values, unless they are too many. Views of a tensor share what is known."""
+        """Remember a tensor's values, unless they are too many; its views share them."""
         storage = fake.untyped_storage()
         if not _is_small(fake) or storage.nbytes() > 8 * _MOST_KNOWN or real.device.type == "meta":
             return
@@ -60,20 +62,23 @@ class KnownValues(TorchDispatchMode):
             self._values[key] = torch.zeros(storage.nbytes(), dtype=torch.uint8).untyped_storage()
             self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
             once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in fake.stride())  # memory that elements share
-            self.value(fake)[once].copy_(real.detach()[once])
+            value = self.value(fake)
+            assert value is not None
+            value[once].copy_(real.detach()[once])
 
-    def fakes_of(self, batch: Any, mode: FakeTensorMode, floating_dtype: torch.dtype | None = None) -> Any:
-        """Fake tensors like those of a batch, in new mappings; floating-point ones in `floating_dtype` if given."""
+    def fakes_of(self, batch: Mapping[str, Any], mode: FakeTensorMode, floating_dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """Make fake tensors like those of a batch, in new mappings; floating-point ones in `floating_dtype` if given."""
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             made = fake_like(tensor, mode, floating_dtype)
             self.know(made, tensor)
             return made
 
-        return tree_map_only(torch.Tensor, fake, plain_batch(batch))
+        fakes: dict[str, Any] = tree_map_only(torch.Tensor, fake, plain_batch(batch))
+        return fakes
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The values of a tensor, in memory that its views share, or None."""
+        """Return the values of a tensor, in memory that its views share, or None."""
         if not isinstance(tensor, FakeTensor):
             return tensor.detach() if tensor.device == DEVICE and _is_small(tensor) else None
         storage = tensor.untyped_storage()
@@ -84,14 +89,16 @@ class KnownValues(TorchDispatchMode):
             return torch.empty(0, dtype=tensor.dtype).set_(known, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def count(self, mask: torch.Tensor, shape: torch.Size) -> int:
-        """How many elements are true in a mask of this shape, expanded to it if need be; all where they are not known."""
+        """Count the elements that are true in a mask, expanded to this shape if need be; all where they are not known."""
         values = self.value(mask)
         if values is None:
             return shape.numel()
         with _disable_current_modes():
             return int(values.expand(shape).count_nonzero())
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         if any(map(is_dtensor, types)):
             return NotImplemented
         kwargs, packet = kwargs or {}, func._overloadpacket
@@ -100,14 +107,14 @@ class KnownValues(TorchDispatchMode):
         if packet in _ANSWERS:
             real = self._computed(func, args, kwargs)
             return _ANSWERS[packet](self, *args, **kwargs) if real is _UNKNOWN else tree_map_only(torch.Tensor, self._made_fake, real)
-        given = args
+        indexed = args
         if packet in _INDEXED:
-            given = (args[0], [position for index in args[1] for position in self._positions(index)], *args[2:])
-        result = func(*given, **kwargs)
+            indexed = (args[0], [position for index in args[1] for position in self._positions(index)], *args[2:])
+        result = func(*indexed, **kwargs)
         self._carry(func, args, kwargs, result)
         return result
 
-    def _carry(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _carry(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """Compute an operator's result for real where all its arguments are known; what it writes otherwise is known no more."""
         if func.is_view and isinstance(args[0], FakeTensor):
             return
@@ -121,8 +128,8 @@ class KnownValues(TorchDispatchMode):
             if fake.untyped_storage()._cdata not in self._values:
                 self.know(fake, value)
 
-    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's result for known values, or `_UNKNOWN`."""
+    def _computed(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        """Return the operator's result for known values, or `_UNKNOWN`."""
         if torch.Tag.nondeterministic_seeded in func.tags or func._overloadpacket in _UNSET:
             return _UNKNOWN
         with _disable_current_modes(), torch.no_grad():
@@ -140,20 +147,20 @@ class KnownValues(TorchDispatchMode):
         self.know(fake, real)
         return fake
 
-    def _positions(self, index: Any) -> list[Any]:
-        """An index as it is, or for a mask the positions where it is true, one tensor for each of its dimensions."""
+    def _positions(self, index: object) -> list[Any]:
+        """Return an index as it is, or for a mask the positions where it is true, one tensor for each of its dimensions."""
         if not isinstance(index, torch.Tensor) or index.dtype not in (torch.bool, torch.uint8):
             return [index]
         return [_empty(self.count(index, index.shape)) for _ in range(index.dim())]
 
-    def _as_if_alone(self, func: Any, args: Any) -> Any:
-        """A collective's answer: what is gathered is what was given, as often as there is room for it."""
+    def _as_if_alone(self, func: OpOverload, args: tuple[Any, ...]) -> object:
+        """Answer a collective: what is gathered is the input, as often as there is room for it."""
         from torch._C._distributed_c10d import FakeWork
 
-        given = list(tensors_in(args[1]))  # none where it is reduced or sent in place
-        for tensor in tensors_in(args[0]) if given else ():
-            source, target = self.value(given[0]), self.value(tensor)
-            if len(given) > 1 or source is None or target is None or target.numel() % source.numel():
+        inputs = list(tensors_in(args[1]))  # none where it is reduced or sent in place
+        for tensor in tensors_in(args[0]) if inputs else ():
+            source, target = self.value(inputs[0]), self.value(tensor)
+            if len(inputs) > 1 or source is None or target is None or target.numel() % source.numel():
                 self._forget(tensor.untyped_storage()._cdata)
                 continue
             with _disable_current_modes():
@@ -170,14 +177,53 @@ def _is_small(tensor: torch.Tensor) -> bool:
     return tensor.numel() <= (_MOST_KNOWN_FLOATS if tensor.is_floating_point() or tensor.is_complex() else _MOST_KNOWN)
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """The tensors among an operator's arguments that it writes."""
+def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among an operator's arguments that it writes."""
     for number, argument in enumerate(func._schema.arguments):
         if argument.is_write:
             yield from tensors_in(args[number] if number < len(args) else kwargs.get(argument.name))
 
 
-# ------------------------------------------------------------------------------------- answers where values are not known
+class FakeifyTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Put fake tensors in the place of real ones, wherever they are. They were there before the trace and count nowhere.
+
+    Enter it last, so that the modes below see fake tensors alone.
+
+    Args:
+        mode: the mode that the fake tensors belong to.
+        known: gets the values of small ones.
+    """
+
+    def __init__(self, mode: FakeTensorMode, known: KnownValues) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mode, self._known = mode, known
+        self._fakes = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        if any(map(is_dtensor, types)):
+            return NotImplemented
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None:
+            kwargs["device"] = DEVICE
+        if func is not aten.lift_fresh.default:  # which brings in what was made just now
+            args, kwargs = tree_map_only(torch.Tensor, self._fake, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        made: torch.Tensor | None = self._fakes[tensor] if tensor in self._fakes else None
+        if made is None:
+            with _disable_current_modes():  # or it would count
+                made = fake_like(tensor, self._mode)
+            self._known.know(made, tensor)
+            self._fakes[tensor] = made
+        return made
+
+
+# Answers where values are not known.
 
 
 def _empty(*shape: int) -> torch.Tensor:
@@ -185,24 +231,21 @@ def _empty(*shape: int) -> torch.Tensor:
 
 
 def _scalar(known: KnownValues, tensor: torch.Tensor) -> bool | int | float:
-    """No, or one: a number that divides, and passes the threshold under which a layer is dropped."""
+    """Answer False, or 1: a number that divides, and passes the threshold under which a layer is dropped."""
     return False if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
 
 
-def _nonzero(known: KnownValues, tensor: torch.Tensor) -> torch.Tensor:
-    return _empty(tensor.numel(), tensor.dim())
-
-
 def _masked_select(known: KnownValues, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return tensor.new_empty(known.count(mask, torch.broadcast_shapes(tensor.shape, mask.shape)))
+    shape: torch.Size = torch.broadcast_shapes(tensor.shape, mask.shape)  # type: ignore[no-untyped-call]
+    return tensor.new_empty(known.count(mask, shape))
 
 
-def _unique(known: KnownValues, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-    """Every element once, or every slice; with the inverse and the counts, asked for or not."""
+def _unique(known: KnownValues, tensor: torch.Tensor, *args: object, **kwargs: object) -> tuple[torch.Tensor, ...]:
+    """Answer every element once, with the inverse and the counts, asked for or not."""
     return tensor.new_empty(tensor.numel()), _empty(*tensor.shape), _empty(tensor.numel())
 
 
-def _unique_slices(known: KnownValues, tensor: torch.Tensor, dim: int, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+def _unique_slices(known: KnownValues, tensor: torch.Tensor, dim: int, *args: object, **kwargs: object) -> tuple[torch.Tensor, ...]:
     return torch.empty_like(tensor), _empty(tensor.shape[dim]), _empty(tensor.shape[dim])
 
 
@@ -215,9 +258,14 @@ def _counted(known: KnownValues, tensor: torch.Tensor, weights: torch.Tensor | N
 
 
 def _ctc_loss(
-    known: KnownValues, log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any, *args: Any
+    known: KnownValues,
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: object,
+    target_lengths: Sequence[int] | torch.Tensor,
+    *args: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A loss for each sample, and log probabilities of every prefix of its target, blanks between."""
+    """Answer a loss for each sample, and log probabilities of every prefix of its target, blanks between."""
     if isinstance(target_lengths, torch.Tensor):
         values = known.value(target_lengths)
         with _disable_current_modes():
@@ -226,10 +274,10 @@ def _ctc_loss(
     return log_probs.new_empty(samples), log_probs.new_empty(samples, frames, 2 * max(target_lengths) + 1)
 
 
-_ANSWERS = {
+_ANSWERS: dict[object, Callable[..., object]] = {
     aten._local_scalar_dense: _scalar,
     aten.equal: lambda known, tensor, other: False,
-    aten.nonzero: _nonzero,
+    aten.nonzero: lambda known, tensor: _empty(tensor.numel(), tensor.dim()),
     aten.masked_select: _masked_select,
     aten._unique2: _unique,
     aten.unique_consecutive: _unique,

@@ -1,4 +1,4 @@
-"""Stretches of traces at three batch sizes → segments, whose costs are lines."""
+"""Segment records at three batch sizes → segments, whose costs are linear in the batch size."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ..errors import DescriptionError
-from ..planner.description import Affine, Envelope, PhaseCost, Segment
-from .recorder import PhaseRecord, Stretch
+from ..planner.affine import Affine, Envelope
+from ..planner.description import PhaseCost, Segment
+from .recorder import PhaseRecord, SegmentRecord
 
 Samples = tuple[int, int, int]
 """The batch sizes, rising by one after the first."""
 
 
-def segments_of(traces: Sequence[Sequence[Stretch]], samples: Samples) -> list[Segment]:
-    """Segments of one trace at each batch size.
+def segments_of(traces: Sequence[Sequence[SegmentRecord]], samples: Samples) -> list[Segment]:
+    """Make segments of one trace at each batch size.
 
     Raises:
         DescriptionError: the traces do not run through the same units.
     """
-    if len({tuple(stretch.unit for stretch in trace) for trace in traces}) > 1:
-        raise DescriptionError(f"The model runs other units with {samples[0]} samples than with {samples[-1]}; its costs are no line.")
+    if len({tuple(record.unit for record in trace) for trace in traces}) > 1:
+        raise DescriptionError(f"The model runs other units with {samples[0]} samples than with {samples[-1]}; its costs are not linear.")
     alike = list(zip(*traces, strict=True))
-    kept = [bytes_line([(stretch.copy_of or stretch).kept_bytes for stretch in stretches], samples) for stretches in alike]
-    return _with_kept([_segment(stretches, samples) for stretches in alike], kept)
+    kept = [linear_bytes([(record.copy_of or record).kept_bytes for record in records], samples) for records in alike]
+    return _with_kept([_segment(records, samples) for records in alike], kept)
 
 
 def _with_kept(segments: Sequence[Segment], kept: Sequence[Affine]) -> list[Segment]:
-    """Segments whose backward begins with what the modules of those after them have kept, as RecurrentGemma's keep a state."""
+    """Add to each backward what the modules of later segments have kept, as RecurrentGemma's keep a state."""
     found: list[Segment] = []
     later = Affine()
     for segment, own in zip(reversed(segments), reversed(kept), strict=True):
@@ -39,107 +40,98 @@ def _with_kept(segments: Sequence[Segment], kept: Sequence[Affine]) -> list[Segm
     return found[::-1]
 
 
-def with_recomputed(plain: list[Segment], again: list[Segment], recomputable: Collection[int]) -> list[Segment]:
-    """The plain segments, with those of the other trace beside them.
+def with_recomputed(plain: list[Segment], recomputed: list[Segment], recomputable: Collection[int]) -> list[Segment]:
+    """Put the segments of a trace with recomputation beside the plain ones.
 
     Raises:
         DescriptionError: the traces do not run through the same units.
     """
-    if [segment.unit for segment in plain] != [segment.unit for segment in again]:
+    if [segment.unit for segment in plain] != [segment.unit for segment in recomputed]:
         raise DescriptionError("The model runs other units where its blocks are recomputed.")
-    pairs = list(zip(plain, again, strict=True))
+    pairs = list(zip(plain, recomputed, strict=True))
     first = next((index for index, one in enumerate(plain) if one.unit in recomputable), None)
     if first is not None:
-        # what a stretch between blocks frees when blocks save, and not when they keep it to run again: T5's position bias
-        kept = [_more(other.saved_bytes, one.saved_bytes) for one, other in pairs if one.unit not in recomputable]
+        # what a segment between blocks frees when blocks save, and not when they keep it to run again: T5's position bias
+        kept = [_excess(other.saved_bytes, one.saved_bytes) for one, other in pairs if one.unit not in recomputable]
         saved = functools.reduce(Affine.plus, kept, pairs[first][1].saved_bytes)
         pairs[first] = (plain[first], replace(pairs[first][1], saved_bytes=saved))
     return [replace(one, recomputed=other) if one.unit in recomputable else one for one, other in pairs]
 
 
-def with_offloaded(plain: list[Segment], away: list[Segment], offloadable: Collection[int]) -> list[Segment]:
-    """The plain segments, with what goes where what they save waits on the host: less than is sent, where others hold it too.
+def with_offloaded(plain: list[Segment], offloaded: list[Segment], offloadable: Collection[int]) -> list[Segment]:
+    """Note in the plain segments what leaves the device when it is offloaded: less than is sent, where others hold it too.
 
     Raises:
         DescriptionError: the traces do not run through the same units.
     """
-    if [segment.unit for segment in plain] != [segment.unit for segment in away]:
+    if [segment.unit for segment in plain] != [segment.unit for segment in offloaded]:
         raise DescriptionError("The model runs other units where its blocks are offloaded.")
     return [
-        replace(one, own_saved_bytes=_more(one.saved_bytes, other.saved_bytes), sent_bytes=other.sent_bytes)
+        replace(one, own_saved_bytes=_excess(one.saved_bytes, other.saved_bytes), sent_bytes=other.sent_bytes)
         if one.unit in offloadable
         else one
-        for one, other in zip(plain, away, strict=True)
+        for one, other in zip(plain, offloaded, strict=True)
     ]
 
 
-def _more(line: Affine, than: Affine) -> Affine:
-    """What one line has above another, each coefficient by itself."""
-    return Affine(constant=max(0.0, line.constant - than.constant), per_sample=max(0.0, line.per_sample - than.per_sample))
+def is_idle(segment: Segment) -> bool:
+    """Whether nothing happened: views, or a glance at a shape between two blocks."""
+    return segment.saved_bytes == Affine() and segment.forward == PhaseCost() and segment.backward == PhaseCost()
 
 
-def _segment(stretches: Sequence[Stretch], samples: Samples) -> Segment:
-    """Costs of a stretch, or of the equal one that was traced in its place, from its trace at each batch size."""
-    traced = [stretch.copy_of or stretch for stretch in stretches]
-    released = [_released_bytes(stretch) for stretch in stretches]
+def linear_bytes(values: Sequence[float], samples: Samples) -> Affine:
+    """Fit bytes at the three batch sizes: linear through the last two, and not below the first."""
+    fit = _linear(values[1:], samples)
+    return Affine(constant=fit.constant + max(0.0, values[0] - fit(samples[0])), per_sample=fit.per_sample)
+
+
+def _linear(values: Sequence[float], samples: Samples) -> Affine:
+    slope = (values[1] - values[0]) / (samples[2] - samples[1])
+    return Affine(constant=values[0] - slope * samples[1], per_sample=slope)
+
+
+def _excess(one: Affine, other: Affine) -> Affine:
+    """Return what one function has above another, each coefficient by itself."""
+    return Affine(constant=max(0.0, one.constant - other.constant), per_sample=max(0.0, one.per_sample - other.per_sample))
+
+
+def _segment(records: Sequence[SegmentRecord], samples: Samples) -> Segment:
+    """Fit the costs of a segment, or of the equal one that was traced in its place.
+
+    After a copy callers may let go of more than it made, as of masks after the last of equal blocks; a copy itself frees as much as
+    it makes: its input is not saved, and its output is as large.
+    """
+    traced = [record.copy_of or record for record in records]
+    released = [0 if record.copy_of is None else max(0, record.start_bytes - record.end_bytes) for record in records]
     ends = [t.end_bytes - r for t, r in zip(traced, released, strict=True)]
     return Segment(
-        unit=stretches[0].unit,
-        saved_bytes=bytes_line([end - t.start_bytes for t, end in zip(traced, ends, strict=True)], samples),
-        sent_bytes=bytes_line([t.sent_bytes for t in traced], samples),
-        gradients=tuple(stretches[0].gradients),
-        gradient_bytes=bytes_line([t.handed_back_bytes for t in traced], samples),
+        unit=records[0].unit,
+        saved_bytes=linear_bytes([end - t.start_bytes for t, end in zip(traced, ends, strict=True)], samples),
+        sent_bytes=linear_bytes([t.sent_bytes for t in traced], samples),
+        gradients=tuple(records[0].gradients),
+        gradient_bytes=linear_bytes([t.input_gradient_bytes for t in traced], samples),
         forward=_phase([t.forward for t in traced], [t.start_bytes for t in traced], samples),
         backward=_phase([t.backward for t in traced], ends, samples),
     )
-
-
-def _released_bytes(stretch: Stretch) -> int:
-    """What callers let go of when a stand-in had run: after the last of equal blocks, masks and embeddings.
-
-    A stand-in itself frees as much as it makes: its input is not saved, and its output is as large.
-    """
-    return 0 if stretch.copy_of is None else max(0, stretch.start_bytes - stretch.end_bytes)
 
 
 def _phase(records: Sequence[PhaseRecord], floors: Sequence[int], samples: Samples) -> PhaseCost:
     levels = [[level - floor for level in record.levels] for record, floor in zip(records, floors, strict=True)]
     return PhaseCost(
         peak_bytes=_peak(levels, samples),
-        matmul_flops=_line([record.matmul_flops for record in records[1:]], samples),
-        traffic_bytes=_line([record.traffic_bytes for record in records[1:]], samples),
-        operators=_line([record.operators for record in records[1:]], samples),
+        matmul_flops=_linear([record.matmul_flops for record in records[1:]], samples),
+        traffic_bytes=_linear([record.traffic_bytes for record in records[1:]], samples),
+        operators=_linear([record.operators for record in records[1:]], samples),
     )
 
 
-def _line(values: Sequence[float], samples: Samples) -> Affine:
-    """The line through the last two batch sizes."""
-    slope = (values[1] - values[0]) / (samples[2] - samples[1])
-    return Affine(constant=values[0] - slope * samples[1], per_sample=slope)
-
-
-def bytes_line(values: Sequence[float], samples: Samples) -> Affine:
-    """The same, and not below the first batch size's value."""
-    return _raised(_line(values[1:], samples), samples[0], values[0])
-
-
 def _peak(levels: Sequence[Sequence[int]], samples: Samples) -> Envelope:
-    """The highest moment, whatever the batch size.
+    """Return the highest moment, whatever the batch size.
 
-    Each moment's bytes lie on a line of their own, c_m + s_m b: in backward, gradients of activations rule early and those
+    Each moment's bytes are c_m + s_m b, with its own coefficients: in backward, gradients of activations rule early and those
     of parameters late.
     """
     first, few, many = (max(0, max(moments, default=0)) for moments in levels)
     moments = list(zip(levels[1], levels[2], strict=True)) if len(levels[1]) == len(levels[2]) else [(few, many)]
-    peak = Envelope.above(_line(values, samples) for values in {*moments, (0, 0)})
+    peak = Envelope.above(_linear(values, samples) for values in {*moments, (0, 0)})
     return peak if samples[0] != 1 or peak.bytes(1) == first else replace(peak, single=float(first))
-
-
-def _raised(line: Affine, at: int, value: float) -> Affine:
-    return Affine(constant=line.constant + max(0.0, value - line(at)), per_sample=line.per_sample)
-
-
-def is_idle(segment: Segment) -> bool:
-    """Whether nothing happened: views, or a glance at a shape between two blocks."""
-    zero = Affine()
-    return segment.saved_bytes == zero and segment.forward == PhaseCost() and segment.backward == PhaseCost()

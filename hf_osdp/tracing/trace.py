@@ -1,48 +1,67 @@
-"""One micro-batch's forward and backward under fake tensors → what each segment saves, peaks at and computes."""
+"""One micro-batch's forward and backward on fake tensors, at three batch sizes → what each segment saves, peaks at and computes."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 from ..errors import DescriptionError
 from ..modeling.activation_offload import host_memory, offload, tensors_of
-from ..modeling.batch import Inputs, Loss, output_of, same_random_numbers, without_packing
+from ..modeling.batch import Inputs, Loss, loss_of, output_of, same_random_numbers, without_packing
 from ..modeling.build import checkpoint_blocks
-from ..modeling.parameter_reads import ReadsOutside
 from ..modeling.split.head import SplitHead
-from ..modeling.units import canonical_name, modules_by_name, stretching_modules
+from ..modeling.units import canonical_name, modules_by_name, segment_modules
 from ..modeling.wrapping import cast_floating, forward_replaced, recompute, under_autocast
-from ..planner.allocation_trace import AllocationTrace
-from ..planner.description import Affine, GatherSpan, Segment, UnitDescription
-from .allocation_log import AllocationLog
+from ..planner.affine import Affine
+from ..planner.description import AllocationTrace, GatherSpan, Segment, UnitDescription
 from .allocation_traces import with_allocations
 from .attention import AttentionCall, Capability, Kernel
-from .block_stub import CallRecord, block_key, call_key
-from .borrowed import Borrowed
-from .cuda_kernels import FusedKernels
-from .fake_copy import fake_twin
-from .known_values import KnownValues
-from .live_bytes import CUDA_BLOCK_BYTES, LiveBytes
-from .recorder import Recorder, Stretch
-from .segments import bytes_line, is_idle, segments_of, with_offloaded, with_recomputed
-from .stored import release_of_stored
-
-SAMPLES = (1, 2, 3)
-"""Micro-batch sizes that are traced: lines go through the last two, and are raised where the first lies above them.
-
-A single sample is no good point for a line: expanding a dimension of size 1 copies nothing, so torch takes other paths.
-"""
+from .cuda_kernels import CudaKernels
+from .equal_blocks import RecordedCall, block_key, call_key
+from .fake_model import OutsideReads, fake_copy, release_of_stored
+from .known_values import FakeifyTensors, KnownValues
+from .memory_tracker import CUDA_BLOCK_BYTES, MemoryTracker
+from .recorder import Recorder, SegmentRecord
+from .segments import Samples, is_idle, linear_bytes, segments_of, with_offloaded, with_recomputed
 
 _TRACED_OF_EQUALS = 2
 """Of equal blocks, the first two are traced: the first one's input is held by the model's own forward, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceOptions:
+    """How a model runs in a trace."""
+
+    compute_dtype: torch.dtype | None = None
+    """Dtype of gathered parameters and of floating-point inputs; None leaves both."""
+    cuda_kernels: bool = False
+    """Allocate as CUDA's attention and dropout do, else as the CPU does."""
+    capability: Capability | None = None
+    """Of the CUDA device, see `CudaKernels`."""
+    autocast: torch.dtype | None = None
+    """Run forward under autocast in this dtype, with parameters as they are."""
+    checkpointed_blocks: Sequence[str] | None = None
+    """Classes whose activations are recomputed in backward, see `checkpoint_blocks`; None for none."""
+    recomputable: Collection[int] = ()
+    """Indices of units, of one module each, that are traced once more as recomputed (`Segment.recomputed`)."""
+    offloadable: Collection[int] = ()
+    """Indices of units, of one module each, that are traced once more as offloaded (`Segment.own_saved_bytes`), recomputed or not."""
+    reuse_equal_blocks: bool = True
+    """Trace only the first two of equal blocks."""
+    loss: Loss | None = None
+    """Computes the loss from a model and a batch; None takes the model's output for the batch."""
+    samples: Samples = (1, 2, 3)
+    """Batch sizes, rising by one after the first: costs are linear through the last two, and raised where the first lies above.
+
+    A single sample alone is no good point: expanding a dimension of size 1 copies nothing, so torch takes other paths.
+    """
 
 
 class Trace(NamedTuple):
@@ -52,7 +71,7 @@ class Trace(NamedTuple):
     """In forward order, in bytes and FLOPs for each micro-batch; the loss alone outlives forward."""
     output_bytes: Affine
     """Of the other outputs, such as logits, which come on top where the training loop holds them."""
-    read_outside: frozenset[int]
+    outside_reads: frozenset[int]
     """Units with a parameter that is read while none of their modules runs, as a loss reads the weight of a head."""
     kernels: Mapping[Kernel, AttentionCall]
     """The attention kernels of CUDA that would run, each with its first call."""
@@ -60,236 +79,176 @@ class Trace(NamedTuple):
     """What the segments allocate and free, each once."""
 
 
-def trace_segments(
-    model: nn.Module,
-    units: Sequence[UnitDescription],
-    inputs: Inputs,
-    *,
-    compute_dtype: torch.dtype | None,
-    fused_kernels: bool,
-    capability: Capability | None = None,
-    autocast: torch.dtype | None = None,
-    checkpointed_blocks: Sequence[str] | None = None,
-    recomputable: Collection[int] = (),
-    offloadable: Collection[int] = (),
-    shortcut: bool = True,
-    loss: Loss | None = None,
-    samples: tuple[int, int, int] = SAMPLES,
-) -> Trace:
-    """Trace a model at three batch sizes and draw a line through each cost.
+def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: Inputs, options: TraceOptions) -> Trace:
+    """Trace a model at three batch sizes, and fit each cost as a linear function of the batch size.
 
     Args:
         model: real or on the meta device; it is not modified.
         units: the model's units, as `find_units` gives them.
-        inputs: keyword arguments of forward, or what `loss` takes, for a number of samples.
-        compute_dtype: dtype of gathered parameters and of floating-point inputs; None leaves both.
-        fused_kernels: allocate as CUDA's attention and dropout do, else as the CPU does.
-        capability: of the CUDA device, see `FusedKernels`.
-        autocast: run forward under autocast in this dtype, with parameters as they are.
-        checkpointed_blocks: classes whose activations are recomputed in backward, see `checkpoint_blocks`; None for none.
-        recomputable: indices of units, of one module each, that are traced once more as recomputed (`Segment.recomputed`).
-        offloadable: indices of units, of one module each, of which what they save is traced as gone between forward and backward
-            (`Segment.own_saved_bytes`), recomputed or not.
-        shortcut: trace only the first two of equal blocks.
-        loss: computes the loss from a model and a batch; None takes the model's output for the batch.
-        samples: the batch sizes, rising by one after the first.
-
-    Returns:
-        The segments, the bytes of outputs, and which units are read from outside.
+        inputs: keyword arguments of forward, or what the loss takes, for a number of samples.
+        options: how it runs.
 
     Raises:
         DescriptionError: the traces do not run through the same units.
         Exception: whatever the model raises under fake tensors.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    batches = [inputs(count) for count in samples]
-    read_outside: set[int] = set()
-    kernels: dict[Kernel, AttentionCall] = {}
+    batches = [inputs(count) for count in options.samples]
+    runs: dict[tuple[bool, bool], list[list[SegmentRecord]]] = {}
+    tracers: list[_Tracer] = []
 
-    runs: dict[tuple[bool, bool], list[list[Stretch]]] = {}
-
-    def traced(recomputed: Collection[int] = (), offloaded: Collection[int] = ()) -> tuple[list[Segment], Affine]:
-        twin = fake_twin(model, mode, compute_dtype)
-        if checkpointed_blocks is not None:
-            checkpoint_blocks(twin, checkpointed_blocks)
-        modules = modules_by_name(twin)
-        for index in recomputed:
-            recompute(modules[units[index].module_names[0]])
-        for index in offloaded:
-            offload(modules[units[index].module_names[0]])
-        tracer = _Tracer(
-            twin=twin, mode=mode, units=units, compute_dtype=compute_dtype, fused_kernels=fused_kernels, capability=capability,
-            shortcut=shortcut, loss=loss,
-        )  # fmt: skip
-        with ExitStack() as stack:
-            stack.enter_context(host_memory(lambda like: None))
-            stack.enter_context(tracer.reads)
-            if autocast is not None:
-                stack.enter_context(forward_replaced(twin, under_autocast(twin.forward, autocast)))
-            if loss is not None:  # which may call the model that it knows, as trainers do with `self.model`
-                stack.enter_context(forward_replaced(model, twin.__call__))
-            stretches = [tracer.run(batch) for batch in batches]
-            segments = segments_of(stretches, samples)
-            runs[bool(recomputed), bool(offloaded)] = stretches[1:]
-        read_outside.update(tracer.reads.found)
-        kernels.update(tracer.kernels)
+    def traced(recomputed: Collection[int] = (), offloaded: Collection[int] = ()) -> list[Segment]:
+        tracer = _Tracer(model, mode, units, options, recomputed, offloaded)
+        records = tracer.run_all(batches)
+        segments = segments_of(records, options.samples)
+        runs[bool(recomputed), bool(offloaded)] = records[1:]
+        tracers.append(tracer)
         _refuse_fake_gradients(model)
-        return segments, bytes_line(tracer.output_bytes, samples)
+        return segments
 
-    segments, outputs = traced()
-    if offloadable:
-        segments = with_offloaded(segments, traced(offloaded=offloadable)[0], offloadable)
-    if recomputable:
-        again = traced(recomputable)[0]
-        if offloadable:
-            again = with_offloaded(again, traced(recomputable, offloadable)[0], offloadable)
-        segments = with_recomputed(segments, again, recomputable)
+    segments = traced()
+    if options.offloadable:
+        segments = with_offloaded(segments, traced(offloaded=options.offloadable), options.offloadable)
+    if options.recomputable:
+        recomputed = traced(options.recomputable)
+        if options.offloadable:
+            recomputed = with_offloaded(recomputed, traced(options.recomputable, options.offloadable), options.offloadable)
+        segments = with_recomputed(segments, recomputed, options.recomputable)
     kept = [index for index, segment in enumerate(segments) if not is_idle(segment)]
-    segments, allocations = with_allocations(segments, kept, runs, samples[1], is_block=lambda i: units[i].span is GatherSpan.USE)
-    return Trace(segments, outputs, frozenset(read_outside), kernels, allocations)
-
-
-_Traced = tuple[Stretch, CallRecord]
+    kept_segments, allocations = with_allocations(segments, kept, runs, options.samples[1], lambda i: units[i].span is GatherSpan.USE)
+    return Trace(
+        segments=kept_segments,
+        output_bytes=linear_bytes(tracers[0].output_bytes, options.samples),
+        outside_reads=frozenset().union(*(tracer.reads.found for tracer in tracers)),
+        kernels={kernel: call for tracer in tracers for kernel, call in tracer.kernels.items()},
+        allocations=allocations,
+    )
 
 
 class _Tracer:
-    """Runs a fake twin, with the modules of its units wrapped."""
+    """Runs a fake copy of a model, with the modules of its units wrapped."""
 
     def __init__(
         self,
-        *,
-        twin: nn.Module,
+        model: nn.Module,
         mode: FakeTensorMode,
         units: Sequence[UnitDescription],
-        compute_dtype: torch.dtype | None,
-        fused_kernels: bool,
-        capability: Capability | None,
-        shortcut: bool,
-        loss: Loss | None,
+        options: TraceOptions,
+        recomputed: Collection[int],
+        offloaded: Collection[int],
     ) -> None:
-        self._twin, self._mode, self._loss = twin, mode, loss
+        self._model, self._mode, self._options = model, mode, options
         self.kernels: dict[Kernel, AttentionCall] = {}
         """Attention kernels of CUDA that would run."""
         self.output_bytes: list[int] = []
         """Of each run: bytes of what forward returned, the loss left out."""
-        self._compute_dtype, self._fused_kernels, self._capability = compute_dtype, fused_kernels, capability
-        modules = modules_by_name(twin)
-        self.reads = ReadsOutside(modules, units)
-        self._modules = stretching_modules(modules, units)
+        self._fake = fake_copy(model, mode, options.compute_dtype, untie=True)
+        if options.checkpointed_blocks is not None:
+            checkpoint_blocks(self._fake, options.checkpointed_blocks)
+        modules = modules_by_name(self._fake)
+        for index in recomputed:
+            recompute(modules[units[index].module_names[0]])
+        for index in offloaded:
+            offload(modules[units[index].module_names[0]])
+        self.reads = OutsideReads(modules, units)
+        self._modules = segment_modules(modules, units)
         unit_of = {module: i for i, module in self._modules}
-        self._modules += [(unit_of[shared], own) for own, shared in _untied_slices(twin).items()]
+        self._modules += [(unit_of[shared], own) for own, shared in _untied_slices(self._fake).items()]
         blocks = {i for i, unit in enumerate(units) if unit.span is GatherSpan.USE}
-        self._whole_step = _whole_step_names(units)
-        self._keys = {i: block_key(module) for i, module in self._modules if i in blocks} if shortcut else {}
+        self._step_names = _step_names(units)
+        self._keys = {i: block_key(module) for i, module in self._modules if i in blocks} if options.reuse_equal_blocks else {}
 
-    def run(self, batch: Mapping[str, Any]) -> list[Stretch]:
-        """One forward and backward pass."""
+    def run_all(self, batches: Sequence[Mapping[str, Any]]) -> list[list[SegmentRecord]]:
+        """Run one forward and backward pass for each batch."""
+        autocast, loss = self._options.autocast, self._options.loss
         with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(without_packing())
-            stack.enter_context(same_random_numbers())
-            stack.enter_context(self._mode)
+            stack.enter_context(host_memory(lambda like: None))
+            stack.enter_context(self.reads)
+            if autocast is not None:
+                stack.enter_context(forward_replaced(self._fake, under_autocast(self._fake.forward, autocast)))
+            if loss is not None:  # which may call the model that it knows, as trainers do with `self.model`
+                stack.enter_context(forward_replaced(self._model, self._fake.__call__))
+            return [self._run(batch) for batch in batches]
+
+    def _run(self, batch: Mapping[str, Any]) -> list[SegmentRecord]:
+        with ExitStack() as stack:
+            for context in (torch.inference_mode(False), torch.enable_grad(), without_packing(), same_random_numbers(), self._mode):
+                stack.enter_context(context)
             known = stack.enter_context(KnownValues(alone=True))
-            fakes = known.fakes_of(batch, self._mode, self._compute_dtype)
-            block_bytes = CUDA_BLOCK_BYTES if self._fused_kernels else 1
-            live = stack.enter_context(LiveBytes(block_bytes=block_bytes, log=AllocationLog()))
-            recorder = stack.enter_context(Recorder(live))
-            if self._fused_kernels:
-                fused = stack.enter_context(FusedKernels(recorder.count_flops, self._capability))
-                stack.callback(lambda: self.kernels.update(fused.kernels))
-            stack.enter_context(Borrowed(self._mode, known))
+            fakes = known.fakes_of(batch, self._mode, self._options.compute_dtype)
+            memory = stack.enter_context(MemoryTracker(block_bytes=CUDA_BLOCK_BYTES if self._options.cuda_kernels else 1))
+            recorder: Recorder = stack.enter_context(Recorder(memory))
+            if self._options.cuda_kernels:
+                kernels = stack.enter_context(CudaKernels(recorder.count_flops, self._options.capability))
+                stack.callback(lambda: self.kernels.update(kernels.found))
+            stack.enter_context(FakeifyTensors(self._mode, known))
             stack.enter_context(self._wrapped(recorder))
-            output = output_of(self._twin, fakes, self._loss)
+            output = output_of(self._fake, fakes, self._options.loss)
             loss = loss_of(output)
             self.output_bytes.append(_bytes_beside(output, loss))
             del output
             recorder.begin_backward()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             del loss
             recorder.finish()
-        return recorder.stretches
+        return recorder.records
 
     @contextmanager
     def _wrapped(self, recorder: Recorder) -> Iterator[None]:
-        """Put recording forwards on the twin's units and gradient hooks on its parameters, and take them off again."""
+        """Put recording forwards on the copy's units and gradient hooks on its parameters, and take them off again."""
+        calls: dict[Hashable, list[tuple[SegmentRecord, RecordedCall]]] = {}
         with ExitStack() as stack:
-            known: dict[Any, list[_Traced]] = {}
             for unit, module in self._modules:
-                recording = self._recording(module.forward, unit, module, recorder, known)
-                stack.enter_context(forward_replaced(module, self.reads.inside(unit, recording)))
-            for place, (name, parameter) in enumerate(self._twin.named_parameters()):
+                recording = self._recording(unit, module, recorder, calls)
+                stack.enter_context(forward_replaced(module, self.reads.running(unit, recording)))
+            for position, (name, parameter) in enumerate(self._fake.named_parameters()):
                 if parameter.requires_grad:
-                    note = functools.partial(recorder.note_gradient, name=self._whole_step.get(canonical_name(name)), place=place)
-                    handle = parameter.register_post_accumulate_grad_hook(note)
+                    note = functools.partial(recorder.note_gradient, name=self._step_names.get(canonical_name(name)), position=position)
+                    handle = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
                     stack.callback(handle.remove)
             yield
 
     def _recording(
-        self,
-        original: Callable[..., Any],
-        unit: int,
-        module: nn.Module,
-        recorder: Recorder,
-        known: dict[Any, list[_Traced]],
+        self, unit: int, module: nn.Module, recorder: Recorder, calls: dict[Hashable, list[tuple[SegmentRecord, RecordedCall]]]
     ) -> Callable[..., Any]:
+        """Wrap a unit's forward: its call is a segment; of equal calls after the second, the outputs alone are made."""
+        original = module.forward
         anchor = next((p for p in module.parameters() if p.requires_grad), None)
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> object:
             if recorder.inside or torch._C._current_graph_task_id() != -1:
                 return original(*args, **kwargs)  # a call inside another, or recomputed in backward
             key = (self._keys[unit], call_key(args, kwargs)) if unit in self._keys else None
-            if len(known.get(key, ())) == _TRACED_OF_EQUALS:
-                stretch, record = known[key][-1]
-                recorder.enter(unit, copy_of=stretch)
-                output = record.replay(args, kwargs, anchor)
+            if len(calls.get(key, ())) == _TRACED_OF_EQUALS:
+                record, call = calls[key][-1]
+                recorder.enter(unit, copy_of=record)
+                output = call.replay(args, kwargs, anchor)
                 recorder.leave()
                 return output
-            stretch = recorder.enter(unit)
-            stretch.release = release_of_stored(module)
-            args, kwargs = cast_floating((args, kwargs), self._compute_dtype)
+            record = recorder.enter(unit)
+            record.release = release_of_stored(module)
+            args, kwargs = cast_floating((args, kwargs), self._options.compute_dtype)
             output = original(*args, **kwargs)
             recorder.leave()
-            stretch.sent_bytes = getattr(original, "sent_bytes", 0)
-            record = CallRecord.of(args, kwargs, output)
-            if record is not None and key is not None:
-                known.setdefault(key, []).append((stretch, record))
+            record.sent_bytes = getattr(original, "sent_bytes", 0)
+            recorded = RecordedCall.of(args, kwargs, output)
+            if recorded is not None and key is not None:
+                calls.setdefault(key, []).append((record, recorded))
             return output
 
         return forward
 
 
-def _whole_step_names(units: Sequence[UnitDescription]) -> dict[str, str]:
-    """Every name of each parameter that is gathered for the whole step, with the one that its unit lists."""
+def _step_names(units: Sequence[UnitDescription]) -> dict[str, str]:
+    """Return every name of each parameter that is gathered for the whole step, with the one that its unit lists."""
     whole = [unit for unit in units if unit.span is GatherSpan.STEP]
     names = {p.name: p.name for unit in whole for p in unit.parameters}
     return names | {name: shared[0] for unit in whole for shared in unit.shared for name in shared}
 
 
-def _untied_slices(twin: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Give heads in slices parameters of their own; each slice with the embedding's that it was."""
-    return {own: shared for head in list(twin.modules()) if isinstance(head, SplitHead) for own, shared in head.untie().items()}
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    """The loss in an output: `.loss`, `["loss"]`, a scalar itself or the first of a tuple, else the mean of all that is differentiable.
-
-    Raises:
-        DescriptionError: nothing in the output can be differentiated.
-    """
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if loss is None and isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor) and output[0].dim() == 0:
-        loss = output[0]
-    if loss is None and isinstance(output, torch.Tensor):
-        loss = output if output.dim() == 0 else output.mean()
-    if loss is None:
-        found: list[torch.Tensor] = []
-        tree_map_only(torch.Tensor, found.append, dict(output) if isinstance(output, Mapping) else output)
-        parts = [tensor.mean() for tensor in found if tensor.requires_grad]
-        if not parts:
-            raise DescriptionError("The model's output holds no loss and nothing differentiable; pass inputs that include labels.")
-        loss = sum(parts[1:], parts[0])
-    return loss
+def _untied_slices(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Give heads in slices parameters of their own; return each slice with the embedding's that it was."""
+    return {own: shared for head in list(model.modules()) if isinstance(head, SplitHead) for own, shared in head.untie().items()}
 
 
 def _refuse_fake_gradients(model: nn.Module) -> None:
@@ -305,12 +264,8 @@ def _refuse_fake_gradients(model: nn.Module) -> None:
         raise DescriptionError(f"The loss uses {graded[0][0]} of a model that it keeps; use the model that is passed to it.")
 
 
-def _bytes_beside(output: Any, loss: torch.Tensor) -> int:
-    storages = _storages(tensors_of(output))
+def _bytes_beside(output: object, loss: torch.Tensor) -> int:
+    """Return the bytes of an output's storages, the loss's left out."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors_of(output)}
     storages.pop(loss.untyped_storage()._cdata, None)
     return sum(storages.values())
-
-
-def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Bytes of each storage."""
-    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hf_osdp.errors import CheckpointingError
-from hf_osdp.measurement.block_times import measure_block_times
+from hf_osdp.measurement.block_times import TimedModel, measure_block_times
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.job import Precision, TrainingJob
@@ -58,7 +58,7 @@ def seen_by_batch_norms() -> set[tuple[torch.dtype, ...]]:
 
     model = tiny_architecture("ResNetForImageClassification").float()
     model = OptimalShardedDataParallel(
-        model, sequence_length=1, global_batch_size=8, mixed_precision="bf16", hardware="cpu", strategy="fsdp"
+        model, {"sequence_length": 1, "global_batch_size": 8, "hardware": "cpu", "strategy": "fsdp"}, mixed_precision="bf16"
     )  # fmt: skip
     seen = set()
     for module in model.modules():
@@ -101,9 +101,8 @@ def test_blocks_with_batch_norm_are_not_recomputed_but_offloaded():
 @pytest.mark.slow
 def test_blocks_with_batch_norm_are_timed_in_low_precision():
     model = tiny_architecture("ResNetForImageClassification").float()
-    times = measure_block_times(
-        model, sequence_length=1, micro_batch_sizes=(2, 3), compute_dtype=DType.BFLOAT16, device=torch.device("cpu"), seconds=0.01
-    )  # fmt: skip
+    timed = TimedModel(model_or_config=model, sequence_length=1, micro_batch_sizes=(2, 3), compute_dtype=DType.BFLOAT16)
+    times = measure_block_times(timed, device=torch.device("cpu"), seconds=0.01)
     assert len(times) >= 2
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hf_osdp.checkpoint.loop import load_loop, save_loop
-from hf_osdp.checkpoint.resume import is_restart, last_checkpoint, start_fresh, last_checkpoint
+from hf_osdp.checkpoint.resume import is_restart, last_checkpoint, start_fresh
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import CheckpointError

@@ -36,7 +36,7 @@ if "ACCELERATE_USE_FSDP" in os.environ:
         optimizer.zero_grad()
         losses.append(loss.item())
 else:
-    model = OptimalShardedDataParallel(model, sequence_length=16, global_batch_size=8, micro_batch_size=2)
+    model = OptimalShardedDataParallel(model, {"sequence_length": 16, "global_batch_size": 8, "micro_batch_size": 2})
     plan = model.plan
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(8):

@@ -31,7 +31,7 @@ def allocator(monkeypatch) -> Allocator:
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", played.reset)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", played.peak)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2 * played.most)
-    monkeypatch.setattr(StepMeter, "_now", lambda self: 0.0)
+    monkeypatch.setattr("hf_osdp.measurement.step_meter.now", lambda device: 0.0)
     return played
 
 

@@ -16,6 +16,7 @@ from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
+from hf_osdp.planning.config import OSDPConfig
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import SAMPLES, SEQUENCE_LENGTH, tiny_batch, tiny_loss, tiny_model
@@ -48,7 +49,7 @@ def train(folder: str) -> dict[str, Any]:
     plan = plan_of(find_units(model), world, "mixed", accumulation_steps=2, reduce_every_micro_step=False)
     file = Path(folder) / f"plan{os.environ['RANK']}.json"
     plan.save(file)
-    parallel = OptimalShardedDataParallel(model, file)
+    parallel = OptimalShardedDataParallel(model, OSDPConfig(plan=file))
     assert dist.get_world_size() == world, "formed from torchrun's variables"
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
     losses, norms = [], []
@@ -111,7 +112,8 @@ def planned() -> dict[str, Any]:
     world = dist.get_world_size()
     hardware = None if world == 2 else preset("cpu").scaled(nodes=1, devices_per_node=world)
     parallel = OptimalShardedDataParallel(
-        tiny_model(MODEL), memory_limit="1GiB", sequence_length=SEQUENCE_LENGTH, global_batch_size=SAMPLES, hardware=hardware
+        tiny_model(MODEL),
+        OSDPConfig(memory_limit="1GiB", sequence_length=SEQUENCE_LENGTH, global_batch_size=SAMPLES, hardware=hardware),
     )
     batch = tiny_batch(0, part=dist.get_rank(), parts=world)
     loss = tiny_loss(parallel, batch)
@@ -124,7 +126,7 @@ def low_precision() -> dict[str, Any]:
     """bf16: parameters and gradients are held in float32 and computed with in bfloat16."""
     model = tiny_model(MODEL, dtype=torch.bfloat16)
     plan = plan_of(find_units(model.float()), dist.get_world_size(), "mixed")
-    parallel = OptimalShardedDataParallel(model.bfloat16(), plan, mixed_precision="bf16")
+    parallel = OptimalShardedDataParallel(model.bfloat16(), {"plan": plan}, mixed_precision="bf16")
     batch = tiny_batch(0, part=dist.get_rank(), parts=dist.get_world_size())
     logits = parallel(input_ids=batch["input_ids"]).logits
     parallel.backward(logits.float().logsumexp(-1).mean())
@@ -138,7 +140,7 @@ def low_precision() -> dict[str, Any]:
 def evaluated() -> dict[str, Any]:
     """After an evaluation kept units show gathered parameters; what the wrapper gives out are shards all the same."""
     model = tiny_model(MODEL)
-    parallel = OptimalShardedDataParallel(model, plan_of(find_units(model), dist.get_world_size(), "zero2"))
+    parallel = OptimalShardedDataParallel(model, OSDPConfig(plan=plan_of(find_units(model), dist.get_world_size(), "zero2")))
     with torch.no_grad():
         tiny_loss(parallel, tiny_batch(0))
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
@@ -150,9 +152,9 @@ def evaluated() -> dict[str, Any]:
 
 
 def errors(folder: str) -> dict[str, Any]:
-    def caught(*args: Any, **kwargs: Any) -> tuple[type[Exception], str]:
+    def caught(*, mixed_precision: str = "no", **options: Any) -> tuple[type[Exception], str]:
         try:
-            OptimalShardedDataParallel(tiny_model(MODEL), *args, **kwargs)
+            OptimalShardedDataParallel(tiny_model(MODEL), options, mixed_precision=mixed_precision)
         except Exception as error:
             return type(error), str(error)
         return type(None), ""
@@ -167,8 +169,8 @@ def errors(folder: str) -> dict[str, Any]:
         "nothing": caught(),
         "limit": caught(memory_limit="100KB", **run),
         "hardware": caught(memory_limit="1GiB", **{**run, "hardware": preset("cpu").scaled(nodes=1, devices_per_node=world + 1)}),
-        "file": caught(Path(folder) / "absent.json"),
-        "precision": caught(mixed_precision="fp8"),
+        "file": caught(plan=Path(folder) / "absent.json"),
+        "precision": caught(**run, mixed_precision="fp8"),
         "batch": caught(memory_limit="1GiB", **{**run, "global_batch_size": 3 * world + 1}) if world > 1 else (ValueError, ""),
     }
 
@@ -226,7 +228,7 @@ class TestOnProcesses:
 
 def test_without_torchrun_it_runs_alone_and_forms_no_group(tmp_path):
     model = tiny_model(MODEL)
-    parallel = OptimalShardedDataParallel(model, plan_of(find_units(model), 1, "replicate"))
+    parallel = OptimalShardedDataParallel(model, OSDPConfig(plan=plan_of(find_units(model), 1, "replicate")))
     parallel.backward(tiny_loss(parallel, tiny_batch(0)))
     assert not dist.is_initialized()
     parallel.save_pretrained(tmp_path)
@@ -235,8 +237,8 @@ def test_without_torchrun_it_runs_alone_and_forms_no_group(tmp_path):
 
 def test_a_model_that_cannot_be_saved_says_what_to_do():
     model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(2)))
-    parallel = OptimalShardedDataParallel(model, plan_of(find_units(model), 1, "replicate"))
+    parallel = OptimalShardedDataParallel(model, OSDPConfig(plan=plan_of(find_units(model), 1, "replicate")))
     with pytest.raises(ValueError, match="full_state_dict"):
         parallel.save_pretrained("nowhere")
     with pytest.raises(OSDPError):
-        OptimalShardedDataParallel(model, plan_of(find_units(model), 2, "zero3"))
+        OptimalShardedDataParallel(model, OSDPConfig(plan=plan_of(find_units(model), 2, "zero3")))

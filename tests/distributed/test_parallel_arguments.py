@@ -13,15 +13,15 @@ from torch import nn
 
 import hf_osdp
 from hf_osdp.errors import HardwareError, PlanError
-from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
+from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel, plain_adamw
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import Activations
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.split import WHOLE_BLOCKS
-from hf_osdp.planning.given import check_given
-from hf_osdp.planning.wanted import plain_adamw
+from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.planning.plan_run import check_given_plan
 from hf_osdp.sharding.scaler import OSDPGradScaler
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
@@ -30,15 +30,15 @@ from tests.helpers.models import SAMPLES, SEQUENCE_LENGTH, tiny_batch, tiny_loss
 PLANNING = {"sequence_length": SEQUENCE_LENGTH, "global_batch_size": SAMPLES, "hardware": "cpu"}
 
 
-def planned(model: nn.Module | None = None, **arguments: Any) -> OptimalShardedDataParallel:
-    return OptimalShardedDataParallel(model or tiny_model("gpt2"), **{**PLANNING, **arguments})
+def planned(model: nn.Module | None = None, optimizer: Any = None, **options: Any) -> OptimalShardedDataParallel:
+    return OptimalShardedDataParallel(model or tiny_model("gpt2"), {**PLANNING, **options}, optimizer=optimizer)
 
 
-def given(**arguments: Any) -> OptimalShardedDataParallel:
+def given(optimizer: Any = None, **options: Any) -> OptimalShardedDataParallel:
     """A plan for 1 sample of 12 tokens at once, 2 a step, with a peak of 1 MiB."""
     model = tiny_model("gpt2")
     plan = replace(plan_of(find_units(model), 1, "replicate", accumulation_steps=2), sequence_length=SEQUENCE_LENGTH, peak_bytes=2**20)
-    return OptimalShardedDataParallel(model, plan, **arguments)
+    return OptimalShardedDataParallel(model, OSDPConfig(plan=plan, **options), optimizer=optimizer)
 
 
 def refusal(error: type[Exception], make, **arguments: Any) -> str:
@@ -55,7 +55,6 @@ def refusal(error: type[Exception], make, **arguments: Any) -> str:
     "arguments",
     [
         {"strategy": "fsdp"},
-        {"strategy": "osdp"},
         {"hardware": "cpu"},
         {"optimizer": OptimizerSpec()},
         {"inputs": lambda samples: {}},
@@ -64,7 +63,7 @@ def refusal(error: type[Exception], make, **arguments: Any) -> str:
     ],
 )
 def test_what_only_planning_uses_is_refused_beside_a_plan(arguments):
-    assert f"no use for {next(iter(arguments))}; " in refusal(ValueError, given, **arguments)
+    assert f"so {next(iter(arguments))}" in refusal(ValueError, given, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -88,20 +87,20 @@ def test_a_plan_that_meets_what_is_asked_for_runs():
 def test_a_plan_without_a_peak_cannot_be_held_against_a_limit():
     plan = plan_of(find_units(tiny_model("gpt2")), 1, "replicate")
     with pytest.raises(PlanError, match="states no peak"):
-        check_given(plan, memory_limit_bytes=2**30)
-    check_given(plan, memory_limit_bytes=2**30, peak_bytes=2**20)
+        check_given_plan(plan, memory_limit_bytes=2**30)
+    check_given_plan(plan, memory_limit_bytes=2**30, peak_bytes=2**20)
 
 
 def test_reducing_otherwise_than_the_plan_is_refused():
     plan = plan_of(find_units(tiny_model("gpt2")), 1, "replicate")
-    check_given(plan, reduce_every_micro_step=True)
+    check_given_plan(plan, reduce_every_micro_step=True)
     with pytest.raises(PlanError, match="units with reduce_every_micro_step=True, the opposite"):
-        check_given(plan, reduce_every_micro_step=False)
+        check_given_plan(plan, reduce_every_micro_step=False)
     mixed = plan_of(find_units(tiny_model("gpt2")), 1, "replicate", accumulation_steps=2, reduce_every_micro_step=None)
-    check_given(mixed)
+    check_given_plan(mixed)
     for every in (True, False):
         with pytest.raises(PlanError, match=f"units with reduce_every_micro_step={not every}, the opposite"):
-            check_given(mixed, reduce_every_micro_step=every)
+            check_given_plan(mixed, reduce_every_micro_step=every)
 
 
 # ------------------------------------------------------------------------------------------------------------ planning
@@ -109,7 +108,7 @@ def test_reducing_otherwise_than_the_plan_is_refused():
 
 def problems_of(monkeypatch) -> list[PlanningProblem]:
     """Return the problems that are searched from here on."""
-    from hf_osdp.planning import recalibrate as module
+    from hf_osdp.planning import plan_run as module
 
     calls, search = [], module.search
 
@@ -205,7 +204,9 @@ def test_the_scaler_is_public_and_off_without_fp16():
 def train_in_fp16() -> dict[str, Any]:
     """The docstring's loop; one rank's shard overflows before the second of three steps."""
     model = tiny_model("gpt2", dtype=torch.float32)
-    parallel = OptimalShardedDataParallel(model, plan_of(find_units(model), dist.get_world_size(), "mixed"), mixed_precision="fp16")
+    parallel = OptimalShardedDataParallel(
+        model, OSDPConfig(plan=plan_of(find_units(model), dist.get_world_size(), "mixed")), mixed_precision="fp16"
+    )
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
     scaler = parallel.grad_scaler(init_scale=64.0)
     found: dict[str, Any] = {"scales": [], "moved": [], "enabled": scaler.is_enabled()}
@@ -242,7 +243,7 @@ def test_decisions_that_are_fixed_are_the_plans():
     plan = planned(recompute=True, reduce_every_micro_step=True, micro_batch_size=1, operator_splitting=False).plan
     blocks = [unit for unit in plan.units if ".h." in unit.fqn]
     assert blocks and all(unit.activations is Activations.RECOMPUTE for unit in blocks)
-    assert all(unit.reduce_every_micro_step for unit in plan.units) and plan.cut == WHOLE_BLOCKS
+    assert all(unit.reduce_every_micro_step for unit in plan.units) and plan.split == WHOLE_BLOCKS
 
 
 @pytest.mark.parametrize("name", ["host_offload", "offload_activations"])
@@ -250,5 +251,5 @@ def test_the_cpu_has_no_other_host(name):
     assert f"{name}=True, but the CPU trains in the host's own memory" in refusal(ValueError, planned, **{name: True})
 
 
-def test_a_switch_is_true_or_false():
-    assert "recompute='no' is not a switch" in refusal(ValueError, planned, recompute="no")
+def test_async_save_has_no_effect_in_a_plain_loop():
+    assert "use save_checkpoint(in_background=True)" in refusal(ValueError, planned, async_save=True)

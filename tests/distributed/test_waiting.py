@@ -21,14 +21,14 @@ from hf_osdp.checkpoint.resume import check_checkpoint
 from hf_osdp.checkpoint.safe import SafeReader
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.consensus import largest_of_ranks, on_rank_zero
-from hf_osdp.distributed.roll_call import compare_versions
+from hf_osdp.distributed.process_group import waiting_group
 from hf_osdp.distributed.topology import find_topology
 from hf_osdp.errors import LaunchError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.planner.presets import preset
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.preflight.ranks import agreed
+from hf_osdp.planning.preflight.run import merged_findings
 from tests.distributed.test_recalibrate import trained
 from tests.helpers import null_works
 from tests.helpers.checkpointed import Leg, built
@@ -74,7 +74,7 @@ def agreements() -> None:
     """Searches, and what ranks tell each other before training."""
     assert on_rank_zero(lambda: late(lambda: 7, 0)) == 7
     assert late(lambda: largest_of_ranks(dist.get_rank()), 1) == 1
-    assert late(lambda: agreed(()), 0) == ()
+    assert late(lambda: merged_findings(()), 0) == ()
     assert late(find_topology, 0).world_size == 2
 
 
@@ -136,7 +136,7 @@ def unreachable(path: str) -> str:
     null_works.form(path)
     os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
     with pytest.raises(LaunchError) as raised:
-        compare_versions()
+        waiting_group()
     return str(raised.value)
 
 

@@ -15,7 +15,7 @@ from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
 from hf_osdp.planner.search.search import search
-from hf_osdp.planning.given import check_given
+from hf_osdp.planning.plan_run import check_given_plan
 from hf_osdp.reading import MOST_BYTES
 from tests.helpers.descriptions import transformer
 from tests.helpers.problems import problem
@@ -132,7 +132,7 @@ plan_file(
     "FOLDER/plan.json has the key 'world_size' twice in one object. Write it again with Plan.save.",
     '{"world_size": 4, "world_size": 8}',
 )
-plan_file("another version", "version 99", "The plan has version 99; this hf_osdp reads version 3. Plan again.", set_to("version", 99))
+plan_file("another version", "version 99", "The plan has version 99; this hf_osdp reads version 4. Plan again.", set_to("version", 99))
 plan_file("an unknown key", "colour", "FOLDER/plan.json is not a valid plan: colour: ‹reason›.", set_to("colour", "red"))
 plan_file("a missing key", "units", "FOLDER/plan.json is not a valid plan: units: ‹reason›.", lambda content: content.pop("units"))
 plan_file(
@@ -204,25 +204,25 @@ given_plan(
     "global_batch_size=16 beside a plan of 8",
     "16",
     "The plan takes 8 samples a step, but 16 are asked for. Plan again, or change the arguments.",
-    lambda: check_given(plan(), global_batch_size=16),
+    lambda: check_given_plan(plan(), global_batch_size=16),
 )
 given_plan(
     "samples of 64 tokens beside a plan of 32",
     "64",
     "The plan is for 32 tokens a sample, but samples have 64. Plan again, or change the arguments.",
-    lambda: check_given(plan(), sequence_length=64),
+    lambda: check_given_plan(plan(), sequence_length=64),
 )
 given_plan(
     "memory_limit=1MiB beside a plan of more",
     "1.0 MiB",
     "The plan needs 3.8 MiB, more than memory_limit=1.0 MiB. Plan again, or change the arguments.",
-    lambda: check_given(plan(), memory_limit_bytes=2**20),
+    lambda: check_given_plan(plan(), memory_limit_bytes=2**20),
 )
 given_plan(
     "a limit beside a plan without a peak",
     "1.0 MiB",
     "The plan states no peak to hold against memory_limit=1.0 MiB. Plan again, or leave memory_limit out.",
-    lambda: check_given(replace(plan(), peak_bytes=None), memory_limit_bytes=2**20),
+    lambda: check_given_plan(replace(plan(), peak_bytes=None), memory_limit_bytes=2**20),
 )
 
 
@@ -248,7 +248,7 @@ profile_file(
 profile_file(
     "another version",
     "version 99",
-    "FOLDER/profile.json is not a valid profile: The profile has version 99; this hf_osdp reads version 2. Profile again.",
+    "FOLDER/profile.json is not a valid profile: The profile has version 99; this hf_osdp reads version 3. Profile again.",
     set_to("version", 99),
 )
 profile_file("an unknown key", "colour", "FOLDER/profile.json is not a valid profile: colour: ‹reason›.", set_to("colour", "red"))

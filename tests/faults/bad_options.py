@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_osdp.distributed.launched import Launch, launch_timeout_s
+from hf_osdp.distributed.process_group import check_ranks, launch_timeout_s
 from hf_osdp.integrations.launch import launch_request, launched_rank
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from hf_osdp.integrations.trainer_options import asked_config
@@ -137,40 +137,32 @@ trainer("version=1", "fsdp_config has version=1, which cannot run a plan; leave 
 trainer("'memory'", "OSDP has no option 'memory'; its options are ‹names›.", fsdp_config={"osdp": {"memory": "8GiB"}})
 
 
-def plain_loop(given: str, names: str, line: str, *arguments: Any, **options: Any) -> None:
+def plain_loop(given: str, names: str, line: str, config: dict[str, object] | None = None, **more: Any) -> None:
     """What a plain loop is given beside the model."""
 
     def do(folder: Path) -> object:
-        return OptimalShardedDataParallel(nn.Linear(2, 2), *arguments, **options)
+        return OptimalShardedDataParallel(nn.Linear(2, 2), config, **more)
 
     case("Plain loops", f"OptimalShardedDataParallel(model{given})", names, line, do)
 
 
-_BATCH = {"sequence_length": 8, "global_batch_size": 8}
-plain_loop("", "sequence_length and global_batch_size", "Planning needs sequence_length and global_batch_size; pass them, or give a plan.")
+_BATCH: dict[str, object] = {"sequence_length": 8, "global_batch_size": 8}
+plain_loop("", "sequence_length and global_batch_size", "Planning needs sequence_length and global_batch_size; set them in OSDPConfig.")
 plain_loop(
-    ', mixed_precision="fp8", ...', "'fp8'", "mixed_precision='fp8' is not known; use no, bf16 or fp16.", mixed_precision="fp8", **_BATCH
+    ', config, mixed_precision="fp8"', "'fp8'", "mixed_precision='fp8' is not known; use no, bf16 or fp16.", _BATCH, mixed_precision="fp8"
 )
 plain_loop(
-    ', "plan.json", strategy="ddp"',
-    "strategy",
-    "A given plan leaves no use for strategy; leave it out, or leave plan out to plan here.",
-    "plan.json",
-    strategy="ddp",
-)
-plain_loop(
-    ", optimizer=AdamW(...), ...",
+    ", config, optimizer=AdamW(...)",
     "AdamW",
     "optimizer is of type AdamW; give an OptimizerSpec, and make the optimizer from the sharded model's parameters.",
+    _BATCH,
     optimizer=torch.optim.AdamW([nn.Parameter(torch.ones(1))]),
-    **_BATCH,
 )
 plain_loop(
-    ', memory_limit="8 gigs", ...',
-    "'8 gigs'",
-    "memory_limit='8 gigs' is not a number of bytes; write it as bytes or with a unit, for example 8GiB or 500MB.",
-    memory_limit="8 gigs",
-    **_BATCH,
+    ", OSDPConfig(async_save=True, ...)",
+    "async_save=True",
+    "async_save=True has no effect in a plain loop; leave it out, and use save_checkpoint(in_background=True).",
+    {**_BATCH, "async_save": True},
 )
 
 
@@ -239,13 +231,13 @@ environment(
 environment(
     "'two'",
     "WORLD_SIZE='two' is not a whole number of at least 0; it is for the launcher to set.",
-    Launch.from_environment,
+    check_ranks,
     **{**_TWO, "WORLD_SIZE": "two"},
 )
 environment(
     "'http'",
     "MASTER_PORT='http' is not a whole number of at least 0; it is for the launcher to set.",
-    Launch.from_environment,
+    check_ranks,
     **{**_TWO, "MASTER_PORT": "http"},
 )
 environment(

@@ -19,7 +19,7 @@ import hf_osdp.checkpoint.writer
 import hf_osdp.integrations.plain_loop
 import hf_osdp.integrations.trainer
 import hf_osdp.integrations.trainer_checkpoints
-from hf_osdp import OptimalShardedDataParallel, OSDPConfig, Trainer, preset, roll_call
+from hf_osdp import OptimalShardedDataParallel, OSDPConfig, Trainer, preset
 from hf_osdp.checkpoint.resume import last_checkpoint
 
 STEPS, SAVE_EVERY, LENGTH, SAMPLES = 10, 2, 12, 8
@@ -62,7 +62,7 @@ def _mark(file: Path, text: str) -> None:
 def _mark_phases(mark: Callable[[str], None]) -> None:
     """Have the package's own functions tell where they are."""
     _before(hf_osdp.integrations.trainer, "plan_run", lambda *a: mark("planning"))
-    _before(hf_osdp.integrations.plain_loop.Wanted, "search", lambda *a: mark("planning"))
+    _before(hf_osdp.integrations.plain_loop, "plan_run", lambda *a: mark("planning"))
     for module in (hf_osdp.integrations.trainer_checkpoints, hf_osdp.checkpoint.loop):
         _before(module, "load_model", lambda folder, *a: mark(f"resume {Path(folder).name}"))
     _before(hf_osdp.checkpoint.writer.CheckpointWriter, "new", lambda *a: mark("save"))
@@ -95,12 +95,11 @@ def model() -> GPT2LMHeadModel:
 
 def _by_trainer(training: Training, folder: str, mark: Callable[[str], None]) -> dict[str, torch.Tensor]:
     rows = torch.randint(0, 61, (SAMPLES * STEPS, LENGTH), generator=torch.Generator().manual_seed(3))
-    with roll_call():
-        arguments = TrainingArguments(
-            folder, per_device_train_batch_size=SAMPLES // 2, max_steps=STEPS, save_strategy="steps", save_steps=SAVE_EVERY,
-            save_total_limit=2, use_cpu=True, report_to="none", disable_tqdm=True, learning_rate=1e-2, seed=1, logging_strategy="no",
-            fsdp_config={"state_dict_type": "SHARDED_STATE_DICT" if training.sharded else "FULL_STATE_DICT"},
-        )  # fmt: skip
+    arguments = TrainingArguments(
+        folder, per_device_train_batch_size=SAMPLES // 2, max_steps=STEPS, save_strategy="steps", save_steps=SAVE_EVERY,
+        save_total_limit=2, use_cpu=True, report_to="none", disable_tqdm=True, learning_rate=1e-2, seed=1, logging_strategy="no",
+        fsdp_config={"state_dict_type": "SHARDED_STATE_DICT" if training.sharded else "FULL_STATE_DICT"},
+    )  # fmt: skip
     osdp = OSDPConfig(hardware=preset("cpu", devices_per_node=2), async_save=training.in_background, compare=False)
     trainer = Trainer(model=model(), args=arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows], osdp=osdp)
     trainer.add_callback(_MarkSteps(mark))
@@ -118,7 +117,7 @@ class _MarkSteps(transformers.TrainerCallback):
 
 def _by_plain_loop(training: Training, folder: str, mark: Callable[[str], None]) -> dict[str, torch.Tensor]:
     hardware = preset("cpu", devices_per_node=2)
-    sharded = OptimalShardedDataParallel(model(), sequence_length=LENGTH, global_batch_size=SAMPLES, hardware=hardware)
+    sharded = OptimalShardedDataParallel(model(), OSDPConfig(sequence_length=LENGTH, global_batch_size=SAMPLES, hardware=hardware))
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
     last, start = last_checkpoint(folder), 0
     if last is not None:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from hf_osdp.measurement.host import measure_host
+from hf_osdp.measurement.rates import measure_host
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.cost.memory import estimate_memory
-from hf_osdp.planner.cost.units import Batch, Choice
+from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.sharding.apply import apply_plan
@@ -109,7 +109,7 @@ def estimated_and_measured(every: int, precision: str) -> tuple[int, int]:
     config = GPT2Config(n_layer=6, n_embd=768, n_head=12, n_positions=256, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     job = TrainingJob(global_batch_size=1, precision=Precision.named(precision), optimizer=OptimizerSpec())
     description = describe(config, sequence_length=256, compute_dtype=job.precision.compute, device_type="cuda")
-    choices = [Choice(shard_size=1, keep=False, on_host=index % every == 0) for index in range(len(description.units))]
+    choices = [UnitLayout(shard_size=1, reshard_after_forward=True, on_host=index % every == 0) for index in range(len(description.units))]
     batch = Batch(micro_batch_size=1, accumulation_steps=1)
     plan = Plan.of(description, choices, batch, world_size=1)
     model = build_on_meta(config)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from benchmarks.cuda_memory import Reading
-from hf_osdp.tracing.live_bytes import LiveBytes
+from hf_osdp.tracing.memory_tracker import MemoryTracker
 
 
 class CountedMemory:
@@ -22,7 +22,7 @@ class CountedMemory:
     @contextmanager
     def limited(self, limit_bytes: int | None) -> Iterator[None]:
         self.attempts += 1
-        self.limit_bytes, self.live = limit_bytes, LiveBytes(block_bytes=1)
+        self.limit_bytes, self.live = limit_bytes, MemoryTracker(block_bytes=1)
         with self.live:
             yield
 

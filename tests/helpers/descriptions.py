@@ -5,17 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from hf_osdp.planner.description import (
-    Affine,
-    DType,
-    Envelope,
-    GatherSpan,
-    ModelDescription,
-    ParameterSpec,
-    PhaseCost,
-    Segment,
-    UnitDescription,
-)
+from hf_osdp.planner.affine import Affine, Envelope
+from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, ParameterSpec, PhaseCost, Segment, UnitDescription
 
 
 def transformer(
@@ -139,7 +130,7 @@ def _unit(fqn: str, span: GatherSpan, shapes: dict[str, tuple[int, ...]], dtype:
 
 def _phase(constant: int, per_sample: int, flops: int = 0, traffic: int = 0) -> PhaseCost:
     return PhaseCost(
-        peak_bytes=Envelope.line(constant=constant, per_sample=per_sample),
+        peak_bytes=Envelope.linear(constant=constant, per_sample=per_sample),
         matmul_flops=Affine(per_sample=flops),
         traffic_bytes=Affine(per_sample=traffic),
     )

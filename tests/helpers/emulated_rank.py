@@ -14,7 +14,7 @@ from benchmarks.two_machines.lineup import Entrant, Sends
 from benchmarks.two_machines.theory import bytes_sent, with_headers
 from hf_osdp.distributed.consensus import on_rank_zero
 from hf_osdp.distributed.mesh import Meshes
-from hf_osdp.planner.cost.units import Batch, Choice
+from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.tracing.describe import describe
@@ -24,9 +24,9 @@ SIZES = Experiment(
     micro_batch_size=1,
 )  # fmt: skip
 LAYOUTS = {
-    "stock": (Choice(shard_size=4, keep=False), Sends.STOCK),
-    "two stages": (Choice(shard_size=4, keep=False, stage_size=2), Sends.PLANNED),
-    "hsdp": (Choice(shard_size=2, keep=True), Sends.PLANNED),
+    "stock": (UnitLayout(shard_size=4, reshard_after_forward=True), Sends.STOCK),
+    "two stages": (UnitLayout(shard_size=4, reshard_after_forward=True, stage_size=2), Sends.PLANNED),
+    "hsdp": (UnitLayout(shard_size=2, reshard_after_forward=False), Sends.PLANNED),
 }
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from hf_osdp.planner.cost.units import Choice
+from hf_osdp.planner.decision import UnitLayout
 from hf_osdp.planner.description import GatherSpan, ModelDescription
 
 LAYOUTS = ("ddp", "zero2", "zero3", "two_stage", "hsdp", "mixed")
 
 
-def choices_of_layout(layout: str, description: ModelDescription, world: int) -> list[Choice]:
+def choices_of_layout(layout: str, description: ModelDescription, world: int) -> list[UnitLayout]:
     """One choice a unit: one layout for all, or in `mixed` six that take turns. Two stages take the world as pairs of ranks."""
     half = max(1, world // 2)
     mixed = [(1, False, 1), (world, False, 1), (half, True, 1), (2, False, 1), (world, True, 1), (half, False, 2)]
@@ -19,5 +19,5 @@ def choices_of_layout(layout: str, description: ModelDescription, world: int) ->
             "hsdp": (half, False, 1), "mixed": mixed[index % 6],
         }[layout]  # fmt: skip
         kept = unit.span is GatherSpan.STEP or (unit.span is GatherSpan.USE and (keep or world == 1))
-        choices.append(Choice(shard_size=shard_size, keep=kept, stage_size=stage_size))
+        choices.append(UnitLayout(shard_size=shard_size, reshard_after_forward=not kept, stage_size=stage_size))
     return choices

@@ -10,7 +10,8 @@ from functools import cache
 import pytest
 
 from hf_osdp.errors import InfeasibleError, OSDPError
-from hf_osdp.planner.description import DType, Envelope, ModelDescription
+from hf_osdp.planner.affine import Envelope
+from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, Link
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.problem import Strategy
@@ -146,7 +147,7 @@ def test_comparison_says_why_a_strategy_cannot_run():
 def with_costly_loss() -> ModelDescription:
     """The model with a forward peak at the head: there, every unit that is kept or replicated counts in full."""
     *segments, head = MODEL.segments
-    forward = replace(head.forward, peak_bytes=Envelope.line(per_sample=4 * 10**6))
+    forward = replace(head.forward, peak_bytes=Envelope.linear(per_sample=4 * 10**6))
     return replace(MODEL, segments=(*segments, replace(head, forward=forward)))
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 import pytest
 from hypothesis import strategies as st
 
+from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.memory import (
     MemoryBreakdown,
     MemoryEstimate,
@@ -18,8 +19,9 @@ from hf_osdp.planner.cost.memory import (
     gathered_ahead,
     resident_bytes,
 )
-from hf_osdp.planner.cost.units import Batch, Choice, choices_for, merged_gradients, reduce_input, unit_bytes
-from hf_osdp.planner.description import Activations, Affine, GatherSpan, ModelDescription, Segment
+from hf_osdp.planner.cost.units import merged_gradients, reduce_input, unit_bytes
+from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
+from hf_osdp.planner.description import Activations, GatherSpan, ModelDescription, Segment
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from tests.helpers.descriptions import at_random
 from tests.helpers.properties import holds
@@ -28,7 +30,7 @@ from tests.helpers.properties import holds
 class Sums:
     """What is there at a moment, found anew each time. `done` are units whose gradients were reduced."""
 
-    def __init__(self, description: ModelDescription, choices: list[Choice], world_size: int, job: TrainingJob, batch: Batch):
+    def __init__(self, description: ModelDescription, choices: list[UnitLayout], world_size: int, job: TrainingJob, batch: Batch):
         self.description, self.job, self.samples = description, job, batch.micro_batch_size
         self.units = [unit_bytes(u, c, world_size, job, batch) for u, c in zip(description.units, choices, strict=True)]
         if world_size == 1 and any(choice.on_host for choice in choices):
@@ -154,15 +156,15 @@ jobs = st.builds(
 batches = st.builds(Batch, micro_batch_size=st.integers(1, 3), accumulation_steps=st.integers(1, 2))
 
 
-def random_choices(dice: random.Random, description: ModelDescription, world_size: int, batch: Batch) -> list[Choice]:
+def random_choices(dice: random.Random, description: ModelDescription, world_size: int, batch: Batch) -> list[UnitLayout]:
     """Any layout of each unit, with every other decision that it may take."""
     found = []
     for index, unit in enumerate(description.units):
         sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
-        layout = dice.choice(choices_for(unit.span, sizes, keep=None, stage_sizes=(1,)))
+        layout = dice.choice(layouts_for(unit.span, sizes, reshard_after_forward=None, stage_sizes=(1,)))
         hold = batch.accumulation_steps > 1 and unit.span is not GatherSpan.CALLS and dice.random() < 0.5
         kept = dice.choice(list(Activations)) if index in description.recomputable else Activations.SAVE
-        found.append(replace(layout, hold_gradients=hold, activations=kept, on_host=dice.random() < 0.2))
+        found.append(replace(layout, reduce_every_micro_step=not hold, activations=kept, on_host=dice.random() < 0.2))
     return found
 
 

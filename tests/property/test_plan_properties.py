@@ -12,7 +12,7 @@ from hf_osdp.planner.description import Activations
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.search.remedies import _rounded_up
 from hf_osdp.planner.search.strategies import divisors
-from hf_osdp.planner.split import Cut, OperatorSplit
+from hf_osdp.planner.split import ModelSplit, OperatorSplit
 from hf_osdp.quantities import format_bytes, parse_bytes
 
 quick = settings(max_examples=50, deadline=None)
@@ -21,8 +21,8 @@ counts = st.integers(1, 10**6)
 
 
 operators = st.from_regex(r"[a-z]{1,5}(\.[a-z0-9]{1,3}){0,2}", fullmatch=True)
-splits = st.lists(st.builds(OperatorSplit, fqn=operators, slices=st.integers(2, 64)), max_size=3, unique_by=lambda split: split.fqn)
-cuts = st.builds(Cut, operators=st.booleans(), splits=splits.map(tuple))
+sliced = st.lists(st.builds(OperatorSplit, fqn=operators, slices=st.integers(2, 64)), max_size=3, unique_by=lambda split: split.fqn)
+splits = st.builds(ModelSplit, operators=st.booleans(), sliced=sliced.map(tuple))
 
 
 @st.composite
@@ -45,7 +45,7 @@ def plans(draw) -> Plan:
         ),
         micro_batch_size=draw(counts),
         accumulation_steps=draw(counts),
-        cut=draw(cuts),
+        split=draw(splits),
         model_fingerprint=draw(names),
         model_name=draw(names),
         sequence_length=draw(counts),

@@ -76,9 +76,12 @@ def test_no_uniform_layout_that_fits_is_faster(model, world, backend, job, part)
     limit = limit_between(model, hardware, job, part)
     found = search(problem(model, hardware, job, limit))
     for batch in batches(job, hardware.world_size):
-        *_, space = search_spaces(Strategy.OSDP, model, hardware, job, batch)
+        *_, space = search_spaces(problem(model, hardware, job), batch)
         for choice in set(itertools.chain(*space)):
-            choices = [choice if choice in own else min(own, key=lambda c: (c.shard_size != choice.shard_size, c.keep)) for own in space]
+            choices = [
+                choice if choice in own else min(own, key=lambda c: (c.shard_size != choice.shard_size, not c.reshard_after_forward))
+                for own in space
+            ]
             if estimate_memory(model, choices, hardware.world_size, job, batch).peak_bytes <= limit:
                 assert estimate_time(model, choices, hardware, job, batch).step_s >= found.time.step_s * (1 - EQUAL)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.planner.cost.memory import MemoryEstimate, estimate_memory
-from hf_osdp.planner.cost.units import Batch
+from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.description import Activations
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_osdp.planner.cost.memory import MemoryEstimate, estimate_memory
-from hf_osdp.planner.cost.units import Batch, Choice
+from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import GatherSpan
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
@@ -25,7 +25,12 @@ def both(
     job = TrainingJob(global_batch_size=world, precision=Precision.named(precision), optimizer=OptimizerSpec(step=step))
     description = described(name, 64, precision, "cuda", False)
     choices = [
-        Choice(shard_size=g, keep=unit.span is GatherSpan.STEP, hold_gradients=hold, on_host=PICKS[pick](index))
+        UnitLayout(
+            shard_size=g,
+            reshard_after_forward=unit.span is not GatherSpan.STEP,
+            reduce_every_micro_step=not hold,
+            on_host=PICKS[pick](index),
+        )
         for index, unit in enumerate(description.units)
     ]
     plan = Plan.of(description, choices, batch, world_size=world)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_osdp.planner.cost.memory import estimate_memory
-from hf_osdp.planner.cost.units import Batch, Choice
+from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import Activations, ModelDescription
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
@@ -49,7 +49,7 @@ def rows(samples: int) -> dict[str, torch.Tensor]:
     return {"x": torch.zeros(samples, ROWS, WIDTH)}
 
 
-def relative_error(model: nn.Module, description: ModelDescription, choices: list[Choice]) -> float:
+def relative_error(model: nn.Module, description: ModelDescription, choices: list[UnitLayout]) -> float:
     estimated = estimate_memory(description, choices, WORLD, JOB, BATCH).peak_bytes
     plan = Plan.of(description, choices, BATCH, world_size=WORLD, strategy="osdp")
     return estimated / simulate(model, plan, description=description, job=JOB, inputs=rows).peak_bytes - 1

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, CLIPConfig, CLIPModel, MixtralConfig
 
 from hf_osdp.planner.cost.memory import estimate_memory
-from hf_osdp.planner.cost.units import Batch
+from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.description import GatherSpan
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, BertConfig, GPT2Config, LlamaConfig, T5Config
 
 from hf_osdp.planner.cost.memory import estimate_memory
-from hf_osdp.planner.cost.units import Batch
+from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
@@ -74,7 +74,7 @@ def relative_error(
     )
     description = described(name, length, precision, device_type, checkpointing)
     layouts = choices_of_layout(layout, description, world)
-    choices = [replace(choice, hold_gradients=hold[i % len(hold)]) for i, choice in enumerate(layouts)]
+    choices = [replace(choice, reduce_every_micro_step=not hold[i % len(hold)]) for i, choice in enumerate(layouts)]
     estimate = estimate_memory(description, choices, world, job, batch).peak_bytes
     plan = Plan.of(description, choices, batch, world_size=world)
     simulated = simulate(

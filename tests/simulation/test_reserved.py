@@ -9,9 +9,9 @@ from itertools import product
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config, LlamaConfig
 
-from hf_osdp.planner.allocator.step_events import estimate_reserved
 from hf_osdp.planner.cost.memory import estimate_memory
-from hf_osdp.planner.cost.units import Batch
+from hf_osdp.planner.cost.step_events import estimate_reserved
+from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.description import Activations, ModelDescription
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
@@ -22,7 +22,7 @@ from tests.helpers.simulation import LAYOUTS, choices_of_layout
 
 WORLD, LENGTH = 8, 128
 MOST_ERROR, MOST_ERROR_ALLOCATED = 0.03, 0.01
-HOLD, REDUCE, HOST = {"hold_gradients": True}, {"hold_gradients": False}, {"on_host": True}
+HOLD, REDUCE, HOST = {"reduce_every_micro_step": False}, {"reduce_every_micro_step": True}, {"on_host": True}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 MODELS = {
     "gpt2": (GPT2Config(n_layer=6, n_embd=256, n_head=4, n_positions=256), AutoModelForCausalLM),

@@ -14,12 +14,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import InfeasibleError, OSDPError
-from hf_osdp.planner.cost.units import Batch, Choice
+from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.job import OptimizerSpec, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search
-from hf_osdp.planning.simulate import _shapes_apart, simulate
+from hf_osdp.planning.simulate import _separate_shape_propagation, simulate
 from hf_osdp.planning.simulated_search import search_and_simulate
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.tracing.describe import describe
@@ -40,7 +40,7 @@ def description():
 
 
 def sharded_plan(description) -> Plan:
-    choices = [Choice(shard_size=WORLD, keep=unit.span.value == "step") for unit in description.units]
+    choices = [UnitLayout(shard_size=WORLD, reshard_after_forward=unit.span.value != "step") for unit in description.units]
     return Plan.of(description, choices, BATCH, world_size=WORLD)
 
 
@@ -74,7 +74,7 @@ def test_torchs_own_tracker_finds_the_same_peak_to_the_byte():
     plan = sharded_plan(description)
     simulated = simulate(config, plan, description=description, job=JOB).peak_bytes
     peak_by_torch(config, description, plan)  # the first time, the tracker counts what DTensor makes to find out shapes
-    with _shapes_apart():  # torch 2.11 makes them every time, as long as the whole parameters: 338 MB here that no device allocates
+    with _separate_shape_propagation():  # torch 2.11 makes them each time, as long as the whole parameters: 338 MB that no device allocates
         assert simulated == peak_by_torch(config, description, plan)
 
 
@@ -140,7 +140,7 @@ def limit_between(description, share: float) -> int:
 
 
 def checked(description, limit: int):
-    return search_and_simulate(CONFIG, description=description, hardware=HARDWARE, job=JOB, memory_limit_bytes=limit)
+    return search_and_simulate(CONFIG, problem(description, HARDWARE, JOB, limit))
 
 
 def test_one_round_where_the_estimate_is_right(description):

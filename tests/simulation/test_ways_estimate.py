@@ -12,11 +12,11 @@ from transformers import GPT2Config, LlamaConfig
 
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.cost.memory import estimate_memory
-from hf_osdp.planner.cost.units import Batch, Choice
+from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import Activations, GatherSpan, ModelDescription
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
-from hf_osdp.planner.split import WHOLE_BLOCKS, Cut, OperatorSplit
+from hf_osdp.planner.split import WHOLE_BLOCKS, ModelSplit, OperatorSplit
 from hf_osdp.planning.simulate import simulate
 from hf_osdp.tracing.describe import describe
 from tests.helpers.sampling import slow_but
@@ -37,7 +37,7 @@ CONFIGS = {
         vocab_size=500, max_position_embeddings=64, tie_word_embeddings=False,
     ),
 }  # fmt: skip
-OPERATORS = Cut(operators=True)
+OPERATORS = ModelSplit(operators=True)
 HEAD = OperatorSplit(fqn="lm_head", slices=4)
 
 
@@ -52,21 +52,22 @@ def built(name: str) -> nn.Module:
 
 
 @lru_cache
-def described(name: str, cut: Cut, precision: str, length: int) -> ModelDescription:
-    return describe(built(name), sequence_length=length, compute_dtype=Precision.named(precision).compute, device_type="cuda", cut=cut)
+def described(name: str, split: ModelSplit, precision: str, length: int) -> ModelDescription:
+    return describe(built(name), sequence_length=length, compute_dtype=Precision.named(precision).compute, device_type="cuda", split=split)
 
 
 def relative_error(
-    name: str, layout: str, *, cut: Cut = WHOLE_BLOCKS, recompute: Sequence[bool] = (False,), host: Sequence[bool] = (False,),
+    name: str, layout: str, *, split: ModelSplit = WHOLE_BLOCKS, recompute: Sequence[bool] = (False,), host: Sequence[bool] = (False,),
     hold: Sequence[bool] = (False,), samples: int = 1, accumulation: int = 1, precision: str = "no", length: int = LENGTH,
 ) -> float:  # fmt: skip
     """Estimate against simulation; `recompute`, `host` and `hold` say in turn which units do so, where they can."""
     job = TrainingJob(global_batch_size=WORLD * samples * accumulation, precision=Precision.named(precision))
     batch = Batch(micro_batch_size=samples, accumulation_steps=accumulation)
-    description = described(name, cut, precision, length)
+    description = described(name, split, precision, length)
     choices = [
         replace(
-            choice, hold_gradients=hold[i % len(hold)] and description.units[i].span is not GatherSpan.CALLS, on_host=host[i % len(host)],
+            choice, reduce_every_micro_step=not hold[i % len(hold)] or description.units[i].span is GatherSpan.CALLS,
+            on_host=host[i % len(host)],
             activations=Activations.RECOMPUTE if recompute[i % len(recompute)] and i in description.recomputable else Activations.SAVE,
         )
         for i, choice in enumerate(choices_of_layout(layout, description, WORLD))
@@ -79,19 +80,19 @@ def relative_error(
     return estimate / simulated.peak_bytes - 1
 
 
-def check_that_it_is_asked_for(choices: Sequence[Choice], *, recompute: Sequence[bool], host: Sequence[bool]) -> None:
+def check_that_it_is_asked_for(choices: Sequence[UnitLayout], *, recompute: Sequence[bool], host: Sequence[bool]) -> None:
     """The case is of the kind that it is called."""
     assert any(choice.activations is Activations.RECOMPUTE for choice in choices) == any(recompute)
     assert any(choice.on_host for choice in choices) == any(host)
 
 
-def in_slices(name: str, slices: int, *, head: bool = False) -> Cut:
+def in_slices(name: str, slices: int, *, head: bool = False) -> ModelSplit:
     """Operator units, with the operators of each MLP in slices, so that attention can still be recomputed."""
     names = {
         "gpt2": [f"transformer.h.{index}.mlp.{operator}" for index in range(2) for operator in ("c_fc", "c_proj")],
         "llama": [f"model.layers.{index}.mlp.{operator}" for index in range(2) for operator in ("gate_proj", "up_proj", "down_proj")],
     }[name]  # fmt: skip
-    return Cut(operators=True, splits=(*(OperatorSplit(fqn=fqn, slices=slices) for fqn in names), *([HEAD] if head else [])))
+    return ModelSplit(operators=True, sliced=(*(OperatorSplit(fqn=fqn, slices=slices) for fqn in names), *([HEAD] if head else [])))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_first_block_recomputed_in_low_precision():
 
 @pytest.mark.parametrize(("name", "layout", "samples", "recompute"), [("gpt2", "zero3", 1, False), ("gpt2", "mixed", 8, True)])
 def test_operator_units(name, layout, samples, recompute):
-    error = relative_error(name, layout, cut=OPERATORS, samples=samples, recompute=(recompute,))
+    error = relative_error(name, layout, split=OPERATORS, samples=samples, recompute=(recompute,))
     assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
 
 
@@ -129,7 +130,7 @@ def test_operator_units(name, layout, samples, recompute):
     ),
 )
 def test_operators_in_slices(name, slices, layout, samples):
-    error = relative_error(name, layout, cut=in_slices(name, slices, head=name == "llama"), samples=samples)
+    error = relative_error(name, layout, split=in_slices(name, slices, head=name == "llama"), samples=samples)
     assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
 
 
@@ -137,7 +138,7 @@ def test_operators_in_slices(name, slices, layout, samples):
     ("layout", "samples", "precision"), slow_but([("zero3", 1, "bf16"), ("mixed", 8, "bf16")], daily=[("mixed", 8, "bf16")])
 )
 def test_untied_vocabulary_projection_in_slices(layout, samples, precision):
-    error = relative_error("llama", layout, cut=Cut(splits=(HEAD,)), samples=samples, precision=precision)
+    error = relative_error("llama", layout, split=ModelSplit(sliced=(HEAD,)), samples=samples, precision=precision)
     assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
 
 
@@ -149,7 +150,9 @@ def test_untied_vocabulary_projection_in_slices(layout, samples, precision):
     ),
 )
 def test_tied_vocabulary_projection_in_slices(layout, samples, accumulation, precision):
-    error = relative_error("gpt2", layout, cut=Cut(splits=(HEAD,)), samples=samples, accumulation=accumulation, precision=precision)
+    error = relative_error(
+        "gpt2", layout, split=ModelSplit(sliced=(HEAD,)), samples=samples, accumulation=accumulation, precision=precision
+    )
     assert MOST_UNDER <= error <= 0.01, f"{error:+.2%}"
 
 
@@ -157,8 +160,8 @@ def test_tied_vocabulary_projection_in_slices(layout, samples, accumulation, pre
     ("name", "slices", "layout", "hold"), [("llama", 2, "mixed", (False, True)), ("gpt2", 4, "zero3", (True,))], ids=["llama", "gpt2"]
 )
 def test_every_way_in_one_plan(name, slices, layout, hold):
-    cut = in_slices(name, slices, head=name == "llama")
-    error = relative_error(name, layout, cut=cut, recompute=(True,), host=(False, True, False), hold=hold, samples=4, accumulation=3)
+    split = in_slices(name, slices, head=name == "llama")
+    error = relative_error(name, layout, split=split, recompute=(True,), host=(False, True, False), hold=hold, samples=4, accumulation=3)
     assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
 
 

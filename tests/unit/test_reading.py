@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hf_osdp.reading import MOST_DEPTH, MOST_LETTERS, parse_json, parse_yaml, read_bytes, read_json
+from hf_osdp.reading import MOST_DEPTH, MOST_LETTERS, parse_json, read_bytes, read_json
 
 
 class Refused(Exception):
@@ -44,11 +44,11 @@ def refused(read, *args, **options) -> str:
         ('"' + "x" * (MOST_LETTERS + 1) + '"', f"is of {MOST_LETTERS + 1} letters, more than {MOST_LETTERS}"),
     ],
 )  # fmt: skip
-def test_json_that_is_refused(text, problem):
+def test_parse_json_refuses_in_one_line(text, problem):
     assert problem in refused(parse_json, text)
 
 
-def test_json_is_taken_up_to_the_limits():
+def test_parse_json_takes_values_up_to_the_limits():
     value = [2**63 - 1, -(2**63 - 1), 1e30, -1e30, "x" * MOST_LETTERS, "ä +:€", True, None]
     for _ in range(MOST_DEPTH - 1):
         value = [value]
@@ -56,30 +56,7 @@ def test_json_is_taken_up_to_the_limits():
     assert parse_json(b"\xef\xbb\xbf" + json.dumps(value).encode()) == value  # some editors begin a file so
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("a: [\n", "is not YAML (line 2, column 1: expected the node content"),
-        (b"a: \xff", "is not YAML (byte 3 is not UTF-8"),
-        ("a: 1\nb: {c: 1, c: 2}", "has the key 'c' twice in one object"),
-        ("a: &x [1, 1]\nb: [*x, *x]", "has the alias *x; write the value out"),
-        ("[" * 10**5, f"is YAML that is nested more than {MOST_DEPTH} deep"),
-        ("a: !!python/object/apply:os.system [ls]", "is not YAML (line 1, column 4: could not determine a constructor"),
-        ("a: 2024-99-99", "has a value that cannot be read (month must be in 1..12)"),
-        ("a: " + "9" * 10**5, "has a value that cannot be read"),
-        ("a: 1\n---\nb: 2", "is not YAML (line 2, column 1: but found another document)"),
-        ("a: \x00", "is not YAML (unacceptable character"),
-    ],
-)
-def test_yaml_that_is_refused(text, problem):
-    assert problem in refused(parse_yaml, text)
-
-
-def test_yaml_of_plain_values_is_taken():
-    assert parse_yaml("a: 1\nb: [x, 1.5, true]\nc: {d: null}\n") == {"a": 1, "b": ["x", 1.5, True], "c": {"d": None}}
-
-
-def test_files_that_are_refused(tmp_path):
+def test_read_bytes_refuses_what_is_no_file_or_too_large(tmp_path):
     def of(path, **options) -> str:
         return refused(read_bytes, path, "plan", **options)
 
@@ -96,7 +73,7 @@ def test_files_that_are_refused(tmp_path):
     assert read_bytes(tmp_path / "large", "plan", limit_bytes=11) == b"x" * 11
 
 
-def test_a_file_of_json_is_named(tmp_path):
+def test_read_json_names_the_file(tmp_path):
     path = tmp_path / "x.json"
     path.write_text('{"a": NaN}')
     assert refused(read_json, path, "profile") == f"{path} has NaN, which is no number; it is not a profile that can be read."

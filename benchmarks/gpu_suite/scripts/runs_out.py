@@ -13,7 +13,8 @@ if "RANK" in os.environ:  # ranks of one machine that share its GPU
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_osdp import OptimalShardedDataParallel
+from hf_osdp import OptimalShardedDataParallel, OSDPConfig
+from hf_osdp.distributed.restart import restart_count
 
 SIZES = {
     "cuda": {"n_layer": 6, "n_embd": 512, "n_head": 8, "vocab_size": 8192, "n_positions": 256},
@@ -30,12 +31,12 @@ def main(on_oom: str, device: str) -> None:
     length, vocabulary = sizes["n_positions"], sizes["vocab_size"]
     # Of ranks that share a GPU each would measure the other's context as its own.
     hardware = "cpu" if device == "cpu" else "h100" if world > 1 else None
-    model = OptimalShardedDataParallel(
-        GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)), sequence_length=length, global_batch_size=32,
-        memory_limit=LIMITS[device], on_oom=on_oom, hardware=hardware,
+    config = OSDPConfig(
+        sequence_length=length, global_batch_size=32, memory_limit=LIMITS[device], on_oom=on_oom, hardware=hardware
     )  # fmt: skip
+    model = OptimalShardedDataParallel(GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)), config)
     plan = model.plan
-    if "OSDP_RESTART_COUNT" not in os.environ and int(os.environ.get("RANK", 0)) == world - 1:
+    if not restart_count() and int(os.environ.get("RANK", 0)) == world - 1:
         take_memory(model, device)
     say(f"PLAN {plan.fingerprint}")
     optimizer = torch.optim.AdamW(model.parameters())

@@ -34,14 +34,13 @@ class DeviceFullError(OSDPError):
 class _Block:
     """A stretch of a segment: taken, free, or with no memory behind its addresses."""
 
-    __slots__ = ("address", "expandable", "free", "mapped", "next", "pool", "prev", "size", "used_elsewhere")
+    __slots__ = ("address", "expandable", "free", "mapped", "next", "pool", "prev", "size")
 
     def __init__(self, pool: _Pool, address: int, size: int, *, expandable: bool, mapped: bool = True) -> None:
         self.pool, self.address, self.size = pool, address, size
         self.expandable, self.mapped, self.free = expandable, mapped, True
         self.prev: _Block | None = None
         self.next: _Block | None = None
-        self.used_elsewhere = False
 
     def follow(self, before: _Block) -> None:
         """Take the place after a block."""
@@ -51,7 +50,7 @@ class _Block:
         before.next = self
 
     def room(self) -> int:
-        """What it could be expanded to."""
+        """Return the size that it could be expanded to."""
         after = self.next
         return self.size + (after.size if after is not None and not after.mapped else 0)
 
@@ -101,7 +100,6 @@ class CachingAllocator:
         self.allocated_bytes = self.reserved_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = self.alloc_retries = 0
         self._pools: dict[tuple[bool, int], _Pool] = {}
         self._taken: dict[Hashable, _Block | None] = {}
-        self._waiting: list[_Block] = []
         self._segments = 0
 
     def allocate(self, key: Hashable, nbytes: int, stream: int = 0) -> None:
@@ -136,7 +134,9 @@ class CachingAllocator:
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
 
     def free(self, key: Hashable) -> None:
-        """Give a tensor's memory back to the pool; where other streams used it, once `synchronize` has been called.
+        """Give a tensor's memory back to the pool.
+
+        FSDP2 holds references instead of recording streams, so that no memory waits for another stream.
 
         Raises:
             KeyError: nothing is allocated under this key.
@@ -145,31 +145,16 @@ class CachingAllocator:
         if block is None:
             return
         self.allocated_bytes -= block.size
-        if block.used_elsewhere:
-            self._waiting.append(block)
-        else:
-            self._give_back(block)
+        block.free = True
+        self._merge(block)
+        block.pool.add(block)
 
     def holds(self, key: Hashable) -> bool:
         """Whether something is allocated under this key."""
         return key in self._taken
 
-    def record_stream(self, key: Hashable, stream: int) -> None:
-        """Note that another stream uses a tensor, as `torch.Tensor.record_stream` does (FSDP2 holds references instead)."""
-        block = self._taken[key]
-        if block is not None and self._pools.get((block.pool.small, stream)) is not block.pool:
-            block.used_elsewhere = True
-
-    def synchronize(self) -> None:
-        """Let all streams come to their end, so that what they used is free."""
-        waiting, self._waiting = self._waiting, []
-        for block in waiting:
-            block.used_elsewhere = False
-            self._give_back(block)
-
     def empty_cache(self) -> None:
         """Return to the device all that is free as a whole: segments, or pages of expandable ones."""
-        self.synchronize()
         for pool in self._pools.values():
             free = [block for _, _, block in pool.blocks]
             for block in free:
@@ -180,7 +165,7 @@ class CachingAllocator:
                     self.reserved_bytes -= block.size
 
     def _best_fit(self, pool: _Pool, size: int) -> _Block | None:
-        """The smallest free block that is large enough. One that can be expanded counts as large as it can become."""
+        """Take the smallest free block that is large enough; one that can be expanded counts as large as it can become."""
         blocks = pool.blocks
         at = bisect_left(blocks, (size,))
         if at == len(blocks):
@@ -190,7 +175,7 @@ class CachingAllocator:
         return blocks.pop(at)[2]
 
     def _new(self, pool: _Pool, size: int) -> _Block | None:
-        """A block of memory that the device gives; None where it has no more."""
+        """Take a block of memory from the device; None where it has no more."""
         return self._expanded(pool, size) if self.expandable_segments else self._segment(pool, size)
 
     def _retry(self, pool: _Pool, size: int) -> _Block:
@@ -222,7 +207,7 @@ class CachingAllocator:
         return self._segments * _SEGMENT_SPACE
 
     def _expanded(self, pool: _Pool, size: int) -> _Block | None:
-        """Memory at the lowest address where free and unmapped blocks side by side have room; the unmapped ones get memory."""
+        """Take the lowest address where free and unmapped blocks side by side have room; the unmapped ones get memory."""
         block = _with_room(pool, size)
         if block is None:
             block = _Block(pool, self._next_address(), _SEGMENT_SPACE, expandable=True, mapped=False)
@@ -231,6 +216,7 @@ class CachingAllocator:
             return None
         while block.size < size:
             after = block.next
+            assert after is not None, "`_with_room` has found room behind it"
             if not self._map(after, min(size - block.size, after.size)):
                 return None
             block = after
@@ -277,11 +263,6 @@ class CachingAllocator:
         pool.add_unmapped(block)
         self.reserved_bytes -= end - start
 
-    def _give_back(self, block: _Block) -> None:
-        block.free = True
-        self._merge(block)
-        block.pool.add(block)
-
     def _merge(self, block: _Block) -> None:
         """Join free neighbours in the segment of the same kind, mapped or not."""
         pool = block.pool
@@ -302,7 +283,8 @@ def _with_room(pool: _Pool, size: int) -> _Block | None:
     for _, unmapped in pool.unmapped:
         before = unmapped.prev
         first = before if before is not None and before.free else unmapped
-        room, block = 0, first
+        room = 0
+        block: _Block | None = first
         while block is not None and block.free and room < size:
             room += block.size
             block = block.next

@@ -1,12 +1,16 @@
-"""Allocations and frees of a training step → what the allocator reserves for them."""
+"""Replay the allocations and frees of a training step: what the allocator reserves for them."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .caching import CachingAllocator, DeviceFullError
+
+COMPUTE, COPY_IN, GATHER, REDUCE, REDUCE_REPLICAS = range(5)
+"""FSDP2's streams (`FSDPCommContext` in _fsdp_param_group.py): the current one, all-gather copy-in, all-gather, reduce-scatter,
+all-reduce."""
 
 
 class Event(NamedTuple):
@@ -16,6 +20,40 @@ class Event(NamedTuple):
     nbytes: int
     """Bytes that are allocated; negative where they are freed."""
     stream: int
+
+
+class EventLog:
+    """Events in the order in which they are made; each allocation has a number of its own."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._sizes: list[int] = [0]
+
+    def make(self, nbytes: int, stream: int = COMPUTE) -> int:
+        """Allocate, and return the allocation's number."""
+        number = len(self._sizes)
+        self._sizes.append(nbytes)
+        self._events.append(Event(number, nbytes, stream))
+        return number
+
+    def bytes_of(self, number: int) -> int:
+        """Return the size of an allocation."""
+        return self._sizes[number]
+
+    def drop(self, number: int | None) -> None:
+        """Free an allocation, if there is one."""
+        if number is not None:
+            self._events.append(Event(number, -1, COMPUTE))
+
+    def drop_all(self, numbers: Iterable[int | None]) -> None:
+        """Free several."""
+        for number in numbers:
+            self.drop(number)
+
+    def take(self) -> list[Event]:
+        """Return the events since the last call."""
+        taken, self._events = self._events, []
+        return taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +91,8 @@ def replay_steps(events: StepEvents, *, expandable_segments: bool = True, capaci
 
     The optimizer's states come in the first step, into memory that activations and gradients had before.
 
-    Args:
-        events: of one step.
-        expandable_segments, capacity_bytes: as `CachingAllocator` takes them.
-        steps: how many are replayed.
-
-    Returns:
-        The peaks of all steps together, as they are without an end of the memory.
+    `expandable_segments` and `capacity_bytes` are as `CachingAllocator` takes them. Peaks are those of all `steps` together without an
+    end of the memory.
     """
     free = _replay(events, CachingAllocator(expandable_segments=expandable_segments), steps)
     if capacity_bytes is None or free.peak_reserved_bytes <= capacity_bytes:
@@ -71,11 +104,11 @@ def replay_steps(events: StepEvents, *, expandable_segments: bool = True, capaci
 def _replay(events: StepEvents, allocator: CachingAllocator, steps: int) -> Reserved:
     fits = True
     try:
-        _run(allocator, events.held)
+        _run(allocator, events.held, set())
         for number in range(steps):
-            made = _run(allocator, events.before_optimizer)
+            made = _run(allocator, events.before_optimizer, set())
             if number == 0:
-                _run(allocator, events.states)
+                _run(allocator, events.states, set())
             for key in _run(allocator, events.optimizer, made):
                 allocator.free(key)
     except DeviceFullError:
@@ -86,15 +119,14 @@ def _replay(events: StepEvents, allocator: CachingAllocator, steps: int) -> Rese
     )  # fmt: skip
 
 
-def _run(allocator: CachingAllocator, events: Sequence[Event], live: set[Hashable] | None = None) -> set[Hashable]:
-    """Replay events; what they and those before them have made and not freed."""
-    made = set() if live is None else live
+def _run(allocator: CachingAllocator, events: Sequence[Event], live: set[Hashable]) -> set[Hashable]:
+    """Replay events; return what they have made and not freed, with what was live before."""
     for key, nbytes, stream in events:
         if nbytes < 0:
             if allocator.holds(key):  # what the first step has freed for good is not there in the second
                 allocator.free(key)
-            made.discard(key)
+            live.discard(key)
         else:
             allocator.allocate(key, nbytes, stream)
-            made.add(key)
-    return made
+            live.add(key)
+    return live

@@ -6,14 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..allocator.replay import Reserved
-from ..allocator.step_events import estimate_reserved
-from ..description import GatherSpan, ModelDescription
+from ..decision import Batch, UnitLayout
+from ..description import ModelDescription
 from ..hardware import Backend, Collective, Hardware
 from ..job import TrainingJob
-from ..plan import Plan, UnitDecision
+from ..plan import Plan
 from .memory import MemoryEstimate, estimate_memory
+from .step_events import estimate_reserved
 from .timing import TimeEstimate, estimate_time
-from .units import Batch, Choice, UnitBytes, unit_bytes, unit_seconds
+from .units import UnitBytes, unit_bytes, unit_seconds
+
+CLOSE = 2**-8
+"""Share of the memory to which the capacity that a plan needs is found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,34 +36,8 @@ class PlanEstimate:
     CUDA's."""
 
 
-def choices_of(plan: Plan, description: ModelDescription) -> tuple[Choice, ...]:
-    """The plan's decisions as choices, in the description's order."""
-    decisions = {decision.fqn: decision for decision in plan.units}
-    return tuple(
-        Choice(
-            shard_size=decisions[unit.fqn].shard_size,
-            keep=_keeps(unit.span, decisions[unit.fqn]),
-            stage_size=decisions[unit.fqn].stage_size,
-            hold_gradients=not decisions[unit.fqn].reduce_every_micro_step and plan.accumulation_steps > 1,
-            activations=decisions[unit.fqn].activations,
-            on_host=decisions[unit.fqn].on_host,
-        )
-        for unit in description.units
-    )
-
-
-def _keeps(span: GatherSpan, decision: UnitDecision) -> bool:
-    """Whether gathered parameters stay, whatever a decision says of units that leave no choice."""
-    return span is GatherSpan.STEP or (span is GatherSpan.USE and not decision.reshard_after_forward)
-
-
-def batch_of(plan: Plan) -> Batch:
-    """The plan's batch."""
-    return Batch(micro_batch_size=plan.micro_batch_size, accumulation_steps=plan.accumulation_steps)
-
-
 def estimate_plan(plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware | None = None) -> PlanEstimate:
-    """Estimate a plan.
+    """Estimate memory and time of a plan.
 
     Args:
         plan: what runs; it must be for this description (`Plan.check`).
@@ -70,47 +48,77 @@ def estimate_plan(plan: Plan, description: ModelDescription, job: TrainingJob, h
     Returns:
         Memory moments, memory terms by unit, reserved memory, and seconds by unit.
     """
-    choices, batch = choices_of(plan, description), batch_of(plan)
-    pairs = zip(description.units, choices, strict=True)
+    layouts, batch = plan.layouts(description), plan.batch
+    pairs = zip(description.units, layouts, strict=True)
+    units = tuple(unit_bytes(unit, layout, plan.world_size, job, batch) for unit, layout in pairs)
+    memory = estimate_memory(description, layouts, plan.world_size, job, batch)
+    if hardware is None:
+        return PlanEstimate(units=units, memory=memory, time=None)
+    reserved = None
+    if hardware.backend is Backend.NCCL:  # the CPU has no such allocator
+        capacity = capacity_of(plan, hardware, job, plan.memory_limit_bytes) if plan.memory_limit_bytes else None
+        reserved = estimate_reserved(description, layouts, plan.world_size, job, batch, capacity_bytes=capacity)
     return PlanEstimate(
-        units=tuple(unit_bytes(unit, choice, plan.world_size, job, batch) for unit, choice in pairs),
-        memory=estimate_memory(description, choices, plan.world_size, job, batch),
-        time=None if hardware is None else estimate_time(description, choices, hardware, job, batch),
-        collectives=None if hardware is None else _collectives(description, choices, hardware, job, batch),
-        reserved=None if hardware is None else _reserved(plan, description, choices, hardware, job, batch),
+        units=units,
+        memory=memory,
+        time=estimate_time(description, layouts, hardware, job, batch),
+        collectives=_collectives(description, layouts, hardware, job, batch),
+        reserved=reserved,
     )
 
 
-def _reserved(
-    plan: Plan, description: ModelDescription, choices: Sequence[Choice], hardware: Hardware, job: TrainingJob, batch: Batch
-) -> Reserved | None:
-    """Reserved memory, of what the plan's limit leaves the allocator; None on the CPU, which has no such allocator."""
-    if hardware.backend is not Backend.NCCL:
-        return None
-    capacity = capacity_of(plan, hardware, job, plan.memory_limit_bytes) if plan.memory_limit_bytes else None
-    return estimate_reserved(description, choices, plan.world_size, job, batch, capacity_bytes=capacity)
-
-
 def capacity_of(plan: Plan, hardware: Hardware, job: TrainingJob, memory_limit_bytes: int) -> int:
-    """Bytes that a limit leaves torch's allocator under a plan: without the margin and what no tensor can have.
+    """Return the bytes that a limit leaves torch's allocator under a plan: without the margin and what no tensor can have.
 
     A replay holds a correction that is positive; what a negative one says that tensors do not take comes on top.
     """
     return hardware.room_bytes(memory_limit_bytes) - hardware.outside_bytes(plan.communicators) - min(0, job.correction_bytes)
 
 
+def is_replayed(description: ModelDescription, hardware: Hardware) -> bool:
+    """Return whether plans can be replayed: their allocations were traced, and the device has the allocator (CUDA)."""
+    return hardware.backend.overlaps and bool(description.allocations)
+
+
+def runs_within(plan: Plan, description: ModelDescription, job: TrainingJob, capacity_bytes: int, *, retries: bool = True) -> bool:
+    """Return whether the allocator can serve two steps of a plan from so many bytes.
+
+    `retries` allows it to empty its cache to make room, for which the device stands still.
+    """
+    replayed = _replayed(plan, description, job, capacity_bytes)
+    return replayed.fits and (retries or not replayed.alloc_retries)
+
+
+def capacity_needed(plan: Plan, description: ModelDescription, job: TrainingJob, *, retries: bool = True) -> int:
+    """Return a capacity in bytes with which a plan runs, at most a 256th above the least."""
+    free = _replayed(plan, description, job, None)
+    if not retries:
+        return free.peak_reserved_bytes
+    too_little, enough = free.peak_allocated_bytes - 1, free.peak_reserved_bytes
+    while enough - too_little > max(1, int(enough * CLOSE)):
+        between = (too_little + enough) // 2
+        if runs_within(plan, description, job, between):
+            enough = between
+        else:
+            too_little = between
+    return enough
+
+
+def _replayed(plan: Plan, description: ModelDescription, job: TrainingJob, capacity_bytes: int | None) -> Reserved:
+    layouts = plan.layouts(description)
+    return estimate_reserved(description, layouts, plan.world_size, job, plan.batch, capacity_bytes=capacity_bytes)
+
+
 def _collectives(
-    description: ModelDescription, choices: Sequence[Choice], hardware: Hardware, job: TrainingJob, batch: Batch
+    description: ModelDescription, layouts: Sequence[UnitLayout], hardware: Hardware, job: TrainingJob, batch: Batch
 ) -> dict[Collective, float]:
-    """Gathers in every micro-step, reduce-scatters as often as the batch says, all-reduces between replicas once."""
-    terms = [unit_seconds(unit, choice, hardware, job) for unit, choice in zip(description.units, choices, strict=True)]
+    """Sum gathers of every micro-step, reduce-scatters as often as the batch says, and one all-reduce between replicas."""
     seconds = dict.fromkeys(Collective, 0.0)
-    calls = description.calls
-    for number, choice, t in zip(calls, choices, terms, strict=True):
-        two_stage = choice.stage_size > 1
-        gather = Collective.TWO_STAGE_ALL_GATHER if two_stage else Collective.ALL_GATHER
-        scatter = Collective.TWO_STAGE_REDUCE_SCATTER if two_stage else Collective.REDUCE_SCATTER
-        seconds[gather] += batch.accumulation_steps * number * (t.gather_forward + t.gather_backward)
-        seconds[scatter] += batch.reduce_scatters(choice) * t.reduce_scatter
-        seconds[Collective.ALL_REDUCE] += t.all_reduce
+    for unit, calls, layout in zip(description.units, description.calls, layouts, strict=True):
+        terms = unit_seconds(unit, layout, hardware, job)
+        gather = Collective.TWO_STAGE_ALL_GATHER if layout.two_stage else Collective.ALL_GATHER
+        scatter = Collective.TWO_STAGE_REDUCE_SCATTER if layout.two_stage else Collective.REDUCE_SCATTER
+        seconds[gather] += batch.accumulation_steps * calls * (terms.gather_forward + terms.gather_backward)
+        seconds[scatter] += batch.reduce_scatters(layout) * terms.reduce_scatter
+        seconds[Collective.ALL_REDUCE] += terms.all_reduce
     return seconds

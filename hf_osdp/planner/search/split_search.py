@@ -1,4 +1,4 @@
-"""Which cut of a model gives the fastest plan."""
+"""Which split of a model gives the fastest plan."""
 
 from __future__ import annotations
 
@@ -9,49 +9,49 @@ from dataclasses import replace
 from ...errors import DescriptionError
 from ..description import ModelDescription
 from ..problem import PlanningProblem, Strategy
-from ..split import Cut
+from ..split import ModelSplit
 from .search import fastest_without_limit, search_or_floor
 
 _log = logging.getLogger(__name__)
 
 NEAR = 1.01
-"""Where no plan at all could be faster than this, whatever the memory, nothing else is tried: tracing a cut takes seconds."""
+"""Where no plan at all could be faster than this, whatever the memory, nothing else is tried: tracing a split takes seconds."""
 
 
 def choose_description(
-    problem: PlanningProblem, cuts: Callable[[], Sequence[Cut]], describe: Callable[[Cut], ModelDescription]
+    problem: PlanningProblem, splits: Callable[[], Sequence[ModelSplit]], describe: Callable[[ModelSplit], ModelDescription]
 ) -> ModelDescription:
-    """Return the description, out of those of the plain and the cut model, whose best plan is fastest.
+    """Return the description, out of those of the plain and the split model, whose best plan is fastest.
 
-    Cuts are for memory: they are tried only where the limit keeps the plain model from running as fast as without one. Where
+    Splits are for memory: they are tried only where the limit keeps the plain model from running as fast as without one. Where
     nothing fits, the one that needs least.
 
     Args:
         problem: of the model as it is; single strategies take the plain model.
-        cuts: ways to cut it.
-        describe: from a cut to the description of the model that is cut so; a DescriptionError leaves the cut out.
+        splits: ways to split it.
+        describe: from a split to the description of the model that is split so; a DescriptionError leaves the split out.
 
     Returns:
         The description to search.
     """
-    plain = problem.description
-    if problem.strategy is not Strategy.OSDP:
-        return plain
 
-    def best(description: ModelDescription) -> tuple[bool, float]:
-        """Rank: what fits comes first, by its time; then what needs least, by a bound."""
+    def rank(description: ModelDescription) -> tuple[bool, float]:
+        """Rank what fits first, by its time; then what needs least, by a bound."""
         found = search_or_floor(replace(problem, description=description))
         return (True, float(found)) if isinstance(found, int) else (False, found.time.step_s)
 
-    rank = best(plain)
-    if not rank[0] and rank[1] <= NEAR * fastest_without_limit(problem):
+    plain = problem.description
+    if problem.strategy is not Strategy.OSDP:
         return plain
-    ranked = [(rank, plain)]
-    for cut in cuts():
+    over, step_s = rank(plain)
+    if not over and step_s <= NEAR * fastest_without_limit(problem):
+        return plain
+    ranked = [((over, step_s), plain)]
+    for split in splits():
         try:
-            description = describe(cut)
+            description = describe(split)
         except DescriptionError as error:
             _log.debug("%s", error)
             continue
-        ranked.append((best(description), description))
+        ranked.append((rank(description), description))
     return min(ranked, key=lambda pair: pair[0])[1]

@@ -1,4 +1,4 @@
-"""Checks of the devices: precision, links, and memory that others hold."""
+"""Checks of the devices: precision, links, and memory that other processes hold."""
 
 from __future__ import annotations
 
@@ -20,64 +20,37 @@ _AS_FAST = 0.8
 _WAITING = 0.25
 """A link is slow where a step waits for communication for more than this part."""
 _FASTER = 1.1
-"""Another strategy is worth a word where a step of the one asked for takes this much longer."""
+"""Another strategy is named where a step of the one asked for takes this much longer."""
 _SLACK_BYTES = 2**30
-"""What driver, context and communicators may take beyond what is known of them."""
+"""Driver, context and communicators may take this much beyond what is known of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """A device's memory now, as this process sees it. The CPU's is that of its node, shared by all ranks there."""
+    """Memory of a device now, as this process sees it. The CPU's is its node's, shared by all ranks there."""
 
     name: str
     total_bytes: int
     free_bytes: int
     own_bytes: int
-    """What this process's tensors hold already, or its allocator keeps for them."""
+    """Held by this process's tensors already, or kept by its allocator."""
     sharing: int = 1
     """Ranks that use it together."""
 
     @property
     def outside_bytes(self) -> int:
-        """What is neither free nor this process's tensors."""
+        """Bytes that are neither free nor this process's tensors."""
         return max(0, self.total_bytes - self.free_bytes - self.own_bytes)
 
 
-def limit_within(device: DeviceSpec, limit_bytes: int, *, said: str) -> int:
-    """A memory limit that the device has.
-
-    Args:
-        device: its memory counts.
-        limit_bytes: what was asked for.
-        said: how it was asked for: `memory_limit=8.0 GiB`.
-
-    Returns:
-        The limit.
-
-    Raises:
-        ValueError: it is more than the device has.
-    """
-    there = device.memory_bytes
-    if limit_bytes > there:
-        raise ValueError(
-            f"{said} is more than the {format_bytes(there)} of {device.name}; use at most {there} bytes, or leave it out for all of them."
-        )
-    return limit_bytes
-
-
 def native_bf16(device: DeviceSpec) -> bool:
-    """Whether the device multiplies bfloat16 about as fast as float16, or knows no float16."""
+    """Return whether the device multiplies bfloat16 about as fast as float16, or has no float16."""
     bf16, fp16 = (device.flops_per_s.get(dtype) for dtype in (DType.BFLOAT16, DType.FLOAT16))
     return bf16 is not None and (fp16 is None or bf16 >= _AS_FAST * fp16)
 
 
 def fp16_for_bf16(precision: Precision, native_on: str | None) -> Finding | None:
-    """float16, which needs loss scaling, where bfloat16 is as fast.
-
-    Args:
-        precision: of the training.
-        native_on: the device's name where it computes bfloat16 natively, else None.
-    """
+    """Find float16, which needs loss scaling, where bfloat16 is as fast; `native_on` names a device that has it natively."""
     if native_on is None or precision.compute is not DType.FLOAT16:
         return None
     return warning(
@@ -88,7 +61,7 @@ def fp16_for_bf16(precision: Precision, native_on: str | None) -> Finding | None
 
 
 def slow_link(plan: Plan, hardware: Hardware | None, time: TimeEstimate | None, others: Sequence[StrategyResult] = ()) -> Finding | None:
-    """Units that are gathered between nodes over a link for which every step waits.
+    """Find units that are gathered between nodes over a link for which every step waits.
 
     Args:
         plan: what is to run, a single strategy or a plan that was given; a plan that the search chose for this hardware is the best.
@@ -116,7 +89,7 @@ def slow_link(plan: Plan, hardware: Hardware | None, time: TimeEstimate | None, 
 
 
 def memory_now(memory: DeviceMemory, needed_bytes: int, communicators: int) -> Finding | None:
-    """Whether what the plan's tensors need is there now, and whether somebody else is on the device.
+    """Find that the plan's tensors have no room now, or that other processes use the device.
 
     Args:
         memory: the device's, now.

@@ -1,4 +1,4 @@
-"""What a check found, and how bad it is."""
+"""What a preflight check found, and how severe it is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...errors import PreflightError
 
 
 class Check(str, Enum):
-    """What is looked at before the start; the values are what a person reads."""
+    """A preflight check; its value is shown to the user."""
 
     MODEL = "model"
     BLOCKS = "blocks"
@@ -29,7 +29,7 @@ class Check(str, Enum):
 
 
 class Severity(str, Enum):
-    """How bad it is; errors stop a run."""
+    """Errors stop a run."""
 
     NOTE = "note"
     WARNING = "warning"
@@ -38,7 +38,7 @@ class Severity(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line about one thing."""
+    """One finding of one check."""
 
     check: Check
     severity: Severity
@@ -47,30 +47,26 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """`warning: ...`."""
+        """Severity and message, such as `warning: ...`."""
         return f"{self.severity.value}: {self.message}"
 
 
 def note(check: Check, message: str) -> Finding:
-    """A finding that a user may want to know."""
+    """Return a finding that a user may want to know."""
     return Finding(check=check, severity=Severity.NOTE, message=message)
 
 
 def warning(check: Check, message: str) -> Finding:
-    """A finding that a user should act on."""
+    """Return a finding that a user should act on."""
     return Finding(check=check, severity=Severity.WARNING, message=message)
 
 
 def error(check: Check, message: str) -> Finding:
-    """A finding that stops a run."""
+    """Return a finding that stops a run."""
     return Finding(check=check, severity=Severity.ERROR, message=message)
 
 
 def refuse_errors(findings: Iterable[Finding]) -> None:
-    """Stop where there is an error.
-
-    Raises:
-        PreflightError: one line that has all of them.
-    """
+    """Raise a PreflightError that has all errors in one line, if there are any."""
     if errors := [finding.message for finding in findings if finding.severity is Severity.ERROR]:
         raise PreflightError(" ".join(errors))

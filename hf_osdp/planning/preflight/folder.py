@@ -1,4 +1,4 @@
-"""Checks of the output folder: whether it can be written, and how many checkpoints it has room for."""
+"""Checks of the output folder: whether it is writable, and how many checkpoints it has room for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .findings import Check, Finding, error, warning
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """Where a run writes, and what."""
+    """The folder that a run writes to, and the size of what it writes."""
 
     path: str | Path
     saves: bool = True
@@ -30,7 +30,7 @@ class RunFolder:
 
 
 def checkpoint_bytes(units: Sequence[UnitDescription], optimizer: OptimizerSpec | None, *, adapters: bool = False) -> int:
-    """Bytes of one checkpoint, whatever the plan: each parameter once, and the states of those that are trained.
+    """Return the bytes of one checkpoint, whatever the plan: each parameter once, and the states of those that are trained.
 
     `Σ_p n_p b_p [p is saved] + s Σ_p n_p b_p [p is trained]` with n elements of b bytes and s states; schedulers, random states and
     the Trainer's notes are kilobytes.
@@ -47,11 +47,7 @@ def checkpoint_bytes(units: Sequence[UnitDescription], optimizer: OptimizerSpec 
 
 
 def not_writable(folder: RunFolder) -> Finding | None:
-    """Whether a file can be made where the run will write. Nothing is left behind, and no folder is made.
-
-    Args:
-        folder: it need not be there yet; then its nearest parent counts.
-    """
+    """Find that no file can be made in the folder, or in its nearest existing parent. Nothing is left behind."""
     where = _nearest(Path(folder.path))
     reason = "is a file" if not where.is_dir() else None
     if reason is None:
@@ -67,15 +63,7 @@ def not_writable(folder: RunFolder) -> Finding | None:
 
 
 def too_small(folder: RunFolder, units: Sequence[UnitDescription], optimizer: OptimizerSpec) -> Finding | None:
-    """Whether checkpoints fit on the disk: one for certain, and for the moment in which the next is written, one more than are kept.
-
-    What is there already makes room when it is replaced. Quotas are not seen.
-
-    Args:
-        folder: where and what.
-        units: of the model as it will be trained.
-        optimizer: what it holds for each parameter.
-    """
+    """Find that checkpoints do not fit on the disk: while one is written, one more than are kept. Quotas are not seen."""
     size = checkpoint_bytes(units, optimizer if folder.saves and folder.states else None, adapters=folder.adapters)
     free = shutil.disk_usage(_nearest(Path(folder.path))).free
     kept = 1 if folder.limit is None else folder.limit
@@ -95,11 +83,11 @@ def too_small(folder: RunFolder, units: Sequence[UnitDescription], optimizer: Op
 
 
 def _nearest(path: Path) -> Path:
-    """The path itself, or the first of its parents that is there."""
+    """Return the path itself, or its nearest parent that exists."""
     path = path.absolute()
     return next(place for place in (path, *path.parents) if place.exists())
 
 
 def _checkpoints(path: Path) -> int:
-    """How many complete checkpoints lie there already."""
+    """Return how many checkpoints lie there already."""
     return sum(1 for _ in path.glob("checkpoint[-_]*")) if path.is_dir() else 0

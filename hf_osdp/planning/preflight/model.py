@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+
+from torch import nn
 
 from ...planner.description import DType, UnitDescription
 from ...planner.job import Precision
@@ -16,11 +17,7 @@ _HALF = (DType.BFLOAT16, DType.FLOAT16)
 
 
 def whole_in_one_unit(units: Sequence[UnitDescription]) -> Finding | None:
-    """A unit that holds more than half of the model, with repeated blocks in it: nothing is won by freeing what comes at once.
-
-    Args:
-        units: of the model.
-    """
+    """Find a unit that holds more than half of the model, with repeated blocks in it: it is gathered at once, so sharding saves little."""
     total, largest = sum(unit.numel for unit in units), max(units, key=lambda unit: unit.numel)
     name, count = _repeated(largest)
     if 2 * largest.numel <= total or count < 2:
@@ -33,7 +30,7 @@ def whole_in_one_unit(units: Sequence[UnitDescription]) -> Finding | None:
 
 
 def _repeated(unit: UnitDescription) -> tuple[str, int]:
-    """The list with most elements in the unit, by the numbers in the names of its parameters."""
+    """Return the list with most elements in the unit, and their number, by the numbers in parameter names."""
     elements: dict[str, set[str]] = {}
     for parameter in unit.parameters:
         for match in _NUMBERED.finditer(parameter.name):
@@ -43,12 +40,7 @@ def _repeated(unit: UnitDescription) -> tuple[str, int]:
 
 
 def unused_block_classes(asked: Sequence[str] | None, found: Sequence[str]) -> Finding | None:
-    """Classes that were asked for and make no unit. (Where none does, the model cannot be described.)
-
-    Args:
-        asked: class names; None asks for none.
-        found: those of the model's units.
-    """
+    """Find classes that were asked for and make no unit. (Where none does, the model cannot be described.)"""
     if not (unused := [name for name in asked or () if name not in found]):
         return None
     return note(
@@ -58,26 +50,22 @@ def unused_block_classes(asked: Sequence[str] | None, found: Sequence[str]) -> F
     )
 
 
-def check_model(model: Any, *, trains: bool = True) -> None:
+def check_model(model: nn.Module, *, trains: bool = True) -> None:
     """Refuse a model that cannot be trained as it was meant, before it is described.
 
     Args:
         model: not yet sharded.
-        trains: whether it is there to be trained.
+        trains: whether it is to be trained.
 
     Raises:
-        PreflightError: its ties are apart, or nothing in it is to be trained.
+        PreflightError: its tied weights are separate parameters, or all parameters are frozen.
     """
     found = (split_ties(model), nothing_to_train(model) if trains else None)
     refuse_errors(finding for finding in found if finding is not None)
 
 
-def split_ties(model: Any) -> Finding | None:
-    """Weights that the configuration ties and the model holds twice: they would be trained apart, and one is lost when it is loaded.
-
-    Args:
-        model: a transformers model, perhaps inside peft's; others tie nothing by configuration.
-    """
+def split_ties(model: nn.Module) -> Finding | None:
+    """Find weights that the configuration ties and the model holds twice: they would be trained apart, and loading keeps one of them."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     try:
         ties = base.get_expanded_tied_weights_keys(all_submodels=True)
@@ -96,12 +84,7 @@ def split_ties(model: Any) -> Finding | None:
 
 
 def no_masters(units: Sequence[UnitDescription], precision: Precision) -> Finding | None:
-    """Trainable parameters in half precision that nobody holds in float32: an optimizer's small updates are rounded away.
-
-    Args:
-        units: of the model as it will be trained.
-        precision: of the training; with mixed precision, masters are made.
-    """
+    """Find trainable parameters in half precision without float32 masters: an optimizer's small updates are rounded away."""
     half = [p for unit in units for p in unit.parameters if p.requires_grad and p.dtype in _HALF]
     if precision.compute is not None or not half:
         return None
@@ -114,12 +97,8 @@ def no_masters(units: Sequence[UnitDescription], precision: Precision) -> Findin
     )
 
 
-def nothing_to_train(model: Any) -> Finding | None:
-    """All parameters are frozen.
-
-    Args:
-        model: any module.
-    """
+def nothing_to_train(model: nn.Module) -> Finding | None:
+    """Find that all parameters are frozen."""
     parameters = list(model.parameters())
     if any(p.requires_grad for p in parameters):
         return None
@@ -129,12 +108,7 @@ def nothing_to_train(model: Any) -> Finding | None:
 
 
 def frozen(units: Sequence[UnitDescription], *, in_optimizer: int = 0) -> Finding | None:
-    """Some parameters are not trained.
-
-    Args:
-        units: of the model.
-        in_optimizer: how many frozen parameters the optimizer was given.
-    """
+    """Find that some parameters are frozen, `in_optimizer` of which the optimizer was given."""
     parameters = [p for unit in units for p in unit.parameters]
     still = [p for p in parameters if not p.requires_grad]
     if not still or len(still) == len(parameters):

@@ -1,24 +1,32 @@
-"""All checks that apply to what is known of a run."""
+"""All preflight checks of a run, and what the ranks found together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...distributed.device import own_gpu
+from ...distributed.process_group import waiting_group
+from ...distributed.topology import find_topology
+from ...measurement.memory_limits import memory_limits, tightest
 from ...planner.cost.timing import TimeEstimate
 from ...planner.description import UnitDescription
-from ...planner.hardware import Hardware
+from ...planner.hardware import DeviceSpec, Hardware
 from ...planner.job import OptimizerSpec, Precision
 from ...planner.plan import Plan
 from ...planner.search.search import StrategyResult
-from .devices import DeviceMemory, fp16_for_bf16, memory_now, slow_link
-from .findings import Finding
+from .devices import DeviceMemory, fp16_for_bf16, memory_now, native_bf16, slow_link
+from .findings import Finding, refuse_errors
 from .folder import RunFolder, not_writable, too_small
 from .model import frozen, no_masters, unused_block_classes, whole_in_one_unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class KnownRun:
     """What is known of a run before it starts; None where it is not."""
 
     units: Sequence[UnitDescription]
@@ -43,19 +51,28 @@ class Known:
     folder: RunFolder | None = None
 
 
-def findings_of(known: Known) -> tuple[Finding, ...]:
-    """What is wrong with a run, as far as this process can see.
+def check_run(known: KnownRun, model: nn.Module, device_type: str) -> tuple[Finding, ...]:
+    """Return what all ranks find before a run on their devices. Collective.
 
     Args:
-        known: what there is to look at.
+        known: of the run; device memory and bfloat16 support are looked up here.
+        model: not yet sharded.
+        device_type: `"cpu"` or `"cuda"`.
 
-    Returns:
-        The findings, in the order of the checks; empty where nothing is wrong.
+    Raises:
+        PreflightError: the run would fail, or train something else than was meant; the same line on every rank.
     """
-    return tuple(finding for finding in _checked(known) if finding is not None)
+    device = None if known.hardware is None else known.hardware.device
+    known = replace(known, bf16_on=bf16_on(device, device_type), memory=device_memory(device_type, model))
+    return merged_findings(findings_of(known))
 
 
-def _checked(known: Known) -> Iterator[Finding | None]:
+def findings_of(known: KnownRun) -> tuple[Finding, ...]:
+    """Return what is wrong with a run, as far as this process can see, in the order of the checks."""
+    return tuple(finding for finding in _findings(known) if finding is not None)
+
+
+def _findings(known: KnownRun) -> Iterator[Finding | None]:
     yield whole_in_one_unit(known.units)
     yield unused_block_classes(known.asked_classes, known.found_classes)
     yield no_masters(known.units, known.precision)
@@ -67,6 +84,52 @@ def _checked(known: Known) -> Iterator[Finding | None]:
         yield memory_now(known.memory, known.needed_bytes, known.plan.communicators)
     if known.folder is not None:
         broken = not_writable(known.folder)
-        yield broken
-        if broken is None:
-            yield too_small(known.folder, known.units, known.optimizer)
+        yield broken or too_small(known.folder, known.units, known.optimizer)
+
+
+def merged_findings(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Return the findings of all ranks, each once: rank 0's, else those of the first rank that has them. Collective.
+
+    Raises:
+        PreflightError: there is an error among them; the same line on every rank.
+    """
+    by_rank: list[Sequence[Finding]] = [tuple(findings)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        by_rank = [()] * dist.get_world_size()
+        dist.all_gather_object(by_rank, tuple(findings), group=waiting_group())
+    first: dict[tuple[object, object], Finding] = {}
+    for rank, found in enumerate(by_rank):
+        for finding in found:
+            said = finding if rank == 0 else replace(finding, message=f"On rank {rank}: {finding.message}")
+            first.setdefault((finding.check, finding.severity), said)
+    refuse_errors(first.values())
+    return tuple(first.values())
+
+
+def device_memory(device_type: str, model: nn.Module | None = None) -> DeviceMemory | None:
+    """Return the memory of this rank's device now; None where a plan is made for a device that is not here. Collective.
+
+    Args:
+        device_type: `"cpu"` or `"cuda"`.
+        model: its parameters on the CPU belong to this process, and as many to each other rank of the node.
+    """
+    if device_type == "cuda":
+        if not torch.cuda.is_available():
+            return None
+        device = own_gpu()
+        free, total = torch.cuda.mem_get_info(device)
+        name = f"{torch.cuda.get_device_name(device)} {device.index}"
+        return DeviceMemory(name=name, total_bytes=total, free_bytes=free, own_bytes=torch.cuda.memory_reserved(device))
+    memory, ranks = tightest(memory_limits()), find_topology().ranks_per_node
+    parameters = () if model is None else model.parameters()
+    held = sum(p.numel() * p.element_size() for p in parameters if p.device.type == "cpu")
+    return DeviceMemory(name="cpu", total_bytes=memory.total_bytes, free_bytes=memory.free_bytes, own_bytes=ranks * held, sharing=ranks)
+
+
+def bf16_on(device: DeviceSpec | None, device_type: str) -> str | None:
+    """Return the device's name where it computes bfloat16 natively; torch is asked where no rates are known."""
+    if device is not None:
+        return device.name if native_bf16(device) else None
+    if device_type == "cuda" and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.cuda.get_device_name(own_gpu())
+    return None

@@ -25,10 +25,10 @@ from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.cost.evaluate import estimate_plan
-from hf_osdp.planner.cost.units import Batch, Choice
+from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.search.search import least_memory
-from hf_osdp.planner.split import Cut
+from hf_osdp.planner.split import ModelSplit
 from hf_osdp.planning.probe import Trial, sharded_copy
 from hf_osdp.planning.simulate import fake_process_group
 from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step
@@ -159,7 +159,7 @@ def mixed(description, world: int) -> Plan:
     """Every kind of layout of one node in turn."""
     kinds = [(world, False), (1, True), (world // 2, False), (world, True), (world // 2, True), (1, False)]
     choices = [
-        Choice(shard_size=g, keep=keep or unit.span.value == "step", hold_gradients=index % 4 == 3)
+        UnitLayout(shard_size=g, reshard_after_forward=not (keep or unit.span.value == "step"), reduce_every_micro_step=index % 4 != 3)
         for index, (unit, (g, keep)) in enumerate(zip(description.units, kinds * 3, strict=False))
     ]  # fmt: skip
     return Plan.of(description, choices, Batch(micro_batch_size=1, accumulation_steps=2), world_size=world)
@@ -234,7 +234,10 @@ def test_only_one_device_has_states_on_its_host():
 def test_an_emulated_link_of_one_node_refuses_two_stages():
     description = transformer(layers=1)
     plan = Plan.of(
-        description, [Choice(shard_size=8, keep=True, stage_size=4)] * 3, Batch(micro_batch_size=1, accumulation_steps=1), world_size=8
+        description,
+        [UnitLayout(shard_size=8, reshard_after_forward=False, stage_size=4)] * 3,
+        Batch(micro_batch_size=1, accumulation_steps=1),
+        world_size=8,
     )
     with pytest.raises(ValueError, match="'\\(root\\)' has collectives in two stages"):
         hold_link(torch.nn.Linear(1, 1), plan, named_machine(replace(TINY, devices=8)), lambda *_: None)
@@ -267,14 +270,14 @@ def test_plan_only_shows_and_writes_what_was_planned(monkeypatch, tmp_path, caps
     assert text.startswith("# Headline experiments: planned\n") and "own best batch" in text and "torch 2" in text
 
 
-def test_models_may_be_cut_where_they_are_planned():
+def test_models_may_be_split_where_they_are_planned():
     """Blocks in operators gather less at once: the least limit of the whole model is one that ours alone meets by cutting."""
     case = replace(TINY, devices=8, limit_bytes=0, sizes={**TINY.sizes, "n_embd": 256})
     model, hardware = build_on_meta(case.config()), named_machine(case)
-    whole, cut = (untraced(describe(model, sequence_length=16, cut=one)) for one in (Cut(), Cut(operators=True)))
-    least = least_memory(problem(cut, hardware, job_of(case, 8)))
+    whole, split = (untraced(describe(model, sequence_length=16, split=one)) for one in (ModelSplit(), ModelSplit(operators=True)))
+    least = least_memory(problem(split, hardware, job_of(case, 8)))
     assert least < least_memory(problem(whole, hardware, job_of(case, 8)))
-    lineup = line_up(replace(case, limit_bytes=least), whole, hardware, samples=(1,), cut=[cut])
+    lineup = line_up(replace(case, limit_bytes=least), whole, hardware, samples=(1,), split=[split])
     fits = {e.contender.name for e in lineup.entries if e.plan is not None}
     assert fits == {"OSDP"}
     (row, *_) = [row for row in rows_of(lineup) if row.run]
@@ -296,7 +299,7 @@ def test_a_link_that_is_emulated_is_said_to_be_in_every_table():
         (["--device", "cpu", "--experiments", "4"], "give --device cuda or --plan-only"),
         (["--plan-only", "--experiments", "7"], "'7' is no experiment; there are 1, 2, 3, 4"),
         (["--plan-only", "--quick"], "planning is quick"),
-        (["--device", "cpu", "--cuts"], "--cuts is for --plan-only"),
+        (["--device", "cpu", "--splits"], "--splits is for --plan-only"),
         (["--plan-only", "--ranks", "2"], "--ranks is for --device cpu"),
         (["--plan-only", "--json", "/nowhere/at/all.json"], "the folder /nowhere/at does not exist"),
     ],

@@ -15,7 +15,7 @@ from benchmarks.two_machines.counters import sent_bytes
 from benchmarks.two_machines.lineup import ALONE, STOCK, Sends, line_up, with_stock_reduce_scatter
 from benchmarks.two_machines.tables import cell_table, cells_of, remarks, verdicts
 from benchmarks.two_machines.theory import bytes_sent, with_headers
-from hf_osdp.planner.cost.units import Batch, Choice
+from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, Hardware, Link
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
@@ -36,7 +36,7 @@ DEVICES = """Inter-|   Receive                                                | 
 
 
 def plan_of(shard_size: int, *, world: int = 4, steps: int = 1, **choice) -> Plan:
-    choices = [Choice(**{"shard_size": shard_size, "keep": False, **choice})] * len(MODEL.units)
+    choices = [UnitLayout(**{"shard_size": shard_size, "reshard_after_forward": True, **choice})] * len(MODEL.units)
     return Plan.of(MODEL, choices, Batch(micro_batch_size=1, accumulation_steps=steps), world_size=world)
 
 
@@ -44,7 +44,7 @@ def plan_of(shard_size: int, *, world: int = 4, steps: int = 1, **choice) -> Pla
     ("plan", "root", "blocks"),
     [
         (plan_of(4), 0.75 + 0.75, 2 * 0.75 + 0.75),
-        (plan_of(4, keep=True), 0.75 + 0.75, 0.75 + 0.75),
+        (plan_of(4, reshard_after_forward=False), 0.75 + 0.75, 0.75 + 0.75),
         (plan_of(4, stage_size=2), 0.5 + 0.5, 2 * 0.5 + 0.5),
         (plan_of(2), 1.0, 1.0),
         (plan_of(1), 1.5, 1.5),
@@ -60,7 +60,7 @@ def test_a_stock_reduce_scatter_sends_twice():
 
 
 def test_bytes_of_three_nodes_of_two():
-    flat, staged = (bytes_sent(plan_of(6, world=6, keep=True, stage_size=size), MODEL, 2) for size in (1, 2))
+    flat, staged = (bytes_sent(plan_of(6, world=6, reshard_after_forward=False, stage_size=size), MODEL, 2) for size in (1, 2))
     assert (flat, staged) == (pytest.approx(2 * 5 / 6 * (ROOT + BLOCKS), rel=0.02), pytest.approx(2 * 2 / 3 * (ROOT + BLOCKS), rel=0.02))
     assert bytes_sent(plan_of(2, world=6), MODEL, 2) == pytest.approx(2 * 2 / 3 * (ROOT + BLOCKS), rel=0.02)
 
@@ -68,7 +68,8 @@ def test_bytes_of_three_nodes_of_two():
 def test_groups_inside_a_node_send_nothing_and_micro_steps_gather_again():
     assert bytes_sent(plan_of(4), MODEL, 4) == 0
     once, held, reduced = (
-        bytes_sent(plan_of(4, steps=steps, hold_gradients=held), MODEL, 2) for steps, held in ((1, False), (3, True), (3, False))
+        bytes_sent(plan_of(4, steps=steps, reduce_every_micro_step=reduces), MODEL, 2)
+        for steps, reduces in ((1, True), (3, False), (3, True))
     )
     gathers = 0.75 * (ROOT + 2 * BLOCKS)
     assert (held - once, reduced - once) == (2 * gathers, 2 * gathers + 2 * 0.75 * (ROOT + BLOCKS))

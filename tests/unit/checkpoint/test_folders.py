@@ -15,7 +15,7 @@ import torch
 
 from hf_osdp.checkpoint import folders
 from hf_osdp.checkpoint.folders import prepare_staging, remove_checkpoint
-from hf_osdp.checkpoint.loop import load_loop, save_loop, load_random_states, save_random_states
+from hf_osdp.checkpoint.loop import load_loop, load_random_states, save_loop, save_random_states
 from hf_osdp.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
 from hf_osdp.checkpoint.resume import check_checkpoint, checkpoint_to_resume, last_checkpoint
 from hf_osdp.checkpoint.writer import CheckpointWriter
@@ -168,7 +168,7 @@ def other_run(tmp_path):
 def test_two_runs_in_one_folder_the_second_is_refused_in_one_line(tmp_path, monkeypatch, other_run):
     monkeypatch.setattr(folders, "_LOCK_WAIT_S", 0.5)
     other_run("checkpoint-1")
-    with pytest.raises(CheckpointError, match=r"Another run \(process \d+ on .*\) writes checkpoints into .*; give this run a folder of its own"):
+    with pytest.raises(CheckpointError, match=r"Another run \(process \d+ on .*\) writes .*; give this run a folder of its own"):
         small(tmp_path, "checkpoint-1")
     with pytest.raises(CheckpointError, match="Another run"):
         checkpoint_to_resume(tmp_path)

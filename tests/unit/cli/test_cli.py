@@ -9,7 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from hf_osdp.cli import what_if_command
+from hf_osdp.cli import what_if
 from hf_osdp.cli.app import app
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.description import DType, ModelDescription
@@ -200,8 +200,8 @@ def test_compare_holds_all_strategies_and_the_front(model, description, tmp_path
 
 @pytest.mark.slow
 def test_what_if_answers_by_searching(model, description, monkeypatch):
-    monkeypatch.setattr(what_if_command, "_LONGEST", 64)  # every size that is tried is another trace
-    monkeypatch.setattr(what_if_command, "_WIDEST", 1.5)
+    monkeypatch.setattr(what_if, "_LONGEST", 64)  # every size that is tried is another trace
+    monkeypatch.setattr(what_if, "_WIDEST", 1.5)
     answers = {row["question"]: row for row in as_json("what-if", model, *WHOLE)["answers"]}
     now = search(problem(description, HARDWARE, JOB, LIMIT)).plan
     assert answers["now"]["result"]["samples_per_s"] == now.samples_per_s

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from transformers import BartConfig, BertConfig, DistilBertConfig, FalconConfig, GPT2Config, LlamaConfig, RobertaConfig, T5Config, ViTConfig
 
-from hf_osdp.cli import what_if_command
+from hf_osdp.cli import what_if
 from hf_osdp.cli.options import Request
-from hf_osdp.cli.resize import head_step, position_names, with_heads, with_positions
-from hf_osdp.cli.what_if_command import _Models
+from hf_osdp.cli.what_if import ChangedModels, head_step, position_names, with_heads, with_positions
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.presets import preset
@@ -85,7 +84,7 @@ def test_positions_are_raised_and_never_lowered():
 def models():
     """The questions of one model, described short."""
 
-    def make(name: str, length: int, limit: int, **options) -> _Models:
+    def make(name: str, length: int, limit: int, **options) -> ChangedModels:
         config = CONFIGS[name]
         request = Request(model=name, sequence_length=length, global_batch_size=2, device="titan-rtx", **options)
         case = PlanningProblem(
@@ -94,7 +93,7 @@ def models():
             job=TrainingJob(global_batch_size=2),
             memory_limit_bytes=limit,
         )
-        return _Models(request, case, config)
+        return ChangedModels(request, case, config)
 
     return make
 
@@ -104,9 +103,9 @@ def models():
     slow_but([("gpt2", "n_positions"), ("roberta", "max_position_embeddings")], daily=[("roberta", "max_position_embeddings")]),
 )
 def test_a_sequence_beyond_the_positions_says_that_they_were_raised(models, monkeypatch, name, field):
-    monkeypatch.setattr(what_if_command, "_LONGEST", 64)
+    monkeypatch.setattr(what_if, "_LONGEST", 64)
     asked = models(name, 16, 2**30)
-    row = asked.longest_sequence(lambda: None)
+    row = asked.longest_sequence()
     assert row.result.plan.sequence_length == 64
     assert row.change == f"64 tokens or more, {field} raised to it"
     with pytest.raises(ValueError, match="positions"):
@@ -114,11 +113,11 @@ def test_a_sequence_beyond_the_positions_says_that_they_were_raised(models, monk
 
 
 def test_images_have_no_sequence_to_lengthen(models):
-    row = models("vit", 16, 2**30).longest_sequence(lambda: None)
+    row = models("vit", 16, 2**30).longest_sequence()
     assert row.result is None and "do not depend on it" in row.reason
 
 
 def test_a_model_that_cannot_be_widened_says_so(models):
     asked = models("gpt2", 16, 2**30)
     asked.config = GPT2Config(n_layer=1, n_embd=30, n_head=4)
-    assert "multiple of its num_attention_heads" in asked.widest(lambda: None).reason
+    assert "multiple of its num_attention_heads" in asked.widest().reason

@@ -13,7 +13,7 @@ from hf_osdp.distributed import consensus as agree
 from hf_osdp.distributed.device import own_gpu
 from hf_osdp.distributed.mesh import collective_device
 from hf_osdp.measurement.machine import measuring_device
-from hf_osdp.planning.preflight.ranks import device_memory
+from hf_osdp.planning.preflight.run import device_memory
 from hf_osdp.sharding import environment
 
 

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from hf_osdp import Trainer
-from hf_osdp.integrations.losses import ignores_item_count
+from hf_osdp.integrations.trainer_loss import ignores_item_count
 
 BERT = BertConfig(
     vocab_size=61, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, max_position_embeddings=16,

@@ -18,11 +18,11 @@ from hf_osdp.integrations.plugin import OSDPPlugin, plugin_for, precision_of
 from hf_osdp.integrations.trainer_options import asked_config, plugin_options, refuse_unplanned
 from hf_osdp.modeling.split.names import is_split
 from hf_osdp.modeling.wrapping import is_recomputed
-from hf_osdp.planner.cost.units import Batch, Choice
+from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import Activations, DType
 from hf_osdp.planner.plan import Plan
-from hf_osdp.planner.split import WHOLE_BLOCKS, Cut, OperatorSplit
-from hf_osdp.planning.config import OSDPConfig, every_option
+from hf_osdp.planner.split import WHOLE_BLOCKS, ModelSplit, OperatorSplit
+from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.tracing.describe import describe
 from tests.helpers.models import tiny_model
 
@@ -119,7 +119,7 @@ def test_an_explicit_configuration_and_the_file_are_merged_everywhere(tmp_path, 
         assert asked_config(asked, args) == want
         assert OSDPPlugin(osdp=asked).osdp == want
         assert plugin_for(asked, None, None, launch_request()).osdp == want
-        assert OSDPPlugin(osdp=every_option(want)).osdp == want
+        assert OSDPPlugin(osdp=want.options()).osdp == want
 
 
 def test_the_file_can_switch_off(tmp_path, monkeypatch):
@@ -226,12 +226,16 @@ def test_model_init_is_refused():
         refuse_unplanned({"model_init": lambda: None})
 
 
-@pytest.mark.parametrize("cut", [WHOLE_BLOCKS, Cut(splits=(OperatorSplit(fqn="lm_head", slices=3),))], ids=["recomputed", "split"])
-def test_one_process_runs_what_its_plan_says(tmp_path, cut):
+@pytest.mark.parametrize("split", [WHOLE_BLOCKS, ModelSplit(sliced=(OperatorSplit(fqn="lm_head", slices=3),))], ids=["recomputed", "split"])
+def test_one_process_runs_what_its_plan_says(tmp_path, split):
     model = tiny_model("llama", layers=2)
-    description = describe(model, sequence_length=12, cut=cut)
+    description = describe(model, sequence_length=12, split=split)
     choices = [
-        Choice(shard_size=1, keep=True, activations=Activations.RECOMPUTE if index in description.recomputable else Activations.SAVE)
+        UnitLayout(
+            shard_size=1,
+            reshard_after_forward=False,
+            activations=Activations.RECOMPUTE if index in description.recomputable else Activations.SAVE,
+        )
         for index in range(len(description.units))
     ]
     plan = Plan.of(description, choices, Batch(micro_batch_size=4, accumulation_steps=2), world_size=1)
@@ -241,7 +245,7 @@ def test_one_process_runs_what_its_plan_says(tmp_path, cut):
     trainer = Trainer(model=model, args=args, train_dataset=data, osdp=OSDPConfig(plan=plan))
     trainer.train()
     assert all(is_recomputed(layer) for layer in model.model.layers)
-    assert is_split(model) == bool(cut.splits)
+    assert is_split(model) == bool(split.sliced)
     assert not torch.equal(model.state_dict()["lm_head.weight"], before), "the optimizer trains what the model computes with"
 
 

@@ -89,7 +89,7 @@ def test_batches_are_stretched_to_longer_rows():
     from dataclasses import replace
 
     batches, _ = find_batches([{"input_ids": [3, 4, 5]}], pad)
-    assert replace(batches, wanted_tokens=5)(2)["input_ids"].tolist() == [[3, 4, 5, 3, 4]] * 2
+    assert replace(batches, row_tokens=5)(2)["input_ids"].tolist() == [[3, 4, 5, 3, 4]] * 2
 
 
 def test_stream_keeps_its_place():

@@ -13,8 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Seq2SeqTrainer, Training
 
 import hf_osdp
 from hf_osdp import OSDPConfig, with_osdp
-from hf_osdp.integrations.own_loss import held_models, traced_loss
-from hf_osdp.integrations.subclasses import batch_coupling, whole_weights
+from hf_osdp.integrations.subclasses import whole_weights
+from hf_osdp.integrations.trainer_facts import batch_coupling
+from hf_osdp.integrations.trainer_loss import held_models, traced_loss
 from hf_osdp.planner.presets import preset
 
 

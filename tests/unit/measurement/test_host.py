@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from hf_osdp.measurement.host import measure_host, update_rate
+from hf_osdp.measurement.rates import measure_host, update_rate
 from hf_osdp.planner.hardware import HostSpec
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile

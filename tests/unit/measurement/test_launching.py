@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_osdp.measurement import machine, rates
+from hf_osdp.measurement import machine, rates, timing
 from hf_osdp.measurement.fsdp_overhead import measure_hooks
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.job import Precision, TrainingJob
@@ -24,7 +24,7 @@ def test_operators_of_a_gpu_cost_the_cpus_time_and_not_the_gpus(monkeypatch):
     waits = []
     step = rates._tiny_step(CPU)
     monkeypatch.setattr(rates, "_tiny_step", lambda device: lambda: (step(), time.sleep(2e-3))[0])
-    monkeypatch.setattr(rates, "_wait", lambda device: (waits.append(device), time.sleep(20e-3)))
+    monkeypatch.setattr(timing, "synchronize", lambda device: (waits.append(device), time.sleep(20e-3)))
     with rates._Counter() as counter:
         step()
     found = rates.operator_seconds(CUDA, 0.01)

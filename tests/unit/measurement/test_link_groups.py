@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_osdp.measurement import links, machine
+from hf_osdp.measurement import links, machine, timing
 from hf_osdp.planner.cost.collectives import collective_seconds, replicate_ring, shard_ring
 from hf_osdp.planner.hardware import Collective, CollectiveTiming, Hardware, Link
 from hf_osdp.planner.presets import preset
@@ -86,7 +86,7 @@ def test_sizes_that_are_not_measured_follow_from_the_links(size):
     )  # fmt: skip
     sizes = links.few_sizes(128, NODE)
     timings = [timing_of(known, Collective.ALL_GATHER, shard) for shard in sizes.shards]
-    inside, across = machine._links(known.device, timings, local=NODE, world=128)
+    inside, across = links.links_of(known.device, timings, local=NODE, world=128)
     found = Hardware(
         device=known.device, nodes=16, devices_per_node=NODE, backend=known.backend, intra_node=inside, inter_node=across,
         timings=tuple(timings),
@@ -95,3 +95,50 @@ def test_sizes_that_are_not_measured_follow_from_the_links(size):
         ring = shard_ring(known, size)
         expected = collective_seconds(known, Collective.ALL_GATHER, ring, nbytes)
         assert collective_seconds(found, Collective.ALL_GATHER, ring, nbytes) == pytest.approx(expected, rel=0.01)
+
+
+STANDARD = (2**16, 2**19, 2**21)
+
+
+def emulated_measurement(monkeypatch, *, bytes_per_s: float, latency_s: float, seconds: float = 0.7) -> tuple[float, list[set[int]], tuple]:
+    """Seconds on a clock that only calls of collectives move, sizes of messages of each, and the timings; four ranks on two nodes."""
+    clock, sent = [0.0], []
+
+    def timed(test: links._Test, nbytes: int, device: torch.device) -> float:
+        taken = latency_s + nbytes / bytes_per_s
+        clock[0] += taken
+        return taken
+
+    def choose(test: links._Test, device: torch.device, **limits: float) -> float:
+        spent_s = stock(test, device, **limits)
+        sent.append(set(test.taken))
+        return spent_s
+
+    stock = links._Test.choose_sizes
+    monkeypatch.setattr(links._Test, "timed", timed)
+    monkeypatch.setattr(links._Test, "choose_sizes", choose)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    with fake_process_group(4):
+        found = links.measure_collectives(torch.device("cpu"), links.few_sizes(4, 2), seconds, local_world_size=2)
+    return clock[0], sent, found
+
+
+@pytest.mark.parametrize("latency_s", [1e-4, 0.05])
+@pytest.mark.parametrize("bytes_per_s", [1e5, 1e6, 1e7])
+def test_links_are_measured_within_a_limit_on_a_slow_network(monkeypatch, bytes_per_s, latency_s):
+    taken_s, sent, found = emulated_measurement(monkeypatch, bytes_per_s=bytes_per_s, latency_s=latency_s)
+    assert taken_s < 10.5
+    assert all(len(sizes) >= 2 for sizes in sent)
+    for timing_found in found:
+        assert timing_found.seconds_per_byte == pytest.approx(1 / bytes_per_s, rel=0.01)
+        assert timing_found.latency_s == pytest.approx(latency_s, rel=0.01)
+
+
+def test_links_are_measured_with_large_messages_on_a_fast_network(monkeypatch):
+    _, sent, _ = emulated_measurement(monkeypatch, bytes_per_s=1e9, latency_s=1e-4)
+    assert all(sizes >= set(STANDARD) and min(sizes) == STANDARD[0] for sizes in sent)
+
+
+def test_links_are_measured_for_longer_where_more_time_is_given(monkeypatch):
+    _, sent, _ = emulated_measurement(monkeypatch, bytes_per_s=1e6, latency_s=1e-4, seconds=60.0)
+    assert all(sizes >= set(STANDARD) for sizes in sent)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from hf_osdp.errors import HardwareError
-from hf_osdp.measurement.links import fit_line
-from hf_osdp.measurement.machine import _links, measure_hardware
+from hf_osdp.measurement.links import links_of
+from hf_osdp.measurement.machine import measure_hardware
+from hf_osdp.planner.affine import linear_fit
 from hf_osdp.planner.cost.collectives import collective_seconds, shard_ring
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, Link
@@ -65,13 +66,13 @@ def test_bad_requests_are_refused():
             measure_hardware(device_type="cuda")
 
 
-def test_fit_line_recovers_a_line():
-    latency_s, seconds_per_byte = fit_line([(n, 1e-4 + 2e-9 * n) for n in (1_000, 100_000, 10_000_000)])
+def test_linear_fit_recovers_a_line():
+    latency_s, seconds_per_byte = linear_fit([(n, 1e-4 + 2e-9 * n) for n in (1_000, 100_000, 10_000_000)])
     assert latency_s == pytest.approx(1e-4) and seconds_per_byte == pytest.approx(2e-9)
 
 
-def test_fit_line_stays_physical_under_noise():
-    latency_s, seconds_per_byte = fit_line([(1_000, 2e-3), (1_000_000, 1e-3)])
+def test_linear_fit_stays_physical_under_noise():
+    latency_s, seconds_per_byte = linear_fit([(1_000, 2e-3), (1_000_000, 1e-3)])
     assert latency_s == 0.0 and seconds_per_byte == pytest.approx(1e-9)
 
 
@@ -90,9 +91,9 @@ def test_links_give_back_the_gathers_that_were_measured():
                 crosses_nodes=size == 8,
             )
         )  # fmt: skip
-    found = _links(known.device, timings, local=4, world=8)
+    found = links_of(known.device, timings, local=4, world=8)
     for link, original in zip(found, (inside, across), strict=True):
         assert link.latency_s == pytest.approx(original.latency_s, rel=1e-3)
         assert link.bytes_per_s == pytest.approx(original.bytes_per_s, rel=1e-3)
-    alone = _links(known.device, [replace(timings[2], crosses_nodes=False)], local=1, world=8)
+    alone = links_of(known.device, [replace(timings[2], crosses_nodes=False)], local=1, world=8)
     assert alone[0].assumed and not alone[1].assumed

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from hf_osdp.measurement.machine import measure_hardware
-from hf_osdp.measurement.machine_memory import MemoryLimit, memory_limits, rank_share, tightest
+from hf_osdp.measurement.memory_limits import MemoryLimit, memory_limits, rank_share, tightest
 
 GIB = 2**30
 V2 = "30 20 0:26 {root} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n"
@@ -101,7 +101,7 @@ def test_a_share_is_the_same_though_others_use_moves_a_little():
 
 def test_the_cpu_as_a_device_has_what_its_groups_allow(monkeypatch):
     small = MemoryLimit(name="job/memory.max", total_bytes=2 * GIB, free_bytes=2 * GIB)
-    monkeypatch.setattr("hf_osdp.measurement.host.memory_limits", lambda: (small,))
+    monkeypatch.setattr("hf_osdp.measurement.rates.memory_limits", lambda: (small,))
     device = measure_hardware(device_type="cpu", seconds=0.05).device
     assert device.memory_bytes == 2 * GIB
     assert device.source == "measured; memory: 2.0 GiB of job/memory.max less what others hold"

@@ -9,9 +9,9 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from hf_osdp.measurement.loop_meter import LoopWatch
+from hf_osdp.measurement.loop_meter import LoopMeter
 from hf_osdp.measurement.step_meter import Observation
-from hf_osdp.tracing.live_bytes import LiveBytes
+from hf_osdp.tracing.memory_tracker import MemoryTracker
 
 ELEMENTS = 100_000
 
@@ -25,10 +25,10 @@ class Model(torch.nn.Module):
         return (self.weight * batch).sum()
 
 
-def watched(steps: int = 4, micro_steps: int | None = None) -> tuple[Model, torch.optim.Optimizer, LoopWatch, list[Observation]]:
+def watched(steps: int = 4, micro_steps: int | None = None) -> tuple[Model, torch.optim.Optimizer, LoopMeter, list[Observation]]:
     told: list[Observation] = []
     model = Model()
-    watch = LoopWatch(model, torch.device("cpu"), told.append, steps=steps, micro_steps=micro_steps)
+    watch = LoopMeter(model, torch.device("cpu"), told.append, steps=steps, micro_steps=micro_steps)
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False), watch, told
 
 
@@ -101,7 +101,7 @@ def test_a_mode_of_the_users_own_is_not_disturbed():
     model, optimizer, _, told = watched(steps=3)
     for step in range(3):
         loss = model(torch.ones(ELEMENTS))
-        mine = LiveBytes(block_bytes=1)
+        mine = MemoryTracker(block_bytes=1)
         with mine:
             loss.backward()
             optimizer.step()

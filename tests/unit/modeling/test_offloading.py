@@ -12,7 +12,7 @@ from torch import nn
 from hf_osdp.modeling import activation_offload as offloading
 from hf_osdp.modeling.activation_offload import OwnTensors, is_offloaded, offload
 from hf_osdp.modeling.wrapping import is_recomputed, recompute
-from hf_osdp.tracing.host_ledger import HostLedger
+from hf_osdp.tracing.memory_tracker import MemoryTracker
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 from tests.helpers.offloading import WAYS, Way, recompute_and_offload
 
@@ -119,11 +119,11 @@ def test_each_way_is_told_apart(again):
 
 def device_and_host_bytes(block: nn.Module, x: torch.Tensor) -> tuple[int, int]:
     """Bytes that a block's forward leaves beside its parameters and its output: its input, which nobody else holds, and what it saves."""
-    with HostLedger(block_bytes=1) as ledger, ledger.copies():
+    with MemoryTracker(block_bytes=1) as memory, memory.host_copies():
         output = block(x * 1)
-        left = ledger.current_bytes - output.nbytes
+        left = memory.current_bytes - output.nbytes
         assert output.requires_grad
-        return left, ledger.host_peak_bytes
+        return left, memory.host_peak_bytes
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -276,16 +276,16 @@ class Copied:
 def test_the_host_s_memory_is_read_before_a_further_micro_step_takes_it_again(again, monkeypatch):
     """However far the CPU is ahead: copies back that still run hold page-locked memory."""
     running: list[Copied] = []
-    monkeypatch.setattr(offloading._Luggage, "wait", lambda self: None)
-    monkeypatch.setattr(offloading._Luggage, "__del__", lambda self: None)
-    copy = offloading._Luggage._copy
+    monkeypatch.setattr(offloading._OffloadedStorage, "wait", lambda self: None)
+    monkeypatch.setattr(offloading._OffloadedStorage, "__del__", lambda self: None)
+    copy = offloading._OffloadedStorage._copy
 
     def copied(self, to, source):
         copy(self, to, source)
         if self.fetched:
-            self.arrived = Copied(running)
+            self.copied = Copied(running)
 
-    monkeypatch.setattr(offloading._Luggage, "_copy", copied)
+    monkeypatch.setattr(offloading._OffloadedStorage, "_copy", copied)
     model = two_layers("gpt2")
     for block in blocks(model):
         offload(block)

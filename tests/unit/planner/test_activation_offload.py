@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.errors import HardwareError
+from hf_osdp.planner.affine import Affine, Envelope
 from hf_osdp.planner.cost.memory import SegmentBytes, activation_host_bytes, estimate_memory
 from hf_osdp.planner.cost.timing import HostTrip, Windows, host_trips, unit_time
-from hf_osdp.planner.cost.units import Batch, Choice, UnitSeconds
-from hf_osdp.planner.description import Activations, Affine, Envelope, GatherSpan, ModelDescription, PhaseCost, Segment
+from hf_osdp.planner.cost.units import UnitSeconds
+from hf_osdp.planner.decision import Batch, UnitLayout
+from hf_osdp.planner.description import Activations, GatherSpan, ModelDescription, PhaseCost, Segment
 from hf_osdp.planner.hardware import Backend, HostSpec
 from hf_osdp.planner.job import TrainingJob
-from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.strategies import search_spaces
 from tests.helpers.descriptions import transformer
@@ -23,7 +24,7 @@ from tests.helpers.problems import problem
 TERMS = UnitSeconds(
     gather_forward=4.0, gather_backward=4.0, reduce_scatter=3.0, all_reduce=2.0, copy_forward=0.0, copy_backward=0.0, optimizer=0.0
 )
-CHOICE = Choice(shard_size=2, keep=False)
+CHOICE = UnitLayout(shard_size=2, reshard_after_forward=True)
 ONCE = Batch(micro_batch_size=1, accumulation_steps=1)
 FIVE = Batch(micro_batch_size=1, accumulation_steps=5)
 COMES = HostTrip(out=6.0, back=5.0)
@@ -69,7 +70,7 @@ def recomputable(*, input_bytes: float, own_bytes: float, forward_flops: float =
 
     def with_forms(segment: Segment) -> Segment:
         again = PhaseCost(
-            peak_bytes=Envelope.line(per_sample=saved_bytes or own_bytes), matmul_flops=Affine(per_sample=3 * forward_flops)
+            peak_bytes=Envelope.linear(per_sample=saved_bytes or own_bytes), matmul_flops=Affine(per_sample=3 * forward_flops)
         )  # fmt: skip
         once = replace(segment.forward, matmul_flops=Affine(per_sample=forward_flops))
         kept = Affine(per_sample=input_bytes)
@@ -116,11 +117,11 @@ def segment(*, saved: float = 1000, own: float = 700, input_bytes: float = 100) 
     again = Segment(
         unit=0, saved_bytes=Affine(per_sample=input_bytes), own_saved_bytes=Affine(per_sample=input_bytes),
         sent_bytes=Affine(per_sample=input_bytes),
-        backward=PhaseCost(peak_bytes=Envelope.line(per_sample=5000)),
+        backward=PhaseCost(peak_bytes=Envelope.linear(per_sample=5000)),
     )  # fmt: skip
     return Segment(
         unit=0, saved_bytes=Affine(per_sample=saved), own_saved_bytes=Affine(per_sample=own), sent_bytes=Affine(per_sample=own),
-        backward=PhaseCost(peak_bytes=Envelope.line(per_sample=2000)), recomputed=again,
+        backward=PhaseCost(peak_bytes=Envelope.linear(per_sample=2000)), recomputed=again,
     )  # fmt: skip
 
 
@@ -152,7 +153,11 @@ def test_an_input_takes_a_power_of_two_of_the_host(samples, pinned):
 def test_the_host_holds_what_every_block_sent():
     description = recomputable(input_bytes=2e6, own_bytes=8e6)
     choices = [
-        Choice(shard_size=1, keep=True, activations=Activations.OFFLOAD if index in description.recomputable else Activations.SAVE)
+        UnitLayout(
+            shard_size=1,
+            reshard_after_forward=False,
+            activations=Activations.OFFLOAD if index in description.recomputable else Activations.SAVE,
+        )
         for index in range(len(description.units))
     ]
     estimate = estimate_memory(description, choices, 1, TrainingJob(global_batch_size=1), ONCE)
@@ -163,7 +168,7 @@ def test_offload_without_a_host_is_refused():
     description, hardware = recomputable(input_bytes=2e6, own_bytes=8e6), replace(with_host(), host=None)
     job = TrainingJob(global_batch_size=2, offload_activations=True)
     with pytest.raises(HardwareError, match="offload_activations=True, but no host is known"):
-        search_spaces(Strategy.OSDP, description, hardware, job, ONCE)
+        search_spaces(problem(description, hardware, job), ONCE)
     assert planned(description, hardware, TrainingJob(global_batch_size=2), 10**9) == {Activations.SAVE}
 
 

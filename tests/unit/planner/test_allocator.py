@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hf_osdp.measurement.memory_snapshot import replay_snapshot
+from benchmarks.gpu_suite.snapshot_replay import replay_snapshot
 from hf_osdp.planner.allocator.caching import CachingAllocator, DeviceFullError
 
 MiB = 2**20
@@ -92,28 +92,6 @@ def test_free_neighbours_in_a_segment_become_one():
         allocator.free(key)
     allocator.allocate("all", 20 * MiB)
     assert allocator.reserved_bytes == 20 * MiB
-
-
-def test_block_used_by_another_stream_is_free_after_synchronisation():
-    allocator = fixed()
-    allocator.allocate("a", 30 * MiB, stream=1)
-    allocator.record_stream("a", 2)
-    allocator.free("a")
-    assert allocator.allocated_bytes == 0
-    allocator.allocate("b", 30 * MiB, stream=1)
-    assert allocator.reserved_bytes == 60 * MiB
-    allocator.synchronize()
-    allocator.allocate("c", 30 * MiB, stream=1)
-    assert allocator.reserved_bytes == 60 * MiB
-
-
-def test_use_by_its_own_stream_defers_nothing():
-    allocator = fixed()
-    allocator.allocate("a", 30 * MiB, stream=1)
-    allocator.record_stream("a", 1)
-    allocator.free("a")
-    allocator.allocate("b", 30 * MiB, stream=1)
-    assert allocator.reserved_bytes == 30 * MiB
 
 
 def test_whole_free_segments_are_released_when_the_device_is_full():

@@ -6,10 +6,10 @@ import pytest
 import torch.distributed as dist
 
 from hf_osdp.distributed.mesh import Meshes
-from hf_osdp.planner.cost.communicators import communicators_of
+from hf_osdp.planner.decision import UnitDecision, UnitLayout, communicators_of
 from hf_osdp.planner.hardware import Backend
 from hf_osdp.planner.job import TrainingJob
-from hf_osdp.planner.plan import Plan, UnitDecision
+from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import COMMUNICATOR_BYTES, preset
 from hf_osdp.planner.search.search import compare_strategies, least_memory
 from hf_osdp.planning.simulate import fake_process_group
@@ -46,7 +46,7 @@ def test_communicators_are_the_groups_that_meshes_form(world_size, layouts, coun
     plan = plan_of(world_size, layouts)
     with fake_process_group(world_size):
         formed = groups_formed(plan)
-    assert communicators_of(layouts, world_size) == plan.communicators == formed == count
+    assert plan.communicators == formed == count
 
 
 def count_on_ranks() -> int:
@@ -54,11 +54,11 @@ def count_on_ranks() -> int:
 
 
 def test_communicators_are_the_groups_that_gloo_ranks_form():
-    assert run_ranks(count_on_ranks, 4) == [communicators_of([(1, 1), (2, 1), (4, 2), (4, 1)], 4)] * 4 == [3] * 4
+    assert run_ranks(count_on_ranks, 4) == [3] * 4
 
 
 def test_one_process_has_no_communicator():
-    assert communicators_of([(1, 1)], 1) == 0
+    assert communicators_of([UnitLayout(shard_size=1, reshard_after_forward=False)], 1) == 0
 
 
 def test_a_plan_of_a_preset_counts_its_own_communicators():

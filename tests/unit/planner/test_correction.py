@@ -8,7 +8,7 @@ from hf_osdp.planner.cost.correction import Correction, correction_of
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.cost.timing import compute_seconds
-from hf_osdp.planner.cost.units import Batch, Choice
+from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.hardware import Collective, CollectiveTiming
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.search.search import search
@@ -24,7 +24,7 @@ BATCH = Batch(micro_batch_size=2, accumulation_steps=1)
 def test_extra_bytes_are_at_every_moment_and_add_up() -> None:
     job = TrainingJob(global_batch_size=8)
     corrected = Correction(extra_bytes=5).of_job(Correction(extra_bytes=1000).of_job(job))
-    choices = [Choice(shard_size=4, keep=False)] * len(MODEL.units)
+    choices = [UnitLayout(shard_size=4, reshard_after_forward=True)] * len(MODEL.units)
     before = estimate_memory(MODEL, choices, 4, job, BATCH)
     after = estimate_memory(MODEL, choices, 4, corrected, BATCH)
     assert [m.total_bytes + 1005 for m in before.moments] == [m.total_bytes for m in after.moments]

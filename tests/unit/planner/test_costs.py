@@ -11,9 +11,10 @@ import pytest
 
 from hf_osdp.errors import HardwareError
 from hf_osdp.planner.cost.collectives import collective_seconds, replicate_ring, shard_ring
-from hf_osdp.planner.cost.units import Batch, Choice, UnitBytes, choices_for, merged_gradients, unit_bytes, unit_seconds
+from hf_osdp.planner.cost.units import UnitBytes, merged_gradients, unit_bytes, unit_seconds
+from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import Activations, DType, GatherSpan, ParameterSpec, UnitDescription
-from hf_osdp.planner.hardware import Backend, Collective, DeviceSpec, Handling, Hardware, HostSpec, Link, WorkTime
+from hf_osdp.planner.hardware import Backend, Collective, DeviceSpec, FsdpOverhead, Hardware, HostSpec, Link, WorkTime
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 
 ONCE = Batch(micro_batch_size=1, accumulation_steps=1)
@@ -40,7 +41,7 @@ def terms(
     unit: UnitDescription = UNIT, *, g: int, keep: bool = False, hold: bool = False, on_host: bool = False, world_size: int = 4, job=None,
     batch: Batch = ONCE,
 ) -> UnitBytes:  # fmt: skip
-    choice = Choice(shard_size=g, keep=keep, hold_gradients=hold, on_host=on_host)
+    choice = UnitLayout(shard_size=g, reshard_after_forward=not keep, reduce_every_micro_step=not hold, on_host=on_host)
     return unit_bytes(unit, choice, world_size, job or job_of(), batch)
 
 
@@ -91,9 +92,9 @@ def test_unit_sharded_over_all():
 
 
 def test_two_stages_take_memory_between_them_and_nothing_else():
-    flat, staged = terms(g=4), unit_bytes(UNIT, Choice(shard_size=4, keep=False, stage_size=2), 4, job_of(), ONCE)
+    flat, staged = terms(g=4), unit_bytes(UNIT, UnitLayout(shard_size=4, reshard_after_forward=True, stage_size=2), 4, job_of(), ONCE)
     assert staged == replace(flat, reduce_stage=64, cast_buffer=64), "half of what is reduced or gathered inside a node of two"
-    half = unit_bytes(UNIT, Choice(shard_size=4, keep=False, stage_size=2), 8, job_of("bf16"), ONCE)
+    half = unit_bytes(UNIT, UnitLayout(shard_size=4, reshard_after_forward=True, stage_size=2), 8, job_of("bf16"), ONCE)
     assert (half.reduce_stage, half.last_gradient) == (64, 16), "reduced in float32, made in bfloat16"
     assert half.reduce_work == 64 + 16 + max(0, half.reduce_output - half.reduced_after)
 
@@ -209,9 +210,17 @@ def test_merged_gradients_are_the_shared_parameters_only():
 
 def test_choices_of_a_unit_that_stays_gathered_all_keep():
     root = unit_of(parameter("w", 8), span=GatherSpan.STEP)
-    assert choices_for(root.span, (1, 4)) == (Choice(shard_size=1, keep=True), Choice(shard_size=4, keep=True))
-    assert choices_for(root.span, (4,), keep=False) == (Choice(shard_size=4, keep=True),)
-    assert [(c.shard_size, c.keep) for c in choices_for(UNIT.span, (1, 4))] == [(1, False), (1, True), (4, False), (4, True)]
+    assert layouts_for(root.span, (1, 4)) == (
+        UnitLayout(shard_size=1, reshard_after_forward=False),
+        UnitLayout(shard_size=4, reshard_after_forward=False),
+    )
+    assert layouts_for(root.span, (4,), reshard_after_forward=True) == (UnitLayout(shard_size=4, reshard_after_forward=False),)
+    assert [(c.shard_size, c.reshard_after_forward) for c in layouts_for(UNIT.span, (1, 4))] == [
+        (1, True),
+        (1, False),
+        (4, True),
+        (4, False),
+    ]
 
 
 def machine(devices_per_node: int = 4) -> Hardware:
@@ -225,7 +234,7 @@ def machine(devices_per_node: int = 4) -> Hardware:
 
 
 def seconds(*, g: int, keep: bool = False, precision: str = "no", hardware: Hardware | None = None):
-    return unit_seconds(UNIT, Choice(shard_size=g, keep=keep), hardware or machine(), job_of(precision))
+    return unit_seconds(UNIT, UnitLayout(shard_size=g, reshard_after_forward=not keep), hardware or machine(), job_of(precision))
 
 
 def test_seconds_of_a_sharded_unit():
@@ -272,7 +281,7 @@ def test_one_process_spends_time_on_the_update_only():
     assert alone.optimizer == pytest.approx(7 * 128 / 1e6)
 
 
-HANDLING = Handling(
+HANDLING = FsdpOverhead(
     gather=WorkTime(call_s=1.0, tensor_s=0.1, seconds_per_byte=0.001),
     reduce=WorkTime(call_s=2.0, tensor_s=0.2, seconds_per_byte=0.002),
     updates={
@@ -284,8 +293,8 @@ HANDLING = Handling(
 
 
 def handled(unit: UnitDescription = UNIT, *, g: int, keep: bool = False, job: TrainingJob | None = None, world_size: int = 4):
-    hardware = replace(machine(devices_per_node=world_size), handling=HANDLING)
-    return unit_seconds(unit, Choice(shard_size=g, keep=keep), hardware, job or job_of())
+    hardware = replace(machine(devices_per_node=world_size), fsdp_overhead=HANDLING)
+    return unit_seconds(unit, UnitLayout(shard_size=g, reshard_after_forward=not keep), hardware, job or job_of())
 
 
 def test_measured_handling_counts_calls_tensors_and_copied_bytes():
@@ -326,19 +335,24 @@ def test_clipping_reads_gradients_twice_and_writes_them_once(backend, dispatched
     """A GPU runs behind the CPU that dispatches."""
     hardware = replace(machine(), backend=backend, device=replace(machine().device, operator_s=1e-3))
     clipping = replace(job_of(), clips_gradients=True)
-    with_it, without = (unit_seconds(UNIT, Choice(shard_size=4, keep=True), hardware, job) for job in (clipping, job_of()))
+    with_it, without = (
+        unit_seconds(UNIT, UnitLayout(shard_size=4, reshard_after_forward=False), hardware, job) for job in (clipping, job_of())
+    )
     assert with_it.optimizer - without.optimizer == pytest.approx(3 * 32 / 1e6 + dispatched)
 
 
 def test_batch_says_what_it_holds_and_how_often_it_reduces():
-    reducing, holding = Choice(shard_size=4, keep=False), Choice(shard_size=4, keep=False, hold_gradients=True)
+    reducing, holding = (
+        UnitLayout(shard_size=4, reshard_after_forward=True),
+        UnitLayout(shard_size=4, reshard_after_forward=True, reduce_every_micro_step=False),
+    )
     asked = [(ONCE, reducing), (ONCE, holding), (THRICE, reducing), (THRICE, holding)]
     assert [batch.holds_gradients(choice) for batch, choice in asked] == [False, False, False, True]
     assert [batch.reduce_scatters(choice) for batch, choice in asked] == [1, 1, 3, 1]
 
 
 def test_recompute_changes_no_term_of_the_parameters():
-    choice = Choice(shard_size=4, keep=False)
+    choice = UnitLayout(shard_size=4, reshard_after_forward=True)
     again = replace(choice, activations=Activations.RECOMPUTE)
     assert unit_bytes(UNIT, again, 4, job_of(), ONCE) == unit_bytes(UNIT, choice, 4, job_of(), ONCE)
     assert unit_seconds(UNIT, again, machine(), job_of()) == unit_seconds(UNIT, choice, machine(), job_of())
@@ -397,25 +411,31 @@ def test_one_process_gathers_what_lies_on_the_host():
 
 def test_host_link_brings_shards_takes_gradients_and_the_host_steps():
     hardware = replace(machine(), host=HOST)
-    here, there = (unit_seconds(UNIT, Choice(shard_size=4, keep=False, on_host=way), hardware, job_of()) for way in (False, True))
+    here, there = (
+        unit_seconds(UNIT, UnitLayout(shard_size=4, reshard_after_forward=True, on_host=way), hardware, job_of()) for way in (False, True)
+    )
     assert there.gather_forward - here.gather_forward == pytest.approx(32 / 1e4)
     assert there.gather_backward - here.gather_backward == pytest.approx(32 / 1e4)
     assert there.reduce_scatter - here.reduce_scatter == pytest.approx(32 / 2e4)
     assert there.optimizer == pytest.approx(7 * 32 / 5e3)
     assert there.all_reduce == here.all_reduce
-    kept = unit_seconds(UNIT, Choice(shard_size=4, keep=True, on_host=True), hardware, job_of())
+    kept = unit_seconds(UNIT, UnitLayout(shard_size=4, reshard_after_forward=False, on_host=True), hardware, job_of())
     assert (kept.gather_forward, kept.gather_backward) == (there.gather_forward, 0)
-    clipping = unit_seconds(UNIT, Choice(shard_size=4, keep=False, on_host=True), hardware, replace(job_of(), clips_gradients=True))
+    clipping = unit_seconds(
+        UNIT, UnitLayout(shard_size=4, reshard_after_forward=True, on_host=True), hardware, replace(job_of(), clips_gradients=True)
+    )
     assert clipping.optimizer == pytest.approx((7 + 3) * 32 / 5e3)
 
 
 def test_replicas_come_from_the_host_on_the_stream_of_compute():
     hardware = replace(machine(), host=HOST)
-    here, there = (unit_seconds(UNIT, Choice(shard_size=1, keep=False, on_host=way), hardware, job_of()) for way in (False, True))
+    here, there = (
+        unit_seconds(UNIT, UnitLayout(shard_size=1, reshard_after_forward=True, on_host=way), hardware, job_of()) for way in (False, True)
+    )
     assert (there.gather_forward, there.gather_backward) == (0, 0)
     assert there.copy_forward - here.copy_forward == pytest.approx(128 / 1e4)
 
 
 def test_a_host_that_is_not_known_is_an_error():
     with pytest.raises(HardwareError, match="the host of toy is not known; measure it"):
-        unit_seconds(UNIT, Choice(shard_size=4, keep=False, on_host=True), machine(), job_of())
+        unit_seconds(UNIT, UnitLayout(shard_size=4, reshard_after_forward=True, on_host=True), machine(), job_of())

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_osdp.planner.description import Affine, Envelope
+from hf_osdp.planner.affine import Affine, Envelope
 
 LINES = st.lists(
     st.builds(
@@ -26,7 +26,7 @@ def test_an_envelope_is_the_highest_of_its_lines(lines, samples):
 
 @given(LINES)
 def test_an_envelope_keeps_only_lines_that_are_somewhere_the_highest(lines):
-    kept = Envelope.above(lines).lines
+    kept = Envelope.above(lines).pieces
     slopes = [line.per_sample for line in kept]
     assert slopes == sorted(set(slopes))
     for number, line in enumerate(kept):
@@ -51,9 +51,9 @@ def test_no_moment_is_no_bytes():
 
 @pytest.mark.parametrize(("constants", "expected"), [(True, 10), (False, 15)])
 def test_scaling_leaves_constants_unless_asked(constants, expected):
-    assert Envelope.line(constant=10, per_sample=5).scaled(0.5, constants=constants).bytes(2) == expected
+    assert Envelope.linear(constant=10, per_sample=5).scaled(0.5, constants=constants).bytes(2) == expected
 
 
 def test_bytes_are_rounded_up_and_never_negative():
-    assert Envelope.line(constant=0.25, per_sample=1).bytes(3) == 4
-    assert Envelope.line(constant=-100, per_sample=1).bytes(3) == 0
+    assert Envelope.linear(constant=0.25, per_sample=1).bytes(3) == 4
+    assert Envelope.linear(constant=-100, per_sample=1).bytes(3) == 0

@@ -9,7 +9,7 @@ import pytest
 from hf_osdp.errors import PlanError
 from hf_osdp.planner.description import Activations
 from hf_osdp.planner.plan import Plan, UnitDecision
-from hf_osdp.planner.split import Cut
+from hf_osdp.planner.split import ModelSplit
 
 UNITS = (
     UnitDecision(fqn="", shard_size=2, reshard_after_forward=False),
@@ -41,7 +41,7 @@ BEYOND = {
     "'model.layers.0' offloads its activations": changed(activations=Activations.OFFLOAD),
     "'model.layers.0' holds whole gradients between micro-steps": changed(reduce_every_micro_step=False),
     "of model.layers.* some are kept gathered and some are not": changed(reshard_after_forward=False),
-    "the model is cut into operators": replace(PLAN, cut=Cut(operators=True)),
+    "the model is split into operators": replace(PLAN, split=ModelSplit(operators=True)),
     "unit (root)": replace(PLAN, world_size=4, units=tuple(replace(unit, shard_size=4, stage_size=2) for unit in UNITS)),
 }
 

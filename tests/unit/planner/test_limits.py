@@ -15,7 +15,7 @@ from hf_osdp.planner.hardware import MOST_RANKS, DeviceSpec, Link
 from hf_osdp.planner.job import TrainingJob, divisors
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.search.search import least_memory, search
-from hf_osdp.planner.split import Cut, OperatorSplit
+from hf_osdp.planner.split import ModelSplit, OperatorSplit
 from tests.helpers.descriptions import at_random, transformer
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem
@@ -86,7 +86,7 @@ def test_worlds_parameters_jobs_and_peaks():
     with pytest.raises(ValueError, match=r"global_batch_size=.* must be at least 1 and at most"):
         TrainingJob(global_batch_size=2**41)
     with pytest.raises(ValueError, match="A peak has no moment"):
-        Envelope(lines=())
+        Envelope(pieces=())
 
 
 @pytest.mark.parametrize("change", [dict(module_names=()), dict(shared=((),))])
@@ -101,7 +101,7 @@ def test_large_numbers_take_no_time():
     assert TrainingJob(global_batch_size=2**40).micro_batch_sizes(8)[0] == 2**37
     names = [OperatorSplit(fqn=f"m{i}", slices=2) for i in range(20_000)]
     with pytest.raises(ValueError, match="'m7' is split 2 times"):
-        Cut(splits=(*names, names[7]))
+        ModelSplit(sliced=(*names, names[7]))
     assert time.monotonic() - start < 5
 
 

@@ -7,26 +7,18 @@ from dataclasses import fields, replace
 
 import pytest
 
-from hf_osdp.planner.cost.memory import MemoryBreakdown, combined_scratch, estimate_memory, gathered_ahead, merging_stretch
-from hf_osdp.planner.cost.units import Batch, Choice, choices_for, unit_bytes
-from hf_osdp.planner.description import (
-    Affine,
-    DType,
-    Envelope,
-    GatherSpan,
-    ModelDescription,
-    ParameterSpec,
-    PhaseCost,
-    Segment,
-    UnitDescription,
-)
+from hf_osdp.planner.affine import Affine, Envelope
+from hf_osdp.planner.cost.memory import MemoryBreakdown, combined_scratch, estimate_memory, gathered_ahead, merging_segments
+from hf_osdp.planner.cost.units import unit_bytes
+from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
+from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, ParameterSpec, PhaseCost, Segment, UnitDescription
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.problem import Strategy
-from hf_osdp.planner.search.bounds import peak_floor
+from hf_osdp.planner.search.candidates import Candidate
 from hf_osdp.planner.search.strategies import batches, search_spaces
-from hf_osdp.planner.search.timeline import build_line
+from hf_osdp.planner.search.timeline import build_timeline
 from tests.helpers.descriptions import at_random, transformer
+from tests.helpers.problems import problem
 
 ONCE = Batch(micro_batch_size=1, accumulation_steps=1)
 JOB = TrainingJob(global_batch_size=8)
@@ -45,9 +37,9 @@ def blocks(*, saved: int = 0, workspace: int = 0, head_saved: int = 0, head_work
         )
         for i in range(LAYERS)
     ]  # fmt: skip
-    phase = PhaseCost(peak_bytes=Envelope.line(per_sample=workspace))
+    phase = PhaseCost(peak_bytes=Envelope.linear(per_sample=workspace))
     segments = [Segment(unit=1 + i, saved_bytes=Affine(per_sample=saved), forward=phase, backward=phase) for i in range(LAYERS)]
-    head_phase = PhaseCost(peak_bytes=Envelope.line(per_sample=head_workspace))
+    head_phase = PhaseCost(peak_bytes=Envelope.linear(per_sample=head_workspace))
     head = Segment(unit=0, saved_bytes=Affine(per_sample=head_saved), forward=head_phase, backward=head_phase)
     return ModelDescription(
         model_name="blocks", model_class="Blocks", block_classes=("Block",), sequence_length=1, compute_dtype=DType.FLOAT32,
@@ -55,8 +47,8 @@ def blocks(*, saved: int = 0, workspace: int = 0, head_saved: int = 0, head_work
     )  # fmt: skip
 
 
-def everywhere(description: ModelDescription, g: int, *, keep: bool = False, **more) -> list[Choice]:
-    return [replace(choices_for(unit.span, (g,), keep=keep)[0], **more) for unit in description.units]
+def everywhere(description: ModelDescription, g: int, *, keep: bool = False, **more) -> list[UnitLayout]:
+    return [replace(layouts_for(unit.span, (g,), reshard_after_forward=not keep)[0], **more) for unit in description.units]
 
 
 def estimate(description: ModelDescription, g: int, *, world_size: int = 4, job: TrainingJob = JOB, batch: Batch = ONCE, **chosen):
@@ -84,7 +76,7 @@ def test_whole_gradients_that_are_held_are_all_there_when_the_last_block_is_redu
     job = TrainingJob(global_batch_size=8, optimizer=OptimizerSpec(states=0))
     holding = Batch(micro_batch_size=1, accumulation_steps=2)
     # parameters and gradients, one block gathered, and the buffer in which the one after it is reduced
-    assert estimate(blocks(), g=1, job=job, batch=holding, hold_gradients=True).peak_bytes == LAYERS * P + LAYERS * P + P + P
+    assert estimate(blocks(), g=1, job=job, batch=holding, reduce_every_micro_step=False).peak_bytes == LAYERS * P + LAYERS * P + P + P
 
 
 def test_full_sharding_of_one_block_at_a_time():
@@ -155,7 +147,7 @@ def test_accumulation_ends_with_shards_however_gradients_were_held(hold):
     description = transformer()
     batch = Batch(micro_batch_size=1, accumulation_steps=2)
     assert (
-        estimate(description, g=4, batch=batch, hold_gradients=hold).moments[-1].breakdown
+        estimate(description, g=4, batch=batch, reduce_every_micro_step=not hold).moments[-1].breakdown
         == estimate(description, g=4).moments[-1].breakdown
     )
 
@@ -182,8 +174,8 @@ def test_gradients_of_shared_weights_meet_in_their_first_segment():
     description = transformer()
     root, tied, *rest = description.units
     shared = replace(description, units=(root, replace(tied, shared=(("embedding.weight", "head.weight"),)), *rest))
-    assert merging_stretch(description, JOB) == {}
-    assert merging_stretch(shared, JOB) == {0: 4 * tied.numel}
+    assert merging_segments(description, JOB) == {}
+    assert merging_segments(shared, JOB) == {0: 4 * tied.numel}
     plain, merging = ([m for m in estimate(d, g=4).moments if m.phase == "backward"] for d in (description, shared))
     assert [b.total_bytes - a.total_bytes for a, b in zip(plain, merging, strict=True)] == [0] * 5 + [4 * tied.numel]
 
@@ -192,8 +184,9 @@ def test_gradients_of_shared_weights_meet_in_their_first_segment():
 def test_frugal_floor_is_below_every_layout(seed):
     description, hardware = at_random(seed, kinds=2, blocks=3), preset("cpu", devices_per_node=2)
     for batch in batches(TrainingJob(global_batch_size=4), 2):
-        (space,) = search_spaces(Strategy.OSDP, description, hardware, JOB, batch)
-        floor = peak_floor(description, build_line(description, hardware, JOB, batch, space), JOB, batch)
+        (space,) = search_spaces(problem(description, hardware, JOB), batch)
+        asked = problem(description, hardware, JOB)
+        floor = Candidate(problem=asked, batch=batch, timeline=build_timeline(asked, batch, space)).floor_bytes
         assert all(estimate_memory(description, c, 2, JOB, batch).peak_bytes >= floor for c in itertools.product(*space))
 
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.errors import PlanError
-from hf_osdp.planner.cost.units import Batch, Choice
-from hf_osdp.planner.decision import ShardMode, UnitDecision
+from hf_osdp.planner.decision import Batch, ShardMode, UnitDecision, UnitLayout
 from hf_osdp.planner.description import Activations
 from hf_osdp.planner.plan import PLAN_VERSION, Plan
 from tests.helpers.descriptions import transformer
@@ -359,9 +358,10 @@ def test_decisions_show_in_texts_in_one_order():
 
 
 def test_choices_become_decisions_unit_by_unit():
-    plain = Choice(shard_size=4, keep=False)
+    plain = UnitLayout(shard_size=4, reshard_after_forward=True)
     choices = [
-        plain, replace(plain, keep=True), replace(plain, hold_gradients=True), replace(plain, activations=Activations.RECOMPUTE),
+        plain, replace(plain, reshard_after_forward=False), replace(plain, reduce_every_micro_step=False),
+        replace(plain, activations=Activations.RECOMPUTE),
         replace(plain, on_host=True, stage_size=2),
     ]  # fmt: skip
     plan = Plan.of(DESCRIPTION, choices, Batch(micro_batch_size=1, accumulation_steps=2), world_size=4)
@@ -403,4 +403,4 @@ def test_a_decision_changed_by_hand_is_seen_by_the_fingerprint(change):
 
 def test_a_plan_of_the_version_before_says_to_plan_again():
     """It had one `reduce_every_micro_step` for all units, which is no reason to name that field."""
-    assert "The plan has version 2; this hf_osdp reads version 3. Plan again" in refused(changed(version=2, reduce_every_micro_step=True))
+    assert "The plan has version 2; this hf_osdp reads version 4. Plan again" in refused(changed(version=2, reduce_every_micro_step=True))

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.errors import ProfileError
+from hf_osdp.planner.affine import Affine, linear_fit
 from hf_osdp.planner.cost.timing import compute_seconds, phase_seconds
-from hf_osdp.planner.description import Affine, DType, ModelDescription, PhaseCost
-from hf_osdp.planner.fit import fit_line
-from hf_osdp.planner.hardware import Collective, CollectiveTiming, Handling, WorkTime
+from hf_osdp.planner.description import DType, ModelDescription, PhaseCost
+from hf_osdp.planner.hardware import Collective, CollectiveTiming, FsdpOverhead, WorkTime
 from hf_osdp.planner.job import OptimizerStep
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import HostLink, Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
@@ -22,7 +22,7 @@ DESCRIPTION = transformer(layers=3)
 HARDWARE = replace(
     preset("cpu", devices_per_node=2),
     timings=(CollectiveTiming(collective=Collective.ALL_GATHER, group_size=2, latency_s=1e-4, seconds_per_byte=1e-9, crosses_nodes=True),),
-    handling=Handling(
+    fsdp_overhead=FsdpOverhead(
         gather=WorkTime(call_s=1e-4, tensor_s=1e-5, seconds_per_byte=1e-10),
         reduce=WorkTime(call_s=2e-4),
         updates={step: WorkTime(tensor_s=1e-5) for step in OptimizerStep},
@@ -86,7 +86,7 @@ def test_damaged_profiles_are_refused_in_one_line():
     assert "is not JSON" in refused("{")
     assert "should be an object" in refused("[]")
     assert "hardware: Field required" in refused("{}")
-    assert "version 1; this hf_osdp reads version 2" in refused(changed(version=1))
+    assert "version 1; this hf_osdp reads version 3" in refused(changed(version=1))
     assert "colour" in refused(changed(colour="red"))
     text = PROFILE.to_json()
     assert "group_size=1" in refused(text.replace('"group_size": 2', '"group_size": 1'))
@@ -167,9 +167,9 @@ def test_work_that_differs_by_a_hair_is_the_same():
     assert all(s.forward.seconds is not None for s in timed.segments)
 
 
-def test_fit_line_recovers_a_line():
-    assert fit_line([(n, 1e-4 + 2e-9 * n) for n in (1_000, 100_000, 10_000_000)]) == pytest.approx((1e-4, 2e-9))
+def test_linear_fit_recovers_the_coefficients():
+    assert linear_fit([(n, 1e-4 + 2e-9 * n) for n in (1_000, 100_000, 10_000_000)]) == pytest.approx((1e-4, 2e-9))
 
 
 def test_one_size_is_a_line_through_nothing():
-    assert times_of(DESCRIPTION, 0, (4, 2.0, 0.0)).line("forward_s") == Affine(constant=0.0, per_sample=0.5)
+    assert times_of(DESCRIPTION, 0, (4, 2.0, 0.0)).linear("forward_s") == Affine(constant=0.0, per_sample=0.5)

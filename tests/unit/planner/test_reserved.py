@@ -9,12 +9,12 @@ import pytest
 from transformers import GPT2Config
 
 from hf_osdp.errors import InfeasibleError
-from hf_osdp.planner.allocator.reserved import is_replayed, runs_within, within_reserved
-from hf_osdp.planner.cost.evaluate import batch_of, capacity_of, choices_of
+from hf_osdp.planner.cost.evaluate import capacity_of, is_replayed, runs_within
 from hf_osdp.planner.cost.memory import estimate_memory
-from hf_osdp.planner.cost.units import Batch
+from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.presets import preset
+from hf_osdp.planner.search.reserved import within_reserved
 from hf_osdp.planner.search.search import SearchResult, least_memory, search
 from hf_osdp.tracing.describe import describe
 from tests.helpers.descriptions import transformer
@@ -35,7 +35,7 @@ class Gaps:
 
     def __call__(self, plan, description, job, *, retries: bool) -> int:
         self.asked += 1
-        peak = estimate_memory(description, choices_of(plan, description), plan.world_size, job, batch_of(plan)).peak_bytes
+        peak = estimate_memory(description, plan.layouts(description), plan.world_size, job, plan.batch).peak_bytes
         return math.ceil(peak * self.factor if peak > self.below else peak)
 
 
@@ -50,10 +50,7 @@ def found_with(gaps: Gaps) -> SearchResult | None:
         search(problem(MODEL, HARDWARE, JOB, LIMIT)),
         find,
         lambda: search(problem(MODEL, HARDWARE, JOB, LEAST)),
-        MODEL,
-        HARDWARE,
-        JOB,
-        LIMIT,
+        problem(MODEL, HARDWARE, JOB, LIMIT),
         needed=gaps,
     )
 
@@ -71,7 +68,7 @@ def test_within_reserved_finds_another_plan_where_gaps_are_too_large(factor):
     found = found_with(gaps)
     assert gaps.asked > 1 and found.plan.step_s >= free.plan.step_s
     assert found.memory.peak_bytes * factor <= HARDWARE.room_bytes(LIMIT) + 1
-    plain = estimate_memory(MODEL, choices_of(found.plan, MODEL), 4, JOB, Batch(micro_batch_size=found.plan.micro_batch_size,
+    plain = estimate_memory(MODEL, found.plan.layouts(MODEL), 4, JOB, Batch(micro_batch_size=found.plan.micro_batch_size,
                             accumulation_steps=found.plan.accumulation_steps))  # fmt: skip
     assert found.memory == plain and found.plan.peak_bytes == plain.on(HARDWARE), "what was added for the search is not in the estimate"
     assert not found.plan.proven_optimal

@@ -68,9 +68,9 @@ def test_search_says_missing_bytes_where_limit_and_least_read_the_same():
         search(problem(MODEL, machine(1, 4), JOB, least // 2))
 
 
-def test_a_comparison_is_of_the_model_as_osdp_has_it_cut():
+def test_a_comparison_is_of_the_model_as_osdp_has_it_split():
     other = transformer(layers=1)
-    rows = compare_strategies(problem(MODEL, machine(1, 4), JOB, AMPLE), cut=other)
+    rows = compare_strategies(problem(MODEL, machine(1, 4), JOB, AMPLE), split=other)
     units = {row.strategy: len(row.result.plan.units) for row in rows if row.result}
     assert units.pop(Strategy.OSDP) == len(other.units) and set(units.values()) == {len(MODEL.units)}
 

@@ -9,16 +9,16 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.planner.affine import Affine, Envelope
-from hf_osdp.planner.allocation_trace import AllocationTrace, Handed
-from hf_osdp.planner.allocator.event_log import COMPUTE, COPY_IN, REDUCE, REDUCE_REPLICAS
-from hf_osdp.planner.allocator.replay import Event, StepEvents, replay_steps
-from hf_osdp.planner.allocator.step_events import estimate_reserved, step_events
+from hf_osdp.planner.allocator.replay import COMPUTE, COPY_IN, REDUCE, REDUCE_REPLICAS, Event, StepEvents, replay_steps
 from hf_osdp.planner.cost.memory import estimate_memory
-from hf_osdp.planner.cost.units import Batch, Choice
+from hf_osdp.planner.cost.step_events import estimate_reserved, step_events
+from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import (  # fmt: skip
     Activations,
+    AllocationTrace,
     DType,
     GatherSpan,
+    Handed,
     ModelDescription,
     ParameterSpec,
     PhaseCost,
@@ -32,7 +32,7 @@ MiB = 2**20
 WORLD, BLOCKS = 4, 3
 JOB = TrainingJob(global_batch_size=8)
 ONE = Batch(micro_batch_size=2, accumulation_steps=1)
-FULL, REPLICA = Choice(shard_size=WORLD, keep=False), Choice(shard_size=1, keep=False)
+FULL, REPLICA = UnitLayout(shard_size=WORLD, reshard_after_forward=True), UnitLayout(shard_size=1, reshard_after_forward=True)
 TRACE = AllocationTrace(  # workspace, saved, output; then the input's gradient, the weight's, and the gradient that came in goes
     sizes=((0, MiB), (512, MiB), (0, 2 * MiB), (0, 2 * MiB), (4 * MiB, 0)),
     forward=(0, 1, ~0, 2),
@@ -63,8 +63,8 @@ def model(*, traced: bool = True, trace: AllocationTrace = TRACE) -> ModelDescri
             unit=i,
             saved_bytes=Affine(constant=512, per_sample=3 * MiB),
             gradient_bytes=Affine(per_sample=2 * MiB),
-            forward=PhaseCost(peak_bytes=Envelope.line(constant=512, per_sample=3 * MiB)),
-            backward=PhaseCost(peak_bytes=Envelope.line(constant=4 * MiB, per_sample=2 * MiB)),
+            forward=PhaseCost(peak_bytes=Envelope.linear(constant=512, per_sample=3 * MiB)),
+            backward=PhaseCost(peak_bytes=Envelope.linear(constant=4 * MiB, per_sample=2 * MiB)),
             allocations=0 if traced else None,
         )
         for i in range(BLOCKS)
@@ -88,7 +88,7 @@ def test_sharded_unit_is_gathered_twice_by_way_of_a_buffer_on_the_copy_in_stream
 
 def test_replica_is_copied_without_a_buffer_and_kept_unit_is_gathered_once():
     assert not sizes(step_events(model(), [REPLICA] * BLOCKS, WORLD, JOB, ONE).before_optimizer, COPY_IN)
-    kept = step_events(model(), [replace(FULL, keep=True)] * BLOCKS, WORLD, JOB, ONE)
+    kept = step_events(model(), [replace(FULL, reshard_after_forward=False)] * BLOCKS, WORLD, JOB, ONE)
     assert sizes(kept.before_optimizer, COPY_IN) == {4 * MiB: BLOCKS}
 
 
@@ -101,14 +101,16 @@ def test_shards_are_cast_on_the_copy_in_stream_and_gradients_after_their_reducti
     assert sizes(hybrid, REDUCE) == {MiB: BLOCKS} and sizes(hybrid, REDUCE_REPLICAS) == {2 * MiB: BLOCKS}
 
 
-@pytest.mark.parametrize("choice", [FULL, REPLICA, replace(FULL, shard_size=2), replace(FULL, keep=True), replace(FULL, on_host=True)])
+@pytest.mark.parametrize(
+    "choice", [FULL, REPLICA, replace(FULL, shard_size=2), replace(FULL, reshard_after_forward=False), replace(FULL, on_host=True)]
+)
 @pytest.mark.parametrize("hold", [False, True])
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("traced", [True, False])
 def test_a_step_frees_all_that_it_makes(choice, hold, steps, traced):
     batch = Batch(micro_batch_size=2, accumulation_steps=steps)
     job = replace(JOB, global_batch_size=8 * steps, precision=Precision.named("bf16"))
-    events = step_events(model(traced=traced), [replace(choice, hold_gradients=hold)] * BLOCKS, WORLD, job, batch)
+    events = step_events(model(traced=traced), [replace(choice, reduce_every_micro_step=not hold)] * BLOCKS, WORLD, job, batch)
     live: set = set()
     for event in (*events.before_optimizer, *events.optimizer):
         if event.nbytes < 0:
@@ -119,7 +121,7 @@ def test_a_step_frees_all_that_it_makes(choice, hold, steps, traced):
 
 
 @pytest.mark.parametrize("traced", [True, False])
-@pytest.mark.parametrize("choice", [FULL, REPLICA, replace(FULL, keep=True)])
+@pytest.mark.parametrize("choice", [FULL, REPLICA, replace(FULL, reshard_after_forward=False)])
 def test_allocated_peak_is_the_estimates(choice, traced):
     description, choices = model(traced=traced), [choice] * BLOCKS
     reserved = estimate_reserved(description, choices, WORLD, JOB, ONE)

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.errors import HardwareError
+from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.timing import UnitTimer, Windows, compute_seconds, estimate_time, overlap_windows, phase_seconds, unit_time
-from hf_osdp.planner.cost.units import Batch, Choice, UnitSeconds, choices_for, unit_seconds
-from hf_osdp.planner.description import Activations, Affine, DType, ModelDescription, PhaseCost
+from hf_osdp.planner.cost.units import UnitSeconds, unit_seconds
+from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
+from hf_osdp.planner.description import Activations, DType, ModelDescription, PhaseCost
 from hf_osdp.planner.hardware import Backend
 from hf_osdp.planner.job import TrainingJob
 from tests.helpers.descriptions import transformer
@@ -20,8 +22,8 @@ TERMS = UnitSeconds(
 )
 ONCE = Batch(micro_batch_size=1, accumulation_steps=1)
 FIVE = Batch(micro_batch_size=1, accumulation_steps=5)
-REDUCING = Choice(shard_size=2, keep=False)
-HOLDING = replace(REDUCING, hold_gradients=True)
+REDUCING = UnitLayout(shard_size=2, reshard_after_forward=True)
+HOLDING = replace(REDUCING, reduce_every_micro_step=False)
 JOB = TrainingJob(global_batch_size=20)
 
 
@@ -124,7 +126,7 @@ def test_rate_of_an_unknown_dtype_is_an_error_that_lists_the_known():
 def test_nothing_overlaps_on_gloo():
     description = transformer()
     assert set(overlap_windows(description, hardware(Backend.GLOO), 4)) == {Windows()}
-    choices = [choices_for(u.span, (4,), keep=False)[0] for u in description.units]
+    choices = [layouts_for(u.span, (4,), reshard_after_forward=True)[0] for u in description.units]
     time = estimate_time(description, choices, hardware(Backend.GLOO), JOB, ONCE)
     assert time.total("exposed_s") == time.total("communication_s") > 0
 
@@ -142,7 +144,7 @@ def test_windows_on_nccl_are_the_segment_before_and_the_units_own_backward():
 def test_overlap_never_slows_a_step():
     description = transformer()
     for g, keep in ((1, False), (2, False), (4, True), (4, False)):
-        choices = [choices_for(u.span, (g,), keep=keep)[0] for u in description.units]
+        choices = [layouts_for(u.span, (g,), reshard_after_forward=not keep)[0] for u in description.units]
         # gloo with the ring of NCCL: the same laps, no overlap
         nccl = estimate_time(description, choices, hardware(), JOB, ONCE)
         gloo = estimate_time(description, choices, hardware(Backend.GLOO), JOB, ONCE)
@@ -151,7 +153,7 @@ def test_overlap_never_slows_a_step():
 
 def test_step_is_the_sum_of_its_units():
     description = transformer()
-    choices = [choices_for(u.span, (2,), keep=True)[0] for u in description.units]
+    choices = [layouts_for(u.span, (2,), reshard_after_forward=False)[0] for u in description.units]
     time = estimate_time(description, choices, hardware(), JOB, FIVE)
     windows, compute = overlap_windows(description, hardware(), 1), compute_seconds(description, hardware(), 1)
     for index, unit in enumerate(description.units):
@@ -194,8 +196,8 @@ def test_recompute_is_one_more_forward_and_a_longer_window_of_its_own_unit_alone
 def test_timer_gives_each_unit_the_time_of_its_own_choice():
     description = recomputable()
     timer = UnitTimer(description, hardware(), JOB, FIVE)
-    plain = Choice(shard_size=4, keep=False)
-    choices = [plain, plain, plain, replace(plain, activations=Activations.RECOMPUTE), replace(plain, hold_gradients=True)]
+    plain = UnitLayout(shard_size=4, reshard_after_forward=True)
+    choices = [plain, plain, plain, replace(plain, activations=Activations.RECOMPUTE), replace(plain, reduce_every_micro_step=False)]
     alone = [estimate_time(description, [choice] * 5, hardware(), JOB, FIVE).units[i] for i, choice in enumerate(choices)]
     assert [timer(i, choice) for i, choice in enumerate(choices)] == alone
     assert estimate_time(description, choices, hardware(), JOB, FIVE).units == tuple(alone)

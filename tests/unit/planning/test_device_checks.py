@@ -11,9 +11,10 @@ from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.search import StrategyResult, search
-from hf_osdp.planning.preflight.devices import DeviceMemory, fp16_for_bf16, limit_within, memory_now, native_bf16, slow_link
+from hf_osdp.planning.preflight.devices import DeviceMemory, fp16_for_bf16, memory_now, native_bf16, slow_link
 from hf_osdp.planning.preflight.findings import Severity
-from hf_osdp.planning.preflight.ranks import bf16_on, device_memory
+from hf_osdp.planning.preflight.run import bf16_on, device_memory
+from hf_osdp.planning.problem import check_limit
 from tests.helpers.descriptions import transformer
 from tests.helpers.problems import problem
 
@@ -67,9 +68,9 @@ def test_one_node_has_no_slow_link_and_what_is_unknown_says_nothing():
 
 def test_a_limit_above_the_device():
     device = preset("titan-rtx").device
-    assert limit_within(device, 24 * GIB, said="memory_limit=24GiB") == 24 * GIB
+    assert check_limit(24 * GIB, device, given="memory_limit=24GiB") == 24 * GIB
     with pytest.raises(ValueError, match=r"^memory_limit=25GiB is more than the 24.0 GiB of TITAN RTX; use at most 25769803776 bytes, or"):
-        limit_within(device, 25 * GIB, said="memory_limit=25GiB")
+        check_limit(25 * GIB, device, given="memory_limit=25GiB")
 
 
 def memory(free: int, own: int = 0, name: str = "GPU 0", sharing: int = 1) -> DeviceMemory:

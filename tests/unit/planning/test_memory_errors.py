@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import sys
-import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_osdp.distributed import restart as again
+from hf_osdp.distributed import restart
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.presets import preset
-from hf_osdp.planning import out_of_memory as oom
-from hf_osdp.planning.memory_errors import is_of_host, is_out_of_memory
-from hf_osdp.planning.recalibrate import Problem
-from hf_osdp.planning.simulate import fake_process_group
+from hf_osdp.planner.problem import PlanningProblem
+from hf_osdp.planner.search.search import search
+from hf_osdp.planning.out_of_memory import OutOfMemoryHandler, is_of_host, is_out_of_memory
 from tests.helpers.descriptions import transformer
 
 DEVICE = {
@@ -44,15 +41,14 @@ OTHERS = (
 )  # fmt: skip
 
 
-def watch(on_oom: str = "raise", device: str = "cpu") -> None:
+def handler(on_oom: str = "raise", device: str = "cpu") -> OutOfMemoryHandler:
     hardware = preset("cpu", devices_per_node=4)
-    loose = Problem(description=transformer(), hardware=hardware, job=TrainingJob(global_batch_size=8), memory_limit_bytes=2**33)
-    oom.watch(nn.Linear(1, 1), loose.solve(), (), problem=loose, on_oom=on_oom, device=torch.device(device))
+    loose = PlanningProblem(description=transformer(), hardware=hardware, job=TrainingJob(global_batch_size=8), memory_limit_bytes=2**33)
+    return OutOfMemoryHandler(nn.Linear(1, 1), search(loose).plan, (), problem=loose, on_oom=on_oom, device=torch.device(device))
 
 
 @pytest.fixture(autouse=True)
-def nothing_watched(monkeypatch):
-    monkeypatch.setattr(oom._Process, "watch", None)
+def hook_restored(monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
 
@@ -60,9 +56,8 @@ def nothing_watched(monkeypatch):
 def test_every_kind_is_known_and_explained_in_the_same_error(kind):
     error = {**DEVICE, **HOST}[kind]
     assert is_out_of_memory(error) and is_of_host(error) == (kind in HOST)
-    watch()
     before = type(error)(*error.args)
-    with pytest.raises(type(error)) as caught, oom.explained():
+    with pytest.raises(type(error)) as caught, handler().explained():
         raise before
     assert caught.value is before and str(before).startswith("Out of memory on ") and "memory_limit=" in str(before)
     assert "\n" not in str(before)
@@ -81,90 +76,22 @@ def test_the_code_of_an_accelerator_error_counts():
 
 
 def test_what_the_cpu_allocator_was_asked_for_is_told():
-    watch()
     error = HOST["cpu allocator"]
-    oom.handle(error)
+    handler().handle(error)
     assert "4.0 MiB were asked for" in str(error)
 
 
 def test_memory_of_the_host_is_no_reason_for_a_plan_of_less_device_memory(monkeypatch):
-    watch("replan", device="cuda")
-    monkeypatch.setattr(again, "start_again", lambda limit: pytest.fail("it would start again"))
+    monkeypatch.setattr(restart, "restart", lambda *_: pytest.fail("it would start again"))
     error = MemoryError("no")
-    oom.handle(error)
+    handler("replan", device="cuda").handle(error)
     assert str(error).startswith("Out of the host's memory on ") and "there is no other plan" in str(error)
 
 
 @pytest.mark.parametrize("kind", ["cublas", "accelerator", "nccl"])
 def test_every_kind_is_replanned(kind, monkeypatch):
-    watch("replan")
     limits = []
-    monkeypatch.setattr(again, "hindrance", lambda: None)
-    monkeypatch.setattr(again, "start_again", lambda limit: limits.append(limit) or "another rank ended before")
-    oom.handle(type(DEVICE[kind])(*DEVICE[kind].args))
+    monkeypatch.setattr(restart, "hindrance", lambda: None)
+    monkeypatch.setattr(restart, "restart", lambda limit, message: limits.append(limit))
+    handler("replan").handle(type(DEVICE[kind])(*DEVICE[kind].args))
     assert len(limits) == 1
-
-
-# ------------------------------------------------------------------------------------------------------ no kernel is left
-
-
-@pytest.fixture
-def device(monkeypatch):
-    """A device whose calls are noted, and its `synchronize` may fail or hang."""
-    noted: list[str] = []
-    monkeypatch.setattr(again, "_QUIET_S", 0.2)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(again.os, "execve", lambda *arguments: noted.append("exec"))
-    monkeypatch.setattr(again.os, "set_inheritable", lambda *arguments: None)
-
-    def set_up(synchronize, abort=lambda: None) -> list[str]:
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: noted.append("synchronize") or synchronize(noted))
-        monkeypatch.setattr(again, "_abort_communicators", lambda: noted.append("abort") or abort())
-        return noted
-
-    return set_up
-
-
-def until_aborted(noted: list[str]) -> None:
-    if "abort" not in noted:
-        time.sleep(5)
-
-
-def raises(noted: list[str]) -> None:
-    raise torch.AcceleratorError("CUDA error: unspecified launch failure")
-
-
-def test_kernels_end_before_the_program_is_replaced(device):
-    noted = device(lambda noted: None)
-    again.replace_this_process({})
-    assert noted == ["synchronize", "exec"]
-
-
-@pytest.mark.parametrize("synchronize", [until_aborted, raises])
-def test_kernels_that_wait_for_others_are_aborted(device, synchronize):
-    noted = device(synchronize)
-    again.replace_this_process({})
-    assert noted == ["synchronize", "abort", "synchronize", "exec"]
-
-
-def test_a_device_that_hangs_takes_its_time_and_no_more(device):
-    noted, started = device(lambda noted: time.sleep(5), lambda: time.sleep(5)), time.monotonic()
-    again.replace_this_process({})
-    assert noted[-1] == "exec" and time.monotonic() - started < 3
-
-
-def test_communicators_are_aborted_together_and_groups_of_gloo_are_left(monkeypatch):
-    calls: list[str] = []
-
-    class Nccl(SimpleNamespace):
-        def __getattr__(self, name):
-            return lambda: calls.append(name) or "nccl"
-
-    with fake_process_group(2):
-        again._abort_communicators()
-    assert calls == [], "no group of NCCL"
-    group = SimpleNamespace(_get_backend=lambda device: Nccl())
-    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map={1: 0}))
-    monkeypatch.setattr(dist.distributed_c10d._world, "pg_map", [group, group])
-    again._abort_communicators()
-    assert [name for name in calls if name != "name"] == ["_group_start", "abort", "abort", "_group_end"]

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
+import gc
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from hf_osdp.distributed import lifeline_roles
-from hf_osdp.distributed import restart as again
-from hf_osdp.distributed.restart import COUNT_VARIABLE, LIMIT_VARIABLE, check_on_oom, hindrance, limit_after_oom
-from hf_osdp.distributed.wire import Ended
+from hf_osdp.distributed import restart
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.presets import preset
-from hf_osdp.planning import out_of_memory as oom
-from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.oom_location import Whereabouts
-from hf_osdp.planning.out_of_memory import MemoryWatch, safer_plan
-from hf_osdp.planning.recalibrate import Problem
+from hf_osdp.planner.problem import PlanningProblem
+from hf_osdp.planner.search.search import search
+from hf_osdp.planning.out_of_memory import OutOfMemoryHandler, place_of, safer_plan
 from hf_osdp.quantities import format_bytes
 from tests.helpers.descriptions import transformer
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
@@ -33,19 +28,17 @@ TORCHS = (
     " non-PyTorch memory, this process has 79.13 GiB memory in use. Of the allocated memory 1.50 GiB is allocated by PyTorch, and"
     " 120.00 MiB is reserved"
 )
-RE = preset("cpu", devices_per_node=4)
 HARDWARE = preset("cpu", devices_per_node=4)
 
 
 @pytest.fixture
-def problem() -> Problem:
-    loose = Problem(description=transformer(), hardware=HARDWARE, job=TrainingJob(global_batch_size=8), memory_limit_bytes=2**33)
-    return Problem(description=loose.description, hardware=HARDWARE, job=loose.job, memory_limit_bytes=loose.solve().peak_bytes)
+def problem() -> PlanningProblem:
+    loose = PlanningProblem(description=transformer(), hardware=HARDWARE, job=TrainingJob(global_batch_size=8), memory_limit_bytes=2**33)
+    return replace(loose, memory_limit_bytes=search(loose).plan.peak_bytes)
 
 
 @pytest.fixture(autouse=True)
-def nothing_watched(monkeypatch):
-    monkeypatch.setattr(oom._Process, "watch", None)
+def hook_restored(monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
 
@@ -61,7 +54,7 @@ def plan_without_units() -> Plan:
 
 @pytest.mark.parametrize("over", [0, 0.08, 0.2])
 def test_the_limit_falls_by_what_was_needed_above_the_estimate(problem, over):
-    plan = problem.solve()
+    plan = search(problem).plan
     limit = problem.memory_limit_bytes
     safer = safer_plan(problem, plan, int(plan.peak_bytes + over * limit))
     assert safer.limit_bytes == pytest.approx(min(limit * (1 - max(over, 0.05)), plan.peak_bytes * 0.95), abs=2)
@@ -71,13 +64,13 @@ def test_the_limit_falls_by_what_was_needed_above_the_estimate(problem, over):
 
 def test_a_limit_that_does_not_bind_falls_below_the_plan(problem):
     """A device that others use too: the plan is far below the limit, and there was no room all the same."""
-    plan = problem.solve()
-    loose = Problem(description=problem.description, hardware=HARDWARE, job=problem.job, memory_limit_bytes=4 * plan.peak_bytes)
+    plan = search(problem).plan
+    loose = replace(problem, memory_limit_bytes=4 * plan.peak_bytes)
     assert safer_plan(loose, plan, None).limit_bytes == int(0.95 * plan.peak_bytes)
 
 
 def test_where_nothing_fits_there_are_remedies(problem):
-    safer = safer_plan(problem, problem.solve(), 3 * problem.memory_limit_bytes)
+    safer = safer_plan(problem, search(problem).plan, 3 * problem.memory_limit_bytes)
     assert safer.plan is None and any("memory limit" in remedy for remedy in safer.remedies)
 
 
@@ -91,16 +84,15 @@ def raised(text: str) -> torch.OutOfMemoryError:
         return error
 
 
-def watched(problem: Problem | str | None, on_oom: str = "raise") -> Plan:
-    plan = plan_without_units() if problem is None else problem.solve()
-    oom.watch(nn.Linear(1, 1), plan, (), problem=problem, on_oom=on_oom, device=torch.device("cpu"))
-    return plan
+def handler(problem: PlanningProblem | None, on_oom: str = "raise", device: str = "cpu") -> tuple[OutOfMemoryHandler, Plan]:
+    plan = plan_without_units() if problem is None else search(problem).plan
+    return OutOfMemoryHandler(nn.Linear(1, 1), plan, (), problem=problem, on_oom=on_oom, device=torch.device(device)), plan
 
 
-def test_the_message_has_estimate_measured_and_the_next_plan(problem):
-    plan = watched(problem)
+def test_explained_error_has_estimate_measurement_and_next_plan(problem):
+    handling, plan = handler(problem)
     error = raised(TORCHS)
-    with pytest.raises(torch.OutOfMemoryError) as caught, oom.explained():
+    with pytest.raises(torch.OutOfMemoryError) as caught, handling.explained():
         raise error
     said = str(caught.value)
     assert "\n" not in said and said.endswith(f"({TORCHS})")
@@ -108,68 +100,61 @@ def test_the_message_has_estimate_measured_and_the_next_plan(problem):
     assert (
         f"the plan was estimated to need {format_bytes(plan.peak_bytes)} of a limit of {format_bytes(problem.memory_limit_bytes)}, " in said
     )
-    oom.handle(error)
+    handling.handle(error)
     assert str(error) == said, "it is explained once"
     assert "No plan needs as little as 1 B; use " in said, "a gibibyte is far above the estimate"
 
 
-def test_the_next_plan_is_named_with_its_limit_and_cost(problem):
-    plan = watched(problem)
+def test_explained_error_names_the_next_plan_with_limit_and_cost(problem):
+    handling, plan = handler(problem)
     error = raised(
         f"CUDA out of memory. Tried to allocate 512 bytes. Of the allocated memory {plan.peak_bytes} bytes is allocated by PyTorch"
     )
-    oom.handle(error)
+    handling.handle(error)
     safer = safer_plan(problem, plan, plan.peak_bytes + 512)
     assert f"The next plan, for memory_limit={safer.limit_bytes}, needs " in str(error)
-    assert ('With on_oom="replan" the run goes on by it.' in str(error)) == (again.hindrance() is None)
+    assert ('With on_oom="replan" the run goes on by it.' in str(error)) == (restart.hindrance() is None)
 
 
-def test_a_problem_that_rank_0_sent_says_the_same(problem):
-    plan = watched(problem)
-    mine = oom._Process.watch.explain(raised(TORCHS))
-    sent = oom.shared_problem(problem)
-    assert isinstance(sent, str)
-    oom.watch(nn.Linear(1, 1), plan, (), problem=sent, on_oom="raise", device=torch.device("cpu"))
-    assert oom._Process.watch.explain(raised(TORCHS)) == mine
-
-
-def test_a_given_plan_and_a_silent_allocator():
-    watched(None)
+def test_explained_error_of_a_given_plan_without_figures():
     error = raised("out of memory")
-    oom.handle(error)
+    handler(None)[0].handle(error)
     assert "what was allocated is not known. The plan was given; plan again under a lower memory_limit." in str(error)
-    assert oom.shared_problem(None) is None
 
 
-def test_other_errors_and_no_watch_change_nothing(problem):
-    error = raised("as it was")
-    oom.handle(error)
-    assert str(error) == "as it was"
-    watched(problem)
+def test_uncaught_error_is_explained_as_long_as_the_handler_lives(problem, monkeypatch):
+    shown: list[str] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(str(error)))
+    handling, _ = handler(problem)
+    sys.excepthook(torch.OutOfMemoryError, raised("first"), None)
+    del handling
+    gc.collect()
+    sys.excepthook(torch.OutOfMemoryError, raised("second"), None)
+    assert shown[0].startswith("Out of memory on ") and shown[1] == "second"
+
+
+def test_handler_leaves_other_errors_and_what_it_cannot_explain(problem, monkeypatch):
+    handling, _ = handler(problem)
     other = KeyError("other")
-    oom.handle(other)
+    handling.handle(other)
     assert other.args == ("other",)
-
-
-def test_an_explanation_that_fails_leaves_the_error(problem, monkeypatch):
-    watched(problem)
-    monkeypatch.setattr(MemoryWatch, "explain", lambda self, error: 1 / 0)
+    monkeypatch.setattr(OutOfMemoryHandler, "explain", lambda self, error: 1 / 0)
     error = raised("as it was")
-    oom.handle(error)
+    handling.handle(error)
     assert str(error) == "as it was"
 
 
-def test_replan_starts_again_by_the_safer_limit_or_says_why_not(problem, monkeypatch):
-    plan, limits = watched(problem, "replan"), []
-    monkeypatch.setattr(again, "hindrance", lambda: None)
-    monkeypatch.setattr(again, "start_again", lambda limit: limits.append(limit) or "another rank ended before")
+def test_replan_restarts_by_the_safer_limit_or_says_why_not(problem, monkeypatch):
+    (handling, plan), limits = handler(problem, "replan"), []
+    monkeypatch.setattr(restart, "hindrance", lambda: None)
+    monkeypatch.setattr(restart, "restart", lambda limit, message: limits.append(limit))
     error = raised("Tried to allocate 1.00 KiB.")
-    oom.handle(error)
+    handling.handle(error)
     assert limits == [safer_plan(problem, plan, None).limit_bytes]
-    assert 'on_oom="replan" cannot start again: another rank ended before.' in str(error)
-    monkeypatch.setattr(again, "hindrance", lambda: "it did so 3 times")
+    assert "The launcher starts all ranks again, by that plan." in str(error)
+    monkeypatch.setattr(restart, "hindrance", lambda: "it did so 3 times")
     error = raised("Tried to allocate 1.00 KiB.")
-    oom.handle(error)
+    handling.handle(error)
     assert "cannot start again: it did so 3 times." in str(error) and len(limits) == 1
 
 
@@ -180,7 +165,7 @@ def test_replan_starts_again_by_the_safer_limit_or_says_why_not(problem, monkeyp
     ("moment", "said"),
     [
         ("forward", "forward of transformer.h.1"),
-        ("backward", "backward of transformer.h.1"),
+        ("backward", "backward"),
         ("recompute", "recomputation of transformer.h.1"),
         ("step", "the optimizer's step"),
         ("between", "what lies between model and optimizer"),
@@ -190,7 +175,6 @@ def test_the_place_of_an_error(moment, said, monkeypatch):
     model = tiny_model("gpt2", layers=2)
     if moment == "recompute":
         model.gradient_checkpointing_enable()
-    where = Whereabouts(model, find_units(model))
     inner = model.transformer.h[1].mlp
     passes = []
     match moment:
@@ -209,52 +193,4 @@ def test_the_place_of_an_error(moment, said, monkeypatch):
         tiny_loss(model, tiny_batch(0)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    assert str(where.place_of(caught.value)) == said
-
-
-# -------------------------------------------------------------------------------------------------------- starting again
-
-
-def test_the_limit_only_falls():
-    assert limit_after_oom(100, {}) == 100
-    assert limit_after_oom(100, {LIMIT_VARIABLE: "70"}) == 70
-    assert limit_after_oom(100, {LIMIT_VARIABLE: "170"}) == 100
-    for text in ("-1", "0", "1e3", "8GiB", "9" * 30):
-        with pytest.raises(ValueError, match=r"OSDP_MEMORY_LIMIT_AFTER_OOM='.*' is not a number of bytes"):
-            limit_after_oom(100, {LIMIT_VARIABLE: text})
-
-
-def test_what_hinders_a_new_start(monkeypatch):
-    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py"])
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
-    assert hindrance({}) is None and hindrance({COUNT_VARIABLE: "2"}) is None
-    assert hindrance({COUNT_VARIABLE: "3"}) == "it did so 3 times"
-    with monkeypatch.context() as fork:
-        fork.setattr(multiprocessing, "parent_process", lambda: object())
-        assert "a notebook, or another program, holds this process" in hindrance({})
-    for unknown in (["python"], ["python", "-"]):
-        monkeypatch.setattr(sys, "orig_argv", unknown)
-        assert hindrance({}) == "the command line that started it is not known"
-
-
-def test_ranks_take_these_variables_and_no_others():
-    said = again.common_variables(70, "node0")
-    read = again.read_variables(said)
-    assert (read[LIMIT_VARIABLE], read["MASTER_ADDR"], read["TORCHELASTIC_USE_AGENT_STORE"]) == ("70", "node0", "False")
-    assert 1024 <= int(read["MASTER_PORT"]) < 2**16
-    for bad in ("[]", "{}", json.dumps({**read, "LD_PRELOAD": "x.so"}), json.dumps({**read, "MASTER_ADDR": 1}), "70"):
-        with pytest.raises(ValueError):
-            again.read_variables(bad)
-    member = lifeline_roles.Member(rank=1, host="a", local_rank=0)
-    with pytest.raises(Ended):
-        lifeline_roles._said({"kind": "failure", "end": "again", "text": said}, member)
-
-
-def test_on_oom_is_checked():
-    for value, message in {"retry": "on_oom='retry' is not known; use one of raise, replan."}.items():
-        with pytest.raises(ValueError, match=message):
-            check_on_oom(value, planning=True)
-    with pytest.raises(ValueError, match="plan runs a given plan as it is"):
-        OSDPConfig(plan="plan.json", on_oom="replan")
-    assert OSDPConfig(on_oom="replan").on_oom == "replan"
+    assert place_of(caught.value, model, find_units(model)) == said

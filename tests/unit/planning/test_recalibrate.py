@@ -13,13 +13,16 @@ from hf_osdp.planner.hardware import Collective, CollectiveTiming
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
-from hf_osdp.planning.recalibrate import MOST_ROUNDS, Problem, Round, recalibrate
+from hf_osdp.planner.problem import PlanningProblem
+from hf_osdp.planner.search.search import search
+from hf_osdp.planning.recalibrate import MOST_ROUNDS, Round, recalibrate
 from tests.helpers.descriptions import transformer
 
 RESERVED = 1000
 CPU = preset("cpu", devices_per_node=4)
 HARDWARE = replace(CPU, device=replace(CPU.device, reserved_bytes=RESERVED))
-PROBLEM = Problem(description=transformer(), hardware=HARDWARE, job=TrainingJob(global_batch_size=8), memory_limit_bytes=4 * 2**20)
+PROBLEM = PlanningProblem(description=transformer(), hardware=HARDWARE, job=TrainingJob(global_batch_size=8), memory_limit_bytes=4 * 2**20)
+FIRST = search(PROBLEM).plan
 LIMIT = PROBLEM.memory_limit_bytes - RESERVED
 
 
@@ -31,23 +34,21 @@ def needs(plan: Plan, *, more_bytes: int = 0, slower: float = 1.0) -> Observatio
     )  # fmt: skip
 
 
-def run(probe) -> tuple[Plan, tuple[Round, ...], Problem]:
-    plan, rounds, problem = recalibrate(PROBLEM.solve(), PROBLEM, probe)
-    assert problem is not None
-    return plan, rounds, problem
+def run(probe) -> tuple[Plan, tuple[Round, ...], PlanningProblem]:
+    return recalibrate(FIRST, PROBLEM, probe)
 
 
 def test_estimates_that_hold_are_tried_once():
     plan, rounds, problem = run(needs)
     assert len(rounds) == 1 and rounds[0].fits
-    assert plan.fingerprint == PROBLEM.solve().fingerprint
+    assert plan.fingerprint == FIRST.fingerprint
     assert rounds[0].correction.extra_bytes == 0 and rounds[0].correction.compute_factor == pytest.approx(1, rel=1e-6)
-    assert plan.peak_bytes == PROBLEM.solve().peak_bytes and plan.step_s == pytest.approx(PROBLEM.solve().step_s)
+    assert plan.peak_bytes == FIRST.peak_bytes and plan.step_s == pytest.approx(FIRST.step_s)
     assert problem.job.correction_bytes == 0
 
 
 def test_a_plan_that_needs_more_than_the_limit_gives_way_to_one_that_fits():
-    first = PROBLEM.solve()
+    first = FIRST
     more = LIMIT - needs(first).peak_bytes + 1
     plan, rounds, problem = run(lambda tried: needs(tried, more_bytes=more))
     assert [past.fits for past in rounds] == [False, True]
@@ -59,7 +60,7 @@ def test_a_plan_that_needs_more_than_the_limit_gives_way_to_one_that_fits():
 
 
 def test_what_runs_out_of_memory_is_over_the_limit():
-    first = PROBLEM.solve()
+    first = FIRST
 
     def probe(tried: Plan) -> Observation:
         if tried.fingerprint == first.fingerprint:
@@ -77,7 +78,7 @@ def test_times_that_were_seen_change_the_plan():
     seen = tuple(
         CollectiveTiming(collective=kind, group_size=4, latency_s=0.0, seconds_per_byte=rate) for kind, rate in rates.items()
     )  # fmt: skip
-    first = PROBLEM.solve()
+    first = FIRST
     assert all(unit.shard_size > 1 for unit in first.units)
     _, rounds, problem = run(lambda tried: replace(needs(tried, slower=1.0 if tried != first else 50.0), timings=seen))
     assert problem.hardware.timing(Collective.ALL_REDUCE, 4) == seen[0]
@@ -85,7 +86,7 @@ def test_times_that_were_seen_change_the_plan():
 
 
 def test_the_fastest_of_those_that_fit_runs():
-    first = PROBLEM.solve()
+    first = FIRST
     more = LIMIT - needs(first).peak_bytes + 1
     seen: list[str] = []
 

@@ -10,14 +10,17 @@ from accelerate.utils import ProjectConfiguration
 from transformers import TrainingArguments
 
 from hf_osdp.errors import PreflightError
+from hf_osdp.integrations.accelerator import project_folder
 from hf_osdp.integrations.announce import announce_plan
+from hf_osdp.integrations.optimizers import frozen_parameters
+from hf_osdp.integrations.trainer_facts import trainer_folder
 from hf_osdp.planner.job import OptimizerSpec, Precision
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.plan_run import RunFacts, plan_run
+from hf_osdp.planning.plan_run import plan_run
 from hf_osdp.planning.preflight.findings import Check, Severity, error, note, refuse_errors, warning
 from hf_osdp.planning.preflight.folder import RunFolder
-from hf_osdp.planning.preflight.ranks import agreed
-from hf_osdp.planning.run_checks import frozen_given, project_folder, trainer_folder
+from hf_osdp.planning.preflight.run import merged_findings
+from hf_osdp.planning.problem import RunFacts
 from tests.helpers.models import SEQUENCE_LENGTH, tiny_model
 
 
@@ -65,7 +68,7 @@ def test_a_frozen_model_is_not_trained_but_may_be_evaluated():
 def test_all_errors_stand_in_one_line():
     with pytest.raises(PreflightError, match=r"^One\. Two\.$"):
         refuse_errors([error(Check.MODEL, "One."), note(Check.PLAN, "Aside."), error(Check.LINKS, "Two.")])
-    assert agreed([warning(Check.MODEL, "One.")]) == (warning(Check.MODEL, "One."),)
+    assert merged_findings([warning(Check.MODEL, "One.")]) == (warning(Check.MODEL, "One."),)
 
 
 def test_where_trainer_and_projects_write(tmp_path):
@@ -81,5 +84,5 @@ def test_where_trainer_and_projects_write(tmp_path):
 def test_frozen_parameters_in_an_optimizer():
     layer = torch.nn.Linear(2, 2)
     layer.bias.requires_grad_(False)
-    assert frozen_given(torch.optim.SGD(layer.parameters(), lr=0.1)) == 1
-    assert frozen_given(None) == frozen_given(OptimizerSpec()) == 0
+    assert frozen_parameters(torch.optim.SGD(layer.parameters(), lr=0.1)) == 1
+    assert frozen_parameters(None) == frozen_parameters(OptimizerSpec()) == 0

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.errors import PlanError
+from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.evaluate import estimate_plan
-from hf_osdp.planner.description import Affine, DType, PhaseCost
+from hf_osdp.planner.description import DType, PhaseCost
 from hf_osdp.planner.files import plain
 from hf_osdp.planner.hardware import Collective, CollectiveTiming
 from hf_osdp.planner.job import Precision, TrainingJob

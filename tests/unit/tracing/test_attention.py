@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.presets import preset, preset_names
 from hf_osdp.tracing.attention import AttentionCall, Kernel, attention_kernel
-from hf_osdp.tracing.cuda_kernels import FusedKernels
+from hf_osdp.tracing.cuda_kernels import CudaKernels
 from hf_osdp.tracing.describe import describe
 
 V100, A100, RTX_3090, H100 = (7, 0), (8, 0), (8, 6), (9, 0)
@@ -97,10 +97,10 @@ def test_math_kernel_saves_what_torchs_own_does(dtype, groups, mask):
         options["attn_mask"] = torch.ones(2, 1, 32, 32, dtype=dtype if mask == "additive" else mask)
     with sdpa_kernel(SDPBackend.MATH):
         real = saved_bytes(lambda: F.scaled_dot_product_attention(query, key, value, **options))
-    with FusedKernels(lambda flops: None, V100) as fused:
-        stood_in = saved_bytes(lambda: F.scaled_dot_product_attention(query, key, value, **options))
-    assert list(fused.kernels) == [Kernel.MATH]
-    assert stood_in == real > 2 * 8 * 32 * 32 * 4
+    with CudaKernels(lambda flops: None, V100) as kernels:
+        allocated = saved_bytes(lambda: F.scaled_dot_product_attention(query, key, value, **options))
+    assert list(kernels.found) == [Kernel.MATH]
+    assert allocated == real > 2 * 8 * 32 * 32 * 4
 
 
 @pytest.mark.parametrize(
@@ -111,14 +111,14 @@ def test_math_kernel_saves_what_torchs_own_does(dtype, groups, mask):
 def test_fused_kernels_save_row_sums_and_bias_as_each_lays_them_out(capability, masked, rows, bias):
     query, key, value = (torch.randn(2, 4, 40, 16, dtype=BF16, requires_grad=True) for _ in range(3))
     mask = torch.ones(2, 1, 40, 40, dtype=torch.bool) if masked else None
-    with FusedKernels(lambda flops: None, capability):
+    with CudaKernels(lambda flops: None, capability):
         found = saved_bytes(lambda: F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
     assert found == 4 * 2 * 4 * 40 * 16 * 2 + 2 * 4 * rows * 4 + 2 * 40 * bias * 2
 
 
 def test_flash_pads_heads_that_are_no_multiple_of_eight():
     tensors = [torch.randn(2, 4, 40, 12, dtype=BF16, requires_grad=True) for _ in range(3)]
-    with FusedKernels(lambda flops: None, A100):
+    with CudaKernels(lambda flops: None, A100):
         output = F.scaled_dot_product_attention(*tensors)
     assert output.shape == tensors[0].shape
     output.sum().backward()

@@ -14,9 +14,9 @@ from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, Trainin
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search
 from hf_osdp.planning.simulate import simulate
-from hf_osdp.tracing.cuda_kernels import FusedKernels
+from hf_osdp.tracing.cuda_kernels import CudaKernels
 from hf_osdp.tracing.describe import describe
-from hf_osdp.tracing.live_bytes import LiveBytes
+from hf_osdp.tracing.memory_tracker import MemoryTracker
 from tests.helpers.problems import problem
 
 TOKENS, SAMPLES = 32, 16
@@ -47,7 +47,7 @@ def measured_peak(model: torch.nn.Module) -> int:
 
     step()
     states = [value for state in optimizer.state.values() for value in state.values()]
-    with LiveBytes(block_bytes=1) as live:
+    with MemoryTracker(block_bytes=1) as live:
         tensors = [value for value in (*states, *batch.values()) if isinstance(value, torch.Tensor)]
         live.track([*model.parameters(), *model.buffers(), *tensors])
         live.reset_peak()
@@ -91,7 +91,7 @@ def test_autocast_of_cuda_keeps_more_than_that_of_the_cpu(real_model):
 
 def test_operators_in_float32_are_those_of_cudas_autocast():
     value, weight = torch.randn(2, 4, 8, dtype=torch.bfloat16), torch.randn(8, 8)
-    with FusedKernels(lambda flops: None):
+    with CudaKernels(lambda flops: None):
         assert F.layer_norm(value, (8,)).dtype is torch.bfloat16
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert {f(value).dtype for f in (torch.exp, lambda v: v**2, lambda v: v.softmax(-1), lambda v: F.layer_norm(v, (8,)))} == {
@@ -118,7 +118,7 @@ def kept_by_autograd(config, device: str, fused: bool) -> Counter:
             hooks = torch.autograd.graph.saved_tensors_hooks(
                 lambda tensor: kept.setdefault(tensor.untyped_storage()._cdata, tensor), lambda tensor: tensor
             )
-            with FusedKernels(lambda flops: None) if fused else nullcontext(), hooks:
+            with CudaKernels(lambda flops: None) if fused else nullcontext(), hooks:
                 model(input_ids=tokens, labels=tokens)
         finally:
             torch.autocast_decrement_nesting()

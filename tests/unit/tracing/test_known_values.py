@@ -18,7 +18,7 @@ from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planning.simulate import fake_process_group
 from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.known_values import KnownValues
-from hf_osdp.tracing.live_bytes import LiveBytes
+from hf_osdp.tracing.memory_tracker import MemoryTracker
 from tests.helpers.sampling import slow_but
 
 IDS = torch.tensor([[5, 7, 7, 2], [9, 2, 1, 1]])
@@ -97,7 +97,7 @@ def test_memory_that_nobody_has_written_is_not_known(ids):
 
 
 def test_real_values_cost_no_memory_and_no_operator(ids):
-    with LiveBytes(block_bytes=1) as live:
+    with MemoryTracker(block_bytes=1) as live:
         mask = ids.eq(7)
         assert live.current_bytes == mask.numel()
 

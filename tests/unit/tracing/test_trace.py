@@ -13,8 +13,8 @@ from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import checkpoint_blocks
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import GatherSpan
-from hf_osdp.tracing.live_bytes import LiveBytes
-from hf_osdp.tracing.trace import trace_segments
+from hf_osdp.tracing.memory_tracker import MemoryTracker
+from hf_osdp.tracing.trace import TraceOptions, trace_segments
 from tests.helpers.sampling import slow_but
 
 TOKENS = 24
@@ -30,9 +30,8 @@ ARCHITECTURES = {
 
 
 def segments_of(model: nn.Module, **options):
-    options = {"compute_dtype": None, "fused_kernels": False, **options}
     units = find_units(model)
-    return units, trace_segments(model, units, training_batch(model, TOKENS), **options)[0]
+    return units, trace_segments(model, units, training_batch(model, TOKENS), TraceOptions(**options)).segments
 
 
 def real_saved_bytes(block: nn.Module, hidden: torch.Tensor) -> int:
@@ -101,7 +100,7 @@ def test_the_peak_of_a_real_step_is_predicted(real_model, name, samples):
     batch = training_batch(model, TOKENS)(samples)
     if "attention_mask" in batch:
         batch["attention_mask"][:, -1] = 0  # padding, or transformers leaves the mask out
-    with LiveBytes(block_bytes=1) as live:
+    with MemoryTracker(block_bytes=1) as live:
         loss = model(**batch).loss
         loss.backward()
     predicted = predicted_peak(units, segments, samples)
@@ -115,10 +114,10 @@ def test_the_peak_of_a_real_step_is_predicted(real_model, name, samples):
         daily=[("GPT2LMHeadModel", True), ("LlamaForCausalLM", False), ("T5ForConditionalGeneration", False)],
     ),
 )
-def test_standing_in_for_equal_blocks_changes_nothing(meta_model, name, fused):
+def test_reuse_of_equal_blocks_changes_nothing(meta_model, name, fused):
     model = meta_model(name, **ARCHITECTURES[name])
-    _, quick = segments_of(model, fused_kernels=fused)
-    _, whole = segments_of(model, fused_kernels=fused, shortcut=False)
+    _, quick = segments_of(model, cuda_kernels=fused)
+    _, whole = segments_of(model, cuda_kernels=fused, reuse_equal_blocks=False)
     assert [s.unit for s in quick] == [s.unit for s in whole]
     for one, other in zip(quick, whole, strict=True):
         assert one.forward.matmul_flops == other.forward.matmul_flops
@@ -131,7 +130,7 @@ def test_standing_in_for_equal_blocks_changes_nothing(meta_model, name, fused):
 
 
 @pytest.mark.parametrize("name", slow_but(ARCHITECTURES, daily=["GPT2LMHeadModel", "BertForMaskedLM", "ViTForImageClassification"]))
-def test_costs_at_four_samples_lie_on_the_line(meta_model, name):
+def test_costs_at_four_samples_are_as_extrapolated(meta_model, name):
     model = meta_model(name, **ARCHITECTURES[name])
     _, line = segments_of(model)
     _, direct = segments_of(model, samples=(4, 5, 6))
@@ -156,7 +155,8 @@ def test_fused_attention_keeps_no_square_matrix(meta_model):
     for tokens in (16, 32):
         model = meta_model("GPT2LMHeadModel")
         units = find_units(model)
-        found = trace_segments(model, units, training_batch(model, tokens), compute_dtype=torch.bfloat16, fused_kernels=True).segments
+        options = TraceOptions(compute_dtype=torch.bfloat16, cuda_kernels=True)
+        found = trace_segments(model, units, training_batch(model, tokens), options).segments
         lengths[tokens] = found[2].saved_bytes.per_sample
     assert 0 < lengths[32] == pytest.approx(2 * lengths[16], rel=0.1)
 

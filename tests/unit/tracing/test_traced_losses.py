@@ -16,8 +16,8 @@ from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import GatherSpan
 from hf_osdp.tracing.describe import describe
-from hf_osdp.tracing.fake_copy import fake_twin
-from hf_osdp.tracing.trace import trace_segments
+from hf_osdp.tracing.fake_model import fake_copy
+from hf_osdp.tracing.trace import TraceOptions, trace_segments
 
 TOKENS = 8
 GPT2 = {
@@ -89,7 +89,7 @@ def test_a_loss_that_reads_a_weight_of_the_model_it_knows_is_refused(gpt2):
         return model(**batch).loss + gpt2.lm_head.weight.square().sum()
 
     with pytest.raises(DescriptionError, match=r"lm_head\.weight of a model that it keeps; use the model that is passed"):
-        trace_segments(gpt2, units, inputs, compute_dtype=None, fused_kernels=False, loss=loss)
+        trace_segments(gpt2, units, inputs, TraceOptions(loss=loss))
     assert gpt2.lm_head.weight.grad is None
 
 
@@ -139,7 +139,7 @@ def test_a_forward_that_was_replaced_inside_adapters_runs_on_the_copy(gpt2):
     by_method(gpt2)
     model = peft.get_peft_model(gpt2, peft.LoraConfig(target_modules=["c_attn"]))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    twin = fake_twin(model, mode, None)
+    twin = fake_copy(model, mode, untie=True)
     assert twin.get_base_model().forward.__self__ is twin.get_base_model()
     assert describe(model, sequence_length=TOKENS, recomputation=False).trace.startswith("fake tensors")
 

@@ -1,0 +1,278 @@
+"""`hf-osdp plan`, `explain`, `compare`, `doctor` and `convert`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ..planner.plan import Plan
+from ..planner.problem import PlanningProblem, Strategy
+from ..planner.search.frontier import POINTS, frontier
+from ..planner.search.search import compare_strategies, search
+from .cases import case_of, describer, device_type_of, hardware_of, job_of, load_config, model_of, plain_of, timed
+from .options import JsonFile, PlotFile, Request, stated
+from .output import Output
+
+if TYPE_CHECKING:
+    from ..planner.cost.memory import Moment
+    from ..planning.simulated_search import SimulatedRound
+    from ..report.plan_file import PlanInputs
+
+_RANKS = "missing ones, and those with other versions, models, plans or devices than rank 0: looked at when a run starts"
+
+
+def plan(
+    request: Request,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="Write the plan, to run with OSDPConfig(plan=FILE) and for `explain FILE`."),
+    ] = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Run FSDP2's real step on fake tensors; plan again where it passes the limit.")
+    ] = False,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
+) -> None:
+    """Find the fastest plan that fits: a layout for each unit, and the batch with it. Needs no device and no weights.
+
+    hf-osdp plan gpt2-xl --memory-limit 16GiB --device a100-80 --devices-per-node 8 --sequence-length 1024
+    --global-batch-size 64 --precision bf16 --output plan.json
+    """
+    screen = Output(json_file, plot=plot, output=output)
+    started = time.perf_counter()
+    with screen.working("Describing the model, searching" + (" and simulating" if simulate else "")):
+        problem, config, request = case_of(request)
+        rounds = _simulated(request, problem, config) if simulate else ()
+        problem = replace(problem, job=rounds[-1].job) if rounds else problem
+        found = rounds[-1].found.plan if rounds else search(problem).plan
+    planning_s = time.perf_counter() - started
+    from ..planner.cost.evaluate import estimate_plan
+    from ..quantities import format_seconds
+    from ..report.content import report_content
+    from ..report.plan_file import PlanInputs, plan_file_content, write_json
+    from ..report.tables import plan_caption, plan_table
+
+    inputs = PlanInputs(description=problem.description, job=problem.job, hardware=problem.hardware)
+    estimate = estimate_plan(found, problem.description, problem.job, problem.hardware)
+    screen.print(plan_table(found, problem.description, estimate), *plan_caption(found, estimate, problem.hardware))
+    screen.print(f"Planned for {problem.hardware.summary} in {format_seconds(planning_s)}; activations: {problem.description.trace}.")
+    content = report_content(found, inputs, estimate, planning_s=planning_s)
+    del content["inputs"]  # they are in the file of --output
+    if rounds:
+        content["simulated"] = _show_simulated(screen, problem, rounds, estimate.memory.peak)
+    if output is not None:
+        write_json(plan_file_content(found, inputs), output)
+        screen.print(f"Plan: {output}")
+    _draw(screen, plot, found, inputs)
+    screen.write(content)
+
+
+def _simulated(request: Request, problem: PlanningProblem, config: object) -> tuple[SimulatedRound, ...]:
+    """Search, simulate, and search again where the simulation passes the limit."""
+    from ..planning.simulated_search import search_and_simulate
+
+    return search_and_simulate(
+        model_of(request, config),
+        problem,
+        device_type=device_type_of(problem.hardware),
+        activation_checkpointing=request.activation_checkpointing,
+    )
+
+
+def _show_simulated(
+    screen: Output, problem: PlanningProblem, rounds: tuple[SimulatedRound, ...], estimated: Moment
+) -> list[dict[str, Any]]:
+    """Print what simulations found; return the same for machines."""
+    from ..planner.files import plain
+    from ..quantities import format_bytes, format_seconds
+    from ..report.run_tables import simulation_table
+
+    for earlier in rounds[:-1]:
+        over = earlier.peak_on(problem.hardware) - problem.room_bytes
+        screen.print(f"Plan {earlier.found.plan.fingerprint} was given up: its simulated peak is {format_bytes(over)} over the limit.")
+    last = rounds[-1].simulation
+    screen.print("", simulation_table(estimated, last.peak_bytes, last.breakdown))
+    screen.print(f"Simulated FSDP2's step on fake tensors in {format_seconds(last.seconds)}.")
+    return [{"fingerprint": tried.found.plan.fingerprint, **plain(tried.simulation)} for tried in rounds]
+
+
+def _draw(screen: Output, path: Path | None, plan: Plan, inputs: PlanInputs) -> None:
+    """Draw memory over the step, and time by stream where the hardware is known."""
+    if path is None:
+        return
+    from ..planner.cost.evaluate import estimate_plan
+    from ..report.explain import stream_times
+    from ..report.plots import plan_chart, save_chart
+
+    hardware = inputs.hardware
+    memory = estimate_plan(plan, inputs.description, inputs.job, hardware).memory
+    reserved = 0 if hardware is None else hardware.outside_bytes(memory.communicators)
+    streams = () if hardware is None else stream_times(plan, inputs.description, inputs.job, hardware)
+    title = f"{plan.model_name}, {plan.strategy} on {plan.hardware or f'{plan.world_size} devices'}"
+    save_chart(plan_chart(title, memory, reserved, plan.memory_limit_bytes, streams), path)
+    screen.print(f"Plot: {path}")
+
+
+def explain(
+    flags: dict[str, Any],
+    plan_file: Annotated[
+        Path, typer.Argument(metavar="PLAN", help="A file of `hf-osdp plan --output`, a run's osdp_report.json, or a saved plan.")
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Hub id, folder or config.json, for a plan that was saved without what it was made from."),
+    ] = None,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
+) -> None:
+    """Take a plan apart: bytes at the peak and by unit, seconds by stream, what other layouts would cost, what binds.
+
+    A file of `plan --output` needs no options. A bare plan (Plan.save) needs --model and the options that it was made with.
+    """
+    screen = Output(json_file, plot=plot)
+    with screen.working("Taking the plan apart"):
+        from ..report.content import explanation_content
+        from ..report.explain import explain as explain_plan
+        from ..report.explain_tables import explanation_tables
+        from ..report.plan_file import read_plan_file
+        from ..report.tables import plan_caption
+
+        plan, inputs = read_plan_file(plan_file)
+        useless = [*(["--model"] if model else []), *stated(flags)]
+        if inputs is not None and useless:
+            raise ValueError(f"{plan_file} holds what its plan was made from, so {', '.join(useless)} would have no effect; leave it out.")
+        if inputs is None and model is None:
+            raise ValueError(f"{plan_file} holds a plan alone; add --model, --device and the options that it was made with.")
+        inputs = inputs or _inputs(plan, {**flags, "model": model})
+        explanation = explain_plan(plan, inputs)
+    where = "" if inputs.hardware is None else f" on {inputs.hardware.summary}"
+    screen.print(
+        f"Plan {plan.fingerprint} ({plan.strategy}) for {plan.model_name or inputs.description.model_class}{where}, {plan.sequence_length}"
+        f" tokens a sample: {plan.world_size} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps ="
+        f" {plan.global_batch_size} a step.",
+        *plan_caption(plan, explanation.estimate)[1:], f"Activations: {inputs.description.trace}.", "", *explanation_tables(explanation),
+    )  # fmt: skip
+    _draw(screen, plot, plan, inputs)
+    screen.write(explanation_content(explanation))
+
+
+def _inputs(plan: Plan, flags: dict[str, Any]) -> PlanInputs:
+    """Return what a bare plan was made from, by the user's word and the plan's."""
+    from ..report.plan_file import PlanInputs
+
+    nodes = flags.pop("num_nodes") or (None if flags["profile"] else 1)  # a profile knows
+    if nodes and plan.world_size % nodes:
+        raise ValueError(f"--num-nodes {nodes} does not divide the plan's {plan.world_size} devices; use a divisor.")
+    request = Request(
+        sequence_length=plan.sequence_length, global_batch_size=plan.global_batch_size, num_nodes=nodes,
+        devices_per_node=plan.world_size // nodes if nodes else None,
+        host_offload=None if any(unit.on_host for unit in plan.units) else False, **flags,
+    )  # fmt: skip
+    hardware = hardware_of(request)
+    if hardware.world_size != plan.world_size:
+        raise ValueError(
+            f"The profile is of {hardware.world_size} devices, but the plan is for {plan.world_size}; give --num-nodes, or another profile."
+        )
+    job = job_of(request, hardware)
+    description = timed(request, describer(request, hardware)(load_config(request.model), plan.sequence_length, plan.split))
+    plan.check(description, plan.world_size)
+    return PlanInputs(description=description, job=job, hardware=hardware)
+
+
+def compare(
+    request: Request,
+    points: Annotated[int, typer.Option(min=2, metavar="N", help="Points of the front, each one search.")] = POINTS,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
+) -> None:
+    """Set every strategy at its own best batch beside OSDP, and show what more or less memory would buy."""
+    screen = Output(json_file, plot=plot)
+    with screen.working("Describing the model"):
+        problem, config, request = case_of(request)
+        description, hardware = problem.description, problem.hardware
+        plain = description if description.split.is_none else plain_of(request, hardware, config)
+    with screen.working("Searching"):
+        rows = compare_strategies(replace(problem, description=plain), split=description)
+        peaks = [row.result.plan.peak_bytes for row in rows if row.result is not None]
+        whole = replace(problem, memory_limit_bytes=hardware.room_bytes(hardware.device.memory_bytes), strategy=Strategy.OSDP)
+        front = frontier(whole, points=points, at=[problem.room_bytes, *filter(None, peaks)])
+    from ..report.content import comparison_content
+    from ..report.tables import comparison_table, frontier_table
+
+    screen.print(comparison_table(rows, problem.memory_limit_bytes), frontier_table(front, problem.room_bytes))
+    screen.print(f"Estimated for {hardware.summary}; activations: {description.trace}.")
+    if plot is not None:
+        from ..report.plots import frontier_chart, save_chart
+
+        title = f"{description.model_name} on {hardware.summary}: fastest plan for each amount of memory"
+        save_chart(frontier_chart(title, front, rows, problem.room_bytes), plot)
+        screen.print(f"Plot: {plot}")
+    screen.write(comparison_content(hardware, problem.memory_limit_bytes, rows, front))
+
+
+def doctor(
+    request: Request,
+    optimizer: Annotated[
+        str, typer.Option("--optimizer", metavar="NAME", help="adamw, momentum, sgd, or a name of TrainingArguments(optim=...).")
+    ] = "adamw",
+    plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="The plan that is to run; else one is searched for.")] = None,
+    output_dir: Annotated[Path | None, typer.Option("--output-dir", metavar="DIR", help="Where the run will write.")] = None,
+    save_total_limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Checkpoints that are kept in it; else all are.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Look for what would go wrong in a run, with the remedy. Exit code 1 where a run would be stopped.
+
+    hf-osdp doctor gpt2-xl --memory-limit 16GiB --device a100-80 --devices-per-node 8 --sequence-length 1024
+    --global-batch-size 64 --output-dir out
+    """
+    screen = Output(json_file)
+    if save_total_limit is not None and output_dir is None:
+        raise ValueError(f"--save-total-limit {save_total_limit} has no effect without --output-dir; give both, or neither.")
+    with screen.working("Looking at model, devices, plan and folder"):
+        from ..planning.preflight.folder import RunFolder
+        from .examination import Examination, machine_line
+
+        folder = None if output_dir is None else RunFolder(path=output_dir, limit=save_total_limit, adapters=request.lora_rank is not None)
+        examination = Examination(request, optimizer, plan, folder)
+        examination.run()
+        rows = [("this machine", "ok", machine_line()), *examination.rows(), ("ranks", "later", _RANKS)]
+    from ..report.run_tables import checks_table
+
+    screen.print(checks_table(f"Before a run of {request.model}", rows))
+    checks = [{"check": name, "result": result, "text": text} for name, result, text in rows]
+    errors = sum(result == "error" for _, result, _ in rows)
+    screen.write({"model": request.model, "errors": errors, "checks": checks})
+    if errors:
+        raise typer.Exit(code=1)
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Folder of a checkpoint, of any plan and number of ranks.")],
+    target: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write; it must not exist.")],
+    to: Annotated[
+        Literal["sharded", "whole", "single", "weights"],
+        typer.Option(
+            metavar="sharded|whole|single|weights",
+            help="For Accelerate's FSDP2 (SHARDED_STATE_DICT or FULL_STATE_DICT), for one process, or safetensors alone.",
+        ),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Hub id, local folder or config.json; needed where one process wrote the optimizer's state."),
+    ] = None,
+) -> None:
+    """Write a checkpoint again, for plain Accelerate, one process, or from_pretrained. The training script itself reads every layout."""
+    from ..checkpoint.convert import Target
+    from ..checkpoint.convert import convert as write
+    from ..modeling.build import build_on_meta
+
+    screen = Output()
+    with screen.working("Converting"):
+        known = model is not None or (source / "config.json").is_file()
+        write(source, target, to=Target(to), model=build_on_meta(load_config(model or str(source))) if known else None)
+    size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    screen.print(f"{target}: {to}, {size / 2**20:.1f} MiB")

@@ -1,0 +1,172 @@
+"""The loss of a Trainer: traced on a fake model so that its memory is counted, and divided as its model expects."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..modeling.batch import Loss, without_adapters
+from ..sharding.host_offload import parameter_groups
+from ..tracing.tensors import DEVICE, fake_like
+
+_CONTAINERS = (dict, list, set, deque)
+_DATA = ("train_dataset", "eval_dataset")
+_MEANS = frozenset({"CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss", "L1Loss", "NLLLoss", "cross_entropy", "mse_loss"})
+
+
+def traced_loss(trainer: Any) -> Loss:
+    """Return the trainer's `compute_loss` as a function of a fake model and a batch.
+
+    Each call runs on a copy of the trainer: metrics that it keeps are the copy's, nothing is sent to other ranks, and modules
+    that the trainer holds are fake. A module that is sharded, such as a reference model, gives what the trained model gave.
+
+    Args:
+        trainer: a `transformers.Trainer`, whose `__init__` has ended.
+    """
+
+    def loss(fake_model: nn.Module, batch: Mapping[str, Any]) -> Any:
+        last: list[Any] = []
+        copied = _copied(trainer, fake_model, last)
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        items = max(1, labels.numel()) if isinstance(labels, torch.Tensor) else 1
+        counted = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        handle = fake_model.register_forward_hook(lambda module, args, output: last.__setitem__(slice(None), [output]))
+        try:
+            return copied.compute_loss(fake_model, batch, num_items_in_batch=items if counted else None)
+        finally:
+            handle.remove()
+            last.clear()  # the loss holds through backward what it needs
+
+    return loss
+
+
+def held_models(trainer: Any) -> dict[str, int]:
+    """Return the bytes that other models take on this device, by the name of the trainer's attribute.
+
+    Sharded ones count with their shards, and a root that stays gathered after forward whole beside them.
+    """
+    seen = {id(tensor) for tensor in _tensors(trainer.model)}
+    found = {}
+    for name, value in vars(trainer).items():
+        nbytes = sum(_bytes_on_device(module, seen) for module in _modules_in(value))
+        if nbytes:
+            found[name] = nbytes
+    return found
+
+
+def ignores_item_count(model: nn.Module) -> bool:
+    """Return whether a model's forward accepts `num_items_in_batch` and yet gives the mean of its micro-batch as the loss.
+
+    So do BERT's heads and T5. transformers' Trainer takes such a loss to be divided already, and adds up the means of micro-steps:
+    the gradient then grows with their number, which is the planner's to choose.
+
+    Args:
+        model: not sharded, perhaps with adapters of peft around it.
+    """
+    model = without_adapters(model)
+    cls = type(model)
+    if hasattr(model, "accepts_loss_kwargs") or not cls.__module__.startswith("transformers."):
+        return False
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    if code is None or not code.co_flags & inspect.CO_VARKEYWORDS:
+        return False
+    names = {*code.co_names, *code.co_varnames, *(text for text in code.co_consts if isinstance(text, str))}
+    return bool(_MEANS & names) and not {"loss_function", "num_items_in_batch"} & names
+
+
+class _LocalAccelerator:
+    """An accelerator whose collectives are local, on the device that fake tensors claim to be on."""
+
+    device = DEVICE
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def gather(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return tensor
+
+    gather_for_metrics = reduce = pad_across_processes = gather
+
+
+def _copied(trainer: Any, fake_model: nn.Module, last: list[Any]) -> Any:
+    """Copy a trainer, with a fake model; `last` gets that model's last output."""
+    copied = copy.copy(trainer)
+    for name, value in vars(trainer).items():
+        if value is trainer.model or name in ("model", "model_wrapped"):
+            setattr(copied, name, fake_model)
+        elif isinstance(value, nn.Module):
+            setattr(copied, name, _LastOutput(last) if _is_sharded(value) else _fake_beside(value, trainer.model, fake_model))
+        elif isinstance(value, _CONTAINERS) and name not in _DATA and not any(_modules_in(value)):
+            setattr(copied, name, copy.deepcopy(value))
+    copied.accelerator = _LocalAccelerator(trainer.accelerator)
+    return copied
+
+
+class _LastOutput:
+    """Replaces a sharded model: returns the trained model's last output, without gradients."""
+
+    def __init__(self, last: list[Any]) -> None:
+        self._last = last
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = copy.copy(self._last[-1])
+        for name, value in list(vars(output).items()) if not isinstance(output, Mapping) else []:
+            if isinstance(value, torch.Tensor):
+                setattr(output, name, torch.empty_like(value, requires_grad=False))
+        return tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, requires_grad=False), output)
+
+
+def _fake_beside(module: nn.Module, model: nn.Module, fake_model: nn.Module) -> nn.Module:
+    """Copy a module with fake parameters; where it holds the trained model, as losses do, the copy holds the fake one."""
+    mode = next(torch._guards.detect_fake_mode([p]) for p in fake_model.parameters())
+    memo: dict[int, Any] = {id(model): fake_model}
+    for tensor in _tensors(module):
+        fake = fake_like(tensor, mode)
+        memo[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+    return copy.deepcopy(module, memo)
+
+
+def _modules_in(value: Any) -> Iterator[nn.Module]:
+    leaves = [value] if isinstance(value, nn.Module) else tree_leaves(value) if isinstance(value, (*_CONTAINERS, tuple)) else []
+    return (leaf for leaf in leaves if isinstance(leaf, nn.Module))
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(isinstance(child, FSDPModule) for child in module.modules())
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _bytes_on_device(module: nn.Module, seen: set[int]) -> int:
+    """Bytes of tensors that were not seen yet, and of what FSDP2 gathers of them."""
+    new = [tensor for tensor in _tensors(module) if id(tensor) not in seen]
+    seen.update(id(tensor) for tensor in new)
+    if not new:
+        return 0
+    local = [getattr(tensor, "_local_tensor", tensor) for tensor in new]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local) + _gathered_bytes(module)
+
+
+def _gathered_bytes(module: nn.Module) -> int:
+    """Bytes of a root that FSDP2 leaves gathered after forward: one that nobody told to free them."""
+    if not isinstance(module, FSDPModule) or getattr(module._get_fsdp_state(), "_auto_reshard_after_forward", None) is False:
+        return 0
+    return sum(_whole_bytes(parameter) for group in parameter_groups(module) for parameter in group.fsdp_params)
+
+
+def _whole_bytes(parameter: Any) -> int:
+    dtype = getattr(parameter, "param_dtype", None) or parameter.sharded_param.dtype
+    return parameter.sharded_param.shape.numel() * dtype.itemsize

@@ -1,0 +1,340 @@
+"""What one optimizer step of an estimated plan allocates and frees on CUDA, in order, each on its stream.
+
+The order is FSDP2's (torch/distributed/fsdp/_fully_shard): see docs/allocator.md, "Events of an estimated plan".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..allocator.replay import COPY_IN, GATHER, REDUCE, REDUCE_REPLICAS, Event, EventLog, Reserved, StepEvents, replay_steps
+from ..decision import Batch, UnitLayout
+from ..description import GatherSpan, ModelDescription, UnitDescription
+from ..job import OptimizerStep, TrainingJob
+from .activation_events import ActivationEvents
+from .memory import first_uses, gathered_ahead, merging_segments
+from .units import reduce_input, unit_bytes
+
+_MICRO_STEPS = 2
+"""Micro-steps of an optimizer step that are replayed at most: those between the first and the last are like the first, or allocate less."""
+_STEP_COUNT_BYTES = 4
+"""A parameter's count of steps, which Adam with fused kernels keeps on the device."""
+
+
+def step_events(
+    description: ModelDescription, layouts: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
+) -> StepEvents:
+    """Return the events of one optimizer step on the fullest rank, for `replay_steps`.
+
+    Args:
+        description: the model, with the allocation traces of its segments; a segment without one allocates once for each of its terms.
+        layouts: one a unit, in the description's order.
+        world_size: ranks.
+        job: precision, optimizer.
+        batch: micro-batch size and accumulation.
+    """
+    step = _Step(description, layouts, world_size, job, batch)
+    held = step.hold()
+    micro_steps = min(batch.accumulation_steps, _MICRO_STEPS)
+    for number in range(1, micro_steps + 1):
+        step.micro_step(last=number == micro_steps)
+    before = step.log.take()
+    states = step.make_states()
+    step.optimizer_step()
+    return StepEvents(held=held, before_optimizer=before, states=states, optimizer=step.log.take(), traced=step.activations.traced)
+
+
+def estimate_reserved(
+    description: ModelDescription,
+    layouts: Sequence[UnitLayout],
+    world_size: int,
+    job: TrainingJob,
+    batch: Batch,
+    *,
+    capacity_bytes: int | None = None,
+) -> Reserved:
+    """Return what torch's allocator reserves for a plan on CUDA in its first two optimizer steps, and whether the capacity is enough.
+
+    `capacity_bytes` is what may be reserved, to know the retries; None for no end.
+    """
+    events = step_events(description, layouts, world_size, job, batch)
+    return replay_steps(events, expandable_segments=job.expandable_segments, capacity_bytes=capacity_bytes)
+
+
+class _Unit:
+    """One unit's parameters as FSDP2 handles them, and which of its tensors are there now."""
+
+    def __init__(self, unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, batch: Batch) -> None:
+        self.span, self.layout = unit.span, layout
+        self.terms = unit_bytes(unit, layout, world_size, job, batch)
+        g, precision = layout.shard_size, job.precision
+        trainable = [p for p in unit.parameters if p.requires_grad]
+        self.shards = [] if layout.on_host else [p.sharded_bytes(g) for p in unit.parameters]
+        self.trained = [p.sharded_bytes(g) for p in trainable]
+        self.trained_here = [] if layout.on_host else self.trained
+        self.handled = self.terms.gathered > 0  # else one process trains the plain module
+        gathered = [p.sharded_numel(g) * precision.gathered_dtype(p).itemsize for p in unit.parameters]
+        self.gathered_sizes = [g * nbytes for nbytes in gathered]
+        casts = [precision.gathered_dtype(p) is not p.dtype for p in unit.parameters]
+        self.sources = [(p.sharded_bytes(g), g * nbytes, cast) for p, nbytes, cast in zip(unit.parameters, gathered, casts, strict=True)]
+        """Of each parameter its shard, its gathered size, and whether it is cast."""
+        self.cast_bytes = sum(nbytes for nbytes, cast in zip(gathered, casts, strict=True) if cast)
+        self.gradient_sizes = [p.numel * precision.gathered_dtype(p).itemsize for p in trainable]
+        whole = sum(p.numel * precision.reduced_dtype(p).itemsize for p in trainable)
+        self.whole_factor = whole / sum(self.gradient_sizes) if trainable else 1
+        """Bytes of a gradient that is held whole over those of one as autograd makes it."""
+        self.reduced = sum(p.sharded_numel(g) * precision.reduced_dtype(p).itemsize for p in trainable)
+        self.reduce_input = reduce_input(unit, g, job)
+        self.recast = any(precision.reduced_dtype(p) is not p.dtype for p in trainable)
+        self.replicas = g < world_size
+        self.holds = batch.holds_gradients(layout) and self.handled
+        self.buffer: int | None = None
+        self.gathered: list[int] = []
+        self.gradients: list[int] = []
+        self.whole: list[int] = []
+        """Whole gradients of earlier micro-steps."""
+        self.gradient: int | None = None
+        """The sharded one; of plain modules all that is in `gradients`."""
+        self.partial: int | None = None
+
+
+class _Step:
+    """Walks through a step as `planner/cost/memory.py` does, and writes down events instead of levels."""
+
+    def __init__(
+        self, description: ModelDescription, layouts: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
+    ) -> None:
+        self.log = EventLog()
+        self._description, self._job, self._samples = description, job, batch.micro_batch_size
+        self._units = [_Unit(u, layout, world_size, job, batch) for u, layout in zip(description.units, layouts, strict=True)]
+        self._ahead, self._merging = gathered_ahead(description), merging_segments(description, job)
+        self._first_use = first_uses(description)
+        self._last_use = {segment.unit: index for index, segment in enumerate(description.segments)}
+        self.activations = ActivationEvents(description, [layout.activations for layout in layouts], batch.micro_batch_size, self.log)
+        self._last_buffer: int | None = None
+        self._reduce_input: int | None = None
+        self._reducing_replicas: list[int] = []
+
+    def hold(self) -> list[Event]:
+        """Return what is there before the first step."""
+        description = self._description
+        inputs = description.input_bytes.bytes(self._samples)
+        shards = (nbytes for unit in self._units for nbytes in unit.shards)
+        for nbytes in (*shards, description.buffer_bytes, description.other_bytes, inputs, self._job.correction_bytes):
+            self.log.make(nbytes)
+        return self.log.take()
+
+    def make_states(self) -> list[Event]:
+        """Return what the optimizer makes in its first step."""
+        spec = self._job.optimizer
+        for unit in self._units:
+            for nbytes in unit.trained_here:
+                for _ in range(spec.states):
+                    self.log.make(nbytes)
+                if spec.states > 1 and spec.step is OptimizerStep.FUSED:
+                    self.log.make(_STEP_COUNT_BYTES)
+        return self.log.take()
+
+    def micro_step(self, *, last: bool) -> None:
+        """Make the events of forward and backward."""
+        self._forward()
+        outputs = self.log.make(self._description.output_bytes.bytes(self._samples)) if self._job.holds_outputs else None
+        self._backward(last)
+        self.log.drop(outputs)
+        self.activations.end()
+
+    def optimizer_step(self) -> None:
+        """Make the events of the optimizer's scratch, and free gradients."""
+        scratch: list[int] = []
+        for unit in self._units:
+            for nbytes in unit.trained_here:
+                match self._job.optimizer.step:
+                    case OptimizerStep.FOREACH:
+                        scratch.append(self.log.make(nbytes))
+                    case OptimizerStep.FOR_LOOP:
+                        self.log.drop_all([self.log.make(nbytes), self.log.make(nbytes)])
+        self.log.drop_all(scratch)
+        for unit in self._units:
+            self.log.drop(unit.gradient)
+            self.log.drop_all(unit.gradients)
+            unit.gradient, unit.gradients = None, []
+
+    def _forward(self) -> None:
+        for number, unit in enumerate(self._units):
+            if unit.span is GatherSpan.STEP and (number not in self._first_use or not self._description.units[number].fqn):
+                self._gather(unit, forward=True)
+        for index, segment in enumerate(self._description.segments):
+            unit = self._units[segment.unit]
+            if not unit.gathered:
+                self._gather(unit, forward=True)
+            self.activations.forward(index)
+            if unit.span is not GatherSpan.STEP and unit.layout.reshard_after_forward:
+                self._free_gathered(unit)
+        self.log.drop(self._last_buffer)
+        self._last_buffer = None
+
+    def _gather(self, unit: _Unit, *, forward: bool) -> None:
+        """Gather, and copy out of the buffer; in forward the buffer stays until the next unit's has been filled."""
+        if not unit.handled:
+            return
+        self._start_gather(unit)
+        if unit.layout.shard_size == 1:
+            self._copy_replica(unit)
+        else:
+            unit.gathered = [self.log.make(nbytes) for nbytes in unit.gathered_sizes]
+        if forward:
+            self.log.drop(self._last_buffer)
+            self._last_buffer = unit.buffer
+        else:
+            self.log.drop(unit.buffer)
+        unit.buffer = None
+
+    def _start_gather(self, unit: _Unit) -> None:
+        """Fill the buffer and send it, on streams of their own."""
+        if unit.buffer is not None or unit.layout.shard_size == 1 or not unit.handled:
+            return
+        log = self.log
+        inputs: list[int] = []
+        if unit.layout.on_host:
+            for nbytes, whole, cast in unit.sources:
+                inputs.append(brought := log.make(nbytes, COPY_IN))
+                if cast:
+                    inputs[-1] = log.make(whole // unit.layout.shard_size, COPY_IN)
+                    log.drop(brought)
+        elif unit.cast_bytes:
+            inputs.append(log.make(unit.cast_bytes, COPY_IN))
+        unit.buffer = log.make(unit.terms.gather_buffer, COPY_IN)
+        log.drop_all(inputs)
+        if unit.terms.cast_buffer:  # what lies between two stages
+            log.drop(log.make(unit.terms.cast_buffer, GATHER))
+
+    def _copy_replica(self, unit: _Unit) -> None:
+        """Copy each parameter of a replicated unit, by way of one that was brought from the host or cast."""
+        log = self.log
+        before: int | None = None
+        for nbytes, whole, cast in unit.sources:
+            source = log.make(nbytes) if unit.layout.on_host else None
+            if cast:
+                source, brought = log.make(whole), source
+                log.drop(brought)
+            log.drop(before)
+            unit.gathered.append(log.make(whole))
+            before = source
+        log.drop(before)
+
+    def _free_gathered(self, unit: _Unit) -> None:
+        self.log.drop_all(unit.gathered)
+        unit.gathered = []
+
+    def _backward(self, last: bool) -> None:
+        segments = self._description.segments
+        late = {number for number, unit in enumerate(self._units) if unit.span is GatherSpan.STEP}
+        for index in range(len(segments) - 1, -1, -1):
+            number = segments[index].unit
+            unit = self._units[number]
+            if not unit.gathered:
+                self._gather(unit, forward=False)
+            if (ahead := self._ahead[index]) is not None and not self._units[ahead].gathered:
+                self._start_gather(self._units[ahead])
+            gradients = self.activations.backward(index, unit.gradient_sizes if index == self._last_use[number] else ())
+            if merged := self._merging.get(index, 0):
+                gradients = self._merged(unit, gradients, merged)
+            self._arrive(unit, gradients)
+            if unit.span is GatherSpan.STEP:
+                continue
+            if index > self._first_use[number]:
+                if unit.layout.reshard_after_forward:
+                    self._free_gathered(unit)
+            elif self.activations.hands_back(index):
+                self._free_gathered(unit)
+                self._reduce(unit, last)
+            else:  # no gradient of its input tells FSDP2 that its backward is over: it comes last, as the root does
+                late.add(number)
+        self._finish_backward(late, last)
+
+    def _finish_backward(self, late: set[int], last: bool) -> None:
+        """Reduce what comes last."""
+        for number in sorted(late):
+            if number not in self._first_use:  # its modules run somewhere in the others' segments
+                self._units[number].gradients = [self.log.make(nbytes) for nbytes in self._units[number].gradient_sizes]
+            self._free_gathered(self._units[number])
+            self._reduce(self._units[number], last)
+        self.log.drop(self._reduce_input)
+        self.log.drop_all(self._reducing_replicas)
+        self._reduce_input, self._reducing_replicas = None, []
+
+    def _merged(self, unit: _Unit, gradients: list[int], merged_bytes: int) -> list[int]:
+        """Add the gradients to those that came before, out of place: all are there for a moment."""
+        log = self.log
+        if not gradients:  # not told apart from the segment's other terms
+            log.drop(log.make(merged_bytes))
+        sums = []
+        for gradient in gradients:
+            sums.append(log.make(log.bytes_of(gradient)))
+            before = [number for number in unit.gradients if log.bytes_of(number) == log.bytes_of(gradient)][:1]
+            unit.gradients = [number for number in unit.gradients if number not in before]
+            log.drop_all([*before, gradient])
+        return sums
+
+    def _arrive(self, unit: _Unit, gradients: list[int]) -> None:
+        """Keep new gradients; those of a plain module are added to what is there."""
+        if not unit.handled and unit.gradients and len(unit.gradients) == len(unit.gradient_sizes):
+            self.log.drop_all(gradients)
+        else:
+            unit.gradients = gradients + unit.gradients  # backward meets the last parameters first
+
+    def _reduce(self, unit: _Unit, last: bool) -> None:
+        """Reduce the gradients of a unit whose backward is over, or hold them whole."""
+        log = self.log
+        if not unit.handled:
+            return
+        if unit.holds:
+            self._hold_whole(unit)
+            if not last:
+                return
+            unit.gradients, unit.whole = unit.whole, []
+        log.drop(self._reduce_input)
+        self._reduce_input = log.make(unit.reduce_input) if unit.reduce_input else None
+        sharded = unit.layout.shard_size > 1
+        log.drop_all(reversed(unit.gradients[:-1] if sharded else unit.gradients))
+        late, unit.gradients = (unit.gradients[-1:] if sharded else []), []
+        reduced = log.make(unit.reduced, REDUCE)
+        if unit.terms.reduce_stage:
+            log.drop(log.make(unit.terms.reduce_stage, REDUCE))
+        self._settle(unit, reduced, last)
+        log.drop_all(late)
+
+    def _hold_whole(self, unit: _Unit) -> None:
+        log = self.log
+        if unit.whole:
+            log.drop_all(unit.gradients)
+        elif unit.whole_factor == 1:
+            unit.whole = unit.gradients
+        else:
+            for gradient in unit.gradients:
+                unit.whole.append(log.make(int(log.bytes_of(gradient) * unit.whole_factor)))
+                log.drop(gradient)
+        unit.gradients = []
+
+    def _settle(self, unit: _Unit, reduced: int, last: bool) -> None:
+        """Add up a reduce-scatter's output, or make it the gradient."""
+        log = self.log
+        if unit.replicas and not last:
+            if unit.partial is None:
+                unit.partial = reduced
+            else:
+                log.drop(reduced)
+            return
+        log.drop(unit.partial)
+        unit.partial = None
+        becomes_gradient = not unit.layout.on_host and unit.gradient is None  # else it goes to the host, or is added to what is there
+        result = log.make(sum(unit.trained), REDUCE_REPLICAS if unit.replicas else REDUCE) if unit.recast else reduced
+        if becomes_gradient:
+            unit.gradient = result
+        elif unit.recast:
+            log.drop(result)
+        if unit.recast or not becomes_gradient:
+            if unit.replicas:
+                self._reducing_replicas.append(reduced)
+            else:
+                log.drop(reduced)

@@ -1,0 +1,324 @@
+"""Build the planning problem of a model from a configuration and what is known of the run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from torch import nn
+
+from ..distributed.allocator_settings import expands_segments
+from ..distributed.consensus import on_rank_zero
+from ..distributed.restart import limit_after_oom
+from ..errors import CheckpointingError, DescriptionError, HardwareError, InfeasibleError
+from ..measurement.machine import hardware_of_run
+from ..modeling.batch import Inputs, Loss, training_batch
+from ..modeling.split_candidates import possible_splits
+from ..planner.description import ModelDescription
+from ..planner.hardware import DeviceSpec, Hardware
+from ..planner.job import OptimizerSpec, Precision, TrainingJob
+from ..planner.problem import PlanningProblem, Strategy
+from ..planner.profile import Profile, with_block_times
+from ..planner.search.split_search import choose_description
+from ..planner.split import WHOLE_BLOCKS, ModelSplit
+from ..quantities import format_bytes
+from ..tracing.describe import describe, is_by_formula
+from .config import OSDPConfig
+from .preflight.folder import RunFolder
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What the caller knows about the run that is being planned."""
+
+    world_size: int
+    device_type: str
+    """`cpu` or `cuda`."""
+    precision: Precision
+    """With `autocast` where one process can run without FSDP2."""
+    optimizer: OptimizerSpec
+    sequence_length: int | None
+    """Tokens of one sample, 1 where samples have none; None only where a given plan runs without an estimate."""
+    global_batch_size: int | None
+    """Samples of one optimizer step over all processes; None only beside a given plan."""
+    micro_batch_size: int | None = None
+    """Samples of one batch where the data loader has fixed it."""
+    reduce_every_micro_step: bool | None = None
+    inputs: Inputs | None = None
+    """From a number of samples to a batch, as the data gives them; None makes one for a transformers model."""
+    loss: Loss | None = None
+    """How the loop makes the loss of a batch, where it is not the model's own."""
+    other_models: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that models beside the trained one take on the device throughout, by name."""
+    holds_outputs: bool = False
+    """The training loop may keep the model's outputs through backward."""
+    clips_gradients: bool = False
+    """Each step clips the norm of all gradients."""
+    activation_checkpointing: bool = False
+    """Blocks will be recomputed in backward; not needed for a model that has it switched on already."""
+    checkpoint_wrapper: bool = False
+    """Accelerate recomputes them, in torch's wrapper; else the model does it."""
+    reads_loss_alone: bool = False
+    """The loop gives labels to forward and reads only the loss from it in training."""
+    cpu_offload: bool = False
+    """Every unit's parameters, gradients and optimizer states are to live in the host's memory; else as many as the plan needs."""
+    trains: bool = True
+    """The model is trained, and not evaluated alone."""
+    frozen_in_optimizer: int = 0
+    """Frozen parameters that the optimizer was given."""
+    folder: RunFolder | None = None
+    """Where the run writes; None where that is not known."""
+    estimates_given_plan: bool = True
+    """Describe the model and estimate a given plan; False takes the plan's own figures."""
+    capability: tuple[int, int] | None = None
+    """Compute capability of the device; None is that of this machine's GPU."""
+    expandable_segments: bool = field(default_factory=expands_segments)
+    """As torch's allocator for CUDA is set in the run."""
+
+    @property
+    def offloads_all(self) -> bool:
+        """All states leave the device; the CPU has no memory but its own."""
+        return self.cpu_offload and self.device_type != "cpu"
+
+
+def precision_attempts(config: OSDPConfig, facts: RunFacts) -> list[tuple[OSDPConfig, RunFacts]]:
+    """Return configurations and facts to plan for, in order; the first that is feasible counts.
+
+    One process runs under autocast, without FSDP2, if all units stay on the device. FSDP2 runs units on the host, with its mixed precision.
+    """
+    if not facts.precision.autocast:
+        return [(config, facts)]
+    under_fsdp = (config, replace(facts, precision=replace(facts.precision, autocast=False)))
+    if facts.offloads_all or config.host_offload:
+        return [under_fsdp]
+    if config.plan is not None:
+        return [(config, facts), under_fsdp]
+    on_device = (replace(config, host_offload=False), facts)
+    return [on_device] if facts.device_type == "cpu" or config.host_offload is False else [on_device, under_fsdp]
+
+
+def first_feasible(attempts: Sequence[tuple[OSDPConfig, RunFacts]], solve: Callable[[OSDPConfig, RunFacts], T | None]) -> T:
+    """Return the first attempt's result that is neither None nor infeasible; the last attempt's error counts."""
+    for config, facts in attempts[:-1]:
+        try:
+            if (found := solve(config, facts)) is not None:
+                return found
+        except InfeasibleError:
+            pass
+    found = solve(*attempts[-1])
+    assert found is not None
+    return found
+
+
+def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
+    """Return the job to search for, with what the user has fixed.
+
+    Raises:
+        ValueError: the sizes do not fit together.
+    """
+    assert facts.global_batch_size is not None
+    job = TrainingJob(
+        global_batch_size=facts.global_batch_size,
+        precision=facts.precision,
+        optimizer=facts.optimizer,
+        holds_outputs=facts.holds_outputs,
+        clips_gradients=facts.clips_gradients,
+        micro_batch_size=facts.micro_batch_size,
+        reduce_every_micro_step=facts.reduce_every_micro_step,
+        recompute=config.recompute,
+        host_offload=True if facts.offloads_all else config.host_offload,
+        offload_activations=config.offload_activations,
+        expandable_segments=facts.expandable_segments,
+    )
+    job.micro_batch_sizes(facts.world_size)
+    return job
+
+
+def check_limit(limit_bytes: int, device: DeviceSpec, *, given: str) -> int:
+    """Return a memory limit that the device has.
+
+    Args:
+        limit_bytes: bytes that were asked for.
+        device: its memory counts.
+        given: how the limit was given, such as `memory_limit='8GiB'`.
+
+    Raises:
+        ValueError: it is more than the device has.
+    """
+    there = device.memory_bytes
+    if limit_bytes > there:
+        raise ValueError(
+            f"{given} is more than the {format_bytes(there)} of {device.name}; use at most {there} bytes, or leave it out for all of them."
+        )
+    return limit_bytes
+
+
+def memory_limit(config: OSDPConfig, hardware: Hardware) -> int:
+    """Return the bytes of each device for tensors and what the device reserves: those asked for, or all that it has.
+
+    Raises:
+        ValueError: more was asked for than there is.
+    """
+    limit = config.memory_limit_bytes
+    if limit is None:
+        return limit_after_oom(hardware.device.memory_bytes)
+    return limit_after_oom(check_limit(limit, hardware.device, given=f"memory_limit={config.memory_limit!r}"))
+
+
+class ProblemBuilder:
+    """Build planning problems of one model: hardware, job and limit once, a description for each way to split the model."""
+
+    def __init__(self, model: nn.Module, config: OSDPConfig, facts: RunFacts, *, hardware: Hardware | None = None) -> None:
+        """Resolve hardware, job and limit. Collective where `hardware` is None.
+
+        Args:
+            model: not yet sharded.
+            config: what the user asked for.
+            facts: what the caller knows about the run.
+            hardware: the devices to plan for; None takes those of the configuration, or measures this machine.
+
+        Raises:
+            HardwareError: nothing is known of a host that is asked for.
+            ProfileError: the profile cannot be read.
+            ValueError: sizes, limit and hardware do not fit together.
+        """
+        self._model, self._config, self._facts = model, config, facts
+        self._describer = Describer(model, config, facts)
+        self.job = training_job(config, facts)
+        self._profile = _profile(config)
+        if hardware is None:
+            named = config.hardware if self._profile is None else self._profile.hardware
+            hardware = hardware_of_run(named, device_type=facts.device_type, nodes=config.nodes).with_margin(config.memory_margin)
+        _check_host(hardware, config, facts)
+        self.hardware = hardware
+        self.limit_bytes = memory_limit(config, hardware)
+
+    def build(self, split: ModelSplit = WHOLE_BLOCKS) -> PlanningProblem:
+        """Return the problem of the model with a split.
+
+        Raises:
+            DescriptionError: the model cannot be described.
+            ProfileError: the profile holds times of another model.
+        """
+        description = self._describer.describe(split)
+        if self._profile is not None and split.is_none:
+            description = with_block_times(description, self._profile)
+        return PlanningProblem(
+            description=description,
+            hardware=self.hardware,
+            job=self.job,
+            memory_limit_bytes=self.limit_bytes,
+            strategy=Strategy.parse(self._config.strategy),
+        )
+
+    def with_best_split(self, whole: PlanningProblem) -> PlanningProblem:
+        """Return the problem of the model as it trains fastest, whole or split.
+
+        Blocks that others recompute stay whole, and so do blocks whose times a profile holds.
+        """
+        config, facts = self._config, self._facts
+        times_blocks = self._profile is not None and bool(self._profile.segments)
+        if not config.operator_splitting or facts.activation_checkpointing or times_blocks:
+            return whole
+        vocabulary = facts.reads_loss_alone if config.split_vocabulary is None else config.split_vocabulary
+        description = choose_description(
+            whole,
+            lambda: possible_splits(self._model, whole.description, vocabulary=vocabulary),
+            self._describer.describe,
+        )
+        return replace(whole, description=description)
+
+
+class Describer:
+    """Describes the model with the loop's own batches and loss where these can be traced, else with the model's usual batch."""
+
+    def __init__(self, model: nn.Module, config: OSDPConfig, facts: RunFacts) -> None:
+        self._model, self._config, self._facts = model, config, facts
+        self._ways: list[tuple[Inputs | None, Loss | None]] = [(config.inputs, None) if config.inputs else (facts.inputs, facts.loss)]
+        if config.inputs is None and facts.inputs is not None and _has_usual_batch(model):
+            self._ways.append((None, None))
+
+    def describe(self, split: ModelSplit) -> ModelDescription:
+        """Return the description of the model with a split.
+
+        Raises:
+            DescriptionError: it cannot be described in any way.
+        """
+        while len(self._ways) > 1:
+            try:
+                description = self._describe(split, *self._ways[0])
+            except CheckpointingError:
+                raise
+            except DescriptionError as error:
+                if not split.is_none:
+                    raise
+                reason = str(error)
+            else:
+                if not is_by_formula(description):
+                    return description
+                reason = description.trace
+            _log.warning(
+                "What %s computes from its batches cannot be traced (%s): the estimate is that of the model's own loss on %d tokens;"
+                " a lower memory_limit leaves room for what is missing.",
+                "the loop's own loss" if self._facts.loss else "the model",
+                reason,
+                self._facts.sequence_length,
+            )
+            del self._ways[0]
+        return self._describe(split, *self._ways[0])
+
+    def _describe(self, split: ModelSplit, inputs: Inputs | None, loss: Loss | None) -> ModelDescription:
+        facts = self._facts
+        assert facts.sequence_length is not None
+        description = describe(
+            self._model,
+            sequence_length=facts.sequence_length,
+            block_classes=self._config.block_classes,
+            compute_dtype=facts.precision.compute,
+            autocast=facts.precision.autocast,
+            device_type=facts.device_type,
+            capability=facts.capability,
+            activation_checkpointing=facts.activation_checkpointing,
+            inputs=inputs,
+            loss=loss,
+            split=split,
+        )
+        return replace(description, other_bytes=sum(facts.other_models.values()))
+
+
+def _has_usual_batch(model: nn.Module) -> bool:
+    """Return whether a batch can be made for the model without data."""
+    try:
+        training_batch(model, 1)
+    except (DescriptionError, AttributeError):
+        return False
+    return True
+
+
+def _profile(config: OSDPConfig) -> Profile | None:
+    """Return the profile that the user named, from rank 0's file. Collective."""
+    named = config.profile
+    if named is None or isinstance(named, Profile):
+        return named
+    text = on_rank_zero(lambda: Profile.load(named).to_json())
+    return Profile.from_json(text, source=str(named))
+
+
+def _check_host(hardware: Hardware, config: OSDPConfig, facts: RunFacts) -> None:
+    """Refuse to offload to a host that is not there or not known."""
+    if facts.device_type == "cpu":
+        if name := next((name for name in ("host_offload", "offload_activations") if getattr(config, name)), None):
+            raise ValueError(f"{name}=True, but the CPU trains in the host's own memory; leave {name} out.")
+        if facts.cpu_offload:
+            _log.warning("cpu_offload has no effect on the CPU: there is no other memory to move states to.")
+    elif (facts.cpu_offload or config.host_offload or config.offload_activations) and hardware.host is None:
+        what = "Saved activations" if config.offload_activations else "All states"
+        raise HardwareError(
+            f"{what} are to move to the host, but the host of {hardware.device.name} is not known;"
+            " leave hardware out to have it measured, or give a profile or Hardware(host=...)."
+        )

@@ -1,0 +1,123 @@
+"""Outputs like those of an equal block that was traced, so that of equal blocks two are traced and the others do no work."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from ..modeling.units import class_of
+from .tensors import DEVICE
+
+_POSITION_ATTRIBUTES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number"})
+_SCALARS = (bool, int, float, str, type(None), torch.dtype)
+
+
+def block_key(block: nn.Module) -> Hashable:
+    """Return what makes two blocks cost the same: classes, scalar attributes but the layer's number, parameters."""
+    parts: list[Hashable] = []
+    for name, module in block.named_modules():
+        scalars = tuple((key, value) for key, value in vars(module).items() if key not in _POSITION_ATTRIBUTES and _is_scalar(value))
+        tensors = tuple(
+            (key, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+            for key, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        )
+        parts.append((name, class_of(module), scalars, tensors))
+    return tuple(parts)
+
+
+def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """Return what makes two calls of a block cost the same: structure, and shapes, strides and dtypes of the tensors."""
+    leaves, spec = tree_flatten((args, kwargs))
+    keys = (
+        _TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else leaf if isinstance(leaf, _SCALARS) else type(leaf) for leaf in leaves
+    )
+    return str(spec), torch.is_grad_enabled(), tuple(keys)
+
+
+class _TensorSpec(NamedTuple):
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _TensorSpec:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=DEVICE)
+
+
+class _InputLeaf(NamedTuple):
+    """An output that is one of the inputs."""
+
+    position: int
+
+
+class RecordedCall(NamedTuple):
+    """What a call returned; `replay` returns the like for other inputs."""
+
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> RecordedCall | None:
+        """Describe an output; None if it holds objects that cannot be made anew."""
+        inputs, _ = tree_flatten((args, kwargs))
+        outputs, spec = tree_flatten(output)
+        leaves: list[Any] = []
+        for leaf in outputs:
+            index = next((i for i, given in enumerate(inputs) if given is leaf), None)
+            if isinstance(leaf, _SCALARS):
+                leaves.append(leaf)
+            elif index is not None:
+                leaves.append(_InputLeaf(index))
+            elif isinstance(leaf, torch.Tensor):
+                leaves.append(_TensorSpec.of(leaf))
+            else:
+                return None
+        return cls(spec, tuple(leaves))
+
+    def replay(self, args: tuple[Any, ...], kwargs: dict[str, Any], anchor: nn.Parameter | None) -> object:
+        """Make outputs of the same shapes; inputs that need gradients get them in backward.
+
+        Args:
+            args: of the call.
+            kwargs: of the call.
+            anchor: a trainable parameter of the block, which makes the outputs differentiable if no argument is.
+        """
+        inputs, _ = tree_flatten((args, kwargs))
+        differentiable = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        specs = tuple(leaf for leaf in self.leaves if isinstance(leaf, _TensorSpec) and leaf.requires_grad)
+        made = iter(_AllocateOutputs.apply(specs, anchor, *differentiable) if specs else ())  # type: ignore[no-untyped-call]
+        return tree_unflatten([self._leaf(leaf, inputs, made) for leaf in self.leaves], self.spec)
+
+    @staticmethod
+    def _leaf(leaf: object, inputs: list[Any], made: Iterator[torch.Tensor]) -> object:
+        if isinstance(leaf, _InputLeaf):
+            return inputs[leaf.position]
+        if isinstance(leaf, _TensorSpec):
+            return next(made) if leaf.requires_grad else leaf.empty()
+        return leaf
+
+
+class _AllocateOutputs(torch.autograd.Function):
+    """Allocate outputs in forward and input gradients in backward; keep nothing between."""
+
+    @staticmethod
+    def forward(ctx: Any, specs: tuple[_TensorSpec, ...], anchor: object, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
+        ctx.inputs = [(tuple(tensor.shape), tensor.dtype) for tensor in inputs]
+        return tuple(spec.empty() for spec in specs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        return None, None, *(torch.empty(shape, dtype=dtype, device=DEVICE) for shape, dtype in ctx.inputs)
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, _SCALARS) or (isinstance(value, tuple) and all(isinstance(item, _SCALARS) for item in value))

@@ -1,0 +1,169 @@
+"""A fake copy of a model: same structure, no memory, parameters in the dtype that FSDP2 would gather them in; and what it does."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..modeling.batch_norm import batch_norm_parameters
+from ..modeling.units import unwrapped
+from ..planner.description import GatherSpan, UnitDescription
+from .tensors import fake_like
+
+
+def fake_copy(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype | None = None, *, untie: bool = False) -> nn.Module:
+    """Copy a module, in training mode, with fake parameters and buffers.
+
+    Args:
+        model: real or on the meta device; it stays as it is.
+        mode: the mode that the fake tensors belong to.
+        compute_dtype: dtype of floating-point parameters, those of batch norms left out; None keeps theirs.
+        untie: make a parameter that has several names one parameter for each, so that the gradients of its uses appear where they
+            arise, not at the last of them.
+    """
+    memo: dict[int, Any] = {}
+    keeping = batch_norm_parameters(model)
+    for parameter in model.parameters():
+        fake = fake_like(parameter, mode, None if id(parameter) in keeping else compute_dtype)
+        fake.requires_grad_(parameter.requires_grad)
+        fake._is_param = True  # what `nn.Parameter` makes of a tensor subclass, without its detour through `detach`
+        memo[id(parameter)] = fake
+    for buffer in model.buffers():
+        memo[id(buffer)] = fake_like(buffer, mode)
+    fakes = copy.deepcopy(model, memo).train()
+    for module in fakes.modules():
+        hooked: tuple[dict[Any, Any], ...] = (module.__dict__, module._forward_pre_hooks, module._forward_hooks)
+        for functions in hooked:
+            for name, value in functions.items():
+                if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+                    functions[name] = _rebound(value, memo)
+    if untie:
+        _untie(fakes)
+    return fakes
+
+
+def _rebound(value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401
+    """Return a function, such as a forward replaced on the instance, that uses copies: `copy.deepcopy` keeps its closure as it is."""
+    if isinstance(value, (nn.Module, torch.Tensor)):
+        return memo.get(id(value), value)
+    if isinstance(value, types.MethodType):
+        return types.MethodType(_rebound(value.__func__, memo), _rebound(value.__self__, memo))
+    if isinstance(value, functools.partial):
+        keywords = {name: _rebound(argument, memo) for name, argument in value.keywords.items()}
+        return functools.partial(_rebound(value.func, memo), *(_rebound(argument, memo) for argument in value.args), **keywords)
+    if not isinstance(value, types.FunctionType) or not value.__closure__:
+        return value
+    if id(value) not in memo:
+        cells = tuple(types.CellType() for _ in value.__closure__)
+        made = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        made.__kwdefaults__ = value.__kwdefaults__
+        made.__dict__.update(value.__dict__)
+        memo[id(value)] = made  # before its closure, in which it may be itself
+        for new, old in zip(cells, value.__closure__, strict=True):
+            if old != types.CellType():  # a cell may be empty still
+                new.cell_contents = _rebound(old.cell_contents, memo)
+    return memo[id(value)]
+
+
+def _untie(model: nn.Module) -> None:
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) in seen:
+                module._parameters[name] = parameter = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+            seen.add(id(parameter))
+
+
+def release_of_stored(module: nn.Module) -> Callable[[], None]:
+    """Return a function that puts back attributes that hold tensors: RecurrentGemma's modules store their last state in themselves."""
+    before = {key: values.get(key[1]) for key, values in _attributes(module)}
+
+    def release() -> None:
+        for key, values in list(_attributes(module)):
+            if _holds_tensors(values[key[1]]) and values[key[1]] is not before.get(key):
+                values[key[1]] = before.get(key)
+
+    return release
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], dict[str, Any]]]:
+    """Yield each attribute's owner and name, and where its value is; parameters and modules left out."""
+    for inner in module.modules():
+        for values in (inner.__dict__, inner._buffers):
+            yield from (((inner, name), values) for name in values if name not in ("_parameters", "_buffers", "_modules"))
+
+
+def _holds_tensors(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, torch.Tensor)
+
+
+class OutsideReads:
+    """Notice, as a context, the units whose parameters are read as attributes while none of their modules runs.
+
+    A loss may read the weight of a head so. At run time such a read gathers the unit, which then stays gathered until the end of
+    backward.
+
+    Args:
+        modules: the traced model's, by canonical name.
+        units: the model's units; those that are freed after use count.
+    """
+
+    def __init__(self, modules: dict[str, nn.Module], units: Sequence[UnitDescription]) -> None:
+        self.found: set[int] = set()
+        """Indices of the units that were noticed."""
+        self._running: list[int] = []
+        self._owners: dict[nn.Module, int] = {
+            unwrapped(modules[spec.name.rpartition(".")[0]]): index
+            for index, unit in enumerate(units)
+            if unit.span is GatherSpan.USE
+            for spec in unit.parameters
+        }
+
+    def __enter__(self) -> OutsideReads:
+        for module, unit in self._owners.items():
+            module.__dict__["_parameters"] = _NotedParameters(module._parameters, functools.partial(self._note, unit))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for module in self._owners:
+            module.__dict__["_parameters"] = dict(module._parameters)
+
+    def running(self, unit: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the forward of one of a unit's modules, during which the unit runs."""
+
+        def noted(*args: Any, **kwargs: Any) -> object:
+            self._running.append(unit)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._running.pop()
+
+        return noted
+
+    def _note(self, unit: int) -> None:
+        in_backward = torch._C._current_graph_task_id() != -1  # where only forwards that are recomputed run
+        if unit not in self._running and not in_backward:
+            self.found.add(unit)
+
+
+class _NotedParameters(dict[str, Any]):
+    """A module's parameters; reading one as an attribute calls `note`, going through all does not."""
+
+    def __init__(self, parameters: dict[str, Any], note: Callable[[], None]) -> None:
+        super().__init__(parameters)
+        self._note = note
+
+    def __getitem__(self, name: str) -> Any:  # noqa: ANN401
+        self._note()
+        return super().__getitem__(name)

@@ -1,0 +1,347 @@
+"""Track live tensor storages, operator by operator, on real or fake tensors: bytes on device and host, kinds, allocation events."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._guards import active_fake_mode
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..modeling.activation_offload import host_memory
+from ..planner.allocator.replay import Event
+from ..planner.cost.units import pinned_bytes
+from .operators import call_operator
+from .tensors import is_dtensor, plain_tensors, storage_of, storages_of, tensors_in
+
+CUDA_BLOCK_BYTES = 512
+"""The CUDA caching allocator rounds each allocation up to this (`kMinBlockSize` in c10/cuda/CUDACachingAllocator.cpp)."""
+
+
+class Kind(str, Enum):
+    """What bytes hold, as `MemoryBreakdown` names it."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+    GATHERED = "gathered"
+    BUFFERS = "buffers"
+    MODEL_BUFFERS = "model_buffers"
+
+
+_KIND_BY_FUNCTION = {
+    ("_fsdp_collectives.py", "foreach_all_gather"): Kind.GATHERED,
+    ("_fsdp_collectives.py", "foreach_all_gather_copy_out"): Kind.GATHERED,
+    ("_fsdp_collectives.py", "foreach_reduce"): Kind.BUFFERS,
+    ("_fsdp_param.py", "init_all_gather_outputs"): Kind.GATHERED,
+    ("_fsdp_param.py", "alloc_all_gather_outputs"): Kind.GATHERED,
+    ("_fsdp_param.py", "init_unsharded_param"): Kind.GATHERED,
+    ("_fsdp_param.py", "to_accumulated_grad_if_needed"): Kind.GRADIENTS,
+    ("_fsdp_param.py", "accumulate_unsharded_grad_if_needed"): Kind.GRADIENTS,
+}
+"""Functions of torch/distributed/fsdp/_fully_shard, and what their allocations hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where new storages go, and what they hold; None leaves it to the operator and its caller."""
+
+    kind: Kind | None = None
+    on_host: bool | None = None
+    pinned: bool = False
+
+
+@dataclass(slots=True)
+class _Storage:
+    """A storage that is tracked."""
+
+    reference: weakref.ref[torch.UntypedStorage]
+    on_host: bool
+    pinned: bool
+    kind: Kind
+    nbytes: int = 0
+    allocation: int | None = None
+    """Number of its allocation among the device's events; None while it has no memory."""
+
+
+class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Count the bytes of live storages that operators make inside the context.
+
+    Storages that existed before count only if they were given to `track`; views never count twice. A `DTensor` counts by
+    its local tensor. Storages that are resized, as FSDP2 does with unsharded parameters, count at their present size.
+    Scratch memory that a kernel allocates and frees inside itself is not seen, nor are allocations of other threads.
+    To count fake tensors, enter the `FakeTensorMode` first.
+
+    Fake tensors on the host cannot be told from those on the device, since all claim to be on the CPU. A storage counts as the
+    host's if `track` said so, if an operator made it of such a storage, or if FSDP2 copied it there (see `host_copies`).
+
+    Args:
+        block_bytes: each storage on the device is rounded up to a multiple of this: 512 as on CUDA, 1 for the CPU.
+        device_type: count only storages on this type of device; None counts all but `meta`.
+        by_kind: find out the kind of each storage from the function that allocates it; else all are activations.
+        locks_pages: pinned host memory is rounded as `pinned_bytes` does.
+        stream: gives the number of the current stream, for `events`.
+
+    Raises:
+        ValueError: `block_bytes` is less than 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_bytes: int = CUDA_BLOCK_BYTES,
+        device_type: str | None = None,
+        by_kind: bool = False,
+        locks_pages: bool = False,
+        stream: Callable[[], int] = lambda: 0,
+    ) -> None:
+        if block_bytes < 1:
+            raise ValueError(f"block_bytes={block_bytes} must be at least 1; use 1 for no rounding.")
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._block_bytes, self._device_type, self._by_kind = block_bytes, device_type, by_kind
+        self._locks_pages, self._stream = locks_pages, stream
+        self._storages: dict[int, _Storage] = {}
+        self._target = _Target()
+        self._uses_host = self._made_of_host = False
+        self._fake_mode: object = None
+        self._undo_patches: list[Callable[[], None]] = []
+        self._allocations = 0
+        self._by_kind_bytes = dict.fromkeys(Kind, 0)
+        self.events: list[Event] = []
+        """Allocations and frees on the device, in order."""
+        self.current_bytes = self.peak_bytes = 0
+        """On the device: alive now, and at most since the start or the last `reset_peak`."""
+        self.host_bytes = self.host_peak_bytes = 0
+        """The same on the host."""
+        self.peak_by_kind = dict(self._by_kind_bytes)
+        """Bytes of each kind on the device when the peak was reached."""
+
+    @property
+    def live_allocations(self) -> frozenset[int]:
+        """Numbers of the device's allocations that are alive."""
+        return frozenset(storage.allocation for storage in self._storages.values() if storage.allocation is not None)
+
+    def allocation_of(self, tensor: torch.Tensor) -> int | None:
+        """Return the number of a tensor's allocation on the device, None where it has none."""
+        found = (self._storages.get(storage._cdata) for storage in storages_of(tensor))
+        return next((storage.allocation for storage in found if storage is not None), None)
+
+    def reset_peak(self) -> None:
+        """Start the peaks again from what is alive now."""
+        self.peak_bytes, self.host_peak_bytes, self.peak_by_kind = self.current_bytes, self.host_bytes, dict(self._by_kind_bytes)
+
+    def track(
+        self, tensors: Iterable[torch.Tensor | None], kind: Kind | None = None, *, on_host: bool = False, pinned: bool = False
+    ) -> None:
+        """Count tensors that were made outside, for example parameters and optimizer states.
+
+        Args:
+            tensors: tensors of any kind; None entries are skipped, storages already counted stay counted once.
+            kind: what they hold; None asks the calling functions.
+            on_host: count them as the host's from now on, also where they counted as the device's.
+            pinned: they lie in page-locked host memory.
+        """
+        for tensor in tensors:
+            for local in plain_tensors(tensor) if tensor is not None else ():
+                storage = storage_of(local)
+                if storage is None or not self._counts(local):
+                    continue
+                if on_host and (known := self._storages.get(storage._cdata)) is not None and not known.on_host:
+                    self._forget(storage._cdata)
+                with self._targeting(_Target(kind=kind, on_host=on_host or None, pinned=pinned)):
+                    self._update(storage)
+
+    def relabel(self, kind: Kind, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors on the device under another kind from now on."""
+        for tensor in tensors:
+            for key in {storage._cdata for storage in storages_of(tensor)}:
+                if (storage := self._storages.get(key)) is not None and not storage.on_host:
+                    self._by_kind_bytes[storage.kind] -= storage.nbytes
+                    self._by_kind_bytes[kind] += storage.nbytes
+                    storage.kind = kind
+
+    @contextmanager
+    def host_copies(self) -> Iterator[None]:
+        """Make FSDP2's copies between host and device, which are none between equal devices, and allocate offloaded activations there.
+
+        `Tensor.to` is patched: its caller tells the direction.
+        """
+        original = torch.Tensor.to
+
+        def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            target = _copy_target(sys._getframe(1)) if args and isinstance(args[0], torch.device) else None
+            if target is None:
+                return original(tensor, *args, **kwargs)
+            with self._targeting(target):
+                return tensor.clone()
+
+        def on_host(like: torch.Tensor) -> torch.Tensor:
+            with self._targeting(_Target(on_host=True, pinned=True)):
+                return torch.empty_like(like)
+
+        torch.Tensor.to = to  # type: ignore[assignment,method-assign]
+        try:
+            with host_memory(on_host):
+                yield
+        finally:
+            del torch.Tensor.to  # what it inherits is seen again
+
+    def __enter__(self) -> MemoryTracker:
+        if not self._undo_patches:
+            self._fake_mode = active_fake_mode()
+        self._undo_patches.append(self._patch_resize())
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._undo_patches.pop()()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        if any(map(is_dtensor, types)):
+            return NotImplemented  # let it unfold into operators on local tensors, which come here again
+        kwargs = kwargs or {}
+        self._made_of_host = self._uses_host and any(map(self._is_on_host, tensors_in((args, kwargs))))
+        try:
+            result = call_operator(func, args, kwargs)
+            self._update_results(result, () if func is torch.ops.aten.lift_fresh.default else (args, kwargs))
+        finally:
+            self._made_of_host = False
+        return result
+
+    def _update_results(self, result: object, arguments: object) -> None:
+        """Count an operator's results that are not its arguments' memory: views, and what was written in place."""
+        before: set[int] | None = None
+        for tensor in tensors_in(result):
+            for local in plain_tensors(tensor):
+                storage = storage_of(local)
+                if storage is None:
+                    continue
+                if storage._cdata not in self._storages:
+                    if before is None:
+                        before = {storage._cdata for tensor in tensors_in(arguments) for storage in storages_of(tensor)}
+                    if storage._cdata in before:
+                        continue
+                if self._counts(local):
+                    self._update(storage)
+
+    def _update(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage at its present size."""
+        key, nbytes = storage._cdata, storage.nbytes()
+        known = self._storages.get(key)
+        if known is None:
+            on_host = self._made_of_host if self._target.on_host is None else self._target.on_host
+            kind = self._target.kind or (self._kind_of_caller() if self._by_kind and not on_host else Kind.ACTIVATIONS)
+            known = _Storage(weakref.ref(storage, lambda _: self._forget(key)), on_host, self._target.pinned, kind)
+            self._storages[key] = known
+            self._uses_host |= on_host
+        before = known.nbytes
+        if known.on_host:
+            known.nbytes = pinned_bytes(nbytes) if known.pinned and self._locks_pages else nbytes
+            self.host_bytes += known.nbytes - before
+            self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
+            return
+        known.nbytes = -(-nbytes // self._block_bytes) * self._block_bytes
+        if known.nbytes != before:
+            self._reallocate(known, nbytes)
+        self.current_bytes += known.nbytes - before
+        self._by_kind_bytes[known.kind] += known.nbytes - before
+        if self.current_bytes > self.peak_bytes:
+            self.peak_bytes, self.peak_by_kind = self.current_bytes, dict(self._by_kind_bytes)
+
+    def _reallocate(self, storage: _Storage, nbytes: int) -> None:
+        """Write down that a storage's memory is freed, and that it has new memory."""
+        if storage.allocation is not None:
+            self.events.append(Event(storage.allocation, -1, 0))
+            storage.allocation = None
+        if nbytes > 0:
+            storage.allocation = self._allocations
+            self.events.append(Event(storage.allocation, nbytes, self._stream()))
+            self._allocations += 1
+
+    def _forget(self, key: int) -> None:
+        storage = self._storages.pop(key)
+        if storage.on_host:
+            self.host_bytes -= storage.nbytes
+            return
+        self.current_bytes -= storage.nbytes
+        self._by_kind_bytes[storage.kind] -= storage.nbytes
+        self._reallocate(storage, 0)
+
+    def _is_on_host(self, tensor: torch.Tensor) -> bool:
+        found = (self._storages.get(storage._cdata) for storage in storages_of(tensor))
+        return any(storage is not None and storage.on_host for storage in found)
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        if isinstance(tensor, FakeTensor):
+            if tensor.fake_mode is not self._fake_mode:
+                return False  # DTensor finds out shapes under a fake mode of its own
+        elif tensor.device.type == "meta":
+            return False
+        return self._device_type is None or tensor.device.type == self._device_type
+
+    def _kind_of_caller(self) -> Kind:
+        """Find out what a new storage holds from the functions that are running.
+
+        In a reduction the first storage is the buffer that is sent and the others become gradients. What operators make elsewhere
+        is activations: saved tensors, workspace, gradients before they are reduced.
+        """
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            code = frame.f_code
+            kind = _KIND_BY_FUNCTION.get((code.co_filename.rpartition("/")[2], code.co_name))
+            if code.co_name == "foreach_reduce" and kind is not None:
+                return Kind.GRADIENTS if frame.f_locals.get("reduce_scatter_input") is not None else kind
+            if kind is not None:
+                return kind
+            if "/torch/optim/" in code.co_filename:
+                return Kind.BUFFERS
+            frame = frame.f_back
+        return Kind.ACTIVATIONS
+
+    @contextmanager
+    def _targeting(self, target: _Target) -> Iterator[None]:
+        self._target = target
+        try:
+            yield
+        finally:
+            self._target = _Target()
+
+    def _patch_resize(self) -> Callable[[], None]:
+        """Patch `UntypedStorage.resize_`, which is no operator; the function returned undoes it."""
+        original = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> object:
+            result = original(storage, size)
+            on_device = self._device_type is None or storage.device.type == self._device_type
+            if storage._cdata in self._storages or (on_device and storage.device.type != "meta"):
+                self._update(storage)
+            return result
+
+        def restore() -> None:
+            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+        return restore
+
+
+def _copy_target(caller: FrameType) -> _Target | None:
+    """Where a copy by FSDP2 goes; None for other callers of `Tensor.to`."""
+    match caller.f_code.co_filename.rpartition("/")[2], caller.f_code.co_name:
+        case "_fsdp_param.py", "all_gather_inputs":
+            return _Target(on_host=False)
+        case "_fsdp_collectives.py", "foreach_reduce":  # what is added to a gradient that is there comes over in ordinary memory
+            return _Target(on_host=True, pinned=not caller.f_locals["to_accumulate_grad"])
+    return None

@@ -1,0 +1,61 @@
+"""Tensors and storages behind arguments, wrappers and views; fake tensors like real ones."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+DEVICE = torch.device("cpu")
+"""Where fake tensors claim to be; a CPU-only build aborts on fake CUDA tensors."""
+
+
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, floating_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Make a fake tensor of the same shape and strides; a floating-point one gets `floating_dtype` if given."""
+    dtype = floating_dtype if floating_dtype is not None and tensor.is_floating_point() else tensor.dtype
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=DEVICE)
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in an operator's arguments or result."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensor itself, or those inside a wrapper such as `DTensor`."""
+    if is_dtensor(type(tensor)):
+        yield from plain_tensors(tensor._local_tensor)  # type: ignore[attr-defined]
+    elif is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from plain_tensors(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+def is_dtensor(cls: type) -> bool:
+    """Whether a class is `DTensor`."""
+    tensor = sys.modules.get("torch.distributed.tensor")  # there are none where it was never imported, and planning does without
+    return tensor is not None and issubclass(cls, tensor.DTensor)
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return the tensor's storage; sparse tensors have none of their own."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages of a tensor or of those inside it."""
+    return (storage for local in plain_tensors(tensor) if (storage := storage_of(local)) is not None)

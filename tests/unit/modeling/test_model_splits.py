@@ -1,0 +1,175 @@
+"""Cutting a model: which units there are then, which cuts are thought of, and that nothing happens to the model itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_osdp.errors import DescriptionError
+from hf_osdp.modeling.split_candidates import SHALLOW, possible_splits, split_units
+from hf_osdp.modeling.units import find_units
+from hf_osdp.modeling.wrapping import is_recomputed, recompute
+from hf_osdp.planner.description import Activations, DType, GatherSpan
+from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.search.search import fastest_without_limit, least_memory, search
+from hf_osdp.planner.search.split_search import choose_description
+from hf_osdp.planner.split import WHOLE_BLOCKS, ModelSplit, OperatorSplit
+from hf_osdp.tracing.describe import describe
+from tests.helpers.hardware import bare_preset
+from tests.helpers.models import tiny_model
+from tests.helpers.problems import problem
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_model("llama", layers=2, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def described(llama):
+    return describe(llama, sequence_length=12)
+
+
+def test_operator_units_are_the_parts_of_blocks_and_norms_are_the_roots(llama):
+    root, *units = find_units(llama, operators=True)
+    assert [unit.fqn for unit in units] == [
+        "model.embed_tokens", "model.layers.0.self_attn", "model.layers.0.mlp", "model.layers.1.self_attn", "model.layers.1.mlp", "lm_head",
+    ]  # fmt: skip
+    assert {p.name for p in root.parameters} == {
+        "model.norm.weight", *(f"model.layers.{i}.{name}_layernorm.weight" for i in range(2) for name in ("input", "post_attention")),
+    }  # fmt: skip
+    assert sum(unit.numel for unit in (root, *units)) == sum(p.numel() for p in llama.parameters())
+
+
+def test_each_slice_is_a_unit_and_the_model_stays_whole(llama):
+    before = [name for name, _ in llama.named_parameters()]
+    split = ModelSplit(operators=True, sliced=(OperatorSplit(fqn="model.layers.1.mlp.down_proj", slices=3),))
+    names = [unit.fqn for unit in split_units(llama, split)]
+    assert [name for name in names if "down_proj" in name] == [f"model.layers.1.mlp.down_proj.slices.{i}" for i in range(3)]
+    assert "model.layers.1.mlp.gate_proj" in names and "model.layers.0.mlp" in names
+    assert [name for name, _ in llama.named_parameters()] == before
+
+
+def test_blocks_with_slices_are_split_whatever_is_asked_for(llama):
+    split = ModelSplit(sliced=(OperatorSplit(fqn="model.layers.0.mlp.up_proj", slices=2),))
+    names = [unit.fqn for unit in split_units(llama, split)]
+    assert "model.layers.1" in names and "model.layers.0" not in names
+
+
+def test_cuts_that_are_thought_of(llama, described):
+    splits = possible_splits(llama, described)
+    assert ModelSplit(operators=True) in splits and WHOLE_BLOCKS not in splits and len(set(splits)) == len(splits)
+    assert {operator.fqn for split in splits for operator in split.sliced if not split.operators} == {"lm_head"}
+    assert not any(operator.fqn == "lm_head" for split in possible_splits(llama, described, vocabulary=False) for operator in split.sliced)
+    sizes = {name: p.numel() for name, p in llama.named_parameters()}
+    largest = max(numel for name, numel in sizes.items() if ".mlp." in name)
+    for split in splits:
+        for operator in split.sliced:
+            if operator.fqn != "lm_head":
+                assert sizes[f"{operator.fqn}.weight"] * 4 > largest, "a quarter of the largest operator is small enough"
+
+
+def test_deep_models_are_not_split_into_operators():
+    model = tiny_model("llama", layers=SHALLOW + 1, dtype=torch.float32)
+    assert not any(split.operators for split in possible_splits(model, describe(model, sequence_length=12)))
+
+
+def test_heads_that_cannot_be_split_are_left_alone():
+    model = tiny_model("bert", layers=2, dtype=torch.float32)
+    splits = possible_splits(model, describe(model, sequence_length=12))
+    assert splits and all(operator.fqn.startswith("bert.") for split in splits for operator in split.sliced)
+
+
+def test_a_split_model_computes_the_same_in_smaller_units(llama, described):
+    split = ModelSplit(operators=True, sliced=(OperatorSplit(fqn="model.layers.0.mlp.down_proj", slices=4),))
+    other = describe(llama, sequence_length=12, split=split)
+    assert other.split == split and other.numel == described.numel
+
+    def flops(description):
+        return sum(s.forward.matmul_flops(2) + s.backward.matmul_flops(2) for s in description.segments)
+
+    assert flops(other) == pytest.approx(flops(described))
+    blocks = {u.fqn for u in described.units if u.class_name == "LlamaDecoderLayer"}
+    assert max(u.numel for u in other.units if u.fqn.startswith("model.layers")) < min(u.numel for u in described.units if u.fqn in blocks)
+
+
+def test_recomputed_forms_save_less_and_compute_more(described):
+    found = [segment for segment in described.segments if segment.recomputed]
+    assert {described.units[s.unit].class_name for s in found} == {"LlamaDecoderLayer"}
+    for plain in found:
+        again = plain.under(Activations.RECOMPUTE)
+        assert again.saved_bytes(4) < plain.saved_bytes(4)
+        more = again.backward.matmul_flops(4) - plain.backward.matmul_flops(4)
+        assert 0.5 * plain.forward.matmul_flops(4) < more <= plain.forward.matmul_flops(4)  # less what backward does not need
+        assert again.backward.peak_bytes(4) > plain.backward.peak_bytes(4)
+    assert not describe(tiny_model("llama", layers=2), sequence_length=12, recomputation=False).recomputable
+
+
+def test_recomputing_keeps_names_dropout_and_gradients():
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Dropout(0.5), torch.nn.Linear(6, 6))
+    names, value, results = list(module.state_dict()), torch.randn(3, 6), []
+    for again in (False, True):
+        if again:
+            recompute(module)
+        module.zero_grad()
+        torch.manual_seed(1)
+        output = module(value)
+        output.sum().backward()
+        results.append([output.detach(), *(p.grad.clone() for p in module.parameters())])
+    assert is_recomputed(module) and list(module.state_dict()) == names
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    with torch.no_grad():
+        assert module(value).grad_fn is None
+
+
+HARDWARE = bare_preset("cpu", devices_per_node=4)
+JOB = TrainingJob(global_batch_size=4)
+
+
+def chosen(plain, limit: int, splits, describe_split):
+    return choose_description(problem(plain, HARDWARE, JOB, limit), splits, describe_split)
+
+
+def test_splits_are_tried_only_where_memory_binds(described):
+    def never():
+        raise AssertionError("nothing to gain")
+
+    assert chosen(described, 10**12, never, never) is described
+
+
+@pytest.mark.slow
+def test_the_split_with_the_fastest_plan_is_taken(llama, described):
+    splits = possible_splits(llama, described)[:3]
+    made = {split: describe(llama, sequence_length=12, split=split) for split in splits}
+    limit = int(1.05 * min(least_memory(problem(d, HARDWARE, JOB)) for d in made.values()))
+    best = chosen(described, limit, lambda: splits, made.__getitem__)
+    fits = [d for d in (described, *made.values()) if least_memory(problem(d, HARDWARE, JOB)) <= limit]
+    assert any(d is best for d in fits) and best is not described
+    step_s = search(problem(best, HARDWARE, JOB, limit)).time.step_s
+    assert all(step_s <= search(problem(d, HARDWARE, JOB, limit)).time.step_s * (1 + 1e-9) for d in fits)
+    assert step_s > fastest_without_limit(problem(described, HARDWARE, JOB))
+
+
+def test_single_strategies_take_the_model_as_it_is(described):
+    same = choose_description(problem(described, HARDWARE, JOB, 1, strategy="fsdp"), tuple, None)
+    assert same is described
+
+
+def test_units_of_slices_are_freed_after_use(llama):
+    split = ModelSplit(operators=True, sliced=(OperatorSplit(fqn="lm_head", slices=2),))
+    spans = {u.fqn: u.span for u in describe(llama, sequence_length=12, split=split).units if "lm_head" in u.fqn}
+    assert spans == {f"lm_head.slices.{i}": GatherSpan.USE for i in range(2)}
+    assert DType.FLOAT32 in {p.dtype for u in find_units(llama) for p in u.parameters}
+
+
+def test_cuts_that_a_model_cannot_run_are_left_out():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(num_layers=1, num_decoder_layers=1, d_model=16, d_kv=8, d_ff=64, num_heads=2, vocab_size=61)
+    model = T5ForConditionalGeneration(config)
+    plain = describe(model, sequence_length=12)
+    split = ModelSplit(operators=True, sliced=(OperatorSplit(fqn="encoder.block.0.layer.1.DenseReluDense.wo", slices=2),))
+    with pytest.raises(DescriptionError, match="does not run"):  # T5 asks for the dtype of this weight
+        describe(model, sequence_length=12, split=split)
+    assert chosen(plain, 1, lambda: [split], lambda split: describe(model, sequence_length=12, split=split)) is plain

@@ -1,0 +1,148 @@
+"""Known patterns of allocation, counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hf_osdp.tracing.memory_tracker import MemoryTracker
+from tests.helpers.distributed import run_ranks
+
+
+@pytest.fixture(params=["real", "fake"])
+def maybe_fake(request):
+    if request.param == "real":
+        yield
+    else:
+        with FakeTensorMode():
+            yield
+
+
+def test_views_and_freed_tensors(maybe_fake):
+    with MemoryTracker(block_bytes=1) as live:
+        a = torch.empty(1000)
+        b = a.view(10, 100)
+        assert live.current_bytes == 4000
+        c = b + 1
+        assert live.current_bytes == 8000
+        del c
+        assert (live.current_bytes, live.peak_bytes) == (4000, 8000)
+        live.reset_peak()
+        assert live.peak_bytes == 4000
+        del a
+        assert live.current_bytes == 4000
+        del b
+        assert live.current_bytes == 0
+
+
+def test_sizes_are_rounded_up_to_blocks(maybe_fake):
+    with MemoryTracker(block_bytes=512) as live:
+        a, b = torch.empty(1), torch.empty(129)
+        assert live.current_bytes == 512 + 1024
+        del a, b
+
+
+def test_in_place_and_out_operators_allocate_nothing(maybe_fake):
+    with MemoryTracker(block_bytes=1) as live:
+        a, out = torch.empty(100), torch.empty(100)
+        a.add_(1)
+        torch.add(a, 1, out=out)
+        torch._foreach_mul_([a, out], 2.0)
+        assert (live.current_bytes, live.peak_bytes) == (800, 800)
+
+
+def test_resized_storages_count_at_their_present_size():
+    with MemoryTracker(block_bytes=1) as live:
+        a = torch.empty(1000)
+        a.untyped_storage().resize_(0)
+        assert live.current_bytes == 0
+        a.untyped_storage().resize_(4000)
+        assert (live.current_bytes, live.peak_bytes) == (4000, 4000)
+
+
+def test_the_resize_patch_is_undone_also_after_nesting():
+    original = torch.UntypedStorage.resize_
+    with MemoryTracker() as outer, MemoryTracker() as inner:
+        a = torch.empty(1000)
+        a.untyped_storage().resize_(0)
+        assert outer.current_bytes == inner.current_bytes == 0
+    assert torch.UntypedStorage.resize_ is original
+
+
+def test_tensors_from_before_count_only_when_tracked():
+    weight = nn.Parameter(torch.zeros(10, 10))
+    with MemoryTracker(block_bytes=1) as live:
+        view = weight.t()
+        assert live.current_bytes == 0
+        live.track([weight, weight, None, view])
+        assert live.current_bytes == 400
+    del weight, view
+    assert live.current_bytes == 0
+
+
+def test_a_training_step_peaks_where_it_should():
+    linear, x = nn.Linear(100, 100, bias=False), torch.ones(50, 100)
+    with MemoryTracker(block_bytes=1) as live:
+        live.track([*linear.parameters(), x])
+        held = live.current_bytes
+        assert held == 40_000 + 20_000
+        y = linear(x)
+        loss = y.sum()
+        del y  # sum saves nothing
+        assert live.current_bytes == held + 4
+        loss.backward()  # the loss's gradient is a scalar, expanded
+        assert live.current_bytes == held + 4 + 40_000
+        optimizer = torch.optim.AdamW(linear.parameters(), foreach=False)
+        optimizer.step()
+        assert live.current_bytes >= held + 4 + 3 * 40_000
+        optimizer.zero_grad()
+        del loss
+        assert live.current_bytes == held + 2 * 40_000 + 4  # both moments and the step count
+
+
+def test_other_devices_are_left_out():
+    with MemoryTracker(block_bytes=1, device_type="cuda") as live:
+        kept = torch.empty(1000)
+        assert live.current_bytes == 0 and kept.numel() == 1000
+    with MemoryTracker(block_bytes=1) as live:
+        kept = torch.empty(1000, device="meta")
+        assert live.current_bytes == 0
+
+
+def test_block_bytes_must_be_positive():
+    with pytest.raises(ValueError, match="block_bytes=0 must be at least 1"):
+        MemoryTracker(block_bytes=0)
+
+
+def _levels_of_fsdp2_steps() -> tuple[int, list[tuple[int, int, int, int]]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    levels = []
+    for _ in range(2):
+        with MemoryTracker(block_bytes=1) as live:
+            live.track(model.parameters())
+            live.track(value for state in optimizer.state.values() for value in state.values())
+            before = live.current_bytes
+            model(torch.ones(1, 64)).sum().backward()
+            after_backward = live.current_bytes
+            optimizer.step()
+            optimizer.zero_grad()
+            levels.append((before, after_backward, live.current_bytes, live.peak_bytes))
+    return whole, levels
+
+
+def test_fsdp2_counts_shards_between_steps_and_whole_parameters_within():
+    for whole, ((before, backward, after, peak), second) in run_ranks(_levels_of_fsdp2_steps, 2):
+        assert (before, backward, after) == (whole // 2, whole, whole)  # shards, their gradients, momenta in their place
+        assert second[:3] == (whole, 3 * whole // 2, whole)
+        assert peak > whole and second[3] == pytest.approx(peak + whole // 2, rel=0.01)
