@@ -37,7 +37,7 @@ from torch import nn
 from transformers.utils import logging
 
 from hf_osdp.modeling.build import build_on_meta
-from hf_osdp.modeling.split.candidates import possible_splits
+from hf_osdp.modeling.split_candidates import possible_splits
 from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import Activations, ModelDescription
@@ -260,7 +260,11 @@ def layout_choices(layout: str, description: ModelDescription, job: TrainingJob,
         Strategy({"zero3": "fsdp", "mixed": "osdp"}.get(layout, layout)),
         Batch(micro_batch_size=SAMPLES, accumulation_steps=1),
     )
-    spaces = search_spaces(strategy, description, _hardware(world), replace(job, recompute=False), batch)
+    hardware, job = _hardware(world), replace(job, recompute=False)
+    problem = PlanningProblem(
+        description=description, hardware=hardware, job=job, memory_limit_bytes=hardware.device.memory_bytes, strategy=strategy
+    )
+    spaces = search_spaces(problem, batch)
     space = spaces[len(spaces) // 2]
     return [options[3 * index % len(options)] if layout == "mixed" else options[0] for index, options in enumerate(space)]
 

@@ -77,10 +77,10 @@ def _simulated(request: Request, problem: PlanningProblem, config: object) -> tu
 
     return search_and_simulate(
         model_of(request, config),
-        description=problem.description, hardware=problem.hardware, job=problem.job, memory_limit_bytes=problem.memory_limit_bytes,
-        strategy=problem.strategy, device_type=device_type_of(problem.hardware),
+        problem,
+        device_type=device_type_of(problem.hardware),
         activation_checkpointing=request.activation_checkpointing,
-    )  # fmt: skip
+    )
 
 
 def _show_simulated(

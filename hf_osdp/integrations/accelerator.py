@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from ..checkpoint.writer import CheckpointWriter
-from ..distributed.roll_call import compare_versions, roll_call
+from ..distributed.process_group import check_ranks, wait_for_ranks
 from ..distributed.stop import Stopped
-from ..distributed.waiting import wait_for_ranks
 from ..measurement.loop_meter import LoopMeter
 from ..measurement.step_meter import Observation
 from ..planner.job import OptimizerSpec
@@ -94,11 +93,9 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):  # type: ignore[misc
         self._measured: Observation | None = None
         self._writer: CheckpointWriter | None = None  # type: ignore[assignment]
         self._earlier_error = id(sys.exc_info()[1])  # that is being handled: a training that failed before this one
-        formed = dist.is_initialized()
-        with nullcontext() if _meets_elsewhere(options.get("kwargs_handlers")) else roll_call():
-            super().__init__(fsdp_plugin=plugin, cpu=cpu, **options)
-        if formed:  # by TrainingArguments, or by the script
-            compare_versions()
+        if dist.is_initialized() or not _meets_elsewhere(options.get("kwargs_handlers")):
+            check_ranks()
+        super().__init__(fsdp_plugin=plugin, cpu=cpu, **options)
         if self.num_processes == 1 and launched_world_size() > 1:
             raise ValueError(
                 f"{launched_world_size()} processes were launched, but this one sees no other;"

@@ -16,8 +16,8 @@ from transformers.trainer_utils import TrainOutput
 
 from ..checkpoint.starts import begin_anew
 from ..checkpoint.writer import CheckpointWriter, Staging
+from ..distributed.process_group import wait_for_ranks
 from ..distributed.stop import StopSignal
-from ..distributed.waiting import wait_for_ranks
 from ..measurement.step_meter import StepMeter
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig

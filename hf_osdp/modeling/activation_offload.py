@@ -1,7 +1,7 @@
-"""Activations that wait on the host: what a module's forward saves leaves the device when forward ends, and comes back for backward.
+"""Offload activations: what a module's forward saves leaves the device when forward ends, and comes back for backward.
 
-Copies run on a stream of their own. Out they go as soon as they are saved, beside the rest of the module's forward, at whose end
-compute waits for them and their memory is free. Back they come all together when the module's backward begins, those saved last
+Copies run on a stream of their own. A storage is sent as soon as it is saved, beside the rest of the module's forward, at whose end
+compute waits for the copies and the device's memory is free. All are fetched when the module's backward begins, those saved last
 first; what asks for one waits for that one.
 """
 
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import update_wrapper
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -27,11 +27,12 @@ class OwnTensors:
     """Tells the tensors that one call of a module saves for itself from those that others hold as well.
 
     Others hold its parameters and buffers, and its inputs: masks, position embeddings, an encoder's states go to every block. Only
-    the first input that needs a gradient, the hidden states, is the block's own to keep or to let go.
+    the first input that needs a gradient, the hidden states, is the block's own to keep or to free.
 
     Args:
         module: whose forward begins; its parameters are gathered.
-        args, kwargs: of the call.
+        args: of the call.
+        kwargs: of the call.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -51,7 +52,7 @@ class OwnTensors:
 
 
 def offload(module: nn.Module) -> None:
-    """Have what a module saves for backward wait on the host, in place; of one that is recomputed its input. Names stay as they are."""
+    """Offload what a module saves for backward to the host, in place; of one that is recomputed its input. Names stay as they are."""
     if not is_offloaded(module):
         module.forward = _Offloaded(module, module.forward)
 
@@ -62,43 +63,42 @@ def is_offloaded(module: nn.Module) -> bool:
 
 
 class _Offloaded:
-    """A forward whose saved tensors wait on the host."""
+    """A forward whose saved tensors are offloaded."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         update_wrapper(self, forward)
         self._module, self.inner = module, forward
         self.sent_bytes = 0
         """Of the last call."""
-        self._returning: list[torch.cuda.Event] = []
+        self._fetches: list[torch.cuda.Event] = []
         """Ends of copies back to the device."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_returning": []}  # events are of this process
+        return {**self.__dict__, "_fetches": []}  # events are of this process
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> object:
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
-        self._wait_for_the_host_s_memory()
-        call = _Call(OwnTensors(self._module, args, kwargs), self._returning)
+        if torch._C._current_graph_task_id() == -1:  # not in backward, which runs a recomputed module again
+            self._wait_for_fetches()
+        call = _Call(OwnTensors(self._module, args, kwargs), self._fetches)
         with saved_tensors_hooks(call.pack, call.unpack):
             output = self.inner(*args, **kwargs)
-        self.sent_bytes = call.leave(tensors_of(output))
+        self.sent_bytes = call.end_forward(tensors_of(output))
         return output
 
-    def _wait_for_the_host_s_memory(self) -> None:
+    def _wait_for_fetches(self) -> None:
         """Let the CPU run ahead no further than to where the last backward has read what it is to overwrite.
 
-        Page-locked memory is given out again when the copies from it have ended; till then, each further micro-step that the CPU
-        issues would take as much once more.
+        Page-locked memory is reused when the copies from it have ended; till then, each further micro-step that the CPU issues would
+        take as much once more.
         """
-        if torch._C._current_graph_task_id() != -1:
-            return  # backward, which runs the module again
-        while self._returning:
-            self._returning.pop().synchronize()
+        while self._fetches:
+            self._fetches.pop().synchronize()
 
 
 @dataclass(eq=False)  # weak references to a dataclass with slots take Python 3.11
-class _Luggage:
+class _OffloadedStorage:
     """One storage, flat: on the device, on the host, or on its way."""
 
     device: torch.Tensor | None
@@ -109,10 +109,9 @@ class _Luggage:
     home: torch.device
     version: int
     """How often the storage had been changed in place when it was sent."""
-    lost: bool = False
-    """It was changed before it left."""
+    changed_before_free: bool = False
     fetched: bool = False
-    arrived: torch.cuda.Event | None = None
+    copied: torch.cuda.Event | None = None
     """The end of the last copy; None where copies do not run beside compute."""
     compute: torch.cuda.Stream | None = None
     """The stream whose memory the device's copy is in."""
@@ -120,40 +119,40 @@ class _Luggage:
     """Compute waits for the last copy, so that the device's memory can be used for something else after it."""
 
     @classmethod
-    def send(cls, tensor: torch.Tensor) -> _Luggage:
-        """A tensor's storage, on its way to the host."""
+    def send(cls, tensor: torch.Tensor) -> _OffloadedStorage:
+        """Start to copy a tensor's storage to the host."""
         whole = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
-        luggage = cls(
+        storage = cls(
             device=whole, host=_HOST_MEMORY.get()(whole), size=whole.numel(), dtype=whole.dtype, home=whole.device, version=tensor._version
         )
-        luggage._copy(luggage.host, whole)
-        return luggage
+        storage._copy(storage.host, whole)
+        return storage
 
     @property
     def changed(self) -> bool:
         """It was changed in place since it was sent, perhaps while the copy ran."""
-        return self.lost or (self.device is not None and not self.fetched and self.device._version != self.version)
+        return self.changed_before_free or (self.device is not None and not self.fetched and self.device._version != self.version)
 
-    def leave(self) -> None:
+    def free(self) -> None:
         """Free the device's copy."""
-        self.lost = self.changed
+        self.changed_before_free = self.changed
         self.wait()
         self.device = None
 
     def fetch(self) -> None:
-        """Start to bring it back."""
+        """Start to copy it back."""
         self.device, self.fetched = torch.empty(self.size, dtype=self.dtype, device=self.home), True
         self._copy(self.device, self.host)
 
     def wait(self) -> None:
-        """Let compute go on when the last copy is done."""
-        if self.arrived is not None:
-            torch.cuda.current_stream(self.home).wait_event(self.arrived)
+        """Let compute wait for the last copy."""
+        if self.copied is not None:
+            torch.cuda.current_stream(self.home).wait_event(self.copied)
             self.awaited = True
 
     def __del__(self) -> None:
-        if not self.awaited:  # nobody asked for it: forward failed, or backward ended early
-            self.compute.wait_event(self.arrived)
+        if not self.awaited and self.compute is not None and self.copied is not None:
+            self.compute.wait_event(self.copied)  # nobody asked for it: forward failed, or backward ended early
 
     def _copy(self, to: torch.Tensor | None, source: torch.Tensor | None) -> None:
         if to is None or source is None:
@@ -166,76 +165,72 @@ class _Luggage:
         stream.wait_stream(self.compute)
         with torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
-            self.arrived, self.awaited = stream.record_event(), False
+            self.copied, self.awaited = stream.record_event(), False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ticket:
+class _SavedView(NamedTuple):
     """A saved tensor as a view of its storage."""
 
-    luggage: _Luggage
+    storage: _OffloadedStorage
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
 class _Call:
-    """What one call of a module has sent away; tickets own it, so that it goes when autograd has no more use for it."""
+    """What one call of a module has sent; saved views own it, so that it goes when autograd has no more use for it."""
 
-    def __init__(self, own: OwnTensors, returning: list[torch.cuda.Event]) -> None:
-        self._own, self._returning = own, returning
-        self._sent: dict[tuple[Any, ...], _Luggage] = {}
-        self._away: list[weakref.ref[_Luggage]] = []
+    def __init__(self, own: OwnTensors, fetches: list[torch.cuda.Event]) -> None:
+        self._own: OwnTensors | None = own
+        self._fetches = fetches
+        self._sent: dict[tuple[Any, ...], _OffloadedStorage] = {}
+        self._freed: list[weakref.ref[_OffloadedStorage]] = []
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Ticket:
-        """A saved tensor → a ticket for it, or itself where it stays."""
-        if tensor not in self._own:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedView:
+        """Send a saved tensor, or leave it where others hold it."""
+        if self._own is None or tensor not in self._own:
             return tensor
         # once changed in place, it is another tensor, and in another dtype it has another layout
         key = (_key(tensor), tensor._version, tensor.dtype)
         if key not in self._sent:
-            self._sent[key] = _Luggage.send(tensor)
-        return _Ticket(luggage=self._sent[key], size=tensor.size(), stride=tensor.stride(), offset=tensor.storage_offset())
+            self._sent[key] = _OffloadedStorage.send(tensor)
+        return _SavedView(self._sent[key], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def leave(self, outputs: list[torch.Tensor]) -> int:
-        """Forward is over: free the device's copies, but of outputs, which others hold.
-
-        Returns:
-            Bytes that were sent for it.
-        """
+    def end_forward(self, outputs: list[torch.Tensor]) -> int:
+        """Free the device's copies, but of outputs, which others hold; return the bytes that were sent."""
         held = {_key(tensor) for tensor in outputs}
         sent = 0
-        for (storage, *_), luggage in self._sent.items():
-            if storage in held:
-                luggage.host = None
+        for (key, *_), storage in self._sent.items():
+            if key in held:
+                storage.host = None
                 continue
-            sent += luggage.size * luggage.dtype.itemsize
-            luggage.leave()
-            self._away.append(weakref.ref(luggage))
+            sent += storage.size * storage.dtype.itemsize
+            storage.free()
+            self._freed.append(weakref.ref(storage))
         self._sent, self._own = {}, None
         return sent
 
-    def unpack(self, packed: torch.Tensor | _Ticket) -> torch.Tensor:
-        """The tensor as it was saved; the first one has all of the call's fetched.
+    def unpack(self, packed: torch.Tensor | _SavedView) -> torch.Tensor:
+        """Return the tensor as it was saved; the first one has all of the call's fetched.
 
         Raises:
             RuntimeError: it was changed in place after it was saved, as autograd raises it by itself.
         """
         if isinstance(packed, torch.Tensor):
             return packed
-        if packed.luggage.changed:
+        if packed.storage.changed:
             raise RuntimeError(
                 "One of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape"
                 f" {tuple(packed.size)} that was to wait on the host. Change a copy of it, or save this block's activations on the device."
             )
-        for luggage in (reference() for reference in reversed(self._away)):
-            if luggage is not None:
-                luggage.fetch()
-                if luggage.arrived is not None:
-                    self._returning.append(luggage.arrived)
-        self._away.clear()
-        packed.luggage.wait()
-        return packed.luggage.device.as_strided(packed.size, packed.stride, packed.offset)
+        for storage in (reference() for reference in reversed(self._freed)):
+            if storage is not None:
+                storage.fetch()
+                if storage.copied is not None:
+                    self._fetches.append(storage.copied)
+        self._freed.clear()
+        packed.storage.wait()
+        return cast(torch.Tensor, packed.storage.device).as_strided(packed.size, packed.stride, packed.offset)
 
 
 def _page_locked(like: torch.Tensor) -> torch.Tensor:
@@ -247,7 +242,7 @@ _HOST_MEMORY: ContextVar[Callable[[torch.Tensor], torch.Tensor | None]] = Contex
 
 @contextmanager
 def host_memory(allocate: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
-    """Take memory on the host from elsewhere, for flat tensors like the given ones; None where nothing is to be copied."""
+    """Take host memory for flat device tensors from `allocate`; None where nothing is to be copied."""
     token = _HOST_MEMORY.set(allocate)
     try:
         yield
@@ -257,8 +252,8 @@ def host_memory(allocate: Callable[[torch.Tensor], torch.Tensor | None]) -> Iter
 
 @functools.lru_cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """The stream for copies to and from a device; None for the CPU, whose memory the host's is."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
+    """Return the stream for copies to and from a device; None for the CPU, whose memory the host's is."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 def _is_its_storage(tensor: torch.Tensor) -> bool:
@@ -267,14 +262,14 @@ def _is_its_storage(tensor: torch.Tensor) -> bool:
 
 
 def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def hidden_states(inputs: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """Of a block's inputs the one that only it has: the first that needs a gradient."""
+    """Return of a block's inputs the one that only it has: the first that needs a gradient."""
     return next((tensor for tensor in inputs if tensor.requires_grad), None)
 
 
-def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """Tensors anywhere in arguments or outputs."""
+def tensors_of(tree: object) -> list[torch.Tensor]:
+    """Return the tensors anywhere in arguments or outputs."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""LoRA adapters, for a plan of what they leave to be trained. Needs the extra `peft`."""
+"""LoRA adapters on a model that is planned. Needs the extra `peft`."""
 
 from __future__ import annotations
 

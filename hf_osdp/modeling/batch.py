@@ -1,4 +1,4 @@
-"""What a training batch of a Hugging Face model looks like: names, shapes and dtypes of its tensors."""
+"""Training batches of Hugging Face models, their loss, and what of a forward depends on values or chance."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FRAMES_OF_A_LETTER = 3
 
 
 def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
-    """How to make a batch for a transformers model, labels included.
+    """Return a function that makes a batch for a transformers model, labels included.
 
     Causal language models get packed batches without an attention mask. Other text models get one, as padding does: it
     costs a mask of T x T for each sample.
@@ -50,17 +50,16 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
         DescriptionError: the model's kind of input is not known; give `inputs`.
     """
     model = without_adapters(model)
-    config, kind = model.config, _class_name(model)
+    config: Any = model.config
+    kind = _class_name(model)
     arguments = frozenset(inspect.signature(model.forward).parameters)
     main = getattr(model, "main_input_name", "input_ids")
     if main not in ("input_ids", "pixel_values", "input_features", "input_values"):
         raise DescriptionError(f"The inputs of {kind} ({main}) are not known; pass inputs, a function from samples to keyword arguments.")
-
     dtype = torch.float64 if getattr(model, "dtype", None) is torch.float64 else torch.float32
 
     def make(samples: int) -> dict[str, Any]:
         batch: dict[str, Any] = {main: _main_input(config, main, samples, sequence_length, dtype)}
-        tokens = (samples, sequence_length)
         if kind.endswith("MultipleChoice"):
             batch[main] = batch[main][:, None].repeat(1, 2, 1)
         if "return_loss" in arguments:  # two towers, as CLIP has
@@ -68,19 +67,10 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
         if main == "input_ids" and not kind.endswith(("CausalLM", "LMHeadModel")):
             batch["attention_mask"] = torch.ones(batch[main].shape, dtype=torch.long)
         if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in arguments:
-            batch["decoder_input_ids"] = torch.zeros(tokens, dtype=torch.long)  # as DataCollatorForSeq2Seq adds them
-        if kind.endswith("QuestionAnswering"):
-            batch |= {name: torch.zeros(samples, dtype=torch.long) for name in ("start_positions", "end_positions")}
-        elif kind.endswith("CTC"):
-            frames = int(model._get_feat_extract_output_lengths(sequence_length)) if main == "input_values" else tokens[1]
-            batch["labels"] = torch.full((samples, max(1, frames // _FRAMES_OF_A_LETTER)), _plain_token(config))
-        elif kind.endswith(_SAMPLE_LABELS):
-            regression = getattr(config, "num_labels", 2) == 1
-            batch["labels"] = torch.zeros(samples, dtype=torch.float32 if regression else torch.long)
-        elif kind.endswith(_TOKEN_LABELS):
-            batch["labels"] = torch.zeros(tokens, dtype=torch.long)
-            if "next_sentence_label" in arguments:
-                batch["next_sentence_label"] = torch.zeros(samples, dtype=torch.long)
+            batch["decoder_input_ids"] = torch.zeros((samples, sequence_length), dtype=torch.long)  # as DataCollatorForSeq2Seq adds them
+        batch |= _labels(model, kind, main, samples, sequence_length)
+        if kind.endswith(_TOKEN_LABELS) and "next_sentence_label" in arguments:
+            batch["next_sentence_label"] = torch.zeros(samples, dtype=torch.long)
         if "use_cache" in arguments or getattr(config, "use_cache", False):
             batch["use_cache"] = False
         return batch
@@ -88,17 +78,29 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
     return make
 
 
-def plain_batch(batch: Any) -> Any:
-    """A batch whose mappings, nested ones too, are new dictionaries; everything else stays as it is."""
+def _labels(model: Any, kind: str, main: str, samples: int, sequence_length: int) -> dict[str, torch.Tensor]:  # noqa: ANN401
+    if kind.endswith("QuestionAnswering"):
+        return {name: torch.zeros(samples, dtype=torch.long) for name in ("start_positions", "end_positions")}
+    if kind.endswith("CTC"):
+        frames = int(model._get_feat_extract_output_lengths(sequence_length)) if main == "input_values" else sequence_length
+        return {"labels": torch.full((samples, max(1, frames // _FRAMES_OF_A_LETTER)), _plain_token(model.config))}
+    if kind.endswith(_SAMPLE_LABELS):
+        regression = getattr(model.config, "num_labels", 2) == 1
+        return {"labels": torch.zeros(samples, dtype=torch.float32 if regression else torch.long)}
+    return {"labels": torch.zeros((samples, sequence_length), dtype=torch.long)} if kind.endswith(_TOKEN_LABELS) else {}
+
+
+def plain_batch(batch: Any) -> Any:  # noqa: ANN401
+    """Return a batch whose mappings, nested ones too, are new dictionaries; everything else stays as it is."""
     if isinstance(batch, Mapping):
         return {name: plain_batch(value) for name, value in batch.items()}
     return batch
 
 
-def output_of(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None = None) -> Any:
-    """What a training step computes from a batch: the model's output, or what `loss` makes of both."""
-    batch = plain_batch(batch)
-    return model(**batch) if loss is None else loss(model, batch)
+def output_of(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None = None) -> object:
+    """Return what a training step computes from a batch: the model's output, or what `loss` makes of both."""
+    plain: dict[str, Any] = plain_batch(batch)
+    return model(**plain) if loss is None else loss(model, plain)
 
 
 def loss_of(output: object) -> torch.Tensor:
@@ -149,7 +151,7 @@ def without_packing() -> Iterator[None]:
 
     It builds a T x T mask whenever it cannot look at the positions; in training it looks, and finds one sequence a row.
     """
-    masking = sys.modules.get("transformers.masking_utils")
+    masking: Any = sys.modules.get("transformers.masking_utils")
     original = getattr(masking, "find_packed_sequence_indices", None)
     if original is None:
         yield
@@ -202,7 +204,7 @@ def check_sequence_length(model: nn.Module, sequence_length: int) -> None:
 
 
 def _position_table(model: nn.Module) -> nn.Embedding | None:
-    """The embedding of absolute positions, if the model has one."""
+    """Return the embedding of absolute positions, if the model has one."""
     for path, module in model.named_modules():
         leaf = path.rpartition(".")[2]
         if isinstance(module, nn.Embedding) and (leaf == "wpe" or ("position" in leaf and "relative" not in leaf)):
@@ -210,7 +212,7 @@ def _position_table(model: nn.Module) -> nn.Embedding | None:
     return None
 
 
-def _main_input(config: Any, name: str, samples: int, sequence_length: int, dtype: torch.dtype) -> torch.Tensor:
+def _main_input(config: Any, name: str, samples: int, sequence_length: int, dtype: torch.dtype) -> torch.Tensor:  # noqa: ANN401
     if name == "input_ids":
         return _token_rows(config, samples, sequence_length)
     if name == "input_values":  # a waveform, or a spectrogram
@@ -223,10 +225,10 @@ def _main_input(config: Any, name: str, samples: int, sequence_length: int, dtyp
     return torch.zeros(samples, getattr(config, "num_channels", 3), height, width, dtype=dtype)
 
 
-def _token_rows(config: Any, samples: int, length: int) -> torch.Tensor:
-    """A short question, two separators and a text with its end: some models look for these, where the configuration has them."""
+def _token_rows(config: object, samples: int, length: int) -> torch.Tensor:
+    """Make rows of a short question, two separators and a text with its end, which some models look for."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    row = [_plain_token(text)] * length
+    row: list[Any] = [_plain_token(text)] * length
     sep, end = getattr(text, "sep_token_id", None), getattr(text, "eos_token_id", None)
     end = end[0] if isinstance(end, (list, tuple)) and end else end
     known = range(getattr(text, "vocab_size", None) or 0)  # a configuration may keep another's token for a smaller vocabulary
@@ -237,8 +239,8 @@ def _token_rows(config: Any, samples: int, length: int) -> torch.Tensor:
     return torch.tensor([row] * samples)
 
 
-def _plain_token(config: Any) -> int:
-    """The first token of a vocabulary that the configuration gives no meaning."""
+def _plain_token(config: object) -> int:
+    """Return the first token of a vocabulary that the configuration gives no meaning."""
     special: set[int] = set()
     for name, value in vars(config).items():
         if name.endswith(("token_id", "token_index", "token_ids")):
@@ -247,8 +249,9 @@ def _plain_token(config: Any) -> int:
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """The model that peft has put adapters into, whose class says what its inputs and its loss are; another one as it is."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    """Return the model that peft has put adapters into, whose class says what its inputs and its loss are; another one as it is."""
+    base = getattr(model, "get_base_model", None)
+    return model if base is None else base()
 
 
 def _class_name(model: nn.Module) -> str:

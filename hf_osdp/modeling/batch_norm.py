@@ -1,4 +1,4 @@
-"""Batch normalisation: its statistics are of what this rank sees, and it stays in float32 where the rest computes in less."""
+"""Batch normalisation: its statistics are of this rank's samples, and it stays in float32 where the rest computes in less."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def has_running_statistics(module: nn.Module, *, itself: bool = False) -> bool:
 
 
 def batch_norm_parameters(model: nn.Module) -> set[int]:
-    """Identities of the parameters that batch norms own."""
+    """Return the identities of the parameters that batch norms own."""
     return {id(p) for part in model.modules() if isinstance(part, _BatchNorm) for p in part.parameters(recurse=False)}
 
 
 def batch_norm_groups(modules: dict[str, nn.Module], blocks: Iterable[str], tied: Container[str] = ()) -> tuple[tuple[str, ...], ...]:
-    """Names of batch norms that are gathered together: those of each block, and each other one by itself.
+    """Return the names of batch norms that are gathered together: those of each block, and each other one by itself.
 
     In one block they run together or not at all, as FSDP2 asks of modules that share a unit.
 

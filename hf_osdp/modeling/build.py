@@ -1,4 +1,4 @@
-"""A transformers configuration → the model that would be trained, on the meta device."""
+"""Build the model of a transformers configuration on the meta device; switch activation checkpointing on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BY_PREFERENCE = (
 )  # fmt: skip
 
 
-def build_on_meta(config: Any, auto_class: Any = None) -> nn.Module:
+def build_on_meta(config: object, auto_class: object = None) -> nn.Module:
     """Instantiate a configuration without memory; weights that are tied stay tied.
 
     Args:
@@ -36,12 +36,12 @@ def build_on_meta(config: Any, auto_class: Any = None) -> nn.Module:
     """
     from transformers.initialization import no_init_weights
 
-    cls = _model_class(config, auto_class)
+    cls: Any = _model_class(config, auto_class)
     build = cls.from_config if hasattr(cls, "from_config") else cls._from_config
     try:
         with torch.device("meta"), no_init_weights():
-            model = build(config)
-        model.tie_weights()  # part of the initialization that was left out
+            model: nn.Module = build(config)
+        model.tie_weights()  # type: ignore[operator]  # part of the initialization that was left out
         return model
     except (ImportError, RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         raise DescriptionError(
@@ -81,7 +81,7 @@ def is_checkpointed(model: nn.Module) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
 
 
-def _model_class(config: Any, auto_class: Any) -> Any:
+def _model_class(config: object, auto_class: object) -> object:
     import transformers
 
     if auto_class is not None and not isinstance(auto_class, str):
@@ -100,8 +100,8 @@ def _model_class(config: Any, auto_class: Any) -> Any:
     raise DescriptionError(f"No model class is known for {type(config).__name__}; pass auto_class or the model itself.")
 
 
-def _candidates(config: Any) -> tuple[str, ...]:
-    """Auto classes in the order in which they are tried.
+def _candidates(config: object) -> tuple[str, ...]:
+    """Return the auto classes in the order in which they are tried.
 
     BERT and its kin have a causal head as well, which is meant only where `is_decoder` says so.
     """

@@ -1,10 +1,10 @@
-"""A module → the units that FSDP2 gathers: the root's rest, blocks, tied weights, embedding and head."""
+"""Find the units of a module that FSDP2 gathers: the root's rest, blocks, tied weights, embedding and head."""
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,20 +12,16 @@ from torch import nn
 from ..errors import DescriptionError
 from ..planner.description import DType, GatherSpan, ParameterSpec, UnitDescription
 from .batch_norm import batch_norm_groups
-from .operator_units import operator_names
 from .split.modules import SplitEmbedding
-from .split.names import slice_names
+from .split.names import CHECKPOINT_WRAPPER, slice_names
+from .split.names import canonical_name as canonical_name
 
-_WRAPPER = "_checkpoint_wrapped_module"
-
-
-def canonical_name(name: str) -> str:
-    """The name of a module or parameter without the parts that torch's `checkpoint_wrapper` inserts."""
-    return ".".join(part for part in name.split(".") if part != _WRAPPER)
+LEAST_SHARE = 0.02
+"""Part of a block's parameters below which a child is no unit of its own: norms go to the root, which is gathered once a step."""
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
-    """The planner's name of a torch dtype.
+    """Return the planner's name of a torch dtype.
 
     Raises:
         DescriptionError: the planner has no such dtype.
@@ -38,7 +34,7 @@ def dtype_of(dtype: torch.dtype) -> DType:
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """The module's class as its author wrote it, without the wrapper of checkpointing and FSDP2's subclass."""
+    """Return the module's class as its author wrote it, without the wrapper of checkpointing and FSDP2's subclass."""
     module = unwrapped(module)
     cls = type(module)
     fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded where it was never imported, and planning does without
@@ -46,12 +42,12 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module itself, or the one that torch's `checkpoint_wrapper` is around."""
-    return getattr(module, _WRAPPER, module)
+    """Return the module itself, or the one that torch's `checkpoint_wrapper` is around."""
+    return getattr(module, CHECKPOINT_WRAPPER, module)
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
-    """Every module once, by canonical name; a checkpoint wrapper stands for what it wraps."""
+    """Return every module once, by canonical name; a checkpoint wrapper stands for what it wraps."""
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         modules.setdefault(canonical_name(name), module)
@@ -66,25 +62,21 @@ def segment_modules(modules: dict[str, nn.Module], units: Sequence[UnitDescripti
     return [(i, modules[name]) for i, unit in enumerate(units) if unit.fqn and not unit.keeps_dtype for name in unit.module_names]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tie:
-    """Modules that own parameters together, and every name of each such parameter."""
-
-    owners: tuple[str, ...]
-    names: tuple[tuple[str, ...], ...]
+_Tie = tuple[str, ...]
+"""Names of modules that own parameters together."""
 
 
 def find_units(
     model: nn.Module, block_classes: Sequence[str] | None = None, *, operators: bool = False, low_precision: bool = False
 ) -> tuple[UnitDescription, ...]:
-    """Cut a model into units.
+    """Find the units of a model.
 
     Args:
         model: any module, real or on the meta device, plain or with `checkpoint_wrapper` around blocks.
         block_classes: class names of the blocks, the outermost count; names that the model lacks are ignored as long as
             one is there. None takes `_no_split_modules`, else the elements of homogeneous `nn.ModuleList`s; a model without
             repeated blocks is one unit, its embedding and head left out.
-        operators: cut every block into operator units (attention, MLP); a block with operators in slices is cut in any case,
+        operators: split every block into operator units (attention, MLP); a block with operators in slices is split in any case,
             and each slice is a unit.
         low_precision: training computes in less than the parameters' precision, so that batch norms, which do not, are units of
             their own.
@@ -100,19 +92,22 @@ def find_units(
     ties = _find_ties(model)
     blocks = _find_blocks(model, modules, ties, block_classes)
     slices = slice_names(model)
-    whole = [block for block in blocks if not (operators or any(_is_within(name, block) for name in slices)) or _holds_tie(block, ties)]
-    parts = [name for block in blocks for name in ((block,) if block in whole else operator_names(block, modules, slices))]
-    ties = [tie for tie in ties if "" not in tie.owners and not _inside_one(tie.owners, blocks)]
+    parts: list[str] = []
+    for block in blocks:
+        split = operators or any(_is_within(name, block) for name in slices)
+        # operators that share parameters with each other have to stay together
+        whole = not split or any(_inside_one(tie, [block]) for tie in ties)
+        parts += [block] if whole else _operator_names(block, modules, slices)
+    ties = [tie for tie in ties if "" not in tie and not _inside_one(tie, blocks)]
     groups: dict[tuple[str, ...], GatherSpan] = {(name,): GatherSpan.USE for name in parts}
     groups |= {(name,): _span_of_slice(modules, name) for name in slices if name not in parts}
-    for tie in ties:
-        groups[_outermost_owners(tie.owners, blocks)] = GatherSpan.STEP
+    groups |= {_outermost_owners(tie, blocks): GatherSpan.STEP for tie in ties}
     taken = {name for names in groups for name in names}
-    matrices = embedding_and_head(model)
-    for name in (name for module in matrices for name, candidate in modules.items() if name and candidate is module and _numel(module)):
-        if not any(_is_within(name, other) for other in taken):
-            groups[(name,)] = GatherSpan.USE
-    tied = {name for tie in ties for name in tie.owners}
+    for matrix in embedding_and_head(model):
+        for name, module in modules.items():
+            if name and module is matrix and _numel(module) and not any(_is_within(name, other) for other in taken):
+                groups[(name,)] = GatherSpan.USE
+    tied = {name for tie in ties for name in tie}
     keeping = batch_norm_groups(modules, parts, tied) if low_precision else ()
     groups |= dict.fromkeys(keeping, GatherSpan.STEP)
     order = {name: index for index, name in enumerate(modules)}
@@ -120,8 +115,46 @@ def find_units(
     return _describe_groups(model, modules, ordered, {("",): GatherSpan.STEP, **groups}, keeping)
 
 
+def embedding_and_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return the input embedding and the output head, where the model tells: multi-modal ones may have none to give."""
+
+    def ask(getter: str) -> nn.Module | None:
+        try:
+            found: nn.Module | None = getattr(model, getter)()
+        except (AttributeError, NotImplementedError, TypeError):
+            return None
+        return found
+
+    return ask("get_input_embeddings"), ask("get_output_embeddings")
+
+
+def _operator_names(block: str, modules: dict[str, nn.Module], slices: Sequence[str]) -> list[str]:
+    """Return the units that a block is split into, in the model's order; parameters of none of them are left to the root.
+
+    A child of the block that has a share of its parameters is a unit. Lists are looked into, and so are children that hold
+    operators in slices: there each slice and each other projection is a unit.
+    """
+    least = LEAST_SHARE * _numel(modules[block])
+    found: list[str] = []
+
+    def visit(name: str) -> None:
+        module = modules[name]
+        inside = any(other.startswith(f"{name}.") for other in slices)
+        if name in slices:
+            found.append(name)
+        elif name == block or inside or isinstance(module, (nn.ModuleList, nn.Sequential)):
+            for child in module._modules:
+                if f"{name}.{child}" in modules:
+                    visit(f"{name}.{child}")
+        elif _numel(module) >= least:
+            found.append(name)
+
+    visit(block)
+    return found or [block]
+
+
 def _span_of_slice(modules: dict[str, nn.Module], name: str) -> GatherSpan:
-    """Slices of an embedding are those of a projection as well, and run for both."""
+    """Return the span of a slice; those of an embedding are those of a projection as well, and run for both."""
     return GatherSpan.CALLS if isinstance(modules[name.rpartition(".slices.")[0]], SplitEmbedding) else GatherSpan.USE
 
 
@@ -164,11 +197,8 @@ def _describe_groups(
     )
 
 
-# ---------------------------------------------------------------------------------------------------------- parameters
-
-
 def _parameter_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """Every name of each parameter by identity, parameters and names in the model's order."""
+    """Return every name of each parameter by identity, parameters and names in the model's order."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(canonical_name(name))
@@ -177,11 +207,11 @@ def _parameter_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
 
 def _parameter(modules: dict[str, nn.Module], name: str) -> nn.Parameter:
     owner, _, leaf = name.rpartition(".")
-    return getattr(unwrapped(modules[owner]), leaf)
+    return unwrapped(modules[owner]).get_parameter(leaf)
 
 
 def _find_ties(model: nn.Module) -> list[_Tie]:
-    """Groups of modules joined by parameters with more than one name, by identity: `_tied_weights_keys` may name what is not tied."""
+    """Group modules joined by parameters with more than one name, by identity: `_tied_weights_keys` may name what is not tied."""
     first_name: dict[int, str] = {}
     canonical: dict[str, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -192,16 +222,15 @@ def _find_ties(model: nn.Module) -> list[_Tie]:
         if len(names) < 2:
             continue
         owners = {canonical[name.rpartition(".")[0]] for name in names}
-        joined = [tie for tie in ties if owners & set(tie.owners)]
+        joined = [tie for tie in ties if owners & set(tie)]
         ties = [tie for tie in ties if tie not in joined]
-        owners.update(*(tie.owners for tie in joined))
-        in_order = tuple(name for name in canonical if name in owners)
-        ties.append(_Tie(owners=in_order, names=(*(n for tie in joined for n in tie.names), names)))
+        owners.update(*joined)
+        ties.append(tuple(name for name in canonical if name in owners))
     return ties
 
 
 def _outermost_owners(owners: tuple[str, ...], blocks: Iterable[str]) -> tuple[str, ...]:
-    """Owners without those that lie in another owner, unless a block between the two would claim them."""
+    """Leave out owners that lie in another owner, unless a block between the two would claim them."""
 
     def covered(name: str, other: str) -> bool:
         between = any(_is_within(name, block) and _is_within(block, other) and block != other for block in blocks)
@@ -210,20 +239,17 @@ def _outermost_owners(owners: tuple[str, ...], blocks: Iterable[str]) -> tuple[s
     return tuple(name for name in owners if not any(covered(name, other) for other in owners))
 
 
-# -------------------------------------------------------------------------------------------------------------- blocks
-
-
 def _find_blocks(
     model: nn.Module, modules: dict[str, nn.Module], ties: Sequence[_Tie], block_classes: Sequence[str] | None
 ) -> tuple[str, ...]:
-    """Names of the outermost blocks that hold parameters and are not themselves owners of tied ones."""
+    """Return the names of the outermost blocks that hold parameters and are not themselves owners of tied ones."""
     if block_classes is not None:
         found = _of_classes(modules, set(block_classes))
     else:
         hinted, listed = _hinted(model, modules), _listed(modules)
         found = listed if not hinted or _each_has_one(listed, hinted) else hinted
-    split_ties = [tie for tie in ties if not _inside_one(tie.owners, found)]
-    owners = {name for tie in split_ties for name in tie.owners}
+    split_ties = [tie for tie in ties if not _inside_one(tie, found)]
+    owners = {name for tie in split_ties for name in tie}
     blocks = [name for name in found if name and name not in owners and any(True for _ in modules[name].parameters())]
     if block_classes is None:
         blocks = [name for name in blocks if not any(_is_within(owner, name) for owner in owners)]
@@ -237,13 +263,11 @@ def _of_classes(modules: dict[str, nn.Module], class_names: set[str]) -> list[st
 
 
 def _hinted(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:
-    """Modules of the classes in `_no_split_modules` that repeat: embeddings are listed there too."""
+    """Return the modules of the classes in `_no_split_modules` that repeat: embeddings are listed there too."""
     hints = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     elements = {name for names in _lists(modules) for name in names}
     found = _of_classes(modules, hints)
-    counts = {class_of(modules[name]): 0 for name in found}
-    for name in found:
-        counts[class_of(modules[name])] += 1
+    counts = Counter(class_of(modules[name]) for name in found)
     in_lists = {class_of(modules[name]) for name in found if name in elements}
 
     def is_block(name: str) -> bool:
@@ -262,14 +286,14 @@ def _each_has_one(outer: Sequence[str], inner: Sequence[str]) -> bool:
 
 
 def _listed(modules: dict[str, nn.Module]) -> list[str]:
-    """Elements of lists of at least two equal modules; lists of single layers count only where nothing else is there."""
+    """Return the elements of lists of at least two equal modules; lists of single layers count only where nothing else is there."""
     homogeneous = [names for names in _lists(modules) if len(names) > 1 and len({class_of(modules[name]) for name in names}) == 1]
     composite = [names for names in homogeneous if any(True for _ in modules[names[0]].children())]
     return [name for names in composite or homogeneous for name in names]
 
 
 def _lists(modules: dict[str, nn.Module]) -> list[tuple[str, ...]]:
-    """Names of the elements of each `nn.ModuleList` and `nn.Sequential`."""
+    """Return the names of the elements of each `nn.ModuleList` and `nn.Sequential`."""
     return [
         tuple(f"{name}.{key}".lstrip(".") for key in module._modules if f"{name}.{key}".lstrip(".") in modules)
         for name, module in modules.items()
@@ -287,26 +311,8 @@ def _no_block_message(model: nn.Module, modules: dict[str, nn.Module], block_cla
     return f"block_classes ({asked}) match {reason} in {cls}; use one of its classes: {known}."
 
 
-# ---------------------------------------------------------------------------------------------------- embedding, head
-
-
-def embedding_and_head(model: nn.Module) -> list[nn.Module]:
-    """Return the input embedding and the output head, where the model tells."""
-    found = []
-    for getter in ("get_input_embeddings", "get_output_embeddings"):
-        try:
-            module = getattr(model, getter)()
-        except (AttributeError, NotImplementedError, TypeError):
-            continue  # nn.Modules lack them, and multi-modal models may have none to give
-        found += [] if module is None else [module]
-    return found
-
-
 def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-# --------------------------------------------------------------------------------------------------------------- names
 
 
 def _is_within(name: str, outer: str) -> bool:
@@ -325,16 +331,11 @@ def _ancestors(name: str) -> list[str]:
 
 
 def _innermost(name: str, known: Iterable[str]) -> str:
-    """The longest known module name around `name`, the root's `""` if there is no other."""
+    """Return the longest known module name around `name`, the root's `""` if there is no other."""
     for ancestor in reversed(_ancestors(name)):
         if ancestor in known:
             return ancestor
     return ""
-
-
-def _holds_tie(block: str, ties: Sequence[_Tie]) -> bool:
-    """Whether operators of a block share parameters with each other: they have to stay together."""
-    return any(_inside_one(tie.owners, [block]) for tie in ties)
 
 
 def _inside_one(owners: tuple[str, ...], blocks: Iterable[str]) -> bool:

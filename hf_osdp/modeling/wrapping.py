@@ -1,16 +1,18 @@
-"""Other forwards for the modules of a model, and what FSDP2 does to their inputs."""
+"""Replace forwards of a model's modules; cast their inputs as FSDP2 does; recompute their activations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import update_wrapper
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
+
+_Value = TypeVar("_Value")
 
 
 @contextmanager
@@ -27,17 +29,18 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
             module.forward = own
 
 
-def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
-    """Floating-point tensors in the compute dtype, as FSDP2 casts each unit's inputs; None leaves them."""
+def cast_floating(value: _Value, dtype: torch.dtype | None) -> _Value:
+    """Cast floating-point tensors to the compute dtype, as FSDP2 casts each unit's inputs; None leaves them."""
     if dtype is None:
         return value
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+    cast: _Value = tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+    return cast
 
 
 def under_autocast(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """A forward on CPU tensors as Accelerate runs it in one process: under autocast, its outputs in float32."""
+    """Wrap a forward on CPU tensors as Accelerate runs it in one process: under autocast, its outputs in float32."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> object:
         with torch.autocast("cpu", dtype=dtype):
             output = forward(*args, **kwargs)
         return tree_map_only(torch.Tensor, lambda tensor: tensor.float() if tensor.dtype is dtype else tensor, output)
@@ -52,13 +55,13 @@ class _Recomputed:
         update_wrapper(self, forward)
         self._forward = forward
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> object:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         # Tensors among positional arguments are saved as autograd saves them, which hooks see; keywords would be held as they are.
-        return checkpoint(self._again, len(args), tuple(kwargs), *args, *kwargs.values(), use_reentrant=False)
+        return checkpoint(self._run, len(args), tuple(kwargs), *args, *kwargs.values(), use_reentrant=False)
 
-    def _again(self, positional: int, names: tuple[str, ...], *values: Any) -> Any:
+    def _run(self, positional: int, names: tuple[str, ...], *values: Any) -> object:
         return self._forward(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
 
 

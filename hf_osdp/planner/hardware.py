@@ -77,15 +77,14 @@ class DeviceSpec:
     memory_bytes_per_s: float
     source: str
     operator_s: float = 0.0
-    """Seconds that the CPU takes to issue an operator, views included, forward and backward together. On a CPU they add to its work; a GPU
-    waits for them only where it would run out of work."""
+    """Seconds that the CPU takes to issue an operator, views included, forward and backward together; a GPU waits for them only where it
+    would run out of work."""
     unit_s: float = 0.0
     """Seconds that the CPU takes for FSDP2's hooks around a unit in forward, and again in backward, on a GPU."""
     reserved_bytes: int = 0
     """Device memory that no tensor can have, whatever the plan: driver, CUDA context, workspaces of matrix products."""
     capability: tuple[int, int] | None = None
-    """CUDA compute capability, which decides on the attention kernel (docs.nvidia.com: CUDA GPU Compute Capability); None where it is not
-    known, or for a CPU."""
+    """CUDA compute capability, which decides on the attention kernel; None where it is not known, or for a CPU."""
     communicator_bytes: int = 0
     """What each of a plan's communicators takes beside that, see `meshes_of` in `planner/decision.py`."""
 
@@ -102,11 +101,7 @@ class DeviceSpec:
         object.__setattr__(self, "flops_per_s", MappingProxyType(dict(self.flops_per_s)))
 
     def rate(self, dtype: DType) -> float:
-        """Matrix-product rate in FLOP/s.
-
-        Raises:
-            HardwareError: the device's rate in `dtype` is not known.
-        """
+        """Return the matrix-product rate in FLOP/s; HardwareError where it is not known."""
         if dtype not in self.flops_per_s:
             known = ", ".join(d.value for d in self.flops_per_s)
             raise HardwareError(f"The {dtype.value} rate of {self.name} is not known (known: {known}); use one of those or measure it.")
@@ -131,7 +126,7 @@ class HostSpec:
             raise ValueError(f"A host needs memory and finite rates above 0, not {self.memory_bytes} bytes and rates {rates}.")
 
     def shared(self, before: int, now: int) -> HostSpec:
-        """The share of a rank where `now` devices have what `before` had: its memory and its cores. Each has its own link."""
+        """Return a rank's share where `now` devices have what `before` had: its memory and its cores. Each has its own link."""
         return replace(self, memory_bytes=self.memory_bytes * before // now, update_bytes_per_s=self.update_bytes_per_s * before / now)
 
 
@@ -154,10 +149,19 @@ class CollectiveTiming:
                 f" latency_s={self.latency_s} and seconds_per_byte={self.seconds_per_byte}."
             )
 
+    @property
+    def key(self) -> tuple[Collective, int, bool]:
+        """What tells it from other timings: collective, group size, and whether it crosses nodes."""
+        return self.collective, self.group_size, self.crosses_nodes
+
+    def __call__(self, nbytes: int) -> float:
+        """Return the seconds of this collective for a whole tensor of `nbytes`."""
+        return self.latency_s + self.seconds_per_byte * nbytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkTime:
-    """Time of handling a list of tensors: `call_s + tensors * tensor_s + bytes * seconds_per_byte`."""
+    """Time of a call on a list of tensors: `call_s + tensors * tensor_s + bytes * seconds_per_byte`."""
 
     call_s: float = 0.0
     tensor_s: float = 0.0
@@ -168,12 +172,12 @@ class WorkTime:
             raise ValueError(f"Times must be finite and at least 0: {self.call_s}, {self.tensor_s}, {self.seconds_per_byte}.")
 
     def __call__(self, tensors: int, nbytes: float) -> float:
-        """Seconds for so many tensors of `nbytes` together; 0 where there are none."""
+        """Return the seconds for so many tensors of `nbytes` together; 0 where there are none."""
         return self.call_s + tensors * self.tensor_s + nbytes * self.seconds_per_byte if tensors else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Handling:
+class FsdpOverhead:
     """What FSDP2 and the optimizer do beside compute and links, measured on the machine."""
 
     gather: WorkTime
@@ -207,7 +211,7 @@ class Hardware:
     """Measured collectives; they go before what the links would give."""
     host: HostSpec | None = None
     """Where states can be moved to; None where there is no memory but the device's."""
-    handling: Handling | None = None
+    fsdp_overhead: FsdpOverhead | None = None
     """Measured work of FSDP2 and the optimizer; None takes their copies and updates at the speed of memory."""
     margin: float | None = None
     """Share of a memory limit that plans leave free; None takes `CACHING_MARGIN` under NCCL and nothing under gloo."""
@@ -226,7 +230,7 @@ class Hardware:
 
     @property
     def summary(self) -> str:
-        """`2 nodes x 8 A100-40 (nccl)`."""
+        """Short text: `2 nodes x 8 A100-40 (nccl)`."""
         nodes = f"{self.nodes} nodes x " if self.nodes > 1 else ""
         return f"{nodes}{self.devices_per_node} x {self.device.name} ({self.backend.value})"
 
@@ -238,19 +242,19 @@ class Hardware:
         return CACHING_MARGIN if self.backend is Backend.NCCL else 0.0
 
     def room_bytes(self, limit_bytes: int) -> int:
-        """What a plan may fill under a limit:  ⌊limit · (1 - margin)⌋. What the device reserves is part of it."""
+        """Return what a plan may fill under a limit, ⌊limit · (1 - margin)⌋; what the device reserves is part of it."""
         return math.floor(limit_bytes * (1 - Fraction(repr(self.free_share))))
 
     def limit_for(self, needed_bytes: int) -> int:
-        """The tightest limit under which a plan may fill so many bytes."""
+        """Return the tightest limit under which a plan may fill so many bytes."""
         return math.ceil(needed_bytes / (1 - Fraction(repr(self.free_share))))
 
     def outside_bytes(self, communicators: int) -> int:
-        """Device memory that no tensor can have, under a plan of so many communicators."""
+        """Return the device memory that no tensor can have under a plan of so many communicators."""
         return self.device.reserved_bytes + communicators * self.device.communicator_bytes
 
     def tensor_bytes(self, limit_bytes: int) -> int:
-        """What a limit leaves for tensors and for communicators beside that of all ranks."""
+        """Return what a limit leaves for tensors and for communicators beside that of all ranks."""
         return self.room_bytes(limit_bytes) - self.unavoidable_bytes
 
     @property
@@ -259,15 +263,11 @@ class Hardware:
         return self.outside_bytes(int(self.world_size > 1))
 
     def with_margin(self, margin: float | None) -> Hardware:
-        """The same with another margin; None leaves it as it is.
-
-        Raises:
-            ValueError: it is no share below 1.
-        """
+        """Return the same with another margin; None leaves it as it is."""
         return self if margin is None else replace(self, margin=check_margin(margin, name="margin"))
 
     def scaled(self, *, nodes: int | None = None, devices_per_node: int | None = None) -> Hardware:
-        """The same machine with another number of nodes or devices. Measured collectives, which hold for this size, are dropped.
+        """Return the same machine with another number of nodes or devices, without measured collectives, which hold for this size.
 
         Raises:
             HardwareError: the new size uses a link that was not there to be measured.
@@ -284,24 +284,13 @@ class Hardware:
         return replace(self, nodes=nodes, devices_per_node=devices, timings=(), host=host)
 
     def timing(self, collective: Collective, group_size: int, *, crosses_nodes: bool = False) -> CollectiveTiming | None:
-        """The measured timing of a collective in groups of `group_size`, inside a node or across nodes, or None."""
-        wanted = (collective, group_size, crosses_nodes)
-        for timing in self.timings:
-            if (timing.collective, timing.group_size, timing.crosses_nodes) == wanted:
-                return timing
-        return None
+        """Return the measured timing of a collective in groups of `group_size`, inside a node or across nodes, or None."""
+        key = (collective, group_size, crosses_nodes)
+        return next((timing for timing in self.timings if timing.key == key), None)
 
 
 def check_margin(value: object, *, name: str = "memory_margin") -> float:
-    """A share of the memory limit.
-
-    Args:
-        value: what was given.
-        name: what it is called in the error.
-
-    Raises:
-        ValueError: it is no number of at least 0 and below 1.
-    """
+    """Return a share of the memory limit; ValueError, with its `name`, where it is no number of at least 0 and below 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
         raise ValueError(f"{name}={value!r} must be the share of the limit that stays free, at least 0 and below 1, such as 0.04.")
     return float(value)

@@ -26,98 +26,62 @@ OPERATOR_S, UNIT_S = 5e-6, 1e-3
 """CPU beside a GPU, until `hf-osdp profile` measures it: an operator of eager torch takes 2 to 7 microseconds (pytorch/pytorch#41383),
 FSDP2 about a millisecond before each unit's forward (torch 2.10, Xeon: pytorch/pytorch#173680)."""
 
-_NCCL_LATENCY = "hop latency: NCCL 2.18 src/graph/tuning.cc, ring, Simple protocol"
-_PCIE3_X16 = Link(latency_s=5.7e-6, bytes_per_s=15.75 * GB, source=f"PCI Express Base 3.0, 16 lanes; {_NCCL_LATENCY}")
-_PCIE4_X16 = Link(latency_s=5.7e-6, bytes_per_s=31.5 * GB, source=f"PCI Express Base 4.0, 16 lanes; {_NCCL_LATENCY}")
-_PCIE5_X16 = Link(latency_s=5.7e-6, bytes_per_s=63 * GB, source=f"PCI Express Base 5.0, 16 lanes; {_NCCL_LATENCY}")
-_ETHERNET_10G = Link(latency_s=14e-6, bytes_per_s=1.25 * GB, source=f"10GBASE-T line rate; {_NCCL_LATENCY}")
-_ETHERNET_25G = Link(latency_s=14e-6, bytes_per_s=3.125 * GB, source=f"25 GbE line rate; {_NCCL_LATENCY}")
-_FABRIC_400G = Link(latency_s=14e-6, bytes_per_s=50 * GB, source=f"4 x 100 Gb/s line rate; {_NCCL_LATENCY}")
-_FABRIC_3200G = Link(latency_s=14e-6, bytes_per_s=400 * GB, source=f"8 x 400 Gb/s line rate (DGX H100 data sheet); {_NCCL_LATENCY}")
+
+def _link(latency_s: float, gb_per_s: float, source: str) -> Link:
+    latency_source = "hop latency: NCCL 2.18 src/graph/tuning.cc, ring, Simple protocol"
+    return Link(latency_s=latency_s, bytes_per_s=gb_per_s * GB, source=f"{source}; {latency_source}")
 
 
 def _nvlink(gb_per_s: float, source: str) -> Link:
-    return Link(latency_s=3.4e-6, bytes_per_s=gb_per_s * GB, source=f"{source}, one direction; {_NCCL_LATENCY}")
+    return _link(3.4e-6, gb_per_s, f"{source} in both directions, one direction")
 
 
-def _kept(nominal_gib: int, usable_gib: float, cublas_bytes: int = CUBLAS_BYTES) -> int:
-    """What tensors cannot have: the driver's share, the context, the workspaces of matrix products.
+_PCIE3_X16 = _link(5.7e-6, 15.75, "PCI Express Base 3.0, 16 lanes")
+_PCIE4_X16 = _link(5.7e-6, 31.5, "PCI Express Base 4.0, 16 lanes")
+_PCIE5_X16 = _link(5.7e-6, 63, "PCI Express Base 5.0, 16 lanes")
+_ETHERNET_10G = _link(14e-6, 1.25, "10GBASE-T line rate")
+_ETHERNET_25G = _link(14e-6, 3.125, "25 GbE line rate")
+_FABRIC_400G = _link(14e-6, 50, "4 x 100 Gb/s line rate")
+_FABRIC_3200G = _link(14e-6, 400, "8 x 400 Gb/s line rate (DGX H100 data sheet)")
+_V100_NVLINK = _nvlink(150, "V100 data sheet: NVLink 300 GB/s")
+_A100_NVLINK = _nvlink(300, "A100 data sheet: NVLink 600 GB/s")
+_HOPPER_NVLINK = {name: _nvlink(450, f"{name} data sheet: NVLink 900 GB/s") for name in ("H100", "H200")}
+_LOOPBACK = Link(
+    latency_s=0.5e-3,
+    bytes_per_s=0.306 * GB,
+    source="all-gather over gloo between two processes of the same server, measured by measure_hardware, 2026-11-21",
+)
+_ETHERNET_10G_GLOO = Link(latency_s=0.5e-3, bytes_per_s=1.25 * GB, source="10GBASE-T line rate; hop latency as measured on loopback")
 
-    `usable_gib` is the total that torch states in out-of-memory messages on such devices, the lowest found in public issues.
+
+def _gpu(
+    name: str, gib: int, usable_gib: float, tflops: tuple[float, ...], gb_per_s: float, capability: tuple[int, int], source: str
+) -> DeviceSpec:
+    """Return a device from its data sheet; `tflops` are of fp16, bf16, fp32 and, where it has that, fp64.
+
+    `usable_gib` is the total that torch states in out-of-memory messages on such devices, the lowest found in public issues. What
+    tensors cannot have is the driver's share, the context and the workspaces of matrix products.
     """
-    return round((nominal_gib - usable_gib) * GIB) + CONTEXT_BYTES + cublas_bytes
-
-
-def _v100(memory_gib: int, usable_gib: float) -> DeviceSpec:
+    dtypes = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64)
+    workspaces = HOPPER_CUBLAS_BYTES if capability >= (9, 0) else CUBLAS_BYTES
     return DeviceSpec(
-        name=f"V100-{memory_gib}",
-        memory_bytes=memory_gib * GIB,
-        reserved_bytes=_kept(memory_gib, usable_gib),
-        flops_per_s={DType.FLOAT16: 125 * TERA, DType.BFLOAT16: 15.7 * TERA, DType.FLOAT32: 15.7 * TERA, DType.FLOAT64: 7.8 * TERA},
-        memory_bytes_per_s=900 * GB,
-        capability=(7, 0),
-        source="NVIDIA V100 SXM2 data sheet (2020); bfloat16 has no tensor cores and runs at the float32 rate",
+        name=name,
+        memory_bytes=gib * GIB,
+        reserved_bytes=round((gib - usable_gib) * GIB) + CONTEXT_BYTES + workspaces,
+        flops_per_s={dtype: rate * TERA for dtype, rate in zip(dtypes, tflops, strict=False)},
+        memory_bytes_per_s=gb_per_s * GB,
+        capability=capability,
+        source=source,
     )
 
 
-def _v100_pcie(sxm: DeviceSpec) -> DeviceSpec:
-    """The card: the same chip and memory at a lower clock."""
-    return replace(
-        sxm,
-        name=sxm.name.replace("V100", "V100 PCIe"),
-        flops_per_s={DType.FLOAT16: 112 * TERA, DType.BFLOAT16: 14 * TERA, DType.FLOAT32: 14 * TERA, DType.FLOAT64: 7 * TERA},
-        source="NVIDIA V100 PCIe data sheet (2020); bfloat16 has no tensor cores and runs at the float32 rate",
-    )
-
-
-def _a100(memory_gib: int, memory_gb_per_s: float, usable_gib: float) -> DeviceSpec:
-    return DeviceSpec(
-        name=f"A100-{memory_gib}",
-        memory_bytes=memory_gib * GIB,
-        reserved_bytes=_kept(memory_gib, usable_gib),
-        flops_per_s={DType.BFLOAT16: 312 * TERA, DType.FLOAT16: 312 * TERA, DType.FLOAT32: 19.5 * TERA, DType.FLOAT64: 19.5 * TERA},
-        memory_bytes_per_s=memory_gb_per_s * GB,
-        capability=(8, 0),
-        source="NVIDIA A100 SXM data sheet (2021), dense; float32 without TF32, as torch multiplies by default",
-    )
-
-
-_TITAN_RTX = DeviceSpec(
-    name="TITAN RTX",
-    memory_bytes=24 * GIB,
-    reserved_bytes=_kept(24, 23.64),  # of an RTX 4090, 3DTopia/Phidias-Diffusion#8
-    flops_per_s={DType.FLOAT16: 130.5 * TERA, DType.BFLOAT16: 16.3 * TERA, DType.FLOAT32: 16.3 * TERA},
-    memory_bytes_per_s=672 * GB,
-    capability=(7, 5),
-    source="NVIDIA TITAN RTX data sheet (2018) and Turing whitepaper; bfloat16 has no tensor cores and runs at the float32 rate",
-)
-_RTX_3090 = DeviceSpec(
-    name="RTX 3090",
-    memory_bytes=24 * GIB,
-    reserved_bytes=_kept(24, 23.69),  # ucwxb/GraphAvatar#4
-    flops_per_s={DType.FLOAT16: 71 * TERA, DType.BFLOAT16: 71 * TERA, DType.FLOAT32: 35.6 * TERA},
-    memory_bytes_per_s=936 * GB,
-    capability=(8, 6),
-    source="NVIDIA GA102 whitepaper (2020), dense, tensor cores that sum in float32; float32 without TF32",
-)
-_RTX_4090 = DeviceSpec(
-    name="RTX 4090",
-    memory_bytes=24 * GIB,
-    reserved_bytes=_kept(24, 23.52),  # pytorch/torchchat#1341
-    flops_per_s={DType.FLOAT16: 165.2 * TERA, DType.BFLOAT16: 165.2 * TERA, DType.FLOAT32: 82.6 * TERA},
-    memory_bytes_per_s=1008 * GB,
-    capability=(8, 9),
-    source="NVIDIA Ada GPU architecture whitepaper (2022), dense, tensor cores that sum in float32; float32 without TF32",
-)
-_H100 = DeviceSpec(
-    name="H100",
-    memory_bytes=80 * GIB,
-    reserved_bytes=_kept(80, 79.14, HOPPER_CUBLAS_BYTES),
-    flops_per_s={DType.BFLOAT16: 989.4 * TERA, DType.FLOAT16: 989.4 * TERA, DType.FLOAT32: 66.9 * TERA, DType.FLOAT64: 66.9 * TERA},
-    memory_bytes_per_s=3350 * GB,
-    capability=(9, 0),
-    source="NVIDIA H100 SXM5 data sheet and Hopper whitepaper (2022), dense; float32 without TF32",
-)
+_V100 = "data sheet (2020); bfloat16 has no tensor cores and runs at the float32 rate"
+_A100 = "NVIDIA A100 SXM data sheet (2021), dense; float32 without TF32, as torch multiplies by default"
+_TURING = "NVIDIA TITAN RTX data sheet (2018) and Turing whitepaper; bfloat16 has no tensor cores and runs at the float32 rate"
+_GA102 = "NVIDIA GA102 whitepaper (2020), dense, tensor cores that sum in float32; float32 without TF32"
+_ADA = "NVIDIA Ada GPU architecture whitepaper (2022), dense, tensor cores that sum in float32; float32 without TF32"
+_H100 = _gpu("H100", 80, 79.14, (989.4, 989.4, 66.9, 66.9), 3350, (9, 0),
+             "NVIDIA H100 SXM5 data sheet and Hopper whitepaper (2022), dense; float32 without TF32")  # fmt: skip
 _H200 = replace(
     _H100,
     name="H200",
@@ -135,26 +99,15 @@ _CPU = DeviceSpec(
     source='one core of an AMD EPYC virtual machine, measured with one thread, torch 2.13.0, 2026-11-21, by python -c "import'
     " hf_osdp; print(hf_osdp.measure_hardware(device_type='cpu').device)\"; the memory is nominal: give a limit",
 )
-_LOOPBACK = Link(
-    latency_s=0.5e-3,
-    bytes_per_s=0.306 * GB,
-    source="all-gather over gloo between two processes of the same server, measured by measure_hardware, 2026-11-21",
-)
-
-_ETHERNET_10G_GLOO = Link(latency_s=0.5e-3, bytes_per_s=1.25 * GB, source="10GBASE-T line rate; hop latency as measured on loopback")
-
-_V100_16, _V100_32 = _v100(16, 15.75), _v100(32, 31.74)
-_V100_NVLINK = _nvlink(150, "V100 data sheet: NVLink 300 GB/s in both directions")
-_A100_NVLINK = _nvlink(300, "A100 data sheet: NVLink 600 GB/s in both directions")
 
 
-def _server(model: str, memory_bytes: int, memory_gb_per_s: float, link: Link, source: str) -> HostSpec:
-    """A server as a whole, as one device has it to itself; `Hardware.scaled` shares it out.
+def _server(model: str, memory_gb: int, memory_gb_per_s: float, link: Link, source: str) -> HostSpec:
+    """Return a server as a whole, as one device has it to itself; `Hardware.scaled` shares it out.
 
     Optimizer steps are taken at the line rate of its memory. Each device has a whole link, as long as switches let it.
     """
     return HostSpec(
-        memory_bytes=memory_bytes,
+        memory_bytes=memory_gb * GB,
         to_device_bytes_per_s=link.bytes_per_s,
         to_host_bytes_per_s=link.bytes_per_s,
         update_bytes_per_s=memory_gb_per_s * GB,
@@ -162,44 +115,47 @@ def _server(model: str, memory_bytes: int, memory_gb_per_s: float, link: Link, s
     )
 
 
-_DGX1 = _server(
-    "DGX-1", 512 * GB, 136.5, _PCIE3_X16, "NVIDIA DGX-1 data sheet (V100, 2018), 2 Xeon E5-2698 v4 of 4 channels with DDR4-2133",
-)  # fmt: skip
-_DGX_A100 = _server(
-    "DGX A100", 1000 * GB, 409.6, _PCIE4_X16, "NVIDIA DGX A100 data sheet (2020), 2 EPYC 7742 of 8 channels with DDR4-3200",
-)  # fmt: skip
+_DGX1 = _server("DGX-1", 512, 136.5, _PCIE3_X16, "NVIDIA DGX-1 data sheet (V100, 2018), 2 Xeon E5-2698 v4 of 4 channels with DDR4-2133")
+_DGX_A100 = _server("DGX A100", 1000, 409.6, _PCIE4_X16, "NVIDIA DGX A100 data sheet (2020), 2 EPYC 7742 of 8 channels with DDR4-3200")
 _DGX_H100 = _server(
-    "DGX H100", 2000 * GB, 614.4, _PCIE5_X16,
+    "DGX H100", 2000, 614.4, _PCIE5_X16,
     "NVIDIA DGX H100 and H200 data sheets, docs.nvidia.com/dgx-basepod, 2 Xeon 8480C of 8 channels with DDR5-4800",
 )  # fmt: skip
-_HOSTS: dict[str, HostSpec] = {  # what the others are built into differs too much
-    "v100-16": _DGX1, "v100-32": _DGX1, "a100-40": _DGX_A100, "a100-80": replace(_DGX_A100, memory_bytes=2000 * GB),
-    "h100": _DGX_H100, "h200": _DGX_H100,
-}  # fmt: skip
 
-_PRESETS: dict[str, tuple[DeviceSpec, Link, Link, Backend]] = {  # device, link inside a node, link of a node to others
-    "v100-16": (_V100_16, _V100_NVLINK, _ETHERNET_25G, Backend.NCCL),  # 8 in a node; with 25 Gb/s: AWS p3.16xlarge
-    "v100-32": (_V100_32, _V100_NVLINK, _ETHERNET_25G, Backend.NCCL),
-    "v100-pcie-16": (_v100_pcie(_V100_16), _PCIE3_X16, _ETHERNET_25G, Backend.NCCL),  # 4 or 8
-    "v100-pcie-32": (_v100_pcie(_V100_32), _PCIE3_X16, _ETHERNET_25G, Backend.NCCL),
-    "titan-rtx": (_TITAN_RTX, _PCIE3_X16, _ETHERNET_10G, Backend.NCCL),  # 1 to 4 in a workstation
-    "rtx-3090": (_RTX_3090, _PCIE4_X16, _ETHERNET_10G, Backend.NCCL),  # without the NVLink bridge, which joins two cards only
-    "rtx-4090": (_RTX_4090, _PCIE4_X16, _ETHERNET_10G, Backend.NCCL),
-    "a100-40": (_a100(40, 1555, 39.50), _A100_NVLINK, _FABRIC_400G, Backend.NCCL),  # 8; with 4 x 100 Gb/s: AWS p4d.24xlarge
-    "a100-80": (_a100(80, 2039, 79.14), _A100_NVLINK, _FABRIC_400G, Backend.NCCL),
-    "h100": (_H100, _nvlink(450, "H100 data sheet: NVLink 900 GB/s in both directions"), _FABRIC_3200G, Backend.NCCL),  # 8
-    "h200": (_H200, _nvlink(450, "H200 data sheet: NVLink 900 GB/s in both directions"), _FABRIC_3200G, Backend.NCCL),
-    "cpu": (_CPU, _LOOPBACK, _ETHERNET_10G_GLOO, Backend.GLOO),
-}
+_PRESETS: dict[str, tuple[DeviceSpec, Link, Link, HostSpec | None]] = {
+    # device, link inside a node, link of a node to others, and the host where most such devices are built into one kind of server
+    "v100-16": (  # 8 in a node; with 25 Gb/s: AWS p3.16xlarge
+        _gpu("V100-16", 16, 15.75, (125, 15.7, 15.7, 7.8), 900, (7, 0), f"NVIDIA V100 SXM2 {_V100}"), _V100_NVLINK, _ETHERNET_25G, _DGX1),
+    "v100-32": (
+        _gpu("V100-32", 32, 31.74, (125, 15.7, 15.7, 7.8), 900, (7, 0), f"NVIDIA V100 SXM2 {_V100}"), _V100_NVLINK, _ETHERNET_25G, _DGX1),
+    "v100-pcie-16": (  # 4 or 8; the same chip and memory at a lower clock
+        _gpu("V100 PCIe-16", 16, 15.75, (112, 14, 14, 7), 900, (7, 0), f"NVIDIA V100 PCIe {_V100}"), _PCIE3_X16, _ETHERNET_25G, None),
+    "v100-pcie-32": (
+        _gpu("V100 PCIe-32", 32, 31.74, (112, 14, 14, 7), 900, (7, 0), f"NVIDIA V100 PCIe {_V100}"), _PCIE3_X16, _ETHERNET_25G, None),
+    "titan-rtx": (  # 1 to 4 in a workstation; usable as an RTX 4090, 3DTopia/Phidias-Diffusion#8
+        _gpu("TITAN RTX", 24, 23.64, (130.5, 16.3, 16.3), 672, (7, 5), _TURING), _PCIE3_X16, _ETHERNET_10G, None),
+    "rtx-3090": (  # without the NVLink bridge, which joins two cards only; usable: ucwxb/GraphAvatar#4
+        _gpu("RTX 3090", 24, 23.69, (71, 71, 35.6), 936, (8, 6), _GA102), _PCIE4_X16, _ETHERNET_10G, None),
+    "rtx-4090": (  # usable: pytorch/torchchat#1341
+        _gpu("RTX 4090", 24, 23.52, (165.2, 165.2, 82.6), 1008, (8, 9), _ADA), _PCIE4_X16, _ETHERNET_10G, None),
+    "a100-40": (  # 8; with 4 x 100 Gb/s: AWS p4d.24xlarge
+        _gpu("A100-40", 40, 39.50, (312, 312, 19.5, 19.5), 1555, (8, 0), _A100), _A100_NVLINK, _FABRIC_400G, _DGX_A100),
+    "a100-80": (
+        _gpu("A100-80", 80, 79.14, (312, 312, 19.5, 19.5), 2039, (8, 0), _A100), _A100_NVLINK, _FABRIC_400G,
+        replace(_DGX_A100, memory_bytes=2000 * GB)),
+    "h100": (_H100, _HOPPER_NVLINK["H100"], _FABRIC_3200G, _DGX_H100),  # 8
+    "h200": (_H200, _HOPPER_NVLINK["H200"], _FABRIC_3200G, _DGX_H100),
+    "cpu": (_CPU, _LOOPBACK, _ETHERNET_10G_GLOO, None),
+}  # fmt: skip
 
 
 def preset_names() -> tuple[str, ...]:
-    """Names that `preset` knows."""
+    """Return the names that `preset` knows."""
     return tuple(_PRESETS)
 
 
 def preset(name: str, *, nodes: int = 1, devices_per_node: int = 1) -> Hardware:
-    """A known kind of device, so many times, with links at their line rates; what `hf-osdp profile` measures is better.
+    """Return a known kind of device, so many times, with links at their line rates; what `hf-osdp profile` measures is better.
 
     ```python
     preset("a100-80", nodes=2, devices_per_node=8)       # NVLink, 4 x 100 Gb/s between nodes
@@ -223,8 +179,9 @@ def preset(name: str, *, nodes: int = 1, devices_per_node: int = 1) -> Hardware:
     key = name.lower().replace("_", "-")
     if key not in _PRESETS:
         raise HardwareError(f"Hardware {name!r} is not known; use one of {', '.join(_PRESETS)}, or measure this machine.")
-    device, intra_node, inter_node, backend = _PRESETS[key]
+    device, intra_node, inter_node, host = _PRESETS[key]
+    backend = Backend.GLOO if key == "cpu" else Backend.NCCL
     if backend is Backend.NCCL:
         device = replace(device, communicator_bytes=COMMUNICATOR_BYTES, operator_s=OPERATOR_S, unit_s=UNIT_S)
-    alone = Hardware(device=device, intra_node=intra_node, inter_node=inter_node, backend=backend, host=_HOSTS.get(key))
+    alone = Hardware(device=device, intra_node=intra_node, inter_node=inter_node, backend=backend, host=host)
     return alone.scaled(nodes=nodes, devices_per_node=devices_per_node)

@@ -196,9 +196,10 @@ class OutOfMemoryHandler:
         if self._replans:
             hindrance = restart.hindrance() if has_plan else "there is no other plan"
             if hindrance is None and safer is not None:
-                print(f"hf_osdp: {text}", file=sys.stderr, flush=True)
-                hindrance = restart.start_again(safer.limit_bytes)
-            text += f' on_oom="replan" cannot start again: {hindrance}.'
+                restart.restart(safer.limit_bytes, f"hf_osdp: {text}")
+                text += " The launcher starts all ranks again, by that plan."
+            else:
+                text += f' on_oom="replan" cannot start again: {hindrance}.'
         elif has_plan and restart.hindrance() is None:
             text += ' With on_oom="replan" the run goes on by it.'
         error.explained_by_osdp = True  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from ..distributed.mesh import Meshes
 from ..distributed.topology import find_topology
 from ..errors import PlanError
 from ..modeling.batch import check_inputs, training_batch
-from ..modeling.split.candidates import split_units
+from ..modeling.split_candidates import split_units
 from ..planner.cost.evaluate import estimate_plan
 from ..planner.description import Activations, DType, ModelDescription, UnitDescription
 from ..planner.hardware import Hardware

@@ -118,7 +118,7 @@ def simulate(model_or_config: object, plan: Plan, *, description: ModelDescripti
         stack.enter_context(_separate_shape_propagation())
         if on_cuda:
             stack.enter_context(CudaKernels(lambda flops: None, chosen.capability))
-        if job.precision.autocast:
+        if job.precision.autocast and job.precision.compute is not None:
             autocast = under_autocast(fake.forward, getattr(torch, job.precision.compute.value))
             stack.enter_context(forward_replaced(fake, autocast))
         events = _run_step(fake, fakes, plan, job, memory, chosen.loss)
@@ -195,7 +195,7 @@ def _separate_shape_propagation() -> Iterator[None]:
         with _disable_current_modes():
             return original(propagator, op_schema)
 
-    ShardingPropagator._propagate_tensor_meta_non_cached = separate  # type: ignore[method-assign]
+    ShardingPropagator._propagate_tensor_meta_non_cached = separate  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ def with_allocations(
         found[key] = [None if trace is None else table.setdefault(trace, len(table)) for trace in traces]
 
     def of(index: int, *key: bool) -> int | None:
-        return found[key][index] if key in found else None  # type: ignore[index]
+        return found[key][index] if key in found else None
 
     result = []
     for index in kept:
@@ -61,13 +61,13 @@ class _Context:
     """What the traces of one run share."""
 
     records: Sequence[SegmentRecord]
-    owners: Mapping[int, _Owner]
+    owners: Mapping[Hashable, _Owner]
     """By allocation."""
     positions: Mapping[int, int]
     """A record's index among the segments that are kept."""
     is_block: Callable[[int], bool]
 
-    def handed(self, number: int, key: int) -> Handed | None:
+    def handed(self, number: int, key: Hashable) -> Handed | None:
         """Return how record `number` finds an allocation of another; None where it is no segment's."""
         owner, own = self.owners.get(key), self.positions.get(number)
         there = None if owner is None else self.positions.get(owner.record)
@@ -97,13 +97,13 @@ def _allocation_traces(
     return found
 
 
-def _owners(records: Sequence[SegmentRecord]) -> dict[int, _Owner]:
-    owners: dict[int, _Owner] = {}
+def _owners(records: Sequence[SegmentRecord]) -> dict[Hashable, _Owner]:
+    owners: dict[Hashable, _Owner] = {}
     for number, record in enumerate(records):
         freed = {event.key for events in _phases(record) for event in events if event.nbytes < 0} | set(record.gradient_allocations)
         for backward, events in enumerate(_phases(record)):
             kept = [event.key for event in events if event.nbytes >= 0 and event.key not in freed]
-            owners |= {key: _Owner(number, bool(backward), len(kept) - i) for i, key in enumerate(kept)}  # type: ignore[misc]
+            owners |= {key: _Owner(number, bool(backward), len(kept) - i) for i, key in enumerate(kept)}
     return owners
 
 
@@ -161,10 +161,10 @@ def _made(record: SegmentRecord) -> list[Event]:
     return [event for events in _phases(record) for event in events if event.nbytes >= 0]
 
 
-def _numbers(record: SegmentRecord) -> dict[int, int]:
-    return {event.key: number for number, event in enumerate(_made(record))}  # type: ignore[misc]
+def _numbers(record: SegmentRecord) -> dict[Hashable, int]:
+    return {event.key: number for number, event in enumerate(_made(record))}
 
 
-def _order(record: SegmentRecord, own: dict[int, int]) -> list[tuple[int, bool]]:
+def _order(record: SegmentRecord, own: dict[Hashable, int]) -> list[tuple[int, bool]]:
     """Return the order of allocations and frees, whatever their sizes; others' count as equal."""
-    return [(own.get(event.key, -1), event.nbytes < 0) for events in _phases(record) for event in (*events, Event(-2, 0, 0))]  # type: ignore[call-overload]
+    return [(own.get(event.key, -1), event.nbytes < 0) for events in _phases(record) for event in (*events, Event(-2, 0, 0))]

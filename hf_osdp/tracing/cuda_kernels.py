@@ -50,7 +50,8 @@ class CudaKernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.backward and not any(kwargs.values()):
             with self:  # torch leaves the mode while it handles a call, but blocks that are recomputed in backward need it
-                return _backward(*args)
+                _backward(*args)
+            return None
         if torch.is_autocast_enabled("cpu") and getattr(func, "__name__", "") in _IN_FLOAT32:
             args, kwargs = _cast((args, kwargs), torch.float32)
         if func is F.scaled_dot_product_attention:
@@ -86,13 +87,15 @@ class CudaKernels(TorchFunctionMode):
             query, key, value = (F.pad(tensor, (0, -size % 8)) for tensor in (query, key, value))
         if attn_mask is not None and kernel is Kernel.EFFICIENT and (short := -attn_mask.shape[-1] % 16):
             attn_mask = F.pad(attn_mask, (0, short))
-        return _FusedAttention.apply(query, key, value, attn_mask, kernel, self._count_flops)[..., :size]
+        output: torch.Tensor = _FusedAttention.apply(query, key, value, attn_mask, kernel, self._count_flops)  # type: ignore[no-untyped-call]
+        return output[..., :size]
 
 
 def _cast(value: _Value, dtype: torch.dtype) -> _Value:
     """Cast an operator's arguments as autocast does: none in float64."""
     known = (torch.float32, torch.bfloat16, torch.float16)
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.dtype in known else tensor, value)
+    cast: _Value = tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.dtype in known else tensor, value)
+    return cast
 
 
 def _backward(loss: torch.Tensor) -> None:
@@ -138,7 +141,7 @@ class _FusedAttention(torch.autograd.Function):
         query, key, value, bias, kernel, count_flops = inputs
         batch, heads, length, _ = query.shape
         # the kernels write [b, T, h, d] and return a transposed view, so that the caller's reshape copies nothing
-        out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        out: torch.Tensor = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
         rows = length + (-length % 32 if kernel is Kernel.EFFICIENT else 0)
         logsumexp = query.new_empty((batch, heads, rows), dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, logsumexp, bias)
@@ -166,4 +169,5 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
     """Run dropout as its fused CUDA kernel does: the mask is saved as bool."""
     if inplace or not training or not 0 < p < 1 or input.numel() == 0:
         return F.dropout(input, p, training, inplace)
-    return torch.native_dropout(input, p, True)[0]
+    output: torch.Tensor = torch.native_dropout(input, p, True)[0]
+    return output

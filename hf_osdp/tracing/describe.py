@@ -16,7 +16,7 @@ from ..errors import CheckpointingError, DescriptionError
 from ..modeling.batch import Inputs, Loss, check_sequence_length, plain_batch, training_batch
 from ..modeling.batch_norm import has_running_statistics
 from ..modeling.build import build_on_meta, is_checkpointed
-from ..modeling.split.candidates import split_copy
+from ..modeling.split_candidates import split_copy
 from ..modeling.units import class_of, embedding_and_head, find_units, modules_by_name
 from ..planner.affine import Affine
 from ..planner.description import DType, GatherSpan, ModelDescription, Segment, UnitDescription
@@ -278,7 +278,7 @@ def _block_classes(units: Sequence[UnitDescription], model: nn.Module, asked: Se
     found = {unit.class_name: None for unit in units if unit.span is GatherSpan.USE}
     if asked is not None:
         return tuple(name for name in dict.fromkeys(asked) if name in found)
-    embeddings = {class_of(module).__name__ for module in embedding_and_head(model)}
+    embeddings = {class_of(module).__name__ for module in embedding_and_head(model) if module is not None}
     return tuple(name for name in found if name not in embeddings)
 
 

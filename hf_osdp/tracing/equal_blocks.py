@@ -56,7 +56,7 @@ class _TensorSpec(NamedTuple):
 class _InputLeaf(NamedTuple):
     """An output that is one of the inputs."""
 
-    index: int
+    position: int
 
 
 class RecordedCall(NamedTuple):
@@ -94,13 +94,13 @@ class RecordedCall(NamedTuple):
         inputs, _ = tree_flatten((args, kwargs))
         differentiable = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         specs = tuple(leaf for leaf in self.leaves if isinstance(leaf, _TensorSpec) and leaf.requires_grad)
-        made = iter(_AllocateOutputs.apply(specs, anchor, *differentiable) if specs else ())
+        made = iter(_AllocateOutputs.apply(specs, anchor, *differentiable) if specs else ())  # type: ignore[no-untyped-call]
         return tree_unflatten([self._leaf(leaf, inputs, made) for leaf in self.leaves], self.spec)
 
     @staticmethod
     def _leaf(leaf: object, inputs: list[Any], made: Iterator[torch.Tensor]) -> object:
         if isinstance(leaf, _InputLeaf):
-            return inputs[leaf.index]
+            return inputs[leaf.position]
         if isinstance(leaf, _TensorSpec):
             return next(made) if leaf.requires_grad else leaf.empty()
         return leaf

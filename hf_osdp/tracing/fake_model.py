@@ -39,7 +39,8 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype
         memo[id(buffer)] = fake_like(buffer, mode)
     fakes = copy.deepcopy(model, memo).train()
     for module in fakes.modules():
-        for functions in (module.__dict__, module._forward_pre_hooks, module._forward_hooks):
+        hooked: tuple[dict[Any, Any], ...] = (module.__dict__, module._forward_pre_hooks, module._forward_hooks)
+        for functions in hooked:
             for name, value in functions.items():
                 if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
                     functions[name] = _rebound(value, memo)

@@ -36,7 +36,7 @@ _INDEXED = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_p
 """Their second argument is a list of indices."""
 
 
-class KnownValues(TorchDispatchMode):
+class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers data-dependent operators on fake tensors.
 
     Enter it right after the `FakeTensorMode`, so that the modes above see each operator once, with the memory of its result.
@@ -46,7 +46,7 @@ class KnownValues(TorchDispatchMode):
     """
 
     def __init__(self, *, alone: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._alone = alone
         self._values: dict[int, torch.UntypedStorage] = {}
         """By fake storage, so that views and what is written through them are right by themselves."""
@@ -74,7 +74,8 @@ class KnownValues(TorchDispatchMode):
             self.know(made, tensor)
             return made
 
-        return tree_map_only(torch.Tensor, fake, plain_batch(batch))
+        fakes: dict[str, Any] = tree_map_only(torch.Tensor, fake, plain_batch(batch))
+        return fakes
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the values of a tensor, in memory that its views share, or None."""
@@ -183,7 +184,7 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             yield from tensors_in(args[number] if number < len(args) else kwargs.get(argument.name))
 
 
-class FakeifyTensors(TorchDispatchMode):
+class FakeifyTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Put fake tensors in the place of real ones, wherever they are. They were there before the trace and count nowhere.
 
     Enter it last, so that the modes below see fake tensors alone.
@@ -194,7 +195,7 @@ class FakeifyTensors(TorchDispatchMode):
     """
 
     def __init__(self, mode: FakeTensorMode, known: KnownValues) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._mode, self._known = mode, known
         self._fakes = WeakIdKeyDictionary()
 
@@ -213,12 +214,13 @@ class FakeifyTensors(TorchDispatchMode):
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
-        if tensor not in self._fakes:
+        made: torch.Tensor | None = self._fakes[tensor] if tensor in self._fakes else None
+        if made is None:
             with _disable_current_modes():  # or it would count
                 made = fake_like(tensor, self._mode)
             self._known.know(made, tensor)
             self._fakes[tensor] = made
-        return self._fakes[tensor]
+        return made
 
 
 # Answers where values are not known.
@@ -234,7 +236,8 @@ def _scalar(known: KnownValues, tensor: torch.Tensor) -> bool | int | float:
 
 
 def _masked_select(known: KnownValues, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return tensor.new_empty(known.count(mask, torch.broadcast_shapes(tensor.shape, mask.shape)))
+    shape: torch.Size = torch.broadcast_shapes(tensor.shape, mask.shape)  # type: ignore[no-untyped-call]
+    return tensor.new_empty(known.count(mask, shape))
 
 
 def _unique(known: KnownValues, tensor: torch.Tensor, *args: object, **kwargs: object) -> tuple[torch.Tensor, ...]:

@@ -62,7 +62,7 @@ class SegmentRecord:
     backward: PhaseRecord = field(default_factory=PhaseRecord)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Split a forward and backward pass into segments.
 
     Enter it inside the tracker that it reads. Call `enter` and `leave` around each unit's module, `begin_backward` between
@@ -74,7 +74,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, memory: MemoryTracker, root_unit: int = 0) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._memory, self._root_unit = memory, root_unit
         self.records: list[SegmentRecord] = []
         """In forward order."""

@@ -177,7 +177,7 @@ class _Tracer:
             known = stack.enter_context(KnownValues(alone=True))
             fakes = known.fakes_of(batch, self._mode, self._options.compute_dtype)
             memory = stack.enter_context(MemoryTracker(block_bytes=CUDA_BLOCK_BYTES if self._options.cuda_kernels else 1))
-            recorder = stack.enter_context(Recorder(memory))
+            recorder: Recorder = stack.enter_context(Recorder(memory))
             if self._options.cuda_kernels:
                 kernels = stack.enter_context(CudaKernels(recorder.count_flops, self._options.capability))
                 stack.callback(lambda: self.kernels.update(kernels.found))
@@ -188,7 +188,7 @@ class _Tracer:
             self.output_bytes.append(_bytes_beside(output, loss))
             del output
             recorder.begin_backward()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             del loss
             recorder.finish()
         return recorder.records
@@ -204,7 +204,8 @@ class _Tracer:
             for position, (name, parameter) in enumerate(self._fake.named_parameters()):
                 if parameter.requires_grad:
                     note = functools.partial(recorder.note_gradient, name=self._step_names.get(canonical_name(name)), position=position)
-                    stack.callback(parameter.register_post_accumulate_grad_hook(note).remove)
+                    handle = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+                    stack.callback(handle.remove)
             yield
 
     def _recording(

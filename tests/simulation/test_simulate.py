@@ -140,7 +140,7 @@ def limit_between(description, share: float) -> int:
 
 
 def checked(description, limit: int):
-    return search_and_simulate(CONFIG, description=description, hardware=HARDWARE, job=JOB, memory_limit_bytes=limit)
+    return search_and_simulate(CONFIG, problem(description, HARDWARE, JOB, limit))
 
 
 def test_one_round_where_the_estimate_is_right(description):

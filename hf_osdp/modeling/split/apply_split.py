@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import cast
 
 from torch import nn
 
@@ -11,7 +12,7 @@ from ...errors import OSDPError
 from ...planner.split import OperatorSplit
 from .head import SplitHead, check_model, language_model_of
 from .modules import SplitLinear, SplitOperator, is_conv1d
-from .names import keep_names, plain_name
+from .names import canonical_name, keep_names
 
 
 def split_operators(model: nn.Module, splits: Sequence[OperatorSplit]) -> None:
@@ -26,10 +27,10 @@ def split_operators(model: nn.Module, splits: Sequence[OperatorSplit]) -> None:
         splits: what to split; nothing is changed where one of them cannot be.
 
     Raises:
-        ValueError: a name is not in the model or is given twice, or there are more slices than output features.
+        ValueError: a name is not in the model or is listed twice, or there are more slices than output features.
         OSDPError: the operator cannot be split.
     """
-    modules = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
+    modules = {canonical_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
     if twice := [name for name, count in Counter(split.fqn for split in splits).items() if count > 1]:
         raise ValueError(f"{twice[0]!r} is to be split twice; name each operator once.")
     planned = [_check(model, modules, split) for split in splits]
@@ -43,34 +44,44 @@ def split_operators(model: nn.Module, splits: Sequence[OperatorSplit]) -> None:
         _replace(model, whole, head)
         if embedding is not None:
             _replace(model, embedding, head.tie(embedding))
-            owner.tie_weights = head.stay_tied
+            owner.tie_weights = head.stay_tied  # type: ignore[assignment]
     if splits:
         keep_names(model)
 
 
 def _check(model: nn.Module, modules: dict[str, nn.Module], split: OperatorSplit) -> tuple[nn.Module | None, nn.Embedding | None]:
-    """The language model whose head it is, and the embedding that is tied to it, where there are such."""
+    """Return the language model whose head it is, and the embedding that is tied to it, where there are such."""
     module = modules.get(split.fqn)
     if module is None:
-        raise ValueError(f"{split.fqn!r} is no module of {type(model).__name__}; {_suggestion(modules, split.fqn)}.")
+        leaf = split.fqn.rpartition(".")[2]
+        alike = next((name for name in modules if name.rpartition(".")[2] == leaf), None)
+        remedy = f"did you mean {alike!r}?" if alike is not None else "take a name from named_modules()"
+        raise ValueError(f"{split.fqn!r} is no module of {type(model).__name__}; {remedy}.")
     _check_class(split, module)
-    features = module.weight.shape[1 if is_conv1d(module) else 0]
+    features = cast(nn.Parameter, module.weight).shape[1 if is_conv1d(module) else 0]
     if split.slices > features:
         raise ValueError(f"{split.fqn!r} has {features} output features, but is to have {split.slices} slices; use {features} at most.")
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         raise OSDPError(f"{split.fqn!r} has hooks, which a split operator would not call; split before hooks are set, or leave it whole.")
-    sharing = _sharing(model, module)
+    own = {id(parameter) for parameter in module._parameters.values() if parameter is not None}
+    sharing = {
+        canonical_name(name): other
+        for name, other in model.named_modules()
+        if other is not module and any(id(parameter) in own for parameter in other._parameters.values())
+    }
     owner = language_model_of(model, module)
-    if owner is None:
-        if sharing:
-            raise OSDPError(f"{split.fqn!r} shares its weight or bias with {sharing[0][0]!r}, which is not split with it; leave it whole.")
-        return None, None
-    check_model(owner, split.fqn)
-    return owner, _tied_embedding(split.fqn, module, sharing, owner)
+    if owner is not None:
+        check_model(owner, split.fqn)
+        return owner, _tied_embedding(split.fqn, module, sharing, owner)
+    if sharing:
+        raise OSDPError(
+            f"{split.fqn!r} shares its weight or bias with {next(iter(sharing))!r}, which is not split with it; leave it whole."
+        )
+    return None, None
 
 
 def _check_class(split: OperatorSplit, module: nn.Module) -> None:
-    """Exact classes only: what a subclass does with its weight, slices would not."""
+    """Refuse all but exact classes: what a subclass does with its weight, slices would not."""
     if isinstance(module, SplitOperator):
         raise OSDPError(f"{split.fqn!r} is in {len(module.sizes)} slices already; split a model once, as it was loaded.")
     if any(hasattr(parameter, "placements") for parameter in module.parameters()):
@@ -81,28 +92,24 @@ def _check_class(split: OperatorSplit, module: nn.Module) -> None:
         raise OSDPError(f"{split.fqn!r} is a {type(module).__name__}, but only nn.Linear and GPT-2's Conv1D can be split; leave it whole.")
 
 
-def _sharing(model: nn.Module, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Other modules that own one of this module's parameters."""
-    own = {id(parameter) for parameter in module._parameters.values() if parameter is not None}
-    return [
-        (plain_name(name), other)
-        for name, other in model.named_modules()
-        if other is not module and any(id(parameter) in own for parameter in other._parameters.values())
-    ]
-
-
-def _tied_embedding(fqn: str, head: nn.Module, sharing: list[tuple[str, nn.Module]], owner: nn.Module) -> nn.Embedding | None:
-    """The embedding to split with the head."""
+def _tied_embedding(fqn: str, head: nn.Module, sharing: dict[str, nn.Module], owner: nn.Module) -> nn.Embedding | None:
+    """Return the embedding to split with the head."""
     if not sharing:
         return None
-    embedding = sharing[0][1]
-    plain = type(embedding) is nn.Embedding and embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
-    if len(sharing) > 1 or not plain or head.bias is not None or embedding is not owner.get_input_embeddings():
-        names = ", ".join(repr(other) for other, _ in sharing)
-        raise OSDPError(
-            f"{fqn!r} shares parameters with {names}; a head is split with one plain nn.Embedding, and has no bias then; leave it whole."
-        )
-    return embedding
+    embedding = next(iter(sharing.values()))
+    if (
+        len(sharing) == 1
+        and head.bias is None
+        and type(embedding) is nn.Embedding
+        and embedding.max_norm is None
+        and not (embedding.scale_grad_by_freq or embedding.sparse)
+        and embedding is owner.get_input_embeddings()
+    ):
+        return embedding
+    names = ", ".join(map(repr, sharing))
+    raise OSDPError(
+        f"{fqn!r} shares parameters with {names}; a head is split with one plain nn.Embedding, and has no bias then; leave it whole."
+    )
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
@@ -111,9 +118,3 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
         for key, child in parent._modules.items():
             if child is old:
                 parent._modules[key] = new
-
-
-def _suggestion(modules: dict[str, nn.Module], fqn: str) -> str:
-    leaf = fqn.rpartition(".")[2]
-    alike = [name for name in modules if name.rpartition(".")[2] == leaf]
-    return f"did you mean {alike[0]!r}?" if alike else "take a name from named_modules()"

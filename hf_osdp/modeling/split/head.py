@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -13,14 +14,14 @@ from ...errors import OSDPError
 from .modules import SplitEmbedding, SplitLinear, VocabularySlice
 
 _SCALES = ("logit_scale", "logits_scaling", "final_logit_softcapping", "output_multiplier", "lm_head_multiplier")
-"""What transformers' models (Cohere, Granite, Gemma 2 and those after them) name the factor or cap that logits go through before
-the loss. Other names are found out when the model runs."""
+"""Names that transformers' models (Cohere, Granite, Gemma 2 and later) give a factor or cap between logits and loss. Other such changes
+are found out when the model runs."""
 
 
 class SplitHead(SplitLinear):
     """A vocabulary projection in slices, which also computes the loss of training, so that whole logits never exist there.
 
-    In training with labels, the model's forward gets a stand-in without elements for the logits and hands it to `loss`;
+    In training with labels, the model's forward gets a placeholder without elements for the logits and hands it to `loss`;
     `outputs.logits` is None then. Without labels, or in evaluation, logits are whole as ever.
 
     Args:
@@ -28,23 +29,25 @@ class SplitHead(SplitLinear):
         slices: how many slices, at most the vocabulary.
     """
 
-    def __init__(self, source: nn.Linear, slices: int):
+    def __init__(self, source: nn.Module, slices: int) -> None:
         super().__init__(source, slices)
         self._tied: tuple[SplitEmbedding, ...] = ()
-        self._labelled, self._hidden, self._stand_in = False, None, None
+        self._has_labels = False
+        self._hidden: torch.Tensor | None = None
+        self._placeholder: torch.Tensor | None = None
 
     def _slice(self, weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool) -> VocabularySlice:
         return VocabularySlice(weight, bias, transposed=transposed)
 
     def tie(self, source: nn.Embedding) -> SplitEmbedding:
-        """The embedding in this head's slices. It alone registers them, so that each parameter has one name and one owner."""
+        """Return the embedding in this head's slices. It alone registers them, so that each parameter has one name and one owner."""
         embedding = SplitEmbedding(source, self.slices, self.sizes)
         del self.slices
         self._tied = (embedding,)  # in a tuple, which registers nothing
         return embedding
 
     def untie(self) -> dict[nn.Module, nn.Module]:
-        """Take slices of its own, of the same memory: gradients of projection and lookup then come apart, as a trace wants them.
+        """Take slices of its own, of the same memory, so that gradients of projection and lookup come apart in a trace.
 
         Returns:
             Each slice with the embedding's that it was; nothing where the head is not tied.
@@ -52,33 +55,31 @@ class SplitHead(SplitLinear):
         if not self._tied:
             return {}
         shared, own = self._tied[0].slices, nn.ModuleList()
-        for part in shared:
+        for part in cast("list[VocabularySlice]", shared):
             weight = nn.Parameter(part.weight.detach(), requires_grad=part.weight.requires_grad)
             own.append(self._slice(weight, None, part.transposed))
         self._tied, self.slices = (), own.train(self.training)
         return dict(zip(own, shared, strict=True))
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         if name == "slices" and self.__dict__.get("_tied"):
             return self._tied[0].slices
         return super().__getattr__(name)
 
-    # ----------------------------------------------------------------------------------------------- in the model's forward
-
     def attach(self, model: nn.Module) -> None:
         """Take over the loss of the model whose head this is. `check_model` has accepted the model."""
         self._labels_at = list(inspect.signature(type(model).forward).parameters).index("labels") - 1  # without self
-        self._whole_loss = model.loss_function
-        model.loss_function = self.loss
+        self._whole_loss = cast("Callable[..., torch.Tensor]", model.loss_function)
+        model.loss_function = self.loss  # type: ignore[assignment]
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after, always_call=True)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states `[..., in_features]` → logits, or in training with labels `[..., 0]` in their place."""
-        if not self._labelled:
+        if not self._has_labels:
             return super().forward(hidden)
-        self._hidden, self._stand_in = hidden, hidden.new_empty((*hidden.shape[:-1], 0))
-        return self._stand_in
+        self._hidden, self._placeholder = hidden, hidden.new_empty((*hidden.shape[:-1], 0))
+        return self._placeholder
 
     def loss(
         self,
@@ -90,7 +91,7 @@ class SplitHead(SplitLinear):
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """In place of `transformers.loss.loss_utils.ForCausalLMLoss`, with its arguments; the rest goes to it or, as there, nowhere.
+        """Compute the loss in place of `transformers.loss.loss_utils.ForCausalLMLoss`, with its arguments.
 
         Returns:
             The mean cross-entropy of token n + 1 at n, or its sum over `num_items_in_batch`; of float64 logits in float64.
@@ -98,10 +99,10 @@ class SplitHead(SplitLinear):
         Raises:
             OSDPError: the model does something to its logits before the loss.
         """
-        if not self._labelled:
+        if not self._has_labels:
             return self._whole_loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
         hidden = self._hidden
-        if logits is not self._stand_in or hidden is None:
+        if logits is not self._placeholder or hidden is None:
             raise OSDPError("The model changes its logits between head and loss, which slices cannot follow; leave the head whole.")
         if vocab_size != self.out_features:
             raise OSDPError(f"The loss is over {vocab_size} tokens, but the head has {self.out_features}; leave the head whole.")
@@ -116,37 +117,39 @@ class SplitHead(SplitLinear):
         return total / (num_items_in_batch.to(total.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch)
 
     def _token_losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Cross-entropy of each token, `[N]`: log Σ_j exp(lse_j) less the target's logit."""
-        sums, chosen, start, last = [], None, 0, len(self.sizes) - 1
+        """Return the cross-entropy of each token, `[N]`: log Σ_j exp(lse_j) less the target's logit."""
+        sums: list[torch.Tensor] = []
+        chosen: torch.Tensor | None = None
+        start = 0
         for index, (part, size) in enumerate(zip(self.slices, self.sizes, strict=True)):
             local = targets - start
-            # Targets outside the vocabulary stay so in the first and the last slice, where they fail as in a whole cross-entropy.
-            inside = local < size if index == 0 else local >= 0 if index == last else (local >= 0) & (local < size)
+            inside = self.inside(index, local)
             lse, picked = part(hidden, local.masked_fill(~inside, 0))
             sums.append(lse)
             chosen = picked if chosen is None else torch.where(inside, picked, chosen)
             start += size
+        assert chosen is not None
         return torch.stack(sums).logsumexp(dim=0) - chosen
 
     def stay_tied(self, *args: Any, **kwargs: Any) -> None:
-        """In place of `tie_weights` where head and embedding hold the same slices: nothing can untie them."""
+        """Do nothing, in place of `tie_weights`: head and embedding hold the same slices, and nothing can untie them."""
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         labels = args[self._labels_at] if len(args) > self._labels_at else kwargs.get("labels")
-        self._labelled = labels is not None and model.training
+        self._has_labels = labels is not None and model.training
 
-    def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Forget the stand-in, and leave it to nobody."""
-        stand_in, self._labelled, self._hidden, self._stand_in = self._stand_in, False, None, None
-        if stand_in is None or output is None:
+    def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> object:  # noqa: ANN401
+        """Take the placeholder out of the output."""
+        placeholder, self._has_labels, self._hidden, self._placeholder = self._placeholder, False, None, None
+        if placeholder is None or output is None:
             return None
         if isinstance(output, tuple):
-            return tuple(None if value is stand_in else value for value in output)
+            return tuple(None if value is placeholder else value for value in output)
         return replace(output, logits=None)  # setting it would leave it under its key
 
 
 def language_model_of(model: nn.Module, head: nn.Module) -> nn.Module | None:
-    """The model inside `model` whose vocabulary projection `head` is; None where it is no model's."""
+    """Return the model inside `model` whose vocabulary projection `head` is; None where it is no model's."""
     for module in model.modules():
         get = getattr(module, "get_output_embeddings", None)
         if callable(get) and get() is head:

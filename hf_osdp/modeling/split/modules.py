@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-
-from .statistics import sliced_statistics
+from torch.utils.checkpoint import checkpoint
 
 
 def slice_sizes(features: int, slices: int) -> tuple[int, ...]:
-    """Output features of each slice, as equal as can be, larger ones first."""
+    """Return the output features of each slice, as equal as can be, larger ones first."""
     least, larger = divmod(features, slices)
     return (least + 1,) * larger + (least,) * (slices - larger)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is transformers' `Conv1D`, without importing transformers."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
 class LinearSlice(nn.Module):
@@ -27,19 +31,26 @@ class LinearSlice(nn.Module):
         transposed: the weight lies as in GPT-2's `Conv1D`.
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool):
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool) -> None:
         super().__init__()
         self.transposed = transposed
         self.weight = weight
         self.register_parameter("bias", bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def project(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in]` → `[..., features]`, by the same function as the whole operator."""
         if not self.transposed:
             return F.linear(x, self.weight, self.bias)
-        y = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
+        y = torch.addmm(cast(torch.Tensor, self.bias), x.view(-1, x.shape[-1]), self.weight)
         # No view: FSDP2 hooks a unit's output and warns of views, in-place changes of which lose its hook.
-        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], self.weight.shape[1]))
+        return cast(torch.Tensor, torch.ops.aten._unsafe_view(y, (*x.shape[:-1], self.weight.shape[1])))
+
+    def forward(self, x: torch.Tensor) -> Any:  # noqa: ANN401
+        """Compute the slice's output features."""
+        return self.project(x)
 
     def extra_repr(self) -> str:
         return f"features={self.weight.shape[1 if self.transposed else 0]}"
@@ -49,15 +60,13 @@ class VocabularySlice(LinearSlice):
     """Some of the vocabulary: gives its logits, what the loss needs of them, and its rows of a tied embedding.
 
     All three go through `forward`, so that FSDP2 gathers the slice for each.
-
-    Attributes:
-        padding: row of the slice that a tied embedding never trains, or None.
     """
 
     padding: int | None = None
+    """Row of the slice that a tied embedding never trains, or None."""
 
-    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Without `other` logits; with targets of the loss in `other` their statistics; with ids in `x` rows for these ids.
+    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> Any:  # noqa: ANN401
+        """Compute logits; with targets of the loss in `other` their statistics; with ids in `x` rows for these ids.
 
         Args:
             x: hidden states, `[..., in]`; or ids in the slice, integers of any shape.
@@ -68,30 +77,43 @@ class VocabularySlice(LinearSlice):
             `[..., features]`; or log-sum-exp and target's logit, each `[...]`; or `[..., in]`.
         """
         if not x.is_floating_point():
-            return _Lookup.apply(self.weight, x, other, self.padding)
+            return _Lookup.apply(self.weight, x, other, self.padding)  # type: ignore[no-untyped-call]
         if other is None:
-            return super().forward(x)
-        return sliced_statistics(super().forward, x, other)
+            return self.project(x)
+        if not torch.is_grad_enabled():
+            return self._statistics(x, other)
+        return checkpoint(self._statistics, x, other, use_reentrant=False, preserve_rng_state=False)  # logits are made again in backward
+
+    def _statistics(self, hidden: torch.Tensor, targets: torch.Tensor) -> object:
+        """Return log-sum-exp and the targets' logits; low-precision logits go to float32 first, as in transformers' losses."""
+        logits = self.project(hidden)
+        return _Statistics.apply(logits.float() if logits.itemsize < 4 else logits, targets)  # type: ignore[no-untyped-call]
 
 
 class SplitOperator(nn.Module):
-    """What a module split by output features has in common.
-
-    Attributes:
-        slices: the slices, each with `weight` and perhaps `bias`.
-        sizes: output features (rows of an embedding) of each.
-        leaves: parameters of the whole operator, with the dimension in which each is cut.
-    """
+    """What a module split by output features has in common."""
 
     slices: nn.ModuleList
+    """The slices, each with `weight` and perhaps `bias`."""
     sizes: tuple[int, ...]
+    """Output features (rows of an embedding) of each."""
     leaves: dict[str, int]
+    """Parameters of the whole operator, with the dimension in which each is split."""
 
     def parts(self, leaf: str) -> Iterator[nn.Parameter]:
-        """The slices of one parameter, in order."""
+        """Yield the slices of one parameter, in order."""
         return (getattr(part, leaf) for part in self.slices)
 
-    def __getattr__(self, name: str) -> Any:
+    def inside(self, index: int, local: torch.Tensor) -> torch.Tensor:
+        """Return which of some ids, counted from a slice's first, are in the slice.
+
+        Ids outside the vocabulary count to the first and the last slice, where they fail as in the whole operator.
+        """
+        if index == 0:
+            return local < self.sizes[0]
+        return local >= 0 if index == len(self.sizes) - 1 else (local >= 0) & (local < self.sizes[index])
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         if name in ("weight", "bias") and "leaves" in self.__dict__:
             raise AttributeError(f"{type(self).__name__} has no {name!r}: it is in {len(self.sizes)} slices; leave the operator whole.")
         return super().__getattr__(name)
@@ -109,15 +131,16 @@ class SplitLinear(SplitOperator):
         slices: how many slices, at most the output features.
     """
 
-    def __init__(self, source: nn.Module, slices: int):
+    def __init__(self, source: nn.Module, slices: int) -> None:
         super().__init__()
         transposed = is_conv1d(source)
         dim = 1 if transposed else 0
-        self.in_features, self.out_features = source.weight.shape[1 - dim], source.weight.shape[dim]
+        weight, bias = cast(nn.Parameter, source.weight), cast("nn.Parameter | None", source.bias)
+        self.in_features, self.out_features = weight.shape[1 - dim], weight.shape[dim]
         self.sizes = slice_sizes(self.out_features, slices)
-        self.leaves = {"weight": dim} if source.bias is None else {"weight": dim, "bias": 0}
-        weights = cut_parameter(source.weight, self.sizes, dim)
-        biases = [None] * slices if source.bias is None else cut_parameter(source.bias, self.sizes, 0)
+        self.leaves = {"weight": dim} if bias is None else {"weight": dim, "bias": 0}
+        weights = _split_parameter(weight, self.sizes, dim)
+        biases: Sequence[nn.Parameter | None] = [None] * slices if bias is None else _split_parameter(bias, self.sizes, 0)
         self.slices = nn.ModuleList(self._slice(w, b, transposed) for w, b in zip(weights, biases, strict=True))
         self.train(source.training)
 
@@ -141,12 +164,12 @@ class SplitEmbedding(SplitOperator):
         sizes: rows of each.
     """
 
-    def __init__(self, source: nn.Embedding, slices: nn.ModuleList, sizes: tuple[int, ...]):
+    def __init__(self, source: nn.Embedding, slices: nn.ModuleList, sizes: tuple[int, ...]) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim, self.padding_idx = source.num_embeddings, source.embedding_dim, source.padding_idx
         self.sizes, self.leaves, self.slices = sizes, {"weight": 0}, slices
         start = 0
-        for part, size in zip(slices, sizes, strict=True):
+        for part, size in zip(cast("list[VocabularySlice]", slices), sizes, strict=True):
             local = -1 if source.padding_idx is None else source.padding_idx - start
             part.padding = local if 0 <= local < size else None
             start += size
@@ -154,18 +177,19 @@ class SplitEmbedding(SplitOperator):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids of any shape → `[..., embedding_dim]`."""
-        rows, start, last = None, 0, len(self.sizes) - 1
+        rows: torch.Tensor | None = None
+        start = 0
         for index, (part, size) in enumerate(zip(self.slices, self.sizes, strict=True)):
             local = ids - start
-            # Ids outside the vocabulary stay so in the first and the last slice, whose lookup then fails as a whole embedding's does.
-            inside = local < size if index == 0 else local >= 0 if index == last else (local >= 0) & (local < size)
-            found = part(local.masked_fill(~inside, 0), self._trainable(ids))
+            inside = self.inside(index, local)
+            found = part(local.masked_fill(~inside, 0), self._anchor(ids))
             rows = found if rows is None else torch.where(inside.unsqueeze(-1), found, rows)
             start += size
+        assert rows is not None
         return rows
 
-    def _trainable(self, ids: torch.Tensor) -> torch.Tensor | None:
-        """A float that requires grad: FSDP2 frees and reduces a unit once its inputs have gradients, and ids never have."""
+    def _anchor(self, ids: torch.Tensor) -> torch.Tensor | None:
+        """Return a float that requires grad: FSDP2 frees and reduces a unit once its inputs have gradients, and ids never have."""
         return torch.zeros(1, device=ids.device, requires_grad=True) if torch.is_grad_enabled() else None
 
     def extra_repr(self) -> str:
@@ -176,26 +200,40 @@ class _Lookup(torch.autograd.Function):
     """Rows of a weight. The third input only receives a gradient, after the weight did."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, ids: torch.Tensor, anchor: torch.Tensor | None, padding: int | None) -> torch.Tensor:
+    def forward(ctx: Any, weight: torch.Tensor, ids: torch.Tensor, anchor: torch.Tensor | None, padding: int | None) -> torch.Tensor:  # noqa: ANN401
         ctx.save_for_backward(ids)
         ctx.rows, ctx.padding = weight.shape[0], -1 if padding is None else padding
         return F.embedding(ids, weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
         (ids,) = ctx.saved_tensors
         rows = torch.ops.aten.embedding_dense_backward(grad, ids, ctx.rows, ctx.padding, False) if ctx.needs_input_grad[0] else None
         return rows, None, grad.new_zeros(1) if ctx.needs_input_grad[2] else None, None
 
 
-def cut_parameter(parameter: nn.Parameter, sizes: tuple[int, ...], dim: int) -> list[nn.Parameter]:
-    """Slices of a parameter; they share its memory where a slice is contiguous, for FSDP2 takes nothing else."""
+class _Statistics(torch.autograd.Function):
+    """lse_n = log Σ_v exp(x_nv) and x_n,target; dx = softmax(x) · dlse + onehot(target) · dtarget, written over x."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
+        lse = logits.logsumexp(dim=-1)
+        ctx.save_for_backward(logits, lse, targets)
+        # A copy: FSDP2 hooks a unit's outputs, and warns of views.
+        return lse, logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1).clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, lse_grad: torch.Tensor, target_grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
+        logits, lse, targets = ctx.saved_tensors
+        # In place: under checkpoint these logits were made for this backward alone.
+        grad = logits.sub_(lse.unsqueeze(-1)).exp_().mul_(lse_grad.unsqueeze(-1))
+        return grad.scatter_add_(-1, targets.unsqueeze(-1), target_grad.unsqueeze(-1)), None
+
+
+def _split_parameter(parameter: nn.Parameter, sizes: tuple[int, ...], dim: int) -> list[nn.Parameter]:
+    """Split a parameter; slices share its memory where they are contiguous, for FSDP2 takes nothing else."""
     # .data again: slices of one storage would count one another's in-place updates as changes to themselves.
-    parts = [part.contiguous().data for part in parameter.data.split(list(sizes), dim)]
+    parts = [part.contiguous().data for part in torch.split(parameter.data, list(sizes), dim)]
     return [nn.Parameter(part, requires_grad=parameter.requires_grad) for part in parts]
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is transformers' `Conv1D`, without importing transformers."""
-    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"

@@ -1,4 +1,4 @@
-"""Hugging Face names and shapes of what is in slices."""
+"""State dicts of a split model and its optimizer with Hugging Face names and shapes, and back."""
 
 from __future__ import annotations
 
@@ -31,17 +31,20 @@ class SlicedName:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Where each slice begins."""
+        """Positions at which the slices begin."""
         return tuple(sum(self.sizes[:index]) for index in range(len(self.sizes)))
 
-    def lies_like(self, value: Any, sizes: Sequence[int]) -> bool:
-        """Whether `value` has the parameter's dimensions, and the size of one of `sizes` in the one that is cut."""
+    def is_like(self, value: object, sizes: Sequence[int]) -> bool:
+        """Whether `value` has the parameter's dimensions, and one of `sizes` in the one that is split."""
         return torch.is_tensor(value) and value.ndim == len(self.shape) and value.shape[self.dim] in sizes
 
 
-def plain_name(name: str) -> str:
-    """A name as state dicts have it, without torch's `checkpoint_wrapper`; the same as `profiling.units.canonical_name`."""
-    return ".".join(part for part in name.split(".") if part != "_checkpoint_wrapped_module")
+CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module"
+
+
+def canonical_name(name: str) -> str:
+    """Return the name of a module or parameter without the parts that torch's `checkpoint_wrapper` inserts."""
+    return ".".join(part for part in name.split(".") if part != CHECKPOINT_WRAPPER)
 
 
 def is_split(model: nn.Module) -> bool:
@@ -50,21 +53,17 @@ def is_split(model: nn.Module) -> bool:
 
 
 def slice_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of the modules that are slices, each once, in the model's order; those of a tied head are its embedding's.
+    """Return the names of the modules that are slices, each once, in the model's order; those of a tied head are its embedding's.
 
     FSDP2 is to make each of them a unit: they are called one by one, those of a head outside of the head's own forward.
     """
     slices = {id(part) for module in model.modules() if isinstance(module, SplitOperator) for part in module.slices}
-    return tuple(plain_name(name) for name, module in model.named_modules() if id(module) in slices)
+    return tuple(canonical_name(name) for name, module in model.named_modules() if id(module) in slices)
 
 
 def split_names(model: nn.Module) -> dict[str, SlicedName]:
-    """Each parameter that is in slices, by its Hugging Face name. Names of tied weights have the same slices.
-
-    Args:
-        model: split by `split_operators`; sharded or not.
-    """
-    modules = [(plain_name(name), module) for name, module in model.named_modules(remove_duplicate=False)]
+    """Return each parameter that is in slices, by its Hugging Face name; names of tied weights have the same slices."""
+    modules = [(canonical_name(name), module) for name, module in model.named_modules(remove_duplicate=False)]
     home: dict[int, str] = {}
     for name, module in modules:
         home.setdefault(id(module), name)
@@ -82,23 +81,20 @@ def split_names(model: nn.Module) -> dict[str, SlicedName]:
 
 
 def _by_first_part(model: nn.Module) -> tuple[dict[str, list[SlicedName]], set[str]]:
-    """Names by their first slice, tied ones together in the model's order; and the other slices."""
+    """Return names by their first slice, tied ones together in the model's order; and the other slices."""
     names: dict[str, list[SlicedName]] = {}
     for whole in split_names(model).values():
         names.setdefault(whole.parts[0], []).append(whole)
     return names, {part for wholes in names.values() for part in wholes[0].parts[1:]}
 
 
-# ---------------------------------------------------------------------------------------------------------- model states
-
-
 def concatenated(parts: Sequence[torch.Tensor], whole: SlicedName) -> torch.Tensor:
-    """One tensor of the slices."""
+    """Join slices to one tensor."""
     return torch.cat([part.detach() for part in parts], dim=whole.dim)
 
 
 def merge_state_dict(state: Mapping[str, Any], model: nn.Module, *, join: Join = concatenated) -> dict[str, Any]:
-    """A state dict with Hugging Face names and shapes.
+    """Return a state dict with Hugging Face names and shapes.
 
     Args:
         state: with slices under their own names; other entries stay, order too.
@@ -122,7 +118,7 @@ def merge_state_dict(state: Mapping[str, Any], model: nn.Module, *, join: Join =
 
 
 def split_state_dict(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The reverse of `merge_state_dict`. What is under a slice's own name already stays.
+    """Return the reverse of `merge_state_dict`; what is under a slice's own name already stays.
 
     Raises:
         RuntimeError: a whole tensor has another shape than the model's.
@@ -136,22 +132,19 @@ def split_state_dict(state: Mapping[str, Any], model: nn.Module) -> dict[str, An
         whole = sliced[name]
         if tuple(value.shape) != whole.shape:
             raise RuntimeError(f"size mismatch for {name}: shape {tuple(value.shape)} was given, but the model's is {whole.shape}.")
-        split.update(zip(whole.parts, cut_value(value, whole), strict=True))
+        split.update(zip(whole.parts, _split_value(value, whole), strict=True))
     return split
 
 
-def cut_value(value: torch.Tensor, whole: SlicedName) -> list[torch.Tensor]:
-    """Slices of a whole value; of one that already knows its slices, those."""
+def _split_value(value: torch.Tensor, whole: SlicedName) -> list[torch.Tensor]:
+    """Return the slices of a whole value; of one that already knows its slices, those."""
     parts = getattr(value, "parts", None)
     # Contiguous: torch broadcasts the memory of what it is given, whatever the strides.
-    return list(parts) if parts is not None else [part.contiguous() for part in value.split(list(whole.sizes), whole.dim)]
-
-
-# ------------------------------------------------------------------------------------------------------ optimizer states
+    return list(parts) if parts is not None else [part.contiguous() for part in torch.split(value, list(whole.sizes), whole.dim)]
 
 
 def merge_optimizer_state(state: Mapping[str, Any], model: nn.Module, *, join: Join = concatenated) -> dict[str, Any]:
-    """An optimizer's state dict by parameter names, with Hugging Face names and shapes.
+    """Return an optimizer's state dict by parameter names, with Hugging Face names and shapes.
 
     Args:
         state: `{"state": {name: {...}}, "param_groups": [{"params": [names], ...}]}`, as `get_optimizer_state_dict` gives it.
@@ -166,7 +159,7 @@ def merge_optimizer_state(state: Mapping[str, Any], model: nn.Module, *, join: J
     def merged(whole: SlicedName) -> dict[str, Any]:
         states = [state["state"][part] for part in whole.parts]
         columns = {key: [own[key] for own in states] for key in states[0]}
-        return {key: join(values, whole) if whole.lies_like(values[0], whole.sizes) else values[0] for key, values in columns.items()}
+        return {key: join(values, whole) if whole.is_like(values[0], whole.sizes) else values[0] for key, values in columns.items()}
 
     return {
         "state": {
@@ -179,17 +172,12 @@ def merge_optimizer_state(state: Mapping[str, Any], model: nn.Module, *, join: J
 
 
 def split_optimizer_state(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The reverse of `merge_optimizer_state`; each slice gets its own copy of a scalar.
-
-    Args:
-        state: saved from this model in any number of slices, or whole.
-        model: the split model.
-    """
+    """Return the reverse of `merge_optimizer_state`; each slice gets its own copy of a scalar."""
     sliced = split_names(model)
 
-    def values(value: Any, whole: SlicedName) -> list[Any]:
-        if whole.lies_like(value, (whole.shape[whole.dim],)):
-            return cut_value(value, whole)
+    def values(value: object, whole: SlicedName) -> list[Any]:
+        if isinstance(value, torch.Tensor) and whole.is_like(value, (whole.shape[whole.dim],)):
+            return _split_value(value, whole)
         return [value.clone() if torch.is_tensor(value) else value for _ in whole.parts]
 
     states: dict[str, Any] = {}
@@ -207,18 +195,15 @@ def split_optimizer_state(state: Mapping[str, Any], model: nn.Module) -> dict[st
     return {"state": states, "param_groups": groups}
 
 
-# ---------------------------------------------------------------------------------------------- state dicts of a plain model
-
-
 def keep_names(model: nn.Module) -> None:
     """Let `state_dict` and `load_state_dict` of a model that is not sharded have Hugging Face names and shapes."""
     if any(hook is _merge_hook for hook in model._state_dict_hooks.values()):
         return
-    model.register_state_dict_post_hook(_merge_hook)
-    model.register_load_state_dict_pre_hook(_split_hook)
+    model.register_state_dict_post_hook(_merge_hook)  # type: ignore[no-untyped-call]
+    model.register_load_state_dict_pre_hook(_split_hook)  # type: ignore[no-untyped-call]
 
 
-def _merge_hook(model: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+def _merge_hook(model: nn.Module, state: dict[str, Any], prefix: str, local_metadata: object) -> None:
     own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
     if any(hasattr(value, "placements") for value in own.values()):
         return  # sharded: torch's functions for such models look slices up by their own names
@@ -228,7 +213,7 @@ def _merge_hook(model: nn.Module, state: dict[str, Any], prefix: str, local_meta
     state.update({prefix + name: value for name, value in merged.items()})
 
 
-def _split_hook(model: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+def _split_hook(model: nn.Module, state: dict[str, Any], prefix: str, *others: object) -> None:
     own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
     for name in own:
         del state[prefix + name]

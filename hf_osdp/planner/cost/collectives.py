@@ -12,10 +12,9 @@ A measured timing for the group, inside a node or across nodes as it lies, goes 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from ..hardware import Collective, Hardware
 
@@ -32,83 +31,65 @@ class Ring:
 
 
 def shard_ring(hardware: Hardware, shard_size: int) -> Ring:
-    """Groups of `shard_size` neighbouring ranks: one copy of a unit's parameters."""
-    return _shard_ring(hardware.world_size, hardware.devices_per_node, shard_size)
+    """Return the groups of `shard_size` neighbouring ranks: one copy of a unit's parameters."""
+    return _ring(hardware.devices_per_node, hardware.world_size, shard_size, neighbours=True)
 
 
 def replicate_ring(hardware: Hardware, shard_size: int) -> Ring:
-    """Groups of the ranks that hold the same shard: every `shard_size`-th rank."""
-    return _replicate_ring(hardware.world_size, hardware.devices_per_node, shard_size)
+    """Return the groups of the ranks that hold the same shard: every `shard_size`-th rank."""
+    return _ring(hardware.devices_per_node, hardware.world_size, shard_size, neighbours=False)
 
 
 def stage_rings(hardware: Hardware, shard_size: int, stage_size: int) -> tuple[Ring, Ring]:
-    """Groups of a collective in two stages over `shard_size` ranks, `stage_size` of them in a node: between nodes, and inside."""
-    return _stage_ring(hardware.devices_per_node, shard_size, stage_size), shard_ring(hardware, stage_size)
+    """Return the groups of a collective in two stages over `shard_size` ranks, `stage_size` in a node: between nodes, and inside."""
+    return _ring(hardware.devices_per_node, shard_size, stage_size, neighbours=False), shard_ring(hardware, stage_size)
 
 
 def gather_seconds(hardware: Hardware, shard_size: int, stage_size: int, nbytes: int) -> float:
-    """Seconds to gather `nbytes` of whole tensor among `shard_size` ranks, flat (`stage_size=1`) or in two stages."""
+    """Return the seconds to gather `nbytes` of whole tensor among `shard_size` ranks, in one stage (`stage_size=1`) or two."""
     if stage_size == 1:
         return collective_seconds(hardware, Collective.ALL_GATHER, shard_ring(hardware, shard_size), nbytes)
     return _two_stage_seconds(hardware, Collective.TWO_STAGE_ALL_GATHER, shard_size, stage_size, nbytes)
 
 
 def reduce_scatter_seconds(hardware: Hardware, shard_size: int, stage_size: int, nbytes: int) -> float:
-    """Seconds to reduce `nbytes` of whole tensor to shards, flat (`stage_size=1`) or in two stages."""
+    """Return the seconds to reduce `nbytes` of whole tensor to shards, in one stage (`stage_size=1`) or two."""
     if stage_size == 1:
         return collective_seconds(hardware, Collective.REDUCE_SCATTER, shard_ring(hardware, shard_size), nbytes)
     return _two_stage_seconds(hardware, Collective.TWO_STAGE_REDUCE_SCATTER, shard_size, stage_size, nbytes)
 
 
 def collective_seconds(hardware: Hardware, collective: Collective, ring: Ring, nbytes: int) -> float:
-    """Seconds of one collective.
+    """Return the seconds of one collective in a group; 0 for a group of one rank or an empty tensor.
 
-    Args:
-        hardware: links, backend, measured timings.
-        collective: which one.
-        ring: the group it runs in.
-        nbytes: bytes of the whole tensor: all shards together for all-gather and reduce-scatter.
-
-    Returns:
-        Seconds; 0 for a group of one rank or an empty tensor.
+    `nbytes` are those of the whole tensor: all shards together for all-gather and reduce-scatter.
     """
     if ring.size == 1 or nbytes == 0:
         return 0.0
     measured = hardware.timing(collective, ring.size, crosses_nodes=ring.node_crossings > 0)
     if measured is not None:
-        return measured.latency_s + measured.seconds_per_byte * nbytes
-    laps = 2 if collective is Collective.ALL_REDUCE else 1
-    return laps * _lap_seconds(hardware, ring, nbytes)
+        return measured(nbytes)
+    return (2 if collective is Collective.ALL_REDUCE else 1) * _lap_seconds(hardware, ring, nbytes)
 
 
 def _two_stage_seconds(hardware: Hardware, collective: Collective, shard_size: int, stage_size: int, nbytes: int) -> float:
-    """As measured, else both stages one after the other."""
+    """Return the measured time, else that of both stages one after the other."""
     if nbytes == 0:
         return 0.0
     measured = hardware.timing(collective, shard_size, crosses_nodes=True)
     if measured is not None:
-        return measured.latency_s + measured.seconds_per_byte * nbytes
+        return measured(nbytes)
     between, within = stage_rings(hardware, shard_size, stage_size)
     return _lap_seconds(hardware, between, nbytes // stage_size) + _lap_seconds(hardware, within, nbytes)
 
 
-@lru_cache(maxsize=256)
-def _shard_ring(world_size: int, per_node: int, shard_size: int) -> Ring:
-    return _ring_of([range(start, start + shard_size) for start in range(0, world_size, shard_size)], per_node)
-
-
-@lru_cache(maxsize=256)
-def _stage_ring(per_node: int, shard_size: int, stage_size: int) -> Ring:
-    return _ring_of([range(place, shard_size, stage_size) for place in range(stage_size)], per_node)
-
-
-@lru_cache(maxsize=256)
-def _replicate_ring(world_size: int, per_node: int, shard_size: int) -> Ring:
-    return _ring_of([range(start, world_size, shard_size) for start in range(shard_size)], per_node)
-
-
-def _ring_of(groups: Sequence[range], per_node: int) -> Ring:
-    """The slowest of the groups: the most hops that leave a node, and the fullest outer link."""
+@functools.lru_cache(maxsize=512)
+def _ring(per_node: int, world_size: int, size: int, *, neighbours: bool) -> Ring:
+    """Return the slowest of the groups of `size` neighbours, or of every `size`-th rank: most hops between nodes, fullest outer link."""
+    if neighbours:
+        groups = [range(start, start + size) for start in range(0, world_size, size)]
+    else:
+        groups = [range(start, world_size, size) for start in range(size)]
     left = []
     for ranks in groups:
         nodes = [rank // per_node for rank in ranks]

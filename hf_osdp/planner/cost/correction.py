@@ -1,4 +1,4 @@
-"""What a simulation or a measurement of a plan teaches about the plans to come."""
+"""Correct estimates by what a simulation or a measurement of a plan has found."""
 
 from __future__ import annotations
 
@@ -33,17 +33,16 @@ class Correction:
             raise ValueError(f"compute_factor={self.compute_factor} must be positive and finite.")
 
     def of_job(self, job: TrainingJob) -> TrainingJob:
-        """The job, with the extra bytes at every moment; what an earlier correction added stays."""
+        """Return the job with the extra bytes at every moment; what an earlier correction added stays."""
         return replace(job, correction_bytes=job.correction_bytes + self.extra_bytes)
 
     def of_hardware(self, hardware: Hardware) -> Hardware:
-        """The hardware, with the observed collectives before those it had."""
-        seen = {(timing.collective, timing.group_size, timing.crosses_nodes) for timing in self.timings}
-        kept = (timing for timing in hardware.timings if (timing.collective, timing.group_size, timing.crosses_nodes) not in seen)
-        return replace(hardware, timings=(*self.timings, *kept))
+        """Return the hardware with the observed collectives before those it had."""
+        seen = {timing.key for timing in self.timings}
+        return replace(hardware, timings=(*self.timings, *(timing for timing in hardware.timings if timing.key not in seen)))
 
     def of_description(self, description: ModelDescription, hardware: Hardware) -> ModelDescription:
-        """The description, with every phase's time on this hardware scaled by the factor."""
+        """Return the description with every phase's time on this hardware scaled by the factor."""
 
         def scaled(phase: PhaseCost) -> PhaseCost:
             work = phase_affine(phase, description, hardware)  # and operators, which a GPU may wait for
@@ -67,20 +66,13 @@ def correction_of(
     step_s: float | None,
     timings: Sequence[CollectiveTiming] = (),
 ) -> Correction:
-    """What an observation of a plan says about estimates made from these values.
+    """Return the correction that an observation of a plan gives, to be applied to the same description, hardware and job.
 
     The peak gives `extra_bytes`. Collectives count as observed; the compute factor is the one with which the estimated step
     then takes as long as the observed one:  step(factor) = step_s, and step rises with factor, exposed communication included.
 
-    Args:
-        plan: what was observed; it must be for this description.
-        description, hardware, job: what the plan was made from, with earlier corrections in them.
-        peak_bytes: peak of tensors that was observed, or None.
-        step_s: seconds of an optimizer step that were observed, or None.
-        timings: collectives that were observed.
-
-    Returns:
-        The correction, to be applied to the same description, hardware and job.
+    Description, hardware and job are what the plan was made from, with earlier corrections in them; an observation that is None says
+    nothing.
     """
     estimate = estimate_plan(plan, description, job)
     observed = Correction(
@@ -89,11 +81,11 @@ def correction_of(
     )
     if step_s is None:
         return observed
-    choices, batch, measured = plan.layouts(description), plan.batch, observed.of_hardware(hardware)
+    layouts, batch, measured = plan.layouts(description), plan.batch, observed.of_hardware(hardware)
 
     def seconds(factor: float) -> float:
         scaled = replace(observed, compute_factor=factor).of_description(description, hardware)
-        return estimate_time(scaled, choices, measured, job, batch).step_s
+        return estimate_time(scaled, layouts, measured, job, batch).step_s
 
     low, high = _LEAST_FACTOR, _MOST_FACTOR
     for _ in range(_HALVINGS):

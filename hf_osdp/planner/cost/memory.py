@@ -1,6 +1,6 @@
 """Peak memory as the highest moment of a step, not as a sum.
 
-A micro-step is walked through as FSDP2 runs it. Let, for unit u under its choice, h be the bytes held throughout,
+A micro-step is walked through as FSDP2 runs it. Let, for unit u under its layout, h be the bytes held throughout,
 f what its forward leaves behind (saved activations, gathered parameters that are kept), and r what its gradients add
 once its backward is done. With segments 1..n in forward order,
 
@@ -51,7 +51,7 @@ class MemoryBreakdown:
         return sum(getattr(self, name) for name in self.__slots__)
 
     def plus(self, **changes: int) -> MemoryBreakdown:
-        """The bytes after these changes, each of them positive or negative."""
+        """Return the bytes after these changes, each of them positive or negative."""
         return replace(self, **{name: getattr(self, name) + nbytes for name, nbytes in changes.items()})
 
 
@@ -74,14 +74,14 @@ class SegmentBytes:
     """Memory terms of one segment of one micro-batch, in bytes; `Segment` and `PhaseCost` say what each is."""
 
     saved: int
-    """Negative for a stretch of the root that frees more than it saves, such as what a unit before it handed over."""
+    """Negative for a segment of the root that frees more than it saves, such as what a unit before it handed over."""
     gradient: int
     forward_peak: int
     backward_peak: int
 
     @classmethod
     def of(cls, segment: Segment, span: GatherSpan, samples: int, activations: Activations = Activations.SAVE) -> SegmentBytes:
-        """The terms at a micro-batch size, under a choice about activations.
+        """Return the terms at a micro-batch size under a choice about activations.
 
         What waits on the host leaves when forward ends and comes back when backward begins.
         """
@@ -98,7 +98,7 @@ class SegmentBytes:
 
     @classmethod
     def least(cls, segment: Segment, span: GatherSpan, samples: int, choices: Iterable[Activations]) -> SegmentBytes:
-        """The least of each term under any of these choices about activations."""
+        """Return the least of each term under any of these choices about activations."""
         forms = [cls.of(segment, span, samples, activations) for activations in choices]
         return cls(**{name: min(getattr(form, name) for form in forms) for name in cls.__slots__})
 
@@ -124,50 +124,46 @@ class MemoryEstimate:
         return self.peak.total_bytes
 
     def on(self, hardware: Hardware) -> int:
-        """Peak on a device: of tensors, with what the device reserves and what communicators take."""
+        """Return the peak on a device: of tensors, with what the device reserves and what communicators take."""
         return self.peak_bytes + hardware.outside_bytes(self.communicators)
 
     def outside(self, hardware: Hardware) -> dict[str, int]:
-        """Device memory beside the tensors', by what it is."""
+        """Return the device memory beside the tensors', by what it is."""
         taken = self.communicators * hardware.device.communicator_bytes
         communicators = f"{self.communicators} communicator{'s' if self.communicators > 1 else ''}"
         return {"reserved by the device": hardware.device.reserved_bytes, communicators: taken}
 
 
 def estimate_memory(
-    description: ModelDescription, choices: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
+    description: ModelDescription, layouts: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
 ) -> MemoryEstimate:
-    """Every moment of one optimizer step on the fullest rank.
+    """Return every moment of one optimizer step on the fullest rank, with its breakdown in bytes.
 
     Args:
         description: the model.
-        choices: one a unit, in the description's order.
+        layouts: one a unit, in the description's order.
         world_size: ranks.
         job: precision, optimizer.
         batch: micro-batch size and accumulation.
-
-    Returns:
-        Moments with their breakdowns, in bytes.
     """
-    units = [unit_bytes(u, c, world_size, job, batch) for u, c in zip(description.units, choices, strict=True)]
-    if world_size == 1 and any(choice.on_host for choice in choices):
+    samples = batch.micro_batch_size
+    units = [unit_bytes(unit, layout, world_size, job, batch) for unit, layout in zip(description.units, layouts, strict=True)]
+    if world_size == 1 and any(layout.on_host for layout in layouts):
         # plain units leave in flight what a unit on the host before them has left there
         units = [replace(t, reduce_tail=reduce_input(u, 1, job)) for t, u in zip(units, description.units, strict=True)]
-    segments = [
-        SegmentBytes.of(s, description.units[s.unit].span, batch.micro_batch_size, choices[s.unit].activations)
-        for s in description.segments
-    ]
+    activations = [layouts[segment.unit].activations for segment in description.segments]
+    pairs = list(zip(description.segments, activations, strict=True))
+    segments = [SegmentBytes.of(s, description.units[s.unit].span, samples, choice) for s, choice in pairs]
+    states = sum(unit.host for unit in units) + max((unit.host_moment for unit in units), default=0)
     return MemoryEstimate(
         moments=_Walk(description, units, segments, job, batch).moments(),
-        host_bytes=sum(unit.host for unit in units)
-        + max((unit.host_moment for unit in units), default=0)
-        + sum(activation_host_bytes(s, batch.micro_batch_size, choices[s.unit].activations) for s in description.segments),
-        communicators=communicators_of(choices, world_size),
+        host_bytes=states + sum(activation_host_bytes(s, samples, choice) for s, choice in pairs),
+        communicators=communicators_of(layouts, world_size),
     )
 
 
 def activation_host_bytes(segment: Segment, samples: int, activations: Activations) -> int:
-    """What a segment's activations take of the host's memory, all of it page-locked, in bytes.
+    """Return what a segment's activations take of the host's memory, all of it page-locked.
 
     A block's input is one tensor. The sizes of all that a block saves are not known one by one: rounded up, they are at most
     doubled.
@@ -179,17 +175,17 @@ def activation_host_bytes(segment: Segment, samples: int, activations: Activatio
 def peak_of_terms(
     description: ModelDescription, units: Sequence[UnitBytes], segments: Sequence[SegmentBytes], job: TrainingJob, batch: Batch
 ) -> int:
-    """Peak in bytes of a step whose units and segments have these terms, whatever choices they come from."""
+    """Return the peak of a step whose units and segments have these terms, whatever layouts they come from."""
     return max(moment.total_bytes for moment in _Walk(description, units, segments, job, batch).moments())
 
 
 def combined_scratch(job: TrainingJob, scratch: Sequence[int]) -> int:
-    """Temporaries of one optimizer step: of all parameters at once with foreach, of one after the other in a loop."""
+    """Return the temporaries of one optimizer step: of all parameters at once with foreach, of one after the other in a loop."""
     return max(scratch, default=0) if job.optimizer.step is OptimizerStep.FOR_LOOP else sum(scratch)
 
 
 def resident_bytes(description: ModelDescription, job: TrainingJob, samples: int) -> int:
-    """Bytes that no choice changes: the module's buffers, the batch, outputs where the loop holds them, and the correction."""
+    """Return the bytes that no layout changes: the module's buffers, the batch, outputs that the loop holds, and the correction."""
     return _model_buffers(description, job, samples) + job.correction_bytes
 
 
@@ -198,20 +194,23 @@ def _model_buffers(description: ModelDescription, job: TrainingJob, samples: int
     return description.buffer_bytes + description.other_bytes + description.input_bytes.bytes(samples) + outputs
 
 
-def merging_stretch(description: ModelDescription, job: TrainingJob) -> dict[int, int]:
-    """Where gradients of shared parameters meet: the unit's first segment, which backward reaches last; and their sum's bytes."""
-    first: dict[int, int] = {}
-    for index, segment in enumerate(description.segments):
-        first.setdefault(segment.unit, index)
+def first_uses(description: ModelDescription) -> dict[int, int]:
+    """Return the index of each unit's first segment."""
+    return {segment.unit: index for index, segment in reversed(list(enumerate(description.segments)))}
+
+
+def merging_segments(description: ModelDescription, job: TrainingJob) -> dict[int, int]:
+    """Return where gradients of shared parameters meet (the unit's first segment, which backward reaches last) and their sum's bytes."""
+    first = first_uses(description)
     meeting = {first[i]: merged_gradients(u, job) for i, u in enumerate(description.units) if i in first}
     return {index: nbytes for index, nbytes in meeting.items() if nbytes}
 
 
 def gathered_ahead(description: ModelDescription) -> tuple[int | None, ...]:
-    """For each segment, the unit whose gather is in flight while the segment's backward computes; None where there is none.
+    """For each segment, return the unit whose gather is in flight while the segment's backward computes; None where there is none.
 
     FSDP2 prefetches the group whose forward ended before that of the group whose backward begins
-    (`FSDPParamGroup._backward_prefetch`). The root's forward ends last, so that its stretches have no place in that order, nor
+    (`FSDPParamGroup._backward_prefetch`). The root's forward ends last, so that its segments have no place in that order, nor
     have those of shared weights of which one module never runs (T5's `shared`). Where it does, nothing runs ahead before
     shared weights, for they are still gathered.
     """
@@ -229,19 +228,17 @@ def gathered_ahead(description: ModelDescription) -> tuple[int | None, ...]:
 
 
 class _Walk:
-    """One micro-step over a description, with the bytes of each unit's choice."""
+    """One micro-step over a description, with the bytes of each unit."""
 
     def __init__(
         self, description: ModelDescription, units: Sequence[UnitBytes], segments: Sequence[SegmentBytes], job: TrainingJob, batch: Batch
-    ):
+    ) -> None:
         self.description, self.units, self.segments, self.job = description, units, segments, job
         self.labels = [unit.label for unit in description.units]
-        self.first_use: dict[int, int] = {}
-        for index, segment in enumerate(description.segments):
-            self.first_use.setdefault(segment.unit, index)
+        self.first_use = first_uses(description)
         spans = [unit.span for unit in description.units]
         self.whole_step = [i for i, span in enumerate(spans) if span is GatherSpan.STEP]
-        self.merging, self.ahead = merging_stretch(description, job), gathered_ahead(description)
+        self.merging, self.ahead = merging_segments(description, job), gathered_ahead(description)
         self.arriving = gradients_arriving(description, job)
         self.level = MemoryBreakdown(
             parameters=sum(u.parameters for u in units),
@@ -253,14 +250,14 @@ class _Walk:
         )
 
     def moments(self) -> tuple[Moment, ...]:
-        """Every moment in its order."""
+        """Return every moment in its order."""
         return (*self.forward(), *self.backward(), *self.finish())
 
     def _moment(self, phase: str, unit: str, **extra: int) -> Moment:
         return Moment(phase=phase, unit=unit, breakdown=self.level.plus(**extra))
 
     def forward(self) -> Iterator[Moment]:
-        """Moments of the forward pass; what it leaves behind is added to the level."""
+        """Yield the moments of the forward pass, and add what it leaves behind to the level."""
         buffer = max((self.units[i].gather_buffer for i in self.whole_step), default=0)
         for index, segment in enumerate(self.description.segments):
             unit, workspace = self.units[segment.unit], self.segments[index].forward_peak
@@ -270,15 +267,13 @@ class _Walk:
                 # FSDP2 frees the buffer of the unit before only when this one has been copied out of its own
                 yield self._moment("forward: gather", self.labels[segment.unit], gathered=buffer + unit.gather_buffer + unit.gathered)
                 buffer = unit.gather_buffer
-                yield self._moment(
-                    "forward", self.labels[segment.unit], activations=workspace, gathered=buffer + unit.gathered,
-                )  # fmt: skip
+                yield self._moment("forward", self.labels[segment.unit], activations=workspace, gathered=buffer + unit.gathered)
                 if index == self.first_use[segment.unit]:
                     self.level = self.level.plus(gathered=unit.kept)
             self.level = self.level.plus(activations=self.segments[index].saved)
 
     def backward(self) -> Iterator[Moment]:
-        """Moments of the backward pass, in reverse order."""
+        """Yield the moments of the backward pass, segments in reverse order."""
         segments = self.description.segments
         in_flight = 0  # the reduce input that the unit before left behind
         waiting: set[int] = set()
@@ -311,23 +306,20 @@ class _Walk:
     def _reduce(self, label: str, unit: UnitBytes, gradient: int, ahead: int) -> Iterator[Moment]:
         whole = {"activations": gradient + unit.unsharded_gradients, "gathered": ahead}
         yield self._moment("backward: reduce", label, buffers=unit.reduce_input, **whole)
-        self.level = self.level.plus(gradients=unit.gradients_after)
-        self.level = self.level.plus(buffers=unit.reduced_after)
-        yield self._moment(
-            "backward: reduce", label, activations=gradient, gathered=ahead,
-            buffers=unit.reduce_input + unit.reduce_work,
-        )  # fmt: skip
+        self.level = self.level.plus(gradients=unit.gradients_after, buffers=unit.reduced_after)
+        buffers = unit.reduce_input + unit.reduce_work
+        yield self._moment("backward: reduce", label, activations=gradient, gathered=ahead, buffers=buffers)
 
     def finish(self) -> Iterator[Moment]:
-        """The reductions that come last, and the optimizer step."""
+        """Yield the reductions that come last, and the optimizer step."""
         running = {segment.unit for segment in self.description.segments} - set(self.whole_step)
         self.level = self.level.plus(gradients=sum(self.units[i].gradients_settled for i in running))
         for index in self.whole_step:
             unit, label = self.units[index], self.labels[index]
             self.level = self.level.plus(gathered=-unit.gathered)
             yield self._moment("reduce", label, buffers=unit.reduce_input)
-            self.level = self.level.plus(gradients=unit.gradients_after + unit.gradients_settled - unit.unsharded_gradients)
-            self.level = self.level.plus(buffers=unit.reduced_after)
+            settled = unit.gradients_after + unit.gradients_settled - unit.unsharded_gradients
+            self.level = self.level.plus(gradients=settled, buffers=unit.reduced_after)
             yield self._moment("reduce", label, buffers=unit.reduce_input + unit.reduce_work)
         self.level = replace(self.level, buffers=0)
         yield self._moment("optimizer step", "(all)", buffers=combined_scratch(self.job, [u.step_scratch for u in self.units]))

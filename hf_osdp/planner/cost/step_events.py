@@ -12,7 +12,7 @@ from ..decision import Batch, UnitLayout
 from ..description import GatherSpan, ModelDescription, UnitDescription
 from ..job import OptimizerStep, TrainingJob
 from .activation_events import ActivationEvents
-from .memory import gathered_ahead, merging_stretch
+from .memory import first_uses, gathered_ahead, merging_segments
 from .units import reduce_input, unit_bytes
 
 _MICRO_STEPS = 2
@@ -55,9 +55,7 @@ def estimate_reserved(
 ) -> Reserved:
     """Return what torch's allocator reserves for a plan on CUDA in its first two optimizer steps, and whether the capacity is enough.
 
-    Args:
-        description, layouts, world_size, job, batch: as `step_events` takes them.
-        capacity_bytes: what may be reserved, to know the retries; None for no end.
+    `capacity_bytes` is what may be reserved, to know the retries; None for no end.
     """
     events = step_events(description, layouts, world_size, job, batch)
     return replay_steps(events, expandable_segments=job.expandable_segments, capacity_bytes=capacity_bytes)
@@ -109,17 +107,16 @@ class _Step:
         self.log = EventLog()
         self._description, self._job, self._samples = description, job, batch.micro_batch_size
         self._units = [_Unit(u, layout, world_size, job, batch) for u, layout in zip(description.units, layouts, strict=True)]
-        self._ahead, self._merging = gathered_ahead(description), merging_stretch(description, job)
-        self._first_use: dict[int, int] = {}
-        for index, segment in enumerate(description.segments):
-            self._first_use.setdefault(segment.unit, index)
+        self._ahead, self._merging = gathered_ahead(description), merging_segments(description, job)
+        self._first_use = first_uses(description)
+        self._last_use = {segment.unit: index for index, segment in enumerate(description.segments)}
         self.activations = ActivationEvents(description, [layout.activations for layout in layouts], batch.micro_batch_size, self.log)
         self._last_buffer: int | None = None
         self._reduce_input: int | None = None
         self._reducing_replicas: list[int] = []
 
     def hold(self) -> list[Event]:
-        """What is there before the first step."""
+        """Return what is there before the first step."""
         description = self._description
         inputs = description.input_bytes.bytes(self._samples)
         shards = (nbytes for unit in self._units for nbytes in unit.shards)
@@ -128,7 +125,7 @@ class _Step:
         return self.log.take()
 
     def make_states(self) -> list[Event]:
-        """What the optimizer makes in its first step."""
+        """Return what the optimizer makes in its first step."""
         spec = self._job.optimizer
         for unit in self._units:
             for nbytes in unit.trained_here:
@@ -139,7 +136,7 @@ class _Step:
         return self.log.take()
 
     def micro_step(self, *, last: bool) -> None:
-        """Forward and backward."""
+        """Make the events of forward and backward."""
         self._forward()
         outputs = self.log.make(self._description.output_bytes.bytes(self._samples)) if self._job.holds_outputs else None
         self._backward(last)
@@ -147,7 +144,7 @@ class _Step:
         self.activations.end()
 
     def optimizer_step(self) -> None:
-        """The optimizer's scratch, then gradients are gone."""
+        """Make the events of the optimizer's scratch, and free gradients."""
         scratch: list[int] = []
         for unit in self._units:
             for nbytes in unit.trained_here:
@@ -177,7 +174,7 @@ class _Step:
         self._last_buffer = None
 
     def _gather(self, unit: _Unit, *, forward: bool) -> None:
-        """A gather, and the copies out of its buffer; in forward the buffer stays until the next unit's has been filled."""
+        """Gather, and copy out of the buffer; in forward the buffer stays until the next unit's has been filled."""
         if not unit.handled:
             return
         self._start_gather(unit)
@@ -239,7 +236,7 @@ class _Step:
                 self._gather(unit, forward=False)
             if (ahead := self._ahead[index]) is not None and not self._units[ahead].gathered:
                 self._start_gather(self._units[ahead])
-            gradients = self.activations.backward(index, unit.gradient_sizes if index == self._last_use(number) else ())
+            gradients = self.activations.backward(index, unit.gradient_sizes if index == self._last_use[number] else ())
             if merged := self._merging.get(index, 0):
                 gradients = self._merged(unit, gradients, merged)
             self._arrive(unit, gradients)
@@ -253,6 +250,10 @@ class _Step:
                 self._reduce(unit, last)
             else:  # no gradient of its input tells FSDP2 that its backward is over: it comes last, as the root does
                 late.add(number)
+        self._finish_backward(late, last)
+
+    def _finish_backward(self, late: set[int], last: bool) -> None:
+        """Reduce what comes last."""
         for number in sorted(late):
             if number not in self._first_use:  # its modules run somewhere in the others' segments
                 self._units[number].gradients = [self.log.make(nbytes) for nbytes in self._units[number].gradient_sizes]
@@ -262,11 +263,8 @@ class _Step:
         self.log.drop_all(self._reducing_replicas)
         self._reduce_input, self._reducing_replicas = None, []
 
-    def _last_use(self, number: int) -> int:
-        return next(i for i in range(len(self._description.segments) - 1, -1, -1) if self._description.segments[i].unit == number)
-
     def _merged(self, unit: _Unit, gradients: list[int], merged_bytes: int) -> list[int]:
-        """Sums with the gradients that came before, out of place: all are there for a moment."""
+        """Add the gradients to those that came before, out of place: all are there for a moment."""
         log = self.log
         if not gradients:  # not told apart from the segment's other terms
             log.drop(log.make(merged_bytes))
@@ -279,14 +277,14 @@ class _Step:
         return sums
 
     def _arrive(self, unit: _Unit, gradients: list[int]) -> None:
-        """Gradients are there; those of a plain module are added to what is."""
+        """Keep new gradients; those of a plain module are added to what is there."""
         if not unit.handled and unit.gradients and len(unit.gradients) == len(unit.gradient_sizes):
             self.log.drop_all(gradients)
         else:
             unit.gradients = gradients + unit.gradients  # backward meets the last parameters first
 
     def _reduce(self, unit: _Unit, last: bool) -> None:
-        """A unit's backward is over: reduce its gradients, or hold them whole."""
+        """Reduce the gradients of a unit whose backward is over, or hold them whole."""
         log = self.log
         if not unit.handled:
             return
@@ -319,7 +317,7 @@ class _Step:
         unit.gradients = []
 
     def _settle(self, unit: _Unit, reduced: int, last: bool) -> None:
-        """What becomes of a reduce-scatter's output."""
+        """Add up a reduce-scatter's output, or make it the gradient."""
         log = self.log
         if unit.replicas and not last:
             if unit.partial is None:

@@ -23,7 +23,7 @@ waits where a micro-step has less work than that takes:
 
 with the wait shared out among the passes that lack work. Copies (with all that FSDP2 does beside collectives) and update are
 measured terms of the form `call + tensors * per tensor + bytes * per byte` where the hardware has them
-(`Hardware.handling`), else copies at the speed of memory.
+(`Hardware.fsdp_overhead`), else copies at the speed of memory.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class TimeEstimate:
         return sum(unit.total_s for unit in self.units)
 
     def total(self, term: str) -> float:
-        """Sum of one term over the units, for example `total("exposed_s")`."""
+        """Return the sum of one term over the units, for example `total("exposed_s")`."""
         return float(sum(getattr(unit, term) for unit in self.units))
 
 
 def phase_affine(phase: PhaseCost, description: ModelDescription, hardware: Hardware) -> Affine:
-    """Seconds of a phase's work on one device against samples: measured where it was, else a roofline, on the CPU with dispatching."""
+    """Return the seconds of a phase's work on one device against samples: as measured, else a roofline, on the CPU with dispatching."""
     if phase.seconds is not None:
         return phase.seconds
     device = hardware.device
@@ -98,15 +98,17 @@ def phase_affine(phase: PhaseCost, description: ModelDescription, hardware: Hard
 
 
 def phase_seconds(phase: PhaseCost, samples: int, description: ModelDescription, hardware: Hardware) -> float:
-    """Time of a phase's work on one device, in seconds."""
+    """Return the seconds of a phase's work on one device."""
     return max(0.0, phase_affine(phase, description, hardware)(samples))
 
 
 def passes(
     description: ModelDescription, hardware: Hardware, samples: int, activations: Activations = Activations.SAVE
 ) -> list[tuple[float, float]]:
-    """Seconds of each segment's forward and backward in one micro-step, all units under one choice about activations: the work, and what
-    a GPU waits for the CPU."""
+    """Return the seconds of each segment's forward and backward in one micro-step, with what a GPU waits for the CPU.
+
+    All units are under one choice about activations.
+    """
     work, lacking, issued_s = [], [], 0.0
     hooked: set[int] = set()
     for segment in description.segments:
@@ -126,7 +128,7 @@ def passes(
 def overlap_windows(
     description: ModelDescription, hardware: Hardware, samples: int, activations: Activations = Activations.SAVE
 ) -> tuple[Windows, ...]:
-    """For each unit, the compute that its communication can hide behind. A segment before the first gives none.
+    """For each unit, return the compute that its communication can hide behind. A segment before the first gives none.
 
     `activations` is the unit's own choice; a forward takes as long under any.
     """
@@ -142,7 +144,7 @@ def overlap_windows(
 def compute_seconds(
     description: ModelDescription, hardware: Hardware, samples: int, activations: Activations = Activations.SAVE
 ) -> tuple[float, ...]:
-    """Forward and backward compute of each unit in one micro-step, under its own choice about activations."""
+    """Return forward and backward compute of each unit in one micro-step, under its own choice about activations."""
     seconds = [0.0] * len(description.units)
     for segment, both in zip(description.segments, passes(description, hardware, samples, activations), strict=True):
         seconds[segment.unit] += sum(both)
@@ -172,11 +174,7 @@ class HostTrip:
 
 
 def host_trips(description: ModelDescription, hardware: Hardware, samples: int, activations: Activations) -> tuple[HostTrip, ...]:
-    """For each unit, under its own choice about activations.
-
-    Raises:
-        HardwareError: they are to go to a host that is not known.
-    """
+    """Return each unit's trips under its own choice about activations; HardwareError where they go to a host that is not known."""
     trips = [HostTrip()] * len(description.units)
     if not activations.offloads:
         return tuple(trips)
@@ -193,20 +191,14 @@ def host_trips(description: ModelDescription, hardware: Hardware, samples: int, 
 
 
 class UnitTimer:
-    """Time of each unit of a description in an optimizer step, whatever is chosen for the others.
-
-    Args:
-        description: the model.
-        hardware: devices and links.
-        job: precision, optimizer.
-        batch: micro-batch size and accumulation.
-    """
+    """Time of each unit of a description in an optimizer step, whatever is chosen for the others."""
 
     def __init__(self, description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch) -> None:
         self._description, self._hardware, self._job, self._batch = description, hardware, job, batch
         samples = batch.micro_batch_size
-        windows = {again: overlap_windows(description, hardware, samples, _FORMS[again]) for again in (False, True)}
-        compute_s = {again: compute_seconds(description, hardware, samples, _FORMS[again]) for again in (False, True)}
+        forms = (Activations.SAVE, Activations.RECOMPUTE)  # one stands for all that recompute, one for all that do not
+        windows = [overlap_windows(description, hardware, samples, form) for form in forms]
+        compute_s = [compute_seconds(description, hardware, samples, form) for form in forms]
         self.windows = {a: windows[a.recomputes] for a in Activations}
         """By choice about activations, for each unit."""
         self.compute_s = {a: compute_s[a.recomputes] for a in Activations}
@@ -215,34 +207,26 @@ class UnitTimer:
         self._terms: dict[tuple[object, ...], UnitSeconds] = {}
 
     def trips(self, activations: Activations) -> tuple[HostTrip, ...]:
-        """For each unit, under its own choice about activations.
-
-        Raises:
-            HardwareError: they are to go to a host that is not known.
-        """
+        """Return `host_trips`, computed once."""
         if activations not in self._trips:
             self._trips[activations] = host_trips(self._description, self._hardware, self._batch.micro_batch_size, activations)
         return self._trips[activations]
 
-    def __call__(self, index: int, choice: UnitLayout) -> UnitTime:
-        """Seconds of a unit under a choice."""
-        key = (self._shapes[index], choice.shard_size, choice.reshard_after_forward, choice.stage_size, choice.on_host)
+    def __call__(self, index: int, layout: UnitLayout) -> UnitTime:
+        """Return the seconds of a unit under a layout."""
+        key = (self._shapes[index], layout.shard_size, layout.reshard_after_forward, layout.stage_size, layout.on_host)
         terms = self._terms.get(key)
         if terms is None:
-            terms = self._terms[key] = unit_seconds(self._description.units[index], choice, self._hardware, self._job)
-        kept = choice.activations
-        return unit_time(terms, choice, self.windows[kept][index], self.compute_s[kept][index], self._batch, self.trips(kept)[index])
-
-
-_FORMS = {False: Activations.SAVE, True: Activations.RECOMPUTE}
-"""Whether a unit recomputes → the choice that stands for all that do, or do not."""
+            terms = self._terms[key] = unit_seconds(self._description.units[index], layout, self._hardware, self._job)
+        kept = layout.activations
+        return unit_time(terms, layout, self.windows[kept][index], self.compute_s[kept][index], self._batch, self.trips(kept)[index])
 
 
 def unit_time(
-    terms: UnitSeconds, choice: UnitLayout, windows: Windows, compute_s: float, batch: Batch, trip: HostTrip = HostTrip()
+    terms: UnitSeconds, layout: UnitLayout, windows: Windows, compute_s: float, batch: Batch, trip: HostTrip = HostTrip()
 ) -> UnitTime:
-    """One unit's time in an optimizer step, from its terms under a choice."""
-    micro_steps, scatters = batch.accumulation_steps, batch.reduce_scatters(choice)
+    """Return one unit's time in an optimizer step, from its terms under a layout."""
+    micro_steps, scatters = batch.accumulation_steps, batch.reduce_scatters(layout)
     forward = max(0.0, terms.gather_forward + trip.out - windows.forward) + trip.back_before
     back = terms.gather_backward + trip.back_beside
     last = max(0.0, back + terms.reduce_scatter + terms.all_reduce - windows.backward)
@@ -262,19 +246,8 @@ def unit_time(
 
 
 def estimate_time(
-    description: ModelDescription, choices: Sequence[UnitLayout], hardware: Hardware, job: TrainingJob, batch: Batch
+    description: ModelDescription, layouts: Sequence[UnitLayout], hardware: Hardware, job: TrainingJob, batch: Batch
 ) -> TimeEstimate:
-    """Time of one optimizer step.
-
-    Args:
-        description: the model.
-        choices: one a unit, in the description's order.
-        hardware: devices and links.
-        job: precision, optimizer.
-        batch: micro-batch size and accumulation.
-
-    Returns:
-        Seconds by unit and kind.
-    """
+    """Return the seconds of one optimizer step, by unit and kind; `layouts` has one a unit, in the description's order."""
     timer = UnitTimer(description, hardware, job, batch)
-    return TimeEstimate(units=tuple(timer(index, choice) for index, choice in enumerate(choices)))
+    return TimeEstimate(units=tuple(timer(index, layout) for index, layout in enumerate(layouts)))

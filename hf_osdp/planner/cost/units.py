@@ -1,14 +1,13 @@
-"""What one choice costs one unit: the terms from which memory and time are built.
+"""What one layout costs one unit: the terms from which memory and time are built.
 
-Every term is a whole number of
-bytes on the fullest rank, or seconds. The terms follow what FSDP2 allocates (torch/distributed/fsdp/_fully_shard), not an idealisation:
-gathering needs a buffer beside the gathered parameters, reducing needs a copy of the gradients, and a replicated unit
-is copied although nothing is sent.
+Every term is a whole number of bytes on the fullest rank, or seconds. The terms follow what FSDP2 allocates
+(torch/distributed/fsdp/_fully_shard), not an idealisation: gathering needs a buffer beside the gathered parameters, reducing needs a copy
+of the gradients, and a replicated unit is copied although nothing is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ...errors import HardwareError
@@ -21,7 +20,7 @@ from .collectives import collective_seconds, gather_seconds, reduce_scatter_seco
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitBytes:
-    """Memory terms of one unit under one choice, in bytes."""
+    """Memory terms of one unit under one layout, in bytes."""
 
     parameters: int
     """Sharded parameters, held throughout."""
@@ -87,7 +86,7 @@ class UnitBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSeconds:
-    """Time terms of one unit under one choice, in seconds."""
+    """Time terms of one unit under one layout, in seconds."""
 
     gather_forward: float
     """All-gather in forward, each micro-step."""
@@ -106,41 +105,42 @@ class UnitSeconds:
 
 
 def shape_ids(units: Sequence[UnitDescription]) -> tuple[int, ...]:
-    """A number for each unit: the same for those that cost the same under equal choices, activations left out."""
+    """Return a number for each unit: the same for those that cost the same under equal layouts, activations left out."""
     known: dict[tuple[object, ...], int] = {}
     keys = ((unit.span, tuple((p.shape, p.dtype, p.requires_grad, p.keeps_dtype) for p in unit.parameters)) for unit in units)
     return tuple(known.setdefault(key, len(known)) for key in keys)
 
 
-def unit_bytes(unit: UnitDescription, choice: UnitLayout, world_size: int, job: TrainingJob, batch: Batch) -> UnitBytes:
-    """Memory terms of `unit` under `choice`."""
-    g = choice.shard_size
+def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, batch: Batch) -> UnitBytes:
+    """Return the memory terms of `unit` under `layout`."""
+    g, precision = layout.shard_size, job.precision
     trainable = [p for p in unit.parameters if p.requires_grad]
-    precision = job.precision
-    parameters = _total(unit.parameters, lambda p: p.sharded_numel(g) * p.dtype.itemsize)
-    shards = _total(trainable, lambda p: p.sharded_numel(g) * p.dtype.itemsize)
-    gradients = 0 if choice.on_host else shards
-    casts = _casts(unit, job)
-    copies = world_size > 1 or casts or choice.on_host  # one process in its own precision trains the plain module
-    gathered = _total(unit.parameters, lambda p: g * p.sharded_numel(g) * precision.gathered_dtype(p).itemsize) if copies else 0
-    reduced = _total(trainable, lambda p: p.sharded_numel(g) * precision.reduced_dtype(p).itemsize)
+    shards = [p.sharded_bytes(g) for p in trainable]
+    gradients = 0 if layout.on_host else sum(shards)
+    casts = any(precision.gathered_dtype(p) is not p.dtype for p in unit.parameters)
+    copies = world_size > 1 or casts or layout.on_host  # one process in its own precision trains the plain module
+    gathered = _gathered_bytes(unit, g, job) if copies else 0
+    reduced = sum(p.sharded_numel(g) * precision.reduced_dtype(p).itemsize for p in trainable)
     recast = any(precision.reduced_dtype(p) is not p.dtype for p in trainable)
-    whole = _total(trainable, lambda p: p.numel * precision.reduced_dtype(p).itemsize)
-    holds = batch.holds_gradients(choice)
+    whole = sum(_whole_gradients(trainable, job))
+    holds = batch.holds_gradients(layout)
     accumulates = batch.accumulation_steps > 1 and not holds
     if not copies:  # a plain parameter adds up its gradient where it is
         holds, accumulates = False, batch.accumulation_steps > 1
     partial = accumulates and g < world_size  # reduced in the shard group, not yet between replicas
     held = whole if holds else reduced if partial else gradients if accumulates else 0
-    output = reduced if copies and (recast or accumulates or choice.on_host) else 0
+    output = reduced if copies and (recast or accumulates or layout.on_host) else 0
     if holds:  # whole gradients go before it comes, but for the last one's
-        last = _total(trainable[-1:], lambda p: p.numel * precision.reduced_dtype(p).itemsize) if g > 1 else 0
+        last = sum(_whole_gradients(trainable[-1:], job)) if g > 1 else 0
         output = max(0, reduced + (gradients if recast else 0) + last - whole)
-    kept_back = reduced if g < world_size and (recast or choice.on_host) else 0
+    kept_back = reduced if g < world_size and (recast or layout.on_host) else 0
     # beside whole gradients that become less than they were, what is kept back is no more than these were
     beside = max(0, kept_back + gradients - whole) if holds else kept_back
+    whole_step = unit.span is GatherSpan.STEP
+    unsharded = _unsharded(trainable, job)
+    scatter_input = reduce_input(unit, g, job) if copies else 0
     return UnitBytes(
-        parameters=0 if choice.on_host else parameters,
+        parameters=0 if layout.on_host else sum(p.sharded_bytes(g) for p in unit.parameters),
         optimizer=job.optimizer.states * gradients,
         gradients_held=held,
         gradients_after=0 if holds else gradients - held,
@@ -148,112 +148,100 @@ def unit_bytes(unit: UnitDescription, choice: UnitLayout, world_size: int, job: 
         reduced_after=beside,
         gathered=gathered,
         gather_buffer=gathered if g > 1 else 0,
-        cast_buffer=_beside_gathered(unit, choice, job) if copies else 0,
-        unsharded_gradients=0 if holds and unit.span is not GatherSpan.STEP else _unsharded(trainable, job),
-        waiting_gradients=_unsharded(trainable, job) if unit.span is GatherSpan.CALLS else 0,
-        reduce_input=reduce_input(unit, g, job) if copies else 0,
-        reduce_stage=g // choice.stage_size * reduced if choice.stage_size > 1 else 0,
-        last_gradient=0 if g == 1 or (holds and unit.span is not GatherSpan.STEP) else _unsharded(trainable[-1:], job),
-        reduce_tail=reduce_input(unit, g, job) if copies else 0,
+        cast_buffer=_beside_gathered(unit, layout, job) if copies else 0,
+        unsharded_gradients=0 if holds and not whole_step else unsharded,
+        waiting_gradients=unsharded if unit.span is GatherSpan.CALLS else 0,
+        reduce_input=scatter_input,
+        reduce_stage=g // layout.stage_size * reduced if layout.two_stage else 0,
+        last_gradient=0 if g == 1 or (holds and not whole_step) else _unsharded(trainable[-1:], job),
+        reduce_tail=scatter_input,
         reduce_output=output,
-        kept=0 if choice.reshard_after_forward else gathered,
-        step_scratch=0 if choice.on_host else _step_scratch(trainable, g, job),
-        host=_host_bytes(unit, g, job) if choice.on_host else 0,
-        host_moment=max((p.sharded_numel(g) * p.dtype.itemsize for p in trainable), default=0)
-        if choice.on_host and accumulates and not partial
-        else 0,
+        kept=0 if layout.reshard_after_forward else gathered,
+        step_scratch=0 if layout.on_host else _step_scratch(shards, job),
+        host=_host_bytes(unit, g, job) if layout.on_host else 0,
+        host_moment=max(shards, default=0) if layout.on_host and accumulates and not partial else 0,
     )
 
 
 def reduce_input(unit: UnitDescription, shard_size: int, job: TrainingJob) -> int:
-    """Bytes of the input of a reduce-scatter: each gradient's rows, padded to a multiple of the shard group
-    (`_get_dim0_padded_size` in torch/distributed/fsdp/_fully_shard/_fsdp_common.py)."""
+    """Return the bytes of the input of a reduce-scatter: each gradient's rows, padded to a multiple of the shard group.
+
+    See `_get_dim0_padded_size` in torch/distributed/fsdp/_fully_shard/_fsdp_common.py.
+    """
     trainable = (p for p in unit.parameters if p.requires_grad)
-    return _total(trainable, lambda p: shard_size * p.sharded_numel(shard_size) * job.precision.reduced_dtype(p).itemsize)
+    return sum(shard_size * p.sharded_numel(shard_size) * job.precision.reduced_dtype(p).itemsize for p in trainable)
 
 
 def gradients_arriving(description: ModelDescription, job: TrainingJob) -> tuple[int, ...]:
-    """For each segment, bytes of gradients that are there from its backward until the step's end: those of parameters that are gathered
-    for the whole step.
+    """For each segment, return the bytes of gradients of parameters gathered for the whole step that are there from its backward on.
 
     Where no trace says when they come, they count from the unit's last segment on. Those that come in a block's backward count from
-    the stretch on that backward meets before it.
+    the segment of such a unit that backward meets before it.
     """
     segments, arriving = description.segments, [0] * len(description.segments)
-    stretches = [index for index, s in enumerate(segments) if description.units[s.unit].span is GatherSpan.STEP]
-    last = {segments[index].unit: index for index in stretches}
+    whole_step = [index for index, s in enumerate(segments) if description.units[s.unit].span is GatherSpan.STEP]
+    last = {segments[index].unit: index for index in whole_step}
     traced = {name: index for index, segment in enumerate(segments) for name in segment.gradients}
     for unit, at_latest in last.items():
         for p in (p for p in description.units[unit].parameters if p.requires_grad):
             comes = traced.get(p.name, at_latest)
-            arriving[next((index for index in stretches if index >= comes), stretches[-1])] += _unsharded([p], job)
+            arriving[next((index for index in whole_step if index >= comes), whole_step[-1])] += _unsharded([p], job)
     return tuple(arriving)
 
 
 def merged_gradients(unit: UnitDescription, job: TrainingJob) -> int:
-    """Bytes of the sum that autograd makes of a parameter's gradients, beside both of them, when the second comes: of one with
-    several names, or of a unit with several calls."""
+    """Return the bytes of the sum that autograd makes of a parameter's gradients, beside both of them, when the second comes.
+
+    A parameter has several gradients where it has several names, or its unit several calls.
+    """
     shared = {names[0] for names in unit.shared}
     repeated = unit.span is GatherSpan.CALLS
     return _unsharded([p for p in unit.parameters if p.requires_grad and (repeated or p.name in shared)], job)
 
 
-def unit_seconds(unit: UnitDescription, choice: UnitLayout, hardware: Hardware, job: TrainingJob) -> UnitSeconds:
-    """Time terms of `unit` under `choice`."""
-    g, world_size = choice.shard_size, hardware.world_size
-    precision = job.precision
+def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, job: TrainingJob) -> UnitSeconds:
+    """Return the time terms of `unit` under `layout`."""
+    g = layout.shard_size
     trainable = [p for p in unit.parameters if p.requires_grad]
-    gathered = _total(unit.parameters, lambda p: g * p.sharded_numel(g) * precision.gathered_dtype(p).itemsize)
-    reduced = _total(trainable, lambda p: g * p.sharded_numel(g) * precision.reduced_dtype(p).itemsize)
-    elements = _total(trainable, lambda p: p.sharded_numel(g) * p.dtype.itemsize)
-    gather = gather_seconds(hardware, g, choice.stage_size, gathered)
-    scatter = reduce_scatter_seconds(hardware, g, choice.stage_size, reduced)
-    all_reduce = collective_seconds(hardware, Collective.ALL_REDUCE, replicate_ring(hardware, g), reduced // g)
-    handled = world_size > 1 or choice.on_host
-    copy_out, copy_in = _handling_seconds(unit, g, gathered, reduced, hardware) if handled else (0.0, 0.0)
-    if choice.on_host:
-        brought, taken = _host_seconds(unit, g, hardware)
-        scatter += taken
+    gathered, reduced = _gathered_bytes(unit, g, job), reduce_input(unit, g, job)
+    gather = gather_seconds(hardware, g, layout.stage_size, gathered)
+    scatter = reduce_scatter_seconds(hardware, g, layout.stage_size, reduced)
+    copy_out, copy_in = 0.0, 0.0
+    if hardware.world_size > 1 or layout.on_host:
+        copy_out, copy_in = _copy_seconds(unit, g, gathered, reduced, hardware)
+    if layout.on_host:
+        host = host_of(hardware)
+        brought = sum(p.sharded_bytes(g) for p in unit.parameters) / host.to_device_bytes_per_s
+        scatter += sum(p.sharded_bytes(g) for p in trainable) / host.to_host_bytes_per_s
         if g == 1:  # FSDP2 brings replicas over when they are copied, on the stream of compute
             copy_out += brought
         else:
             gather += brought
+    frees = layout.reshard_after_forward
     return UnitSeconds(
         gather_forward=gather,
-        gather_backward=gather if choice.reshard_after_forward else 0.0,
+        gather_backward=gather if frees else 0.0,
         reduce_scatter=scatter,
-        all_reduce=all_reduce,
+        all_reduce=collective_seconds(hardware, Collective.ALL_REDUCE, replicate_ring(hardware, g), reduced // g),
         copy_forward=copy_out,
-        copy_backward=copy_in + (copy_out if choice.reshard_after_forward else 0.0),
-        optimizer=_update_seconds(len(trainable), elements, hardware, job, on_host=choice.on_host),
+        copy_backward=copy_in + (copy_out if frees else 0.0),
+        optimizer=_update_seconds([p.sharded_bytes(g) for p in trainable], hardware, job, on_host=layout.on_host),
     )
 
 
-def _handling_seconds(unit: UnitDescription, g: int, gathered: int, reduced: int, hardware: Hardware) -> tuple[float, float]:
-    """What FSDP2 does beside the collectives to gather a unit and to reduce it: as measured, else copies at the speed of memory."""
-    rate, handling = hardware.device.memory_bytes_per_s, hardware.handling
+def _copy_seconds(unit: UnitDescription, g: int, gathered: int, reduced: int, hardware: Hardware) -> tuple[float, float]:
+    """Return what FSDP2 does beside the collectives to gather a unit and to reduce it: as measured, else copies at memory's speed."""
+    rate, overhead = hardware.device.memory_bytes_per_s, hardware.fsdp_overhead
     reductions = 2 if g == 1 else 1  # the reduce-scatter of one rank is a second copy
-    if handling is None:
+    if overhead is None:
         return 2 * gathered / rate, reductions * 2 * reduced / rate
     copied = gathered if g == 1 else gathered + gathered // g
     trainable = sum(p.requires_grad for p in unit.parameters)
-    return handling.gather(len(unit.parameters), copied), handling.reduce(trainable, reductions * reduced)
-
-
-def _host_seconds(unit: UnitDescription, g: int, hardware: Hardware) -> tuple[float, float]:
-    """To bring a unit's shards from the host to the device, and its reduced gradients back."""
-    host = host_of(hardware)
-    shards = _total(unit.parameters, lambda p: p.sharded_numel(g) * p.dtype.itemsize)
-    trained = _total((p for p in unit.parameters if p.requires_grad), lambda p: p.sharded_numel(g) * p.dtype.itemsize)
-    return shards / host.to_device_bytes_per_s, trained / host.to_host_bytes_per_s
+    return overhead.gather(len(unit.parameters), copied), overhead.reduce(trainable, reductions * reduced)
 
 
 def host_of(hardware: Hardware) -> HostSpec:
-    """The host beside the devices.
-
-    Raises:
-        HardwareError: none is known.
-    """
+    """Return the host beside the devices; HardwareError where none is known."""
     if hardware.host is None:
         raise HardwareError(
             f"States or activations are to lie on the host, but the host of {hardware.device.name} is not known; measure it (profile)."
@@ -261,48 +249,46 @@ def host_of(hardware: Hardware) -> HostSpec:
     return hardware.host
 
 
-def _update_seconds(tensors: int, nbytes: int, hardware: Hardware, job: TrainingJob, *, on_host: bool) -> float:
-    """Optimizer step on a rank's `tensors` parameters of `nbytes`, and clipping: its norm reads each gradient, its factor
-    reads and writes it."""
-    device, optimizer = hardware.device, job.optimizer
+def _update_seconds(shards: Sequence[int], hardware: Hardware, job: TrainingJob, *, on_host: bool) -> float:
+    """Return the time of the optimizer step on a rank's shards, and of clipping: a norm reads, a factor reads and writes each gradient."""
+    device, optimizer, tensors, nbytes = hardware.device, job.optimizer, len(shards), sum(shards)
     if on_host:
         clipped = 3 if job.clips_gradients else 0
         return (optimizer.traffic_per_element + clipped) * nbytes / host_of(hardware).update_bytes_per_s
-    if hardware.handling is None:
+    if hardware.fsdp_overhead is None:
         update = optimizer.traffic_per_element * nbytes / device.memory_bytes_per_s
     else:
         share = optimizer.traffic_per_element / OptimizerSpec().traffic_per_element  # AdamW was measured
-        update = share * hardware.handling.updates[optimizer.step](tensors, nbytes)
+        update = share * hardware.fsdp_overhead.updates[optimizer.step](tensors, nbytes)
     dispatch = 0.0 if hardware.backend.overlaps else 2 * tensors * device.operator_s
     return update + (3 * nbytes / device.memory_bytes_per_s + dispatch if job.clips_gradients else 0.0)
 
 
-def _total(parameters: Iterable[ParameterSpec], value: Callable[[ParameterSpec], int]) -> int:
-    return sum(value(p) for p in parameters)
+def _gathered_bytes(unit: UnitDescription, g: int, job: TrainingJob) -> int:
+    return sum(g * p.sharded_numel(g) * job.precision.gathered_dtype(p).itemsize for p in unit.parameters)
 
 
-def _casts(unit: UnitDescription, job: TrainingJob) -> bool:
-    return any(job.precision.gathered_dtype(p) is not p.dtype for p in unit.parameters)
+def _whole_gradients(parameters: Iterable[ParameterSpec], job: TrainingJob) -> list[int]:
+    return [p.numel * job.precision.reduced_dtype(p).itemsize for p in parameters]
 
 
 def _unsharded(parameters: Iterable[ParameterSpec], job: TrainingJob) -> int:
-    return _total(parameters, lambda p: p.numel * job.precision.gathered_dtype(p).itemsize)
+    return sum(p.numel * job.precision.gathered_dtype(p).itemsize for p in parameters)
 
 
-def _beside_gathered(unit: UnitDescription, choice: UnitLayout, job: TrainingJob) -> int:
-    """What parameters that are cast or come from the host take beyond the gathered ones and the gather's buffer.
+def _beside_gathered(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) -> int:
+    """Return what parameters that are cast or come from the host take beyond the gathered ones and the gather's buffer.
 
     Shards are cast and brought over all at once, before anything of their unit is gathered: never more than what is there then.
     What lies between two stages of a gather that runs ahead is there beside the parameters of the unit that backward met before; they
     are taken for as large as the unit's own. Replicas are, one after the other, brought to the device, cast there, and copied.
     """
-    if (g := choice.shard_size) > 1:
-        shards = _total(unit.parameters, lambda p: p.sharded_numel(g) * job.precision.gathered_dtype(p).itemsize)
-        return g // choice.stage_size * shards if choice.stage_size > 1 else 0
+    if (g := layout.shard_size) > 1:
+        return _gathered_bytes(unit, g, job) // layout.stage_size if layout.two_stage else 0
     highest = done = 0
     for p in unit.parameters:
         whole, cast = p.numel * job.precision.gathered_dtype(p).itemsize, job.precision.gathered_dtype(p) is not p.dtype
-        brought = p.numel * p.dtype.itemsize if choice.on_host else 0
+        brought = p.numel * p.dtype.itemsize if layout.on_host else 0
         source = whole if cast else brought
         highest = max(highest, done + brought + (whole if cast else 0), done + source + whole)
         done += whole
@@ -310,25 +296,22 @@ def _beside_gathered(unit: UnitDescription, choice: UnitLayout, job: TrainingJob
 
 
 def _host_bytes(unit: UnitDescription, g: int, job: TrainingJob) -> int:
-    """States of a unit on the host. Parameters and gradients are in page-locked memory, each in a power of two of bytes."""
-    pinned = _total(unit.parameters, lambda p: (1 + p.requires_grad) * pinned_bytes(p.sharded_numel(g) * p.dtype.itemsize))
-    trainable = [p.sharded_numel(g) * p.dtype.itemsize for p in unit.parameters if p.requires_grad]
-    return pinned + job.optimizer.states * sum(trainable)
+    """Return a unit's states on the host. Parameters and gradients are in page-locked memory, each in a power of two of bytes."""
+    pinned = sum((1 + p.requires_grad) * pinned_bytes(p.sharded_bytes(g)) for p in unit.parameters)
+    return pinned + job.optimizer.states * sum(p.sharded_bytes(g) for p in unit.parameters if p.requires_grad)
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """What page-locked memory for so many bytes takes: torch rounds up to a power of two
-    (`CachingHostAllocatorImpl::allocate` in ATen/core/CachingHostAllocator.h)."""
+    """Return what page-locked memory for so many bytes takes: a power of two (`CachingHostAllocatorImpl::allocate` of torch)."""
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
-def _step_scratch(trainable: Sequence[ParameterSpec], g: int, job: TrainingJob) -> int:
-    sizes = [p.sharded_numel(g) * p.dtype.itemsize for p in trainable]
+def _step_scratch(shards: Sequence[int], job: TrainingJob) -> int:
     match job.optimizer.step:
         case OptimizerStep.FUSED:
             return 0
         case OptimizerStep.FOREACH:
-            return sum(sizes)
+            return sum(shards)
         case OptimizerStep.FOR_LOOP:
-            return 2 * max(sizes, default=0)
+            return 2 * max(shards, default=0)
     raise AssertionError(job.optimizer.step)

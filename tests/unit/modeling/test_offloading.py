@@ -276,16 +276,16 @@ class Copied:
 def test_the_host_s_memory_is_read_before_a_further_micro_step_takes_it_again(again, monkeypatch):
     """However far the CPU is ahead: copies back that still run hold page-locked memory."""
     running: list[Copied] = []
-    monkeypatch.setattr(offloading._Luggage, "wait", lambda self: None)
-    monkeypatch.setattr(offloading._Luggage, "__del__", lambda self: None)
-    copy = offloading._Luggage._copy
+    monkeypatch.setattr(offloading._OffloadedStorage, "wait", lambda self: None)
+    monkeypatch.setattr(offloading._OffloadedStorage, "__del__", lambda self: None)
+    copy = offloading._OffloadedStorage._copy
 
     def copied(self, to, source):
         copy(self, to, source)
         if self.fetched:
-            self.arrived = Copied(running)
+            self.copied = Copied(running)
 
-    monkeypatch.setattr(offloading._Luggage, "_copy", copied)
+    monkeypatch.setattr(offloading._OffloadedStorage, "_copy", copied)
     model = two_layers("gpt2")
     for block in blocks(model):
         offload(block)

@@ -86,7 +86,7 @@ def test_worlds_parameters_jobs_and_peaks():
     with pytest.raises(ValueError, match=r"global_batch_size=.* must be at least 1 and at most"):
         TrainingJob(global_batch_size=2**41)
     with pytest.raises(ValueError, match="A peak has no moment"):
-        Envelope(lines=())
+        Envelope(pieces=())
 
 
 @pytest.mark.parametrize("change", [dict(module_names=()), dict(shared=((),))])

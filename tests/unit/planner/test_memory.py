@@ -8,17 +8,17 @@ from dataclasses import fields, replace
 import pytest
 
 from hf_osdp.planner.affine import Affine, Envelope
-from hf_osdp.planner.cost.memory import MemoryBreakdown, combined_scratch, estimate_memory, gathered_ahead, merging_stretch
+from hf_osdp.planner.cost.memory import MemoryBreakdown, combined_scratch, estimate_memory, gathered_ahead, merging_segments
 from hf_osdp.planner.cost.units import unit_bytes
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, ParameterSpec, PhaseCost, Segment, UnitDescription
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.problem import Strategy
-from hf_osdp.planner.search.bounds import peak_floor
+from hf_osdp.planner.search.candidates import Candidate
 from hf_osdp.planner.search.strategies import batches, search_spaces
-from hf_osdp.planner.search.timeline import build_line
+from hf_osdp.planner.search.timeline import build_timeline
 from tests.helpers.descriptions import at_random, transformer
+from tests.helpers.problems import problem
 
 ONCE = Batch(micro_batch_size=1, accumulation_steps=1)
 JOB = TrainingJob(global_batch_size=8)
@@ -174,8 +174,8 @@ def test_gradients_of_shared_weights_meet_in_their_first_segment():
     description = transformer()
     root, tied, *rest = description.units
     shared = replace(description, units=(root, replace(tied, shared=(("embedding.weight", "head.weight"),)), *rest))
-    assert merging_stretch(description, JOB) == {}
-    assert merging_stretch(shared, JOB) == {0: 4 * tied.numel}
+    assert merging_segments(description, JOB) == {}
+    assert merging_segments(shared, JOB) == {0: 4 * tied.numel}
     plain, merging = ([m for m in estimate(d, g=4).moments if m.phase == "backward"] for d in (description, shared))
     assert [b.total_bytes - a.total_bytes for a, b in zip(plain, merging, strict=True)] == [0] * 5 + [4 * tied.numel]
 
@@ -184,8 +184,9 @@ def test_gradients_of_shared_weights_meet_in_their_first_segment():
 def test_frugal_floor_is_below_every_layout(seed):
     description, hardware = at_random(seed, kinds=2, blocks=3), preset("cpu", devices_per_node=2)
     for batch in batches(TrainingJob(global_batch_size=4), 2):
-        (space,) = search_spaces(Strategy.OSDP, description, hardware, JOB, batch)
-        floor = peak_floor(description, build_line(description, hardware, JOB, batch, space), JOB, batch)
+        (space,) = search_spaces(problem(description, hardware, JOB), batch)
+        asked = problem(description, hardware, JOB)
+        floor = Candidate(problem=asked, batch=batch, timeline=build_timeline(asked, batch, space)).floor_bytes
         assert all(estimate_memory(description, c, 2, JOB, batch).peak_bytes >= floor for c in itertools.product(*space))
 
 
