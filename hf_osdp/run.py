@@ -40,19 +40,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_USER_ERROR)
     sys.argv = given[is_module:]
     sys.excepthook = _show
-    from .distributed.roll_call import roll_call
+    from .distributed.process_group import check_ranks
 
-    with roll_call():
-        if is_module:
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
-            return
-        if not getattr(sys.flags, "safe_path", False):
-            sys.path[0] = os.path.dirname(os.path.realpath(target))
-        runpy.run_path(target, run_name="__main__")
+    check_ranks()
+    if is_module:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+        return
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.realpath(target))
+    runpy.run_path(target, run_name="__main__")
 
 
 def _target(given: Sequence[str]) -> tuple[str, bool]:
-    """The script or the module to run, and whether it is a module.
+    """Return the script or the module to run, and whether it is a module.
 
     Raises:
         ValueError: there is none.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank, world_size
-from ..distributed.waiting import waiting_group
+from ..distributed.process_group import waiting_group
 from ..errors import CheckpointError
 from .folders import numbered_checkpoints, remove_left, restore_replaced
 from .layouts import find_model

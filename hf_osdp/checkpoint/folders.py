@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ..distributed.roll_call import own_versions
+from ..distributed.process_group import own_versions
 from ..errors import CheckpointError
 from ..planner.plan import Plan
 from .layouts import is_state

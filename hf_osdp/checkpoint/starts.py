@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import world_size
-from ..distributed.restarts import restart_count
+from ..distributed.restart import restart_count
 from ..errors import CheckpointError
 from ..planner.files import validated
 from ..reading import read_json

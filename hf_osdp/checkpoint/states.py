@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.fsdp import FSDPModule
 
 from ..distributed.consensus import on_rank_zero
-from ..distributed.waiting import waiting_group
+from ..distributed.process_group import waiting_group
 from ..errors import CheckpointError
 from ..modeling.split.names import is_split, split_names, split_optimizer_state
 from ..modeling.units import canonical_name

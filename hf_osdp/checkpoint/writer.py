@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from ..distributed.background import began, is_over
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank, world_size
-from ..distributed.waiting import wait_for_ranks, waiting_group
+from ..distributed.process_group import wait_for_ranks, waiting_group
+from ..distributed.stop import register_background, unregister_background
 from ..errors import CheckpointError
 from ..planner.plan import Plan
 from .folders import complete, flush, prepare_staging
@@ -94,7 +94,7 @@ class CheckpointWriter:
         """A new checkpoint: write what it gives, and at the end it appears under its name. Collective.
 
         The one before must be complete first. In the background only shards are written: other files are to be there at the end. Where one
-        rank raises inside, it ends, and the lifeline ends the others; the checkpoint stays invisible.
+        rank raises inside, it ends, and the launcher ends the others; the checkpoint stays invisible.
 
         Args:
             folder: the checkpoint's name.
@@ -119,7 +119,7 @@ class CheckpointWriter:
             wait_for_ranks()  # rank 0 sums what others wrote to the disk
             self._thread = threading.Thread(target=self._finish, args=(staging, plan, rank(), world_size()), name="checkpoint")
             self._thread.start()
-            began(self.wait)
+            register_background(self.wait)
         else:
             parts = on_every_rank(lambda: _own_part(staging, rank()))
             on_rank_zero(lambda: complete(folder, parts, ranks=world_size(), plan=plan))
@@ -133,7 +133,7 @@ class CheckpointWriter:
         if self._thread is None:  # the same on every rank
             return
         self._thread.join()
-        is_over(self.wait)
+        unregister_background(self.wait)
         error, self._thread, self._error = self._error, None, None
         _gathered(error)
 

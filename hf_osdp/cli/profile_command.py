@@ -75,7 +75,7 @@ def _process_group(device_type: str) -> Iterator[None]:
     import torch.distributed as dist
 
     from ..distributed.device import own_gpu
-    from ..distributed.roll_call import roll_call
+    from ..distributed.process_group import check_ranks
 
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield
@@ -83,8 +83,8 @@ def _process_group(device_type: str) -> Iterator[None]:
     on_cuda = device_type == "cuda" and torch.cuda.is_available()
     if on_cuda:
         own_gpu()
-    with roll_call():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
+    check_ranks()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
     try:
         yield
     finally:

@@ -1,11 +1,11 @@
-"""All ranks run one plan, or all stop with the same error."""
+"""Agreement between ranks: one result, one plan, or the same error on all."""
 
 from __future__ import annotations
 
 import hashlib
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,11 +27,9 @@ from ..errors import (
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
 from .device import own_gpu
+from .heartbeat import start_heartbeat
 from .mesh import world_size
-from .rank_reports import mismatch_line
-from .roll_call import compare_versions
-from .stores import are_several, call_space, confer
-from .waiting import waiting_group
+from .process_group import are_several_ranks, check_ranks, mismatch_line, waiting_group
 
 T = TypeVar("T")
 _SAME_MEMORY = 0.02
@@ -73,7 +71,8 @@ def on_rank_zero(fn: Callable[[], T]) -> T:
         if cause is not None and not isinstance(cause, Exception):
             raise cause  # an interrupt stays one on the rank that got it
         raise _rebuild(**outcome["error"]) from cause
-    return outcome["result"]
+    result: T = outcome["result"]
+    return result
 
 
 def broadcast_plan(plan: Plan | None) -> Plan:
@@ -94,8 +93,7 @@ def broadcast_plan(plan: Plan | None) -> Plan:
         assert plan is not None
         return plan
     mine = plan or Plan.from_json(text, source="the plan from rank 0")
-    fingerprints = [""] * dist.get_world_size()
-    dist.all_gather_object(fingerprints, mine.fingerprint)
+    fingerprints = _of_all_ranks(mine.fingerprint)
     if different := [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]:
         raise PlanMismatchError(
             f"Ranks {different} hold another plan than rank 0 ({fingerprints[different[0]]} instead of {fingerprints[0]});"
@@ -111,7 +109,7 @@ def _text_of(plan: Plan | None) -> str:
 
 
 def _outcome(fn: Callable[[], Any]) -> tuple[bytes, BaseException | None]:
-    """Result or error as bytes. Whatever happens here must not leave the other ranks waiting, hence BaseException."""
+    """Return result or error as bytes. Whatever happens here must not leave the other ranks waiting, hence BaseException."""
     try:
         return pickle.dumps({"result": fn()}), None
     except BaseException as error:
@@ -119,7 +117,7 @@ def _outcome(fn: Callable[[], Any]) -> tuple[bytes, BaseException | None]:
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
-    """The nearest shared type, the message in one line, and the attributes that can travel."""
+    """Return the nearest shared type, the message in one line, and the attributes that can travel."""
     name = next((cls.__name__ for cls in type(error).__mro__ if _SHARED_ERRORS.get(cls.__name__) is cls), None)
     text = " ".join(str(error).split())
     if name is None:
@@ -138,14 +136,11 @@ def _rebuild(*, type_name: str, text: str, attributes: dict[str, Any]) -> Except
 
 def largest_of_ranks(value: int) -> int:
     """Return the largest of all ranks' values. Collective."""
-    values = [value] * world_size()
-    if len(values) > 1:
-        dist.all_gather_object(values, value, group=waiting_group())
-    return max(values)
+    return max(_of_all_ranks(value))
 
 
 def require_same(said: Mapping[str, str]) -> None:
-    """Stop all ranks where they are about to run different things. Collective, before any collective: ranks ask the store.
+    """Stop all ranks where they are about to run different things. Collective.
 
     Args:
         said: what this rank is about to run, by name.
@@ -153,13 +148,12 @@ def require_same(said: Mapping[str, str]) -> None:
     Raises:
         PlanMismatchError: ranks differ; the same line on every rank, which says in what, and which ranks.
     """
-    if are_several() and (line := confer(call_space(), dict(said), mismatch_line)):
+    if line := mismatch_line(_of_all_ranks(dict(said))):
         raise PlanMismatchError(line)
 
 
 def require_same_run(model: nn.Module, *asked: object, **more: object) -> None:
-    """Before planning: the ranks' versions, models, options and devices. From here on a rank that ends ends all. Collective, without a
-    collective.
+    """Compare the ranks' versions, models, options and devices, before planning. Collective.
 
     Args:
         model: not yet sharded.
@@ -172,34 +166,38 @@ def require_same_run(model: nn.Module, *asked: object, **more: object) -> None:
         LaunchError: versions differ.
         PlanMismatchError: models, options or devices do.
     """
-    if not are_several():
+    if not are_several_ranks():
         return
-    compare_versions()
-    options = {field.name: getattr(one, field.name) for one in asked for field in fields(one)} | more
+    check_ranks()
+    start_heartbeat()
+    options = {field.name: getattr(one, field.name) for one in asked if is_dataclass(one) for field in fields(one)} | more
     texts = {name: _option_text(name, value) for name, value in options.items() if name != "sequence_length"}
-    mine = {"said": {"the model": _model_text(model), **texts}, "device": _own_device(options.get("device_type"))}
-    if line := confer(call_space(), mine, _judged):
-        raise PlanMismatchError(line)
+    mine = {"the model": _model_text(model), **texts}
+    said, devices = zip(*_of_all_ranks((mine, _own_device(options.get("device_type")))), strict=True)
+    device_texts = _device_texts(devices)
+    if line := mismatch_line([{**one, "the device": text} for one, text in zip(said, device_texts, strict=True)]):
+        hint = " Plans are made for devices of one kind; CUDA_VISIBLE_DEVICES chooses those of a machine."
+        raise PlanMismatchError(line + (hint if len(set(device_texts) - {""}) > 1 else ""))
+
+
+def _of_all_ranks(mine: T) -> list[T]:
+    """Return what every rank has, in rank order. Collective."""
+    values = [mine] * world_size()
+    if (group := waiting_group()) is not None:
+        dist.all_gather_object(values, mine, group=group)
+    return values
 
 
 def _own_device(device_type: object) -> tuple[str, int] | None:
-    """Name and MiB of this rank's GPU; None without one. Processors and their memory may differ."""
+    """Return name and MiB of this rank's GPU; None without one. Processors and their memory may differ."""
     if device_type != "cuda" or not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(own_gpu())
     return found.name, round(found.total_memory / 2**20)
 
 
-def _judged(reports: Sequence[Mapping[str, Any]]) -> str | None:
-    """What is wrong with what ranks say of themselves."""
-    devices = _device_texts([report["device"] for report in reports])
-    line = mismatch_line([{**report["said"], "the device": text} for report, text in zip(reports, devices, strict=True)])
-    differ = len(set(devices) - {""}) > 1
-    return f"{line} Plans are made for devices of one kind; CUDA_VISIBLE_DEVICES chooses those of a machine." if differ else line
-
-
 def _device_texts(devices: Sequence[tuple[str, int] | None]) -> list[str]:
-    """Devices of one kind get one text: that of the first of this name and of nearly this memory."""
+    """Return one text for devices of one kind: that of the first of this name and of nearly this memory."""
     kinds: list[tuple[str, int]] = []
     texts = []
     for device in devices:
@@ -215,14 +213,14 @@ def _device_texts(devices: Sequence[tuple[str, int] | None]) -> list[str]:
 
 
 def _model_text(model: nn.Module) -> str:
-    """Class, size, and a hash over names, shapes and dtypes."""
+    """Return class, size, and a hash over names, shapes and dtypes."""
     tensors = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
     elements = sum(parameter.numel() for parameter in model.parameters())
     return f"{type(model).__name__} ({len(tensors)} tensors, {elements} elements, {hashlib.sha256(repr(tensors).encode()).hexdigest()[:8]})"
 
 
 def _option_text(name: str, value: object) -> str:
-    """As it is shown where ranks differ."""
+    """Return an option as it is shown where ranks differ."""
     if value is None:
         return "left out"
     if name == "plan":
@@ -232,7 +230,7 @@ def _option_text(name: str, value: object) -> str:
 
 
 def _plan_text(plan: object) -> str:
-    """A plan's fingerprint; a file that cannot be read here may be rank 0's alone, whose counts."""
+    """Return a plan's fingerprint; a file that cannot be read here may be rank 0's alone, whose counts."""
     if isinstance(plan, Plan):
         return plan.fingerprint
     if not Path(str(plan)).is_file():

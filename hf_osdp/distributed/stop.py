@@ -1,24 +1,40 @@
-"""SIGTERM on one rank becomes one decision of all, between two steps."""
+"""Stop all ranks after the same step when one of them has received SIGTERM."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-
-from .background import wait_for_all
 
 EXIT_CODE = 128 + signal.SIGTERM
 """What a shell reports of a process that SIGTERM ended: the launcher knows that the run is not over."""
 
 
+_background: dict[Callable[[], None], None] = {}
+"""Waits for what this process still does in the background, in the order in which it began."""
+
+
 class Stopped(SystemExit):
     """SIGTERM ended the loop, at the same step on every rank."""
+
+
+def register_background(wait: Callable[[], None]) -> None:
+    """Have `StopSignal.exit` wait for something that goes on in the background, on every rank in the same order.
+
+    Args:
+        wait: collective; returns when it is done, and raises what it failed with.
+    """
+    _background[wait] = None
+
+
+def unregister_background(wait: Callable[[], None]) -> None:
+    """Undo `register_background`: it is done."""
+    _background.pop(wait, None)
 
 
 class StopSignal:
@@ -49,7 +65,8 @@ class StopSignal:
         """A rank had it, and all know."""
         self._group: dist.ProcessGroup | None = None
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
-        self._before: object = None
+        self._before: Callable[[int, FrameType | None], object] | int | None = None
+        self._process = os.getpid()
         self._ends = False
         """The process is to end: SIGTERM does nothing more until it has."""
 
@@ -69,7 +86,12 @@ class StopSignal:
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo")
         if threading.current_thread() is threading.main_thread():
-            self._take_the_signal()
+            self._process = os.getpid()
+            before = signal.getsignal(signal.SIGTERM)
+            ended = getattr(before, "__self__", None)  # a loop that SIGTERM ended, though the process lives on
+            self._before = ended._before if isinstance(ended, StopSignal) and ended._ends else before
+            self._ends = False
+            signal.signal(signal.SIGTERM, self._note)
 
     def finish(self) -> None:
         """Listen no more; where SIGTERM ended the loop, it does nothing more until the process ends. Collective."""
@@ -84,8 +106,8 @@ class StopSignal:
 
     def abandon(self) -> None:
         """Listen no more, where an error ended training: what the ranks had begun together stays as it is."""
-        if not self._ends:
-            self._give_the_signal_back()
+        if not self._ends and signal.getsignal(signal.SIGTERM) == self._note:
+            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
         self._group = self._pending = None
 
     def exit(self) -> None:
@@ -99,11 +121,12 @@ class StopSignal:
         """
         if self.stopped:
             self._ends = True
-            wait_for_all()
+            for wait in list(_background):
+                wait()
             raise Stopped(EXIT_CODE)
 
     def agreed(self) -> bool:
-        """Whether a rank had its signal before the step before this one ended; the same on every rank. Collective, once a step."""
+        """Return whether a rank had its signal before the step before this one ended; the same on every rank. Collective, once a step."""
         if self._group is None:
             self.stopped = self.received
             return self.stopped
@@ -116,46 +139,8 @@ class StopSignal:
         return self.stopped
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        """Note the signal; a fork, which is no rank, ends by it."""
         self.received = True
-
-    def _take_the_signal(self) -> None:
-        for ended in [one for one in _Process.listening if one._ends]:  # somebody caught its SystemExit
-            ended._give_the_signal_back()
-        self._ends = False
-        self._before = signal.signal(signal.SIGTERM, self._note)
-        _Process.listening.append(self)
-        if not _Process.forks_know:
-            os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_give_all_back)
-            _Process.forks_know = True
-
-    def _give_the_signal_back(self) -> None:
-        if self in _Process.listening:
-            _Process.listening.remove(self)
-            if signal.getsignal(signal.SIGTERM) == self._note:
-                signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
-
-
-class _Process:
-    """What there is one of."""
-
-    listening: ClassVar[list[StopSignal]] = []
-    """Who has SIGTERM, the last on top."""
-    forks_know = False
-    mask = threading.local()
-    """What was held back already, before a fork."""
-
-
-def _hold_back() -> None:
-    """SIGTERM waits while a process forks: the fork would lose it before it knows what to do."""
-    _Process.mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-
-def _let_through() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _Process.mask.before)
-
-
-def _give_all_back() -> None:
-    """A fork is no rank: a worker that ignored SIGTERM would outlive whoever ends it."""
-    for one in reversed(_Process.listening[:]):
-        one._give_the_signal_back()
-    _let_through()
+        if os.getpid() != self._process:
+            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)

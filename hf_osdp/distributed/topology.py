@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from ..errors import HardwareError
-from .waiting import waiting_group
+from .process_group import waiting_group
 
 _found: WeakKeyDictionary[dist.ProcessGroup, Topology] = WeakKeyDictionary()
 

@@ -1,10 +1,11 @@
-"""What FSDP2 is given through `set_custom_all_gather` and `set_custom_reduce_scatter`."""
+"""Collectives in two stages, for FSDP2's `set_custom_all_gather` and `set_custom_reduce_scatter`, and who listens to them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,44 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from ..planner.hardware import Collective
-from .announce import announced
 from .transport import PieceTransport, Transport, runs_gloo, transport_of
+
+
+class Listener(Protocol):
+    """Hears of every collective that begins and ends on this rank."""
+
+    def begins(self, collective: Collective, group: dist.ProcessGroup, nbytes: int) -> None:
+        """`nbytes` are those of the whole tensor; on CUDA what is issued from now on belongs to it."""
+
+    def ends(self) -> None:
+        """All of it has been issued; on the CPU it is done, unless it returned a work to wait for."""
+
+
+_listeners: list[Listener] = []
+"""Of the whole process: backward runs in threads of autograd's, to which context variables do not go along."""
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Tell the listener of collectives inside the context."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+@contextmanager
+def announced(collective: Collective, group: dist.ProcessGroup, whole: torch.Tensor) -> Iterator[None]:
+    """Inside the context one collective is issued, of the tensor `whole`."""
+    heard = tuple(_listeners)
+    for listener in heard:
+        listener.begins(collective, group, whole.numel() * whole.element_size())
+    try:
+        yield
+    finally:
+        for listener in heard:
+            listener.ends()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""How a script ends when what it was given cannot be used: one line, once, on every number of processes."""
+"""End a script whose input cannot be used with one line, printed once, on any number of processes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from ..distributed import lifeline
-from ..distributed.roll_call import roll_call
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ..distributed.process_group import check_ranks
 from ..errors import OSDPError
 from .launch import launched_rank
 
 USER_ERROR = 2
 """Exit code for input that cannot be used, as argparse has it."""
 _RANK_ZERO_FIRST_S = 5.0
-"""How long other ranks leave it to rank 0 to speak, before there is a lifeline; its exit makes the launcher end them."""
+"""How long other ranks leave it to rank 0 to print; its exit makes the launcher end them."""
 
 logger = logging.getLogger(__name__)
 
@@ -32,33 +33,20 @@ def run_script(main: Callable[[], None]) -> None:
         main: the script.
     """
     try:
-        with roll_call():
-            main()
+        check_ranks()
+        record(main)()
     except (ValueError, OSDPError) as error:
         if not isinstance(error, OSDPError) and not _is_ours(error, main):
             raise
         logger.debug("Input cannot be used", exc_info=True)
-        _say_once(error)
+        if launched_rank():
+            time.sleep(_RANK_ZERO_FIRST_S)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(USER_ERROR)
 
 
-def _say_once(error: Exception) -> None:
-    """Rank 0 says it, if it has the same error; else the lifeline does. Without one each rank does, where rank 0 has not ended it."""
-
-    def say() -> None:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-
-    line, rank = lifeline.current(), launched_rank()
-    if line is None:
-        time.sleep(_RANK_ZERO_FIRST_S if rank else 0)
-        say()
-        return
-    line.fail(error, say if rank == 0 else lambda: None, exit_code=USER_ERROR)
-    line.wait_for_rank_zero()
-
-
 def _is_ours(error: BaseException, main: Callable[[], None]) -> bool:
-    """Whether the error was raised in hf_osdp, or in the folder of the script."""
+    """Return whether the error was raised in hf_osdp, or in the folder of the script."""
     frames = traceback.extract_tb(error.__traceback__)
     raised = Path(frames[-1].filename).resolve()
     script = Path(main.__code__.co_filename).resolve()

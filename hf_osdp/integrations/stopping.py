@@ -1,4 +1,4 @@
-"""The Trainer, sent SIGTERM: a checkpoint, and the end."""
+"""Save a checkpoint and end the training of a Trainer that received SIGTERM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 class StopCallback(TrainerCallback):
-    """Has a checkpoint saved and training ended at the same step on all ranks, once one of them had SIGTERM.
+    """Have a checkpoint saved and training ended at the same step on all ranks, once one of them had SIGTERM.
 
     Args:
         stop: not yet started; `stopped` tells afterwards that it ended training.
@@ -36,7 +36,7 @@ class StopCallback(TrainerCallback):
         return control
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
-        """What was saved after the step is enough."""
+        """Save no more: the checkpoint after the step is enough."""
         if self._stop.stopped:
             control.should_save = control.should_evaluate = False
         return control

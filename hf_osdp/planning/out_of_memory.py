@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from ..distributed import restart
 from ..errors import InfeasibleError
 from ..modeling.units import canonical_name, modules_by_name
-from ..planner.description import UnitDescription
+from ..planner.description import GatherSpan, UnitDescription
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem
 from ..planner.search.search import search
@@ -98,7 +98,9 @@ def place_of(error: BaseException, model: nn.Module, units: Sequence[UnitDescrip
     if not in_backward:
         return "what lies between model and optimizer"
     begun = [m for m in model.modules() if any(g._training_state is TrainingState.PRE_BACKWARD for g in parameter_groups(m))]
-    return f"backward of {labels[id(begun[-1])]}" if begun and id(begun[-1]) in labels else "backward"
+    blocks = {id(by_name[name]) for unit in units if unit.span is GatherSpan.USE for name in unit.module_names}
+    running = [labels[id(m)] for m in begun if id(m) in blocks]  # other units are in backward until the step ends
+    return f"backward of {running[-1]}" if running else "backward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,9 +196,10 @@ class OutOfMemoryHandler:
         if self._replans:
             hindrance = restart.hindrance() if has_plan else "there is no other plan"
             if hindrance is None and safer is not None:
-                print(f"hf_osdp: {text}", file=sys.stderr, flush=True)
-                hindrance = restart.start_again(safer.limit_bytes)
-            text += f' on_oom="replan" cannot start again: {hindrance}.'
+                restart.restart(safer.limit_bytes, f"hf_osdp: {text}")
+                text += " The launcher starts all ranks again, by that plan."
+            else:
+                text += f' on_oom="replan" cannot start again: {hindrance}.'
         elif has_plan and restart.hindrance() is None:
             text += ' With on_oom="replan" the run goes on by it.'
         error.explained_by_osdp = True  # type: ignore[attr-defined]

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..distributed.allocator_settings import prefer_expandable_segments
 from ..distributed.device import own_gpu
 from ..distributed.mesh import collective_device
-from ..distributed.roll_call import compare_versions, roll_call
+from ..distributed.process_group import check_ranks
 from ..modeling.batch_norm import has_running_statistics
 from ..planner.description import DType
 from ..planner.job import Precision
@@ -28,18 +27,16 @@ def form_process_group(*, needed: bool) -> None:
     Raises:
         LaunchError: ranks are missing, or run different versions.
     """
-    prefer_expandable_segments()
+    check_ranks()
     if dist.is_initialized():
         training_device()
-        compare_versions()
         return
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
         own_gpu()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        with roll_call():
-            dist.init_process_group(backend)
+        dist.init_process_group(backend)
     elif needed:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 

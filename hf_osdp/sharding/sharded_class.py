@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..distributed.collective_calls import require_all
 from ..distributed.consensus import on_rank_zero
+from ..distributed.process_group import require_all
 from ..errors import OSDPError
 from .state import full_state_dict
 

@@ -24,8 +24,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from ..distributed.collective_calls import require_all
 from ..distributed.mesh import collective_device, world_size
+from ..distributed.process_group import require_all
 from ..errors import OSDPError, UnreducedGradientError
 from ..modeling.units import modules_by_name
 from ..planner.description import UnitDescription
@@ -48,13 +48,7 @@ class WeightReads:
     """
 
     def __init__(self, root: nn.Module, units: Sequence[UnitDescription], scalars: Iterable[nn.Parameter]) -> None:
-        """Watch a model after `fully_shard`.
-
-        Args:
-            root: the model, with every unit sharded.
-            units: its units, for their labels.
-            scalars: parameters without dimensions, which FSDP2 does not manage: their gradients are averaged here.
-        """
+        """Watch a model after `fully_shard`, and average the gradients of `scalars`, parameters without dimensions that it ignores."""
         self.active = False
         """Between the first forward of the root or a unit and the end of backward."""
         self._after_evaluation = False

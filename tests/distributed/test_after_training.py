@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import GPT2LMHeadModel
 
-from hf_osdp.distributed import collective_calls as together
+from hf_osdp.distributed import process_group
 from hf_osdp.errors import OSDPError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.trainer import Trainer
@@ -58,12 +58,12 @@ def used_after_training(folder: str) -> dict[str, object]:
     found["state_dict"] = line_of(lambda: torch.save({"model": model.state_dict()}, f"{folder}/state{rank}.pt"))
     copied = copy.deepcopy(model.state_dict())
     assert all(torch.equal(copied[name].to_local(), value.to_local()) for name, value in model.state_dict().items())
-    together.TOGETHER_S = 1.0
+    process_group.ALL_CALL_S = 1.0
     if rank == 0:
         found["alone"] = line_of(lambda: model.generate(PROMPT, max_new_tokens=2))
         found["saved alone"] = line_of(lambda: model.save_pretrained(f"{folder}/alone"))
     dist.barrier()
-    together.TOGETHER_S = 300.0
+    process_group.ALL_CALL_S = 300.0
     found["again"] = model.generate(PROMPT, max_new_tokens=6, do_sample=False)
     return found
 

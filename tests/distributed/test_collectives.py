@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 
 from hf_osdp.distributed import transport
-from hf_osdp.distributed.announce import listening
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.distributed.topology import find_topology
 from hf_osdp.distributed.transport import BackendTransport, PieceTransport
-from hf_osdp.distributed.two_stage import RingReduceScatter, TwoStageAllGather, TwoStageReduceScatter
+from hf_osdp.distributed.two_stage import RingReduceScatter, TwoStageAllGather, TwoStageReduceScatter, listening
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planning.simulate import fake_process_group
 from tests.helpers.distributed import run_ranks

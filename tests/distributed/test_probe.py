@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_osdp.distributed.mesh import Meshes
-from hf_osdp.distributed.waiting import waiting_group
+from hf_osdp.distributed.process_group import waiting_group
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.hardware import Collective

@@ -21,7 +21,7 @@ from hf_osdp.checkpoint.loop import load_loop, save_loop
 from hf_osdp.checkpoint.safe import SafeReader
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.consensus import largest_of_ranks, on_rank_zero
-from hf_osdp.distributed.roll_call import compare_versions
+from hf_osdp.distributed.process_group import waiting_group
 from hf_osdp.distributed.topology import find_topology
 from hf_osdp.errors import LaunchError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
@@ -136,7 +136,7 @@ def unreachable(path: str) -> str:
     null_works.form(path)
     os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
     with pytest.raises(LaunchError) as raised:
-        compare_versions()
+        waiting_group()
     return str(raised.value)
 
 

@@ -46,7 +46,7 @@ def test_pages_hold_what_they_take_from_elsewhere(site):
 
     assert "OSDPConfig(memory_limit=" in text("integration") and "fsdp_sharding_strategy:" in text("integration")
     assert "GLOO_SOCKET_IFNAME" in text("several_machines") and "run_clm.py" in text("recipes")
-    assert "Args" not in text("api") and "Parameters" in text("api") and "roll_call" in text("api")
+    assert "Args" not in text("api") and "Parameters" in text("api") and "StopSignal" in text("api")
 
 
 def test_formulas_need_no_script(site):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_osdp.distributed.launched import Launch, launch_timeout_s
+from hf_osdp.distributed.process_group import check_ranks, launch_timeout_s
 from hf_osdp.integrations.launch import launch_request, launched_rank
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from hf_osdp.integrations.trainer_options import asked_config
@@ -231,13 +231,13 @@ environment(
 environment(
     "'two'",
     "WORLD_SIZE='two' is not a whole number of at least 0; it is for the launcher to set.",
-    Launch.from_environment,
+    check_ranks,
     **{**_TWO, "WORLD_SIZE": "two"},
 )
 environment(
     "'http'",
     "MASTER_PORT='http' is not a whole number of at least 0; it is for the launcher to set.",
-    Launch.from_environment,
+    check_ranks,
     **{**_TWO, "MASTER_PORT": "http"},
 )
 environment(

@@ -8,8 +8,8 @@ import sys
 
 import torch
 
-from hf_osdp import roll_call
-from hf_osdp.distributed.restarts import restart_count
+from hf_osdp.distributed.restart import restart_count
+from hf_osdp.sharding.environment import form_process_group
 from tests.faults import training
 
 
@@ -19,8 +19,7 @@ def main(loop: str, folder: str, step: str | None = None) -> None:
     if step is not None and os.environ["RANK"] == "1" and not restart_count():
         _killed_in_step(int(step))
     if loop == "plain":
-        with roll_call():
-            torch.distributed.init_process_group("gloo")
+        form_process_group(needed=True)
     training.train(training.Training(loop=loop, sharded=True), folder)
 
 

@@ -19,7 +19,7 @@ import hf_osdp.checkpoint.writer
 import hf_osdp.integrations.plain_loop
 import hf_osdp.integrations.trainer
 import hf_osdp.integrations.trainer_checkpoints
-from hf_osdp import OptimalShardedDataParallel, OSDPConfig, Trainer, preset, roll_call
+from hf_osdp import OptimalShardedDataParallel, OSDPConfig, Trainer, preset
 from hf_osdp.checkpoint.finding import last_checkpoint
 
 STEPS, SAVE_EVERY, LENGTH, SAMPLES = 10, 2, 12, 8
@@ -95,12 +95,11 @@ def model() -> GPT2LMHeadModel:
 
 def _by_trainer(training: Training, folder: str, mark: Callable[[str], None]) -> dict[str, torch.Tensor]:
     rows = torch.randint(0, 61, (SAMPLES * STEPS, LENGTH), generator=torch.Generator().manual_seed(3))
-    with roll_call():
-        arguments = TrainingArguments(
-            folder, per_device_train_batch_size=SAMPLES // 2, max_steps=STEPS, save_strategy="steps", save_steps=SAVE_EVERY,
-            save_total_limit=2, use_cpu=True, report_to="none", disable_tqdm=True, learning_rate=1e-2, seed=1, logging_strategy="no",
-            fsdp_config={"state_dict_type": "SHARDED_STATE_DICT" if training.sharded else "FULL_STATE_DICT"},
-        )  # fmt: skip
+    arguments = TrainingArguments(
+        folder, per_device_train_batch_size=SAMPLES // 2, max_steps=STEPS, save_strategy="steps", save_steps=SAVE_EVERY,
+        save_total_limit=2, use_cpu=True, report_to="none", disable_tqdm=True, learning_rate=1e-2, seed=1, logging_strategy="no",
+        fsdp_config={"state_dict_type": "SHARDED_STATE_DICT" if training.sharded else "FULL_STATE_DICT"},
+    )  # fmt: skip
     osdp = OSDPConfig(hardware=preset("cpu", devices_per_node=2), async_save=training.in_background, compare=False)
     trainer = Trainer(model=model(), args=arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows], osdp=osdp)
     trainer.add_callback(_MarkSteps(mark))

@@ -62,10 +62,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 def leave(code: int) -> None:
-    """Without interpreter shutdown: a failed rank may hold a collective that never ends. The lifeline is told that it is no death."""
-    lifeline = sys.modules.get("hf_osdp.distributed.lifeline")
-    if code == 0 and lifeline is not None:
-        lifeline.leave()
+    """Without interpreter shutdown: a failed rank may hold a collective that never ends."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -14,6 +14,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_osdp import OptimalShardedDataParallel, OSDPConfig
+from hf_osdp.distributed.restart import restart_count
 
 SIZES = {
     "cuda": {"n_layer": 6, "n_embd": 512, "n_head": 8, "vocab_size": 8192, "n_positions": 256},
@@ -35,7 +36,7 @@ def main(on_oom: str, device: str) -> None:
     )  # fmt: skip
     model = OptimalShardedDataParallel(GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)), config)
     plan = model.plan
-    if "OSDP_RESTART_COUNT" not in os.environ and int(os.environ.get("RANK", 0)) == world - 1:
+    if not restart_count() and int(os.environ.get("RANK", 0)) == world - 1:
         take_memory(model, device)
     say(f"PLAN {plan.fingerprint}")
     optimizer = torch.optim.AdamW(model.parameters())

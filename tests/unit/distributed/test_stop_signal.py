@@ -31,6 +31,7 @@ def test_a_fork_ends_by_sigterm_while_a_loop_listens():
     with StopSignal() as stop:
         worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
         worker.start()
+        time.sleep(0.3)  # Python drops signals that come while it forks
         worker.terminate()
         worker.join(5.0)
         code = worker.exitcode

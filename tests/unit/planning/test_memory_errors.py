@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import sys
-import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_osdp.distributed import restart as again
+from hf_osdp.distributed import restart
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import search
 from hf_osdp.planning.out_of_memory import OutOfMemoryHandler, is_of_host, is_out_of_memory
-from hf_osdp.planning.simulate import fake_process_group
 from tests.helpers.descriptions import transformer
 
 DEVICE = {
@@ -85,7 +82,7 @@ def test_what_the_cpu_allocator_was_asked_for_is_told():
 
 
 def test_memory_of_the_host_is_no_reason_for_a_plan_of_less_device_memory(monkeypatch):
-    monkeypatch.setattr(again, "start_again", lambda limit: pytest.fail("it would start again"))
+    monkeypatch.setattr(restart, "restart", lambda *_: pytest.fail("it would start again"))
     error = MemoryError("no")
     handler("replan", device="cuda").handle(error)
     assert str(error).startswith("Out of the host's memory on ") and "there is no other plan" in str(error)
@@ -94,72 +91,7 @@ def test_memory_of_the_host_is_no_reason_for_a_plan_of_less_device_memory(monkey
 @pytest.mark.parametrize("kind", ["cublas", "accelerator", "nccl"])
 def test_every_kind_is_replanned(kind, monkeypatch):
     limits = []
-    monkeypatch.setattr(again, "hindrance", lambda: None)
-    monkeypatch.setattr(again, "start_again", lambda limit: limits.append(limit) or "another rank ended before")
+    monkeypatch.setattr(restart, "hindrance", lambda: None)
+    monkeypatch.setattr(restart, "restart", lambda limit, message: limits.append(limit))
     handler("replan").handle(type(DEVICE[kind])(*DEVICE[kind].args))
     assert len(limits) == 1
-
-
-# ------------------------------------------------------------------------------------------------------ no kernel is left
-
-
-@pytest.fixture
-def device(monkeypatch):
-    """A device whose calls are noted, and its `synchronize` may fail or hang."""
-    noted: list[str] = []
-    monkeypatch.setattr(again, "_QUIET_S", 0.2)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(again.os, "execve", lambda *arguments: noted.append("exec"))
-    monkeypatch.setattr(again.os, "set_inheritable", lambda *arguments: None)
-
-    def set_up(synchronize, abort=lambda: None) -> list[str]:
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: noted.append("synchronize") or synchronize(noted))
-        monkeypatch.setattr(again, "_abort_communicators", lambda: noted.append("abort") or abort())
-        return noted
-
-    return set_up
-
-
-def until_aborted(noted: list[str]) -> None:
-    if "abort" not in noted:
-        time.sleep(5)
-
-
-def raises(noted: list[str]) -> None:
-    raise torch.AcceleratorError("CUDA error: unspecified launch failure")
-
-
-def test_kernels_end_before_the_program_is_replaced(device):
-    noted = device(lambda noted: None)
-    again.replace_this_process({})
-    assert noted == ["synchronize", "exec"]
-
-
-@pytest.mark.parametrize("synchronize", [until_aborted, raises])
-def test_kernels_that_wait_for_others_are_aborted(device, synchronize):
-    noted = device(synchronize)
-    again.replace_this_process({})
-    assert noted == ["synchronize", "abort", "synchronize", "exec"]
-
-
-def test_a_device_that_hangs_takes_its_time_and_no_more(device):
-    noted, started = device(lambda noted: time.sleep(5), lambda: time.sleep(5)), time.monotonic()
-    again.replace_this_process({})
-    assert noted[-1] == "exec" and time.monotonic() - started < 3
-
-
-def test_communicators_are_aborted_together_and_groups_of_gloo_are_left(monkeypatch):
-    calls: list[str] = []
-
-    class Nccl(SimpleNamespace):
-        def __getattr__(self, name):
-            return lambda: calls.append(name) or "nccl"
-
-    with fake_process_group(2):
-        again._abort_communicators()
-    assert calls == [], "no group of NCCL"
-    group = SimpleNamespace(_get_backend=lambda device: Nccl())
-    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map={1: 0}))
-    monkeypatch.setattr(dist.distributed_c10d._world, "pg_map", [group, group])
-    again._abort_communicators()
-    assert [name for name in calls if name != "name"] == ["_group_start", "abort", "abort", "_group_end"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
-import multiprocessing
 import sys
 from dataclasses import replace
 
@@ -12,17 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from hf_osdp.distributed import lifeline_roles
-from hf_osdp.distributed import restart as again
-from hf_osdp.distributed.restart import COUNT_VARIABLE, LIMIT_VARIABLE, hindrance, limit_after_oom
-from hf_osdp.distributed.wire import Ended
+from hf_osdp.distributed import restart
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import search
-from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.out_of_memory import OutOfMemoryHandler, place_of, safer_plan
 from hf_osdp.quantities import format_bytes
 from tests.helpers.descriptions import transformer
@@ -119,7 +113,7 @@ def test_explained_error_names_the_next_plan_with_limit_and_cost(problem):
     handling.handle(error)
     safer = safer_plan(problem, plan, plan.peak_bytes + 512)
     assert f"The next plan, for memory_limit={safer.limit_bytes}, needs " in str(error)
-    assert ('With on_oom="replan" the run goes on by it.' in str(error)) == (again.hindrance() is None)
+    assert ('With on_oom="replan" the run goes on by it.' in str(error)) == (restart.hindrance() is None)
 
 
 def test_explained_error_of_a_given_plan_without_figures():
@@ -152,13 +146,13 @@ def test_handler_leaves_other_errors_and_what_it_cannot_explain(problem, monkeyp
 
 def test_replan_restarts_by_the_safer_limit_or_says_why_not(problem, monkeypatch):
     (handling, plan), limits = handler(problem, "replan"), []
-    monkeypatch.setattr(again, "hindrance", lambda: None)
-    monkeypatch.setattr(again, "start_again", lambda limit: limits.append(limit) or "another rank ended before")
+    monkeypatch.setattr(restart, "hindrance", lambda: None)
+    monkeypatch.setattr(restart, "restart", lambda limit, message: limits.append(limit))
     error = raised("Tried to allocate 1.00 KiB.")
     handling.handle(error)
     assert limits == [safer_plan(problem, plan, None).limit_bytes]
-    assert 'on_oom="replan" cannot start again: another rank ended before.' in str(error)
-    monkeypatch.setattr(again, "hindrance", lambda: "it did so 3 times")
+    assert "The launcher starts all ranks again, by that plan." in str(error)
+    monkeypatch.setattr(restart, "hindrance", lambda: "it did so 3 times")
     error = raised("Tried to allocate 1.00 KiB.")
     handling.handle(error)
     assert "cannot start again: it did so 3 times." in str(error) and len(limits) == 1
@@ -200,49 +194,3 @@ def test_the_place_of_an_error(moment, said, monkeypatch):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     assert place_of(caught.value, model, find_units(model)) == said
-
-
-# -------------------------------------------------------------------------------------------------------- starting again
-
-
-def test_the_limit_only_falls():
-    assert limit_after_oom(100, {}) == 100
-    assert limit_after_oom(100, {LIMIT_VARIABLE: "70"}) == 70
-    assert limit_after_oom(100, {LIMIT_VARIABLE: "170"}) == 100
-    for text in ("-1", "0", "1e3", "8GiB", "9" * 30):
-        with pytest.raises(ValueError, match=r"OSDP_MEMORY_LIMIT_AFTER_OOM='.*' is not a number of bytes"):
-            limit_after_oom(100, {LIMIT_VARIABLE: text})
-
-
-def test_what_hinders_a_new_start(monkeypatch):
-    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py"])
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
-    assert hindrance({}) is None and hindrance({COUNT_VARIABLE: "2"}) is None
-    assert hindrance({COUNT_VARIABLE: "3"}) == "it did so 3 times"
-    with monkeypatch.context() as fork:
-        fork.setattr(multiprocessing, "parent_process", lambda: object())
-        assert "a notebook, or another program, holds this process" in hindrance({})
-    for unknown in (["python"], ["python", "-"]):
-        monkeypatch.setattr(sys, "orig_argv", unknown)
-        assert hindrance({}) == "the command line that started it is not known"
-
-
-def test_ranks_take_these_variables_and_no_others():
-    said = again.common_variables(70, "node0")
-    read = again.read_variables(said)
-    assert (read[LIMIT_VARIABLE], read["MASTER_ADDR"], read["TORCHELASTIC_USE_AGENT_STORE"]) == ("70", "node0", "False")
-    assert 1024 <= int(read["MASTER_PORT"]) < 2**16
-    for bad in ("[]", "{}", json.dumps({**read, "LD_PRELOAD": "x.so"}), json.dumps({**read, "MASTER_ADDR": 1}), "70"):
-        with pytest.raises(ValueError):
-            again.read_variables(bad)
-    member = lifeline_roles.Member(rank=1, host="a", local_rank=0)
-    with pytest.raises(Ended):
-        lifeline_roles._said({"kind": "failure", "end": "again", "text": said}, member)
-
-
-def test_on_oom_is_checked():
-    with pytest.raises(ValueError, match=r"on_oom='retry' is not known; use one of raise, replan."):
-        OSDPConfig(on_oom="retry")
-    with pytest.raises(ValueError, match=r'plan runs a given plan as it is, so on_oom="replan" would have no effect'):
-        OSDPConfig(plan="plan.json", on_oom="replan")

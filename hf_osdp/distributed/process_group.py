@@ -1,0 +1,379 @@
+"""The process group: all launched ranks are there and run the same versions, a group to wait in, calls that every rank must make."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+import re
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
+from importlib import metadata
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from ..errors import LaunchError, OSDPError
+from ..quantities import whole_number
+from .allocator_settings import prefer_expandable_segments
+from .restart import LIMIT_VARIABLE, lowered_limit
+
+COMPARED = ("hf_osdp", "torch", "accelerate", "transformers")
+"""Packages that all ranks must have in one version."""
+TIMEOUT_VARIABLE = "OSDP_LAUNCH_TIMEOUT_S"
+DEFAULT_TIMEOUT_S = 300.0
+"""As `TCPStore` has it by default."""
+ALL_CALL_S = 300.0
+"""How long `require_all` waits: longer than one rank logs or writes beforehand, less than NCCL's 600 s."""
+_LONGEST_WAIT = timedelta(hours=6)
+"""Above any save or search. A rank that ends closes its connections, which ends the others' waiting at once."""
+_POLL_S = 0.05
+_READ_S = 5.0
+"""How long rank 0, which may host the store, lets the others read an error; and how much longer than rank 0 they wait."""
+_KEY = "hf_osdp/start"
+
+_waiting_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""How often all ranks have called `require_all`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """What a rank says of itself at the start."""
+
+    rank: int
+    host: str
+    ranks: int
+    """How many it was started as one of."""
+    token: str
+    """Of this process, so that a restart is told from the start before."""
+    limit: int | None
+    """Bytes from `lowered_limit`."""
+    versions: Mapping[str, str]
+
+    @classmethod
+    def read(cls, said: Mapping[str, Any]) -> RankReport:
+        """Return a report from JSON; what another version of hf_osdp says beside it is passed over."""
+        return cls(**{field.name: said[field.name] for field in fields(cls)})
+
+
+def check_ranks(*, timeout_s: float | None = None) -> None:
+    """Wait until every launched rank is here, and compare their versions. Collective.
+
+    Ranks meet in the store of `env://` or, where there is a process group, in the group's own. A single process returns at once.
+    Before that, CUDA's allocator is set as `prefer_expandable_segments` says.
+
+    Args:
+        timeout_s: seconds to wait for others; None takes the variable `OSDP_LAUNCH_TIMEOUT_S`, else 300.
+
+    Raises:
+        LaunchError: ranks are missing or run different versions, in the same line on every rank that came; or rank 0's machine
+            cannot be reached.
+        ValueError: the limit or a variable is not a number.
+    """
+    prefer_expandable_segments()  # a run begins here, and its process group is what begins to use CUDA
+    limit_s = launch_timeout_s(timeout_s)
+    if are_several_ranks():
+        rank, size, store = dist.get_rank(), dist.get_world_size(), _store("start")
+    elif dist.is_initialized() or not all(map(os.environ.get, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))):
+        return
+    else:
+        rank, size = (whole_number(os.environ, name, 0) for name in ("RANK", "WORLD_SIZE"))
+        if size == 1:
+            return
+        store = _launchers_store(rank, whole_number(os.environ, "MASTER_PORT", 0), limit_s)
+    mine = RankReport(
+        rank=rank, host=socket.gethostname(), ranks=size, token=uuid.uuid4().hex, limit=lowered_limit(), versions=own_versions()
+    )  # fmt: skip
+    try:
+        reports = (_collect if rank == 0 else _report)(store, mine, limit_s)
+    except RuntimeError as error:  # torch's errors of stores
+        raise LaunchError(
+            f"Rank {rank} on {mine.host} lost rank 0's machine at {_address()} while ranks came together ({_first_sentence(error)}):"
+            " a process there ended, and its own output says why."
+        ) from error
+    if line := difference_line(reports) or missing_line(reports, waited_s=limit_s):
+        if rank == 0:
+            _poll(lambda: store.add(f"{_KEY}/{mine.token}/read", 0) >= len(reports) - 1, _READ_S)
+        raise LaunchError(line)
+    if limits := [report.limit for report in reports if report.limit is not None]:
+        os.environ[LIMIT_VARIABLE] = str(min(limits))
+
+
+def own_versions() -> dict[str, str]:
+    """Return this process's version of each of `COMPARED`, and of Python (major.minor)."""
+    return {**{name: _version(name) for name in COMPARED}, "python": ".".join(platform.python_version_tuple()[:2])}
+
+
+def launch_timeout_s(timeout_s: float | None = None) -> float:
+    """Return the seconds to wait for launched ranks: the argument, else `OSDP_LAUNCH_TIMEOUT_S`, else 300.
+
+    Raises:
+        ValueError: it is not a number of seconds above 0.
+    """
+    found = os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S) if timeout_s is None else timeout_s
+    try:
+        limit = float(found)
+    except ValueError:
+        limit = 0.0
+    if not 0 < limit < float("inf"):
+        source = TIMEOUT_VARIABLE if timeout_s is None else "timeout_s"
+        raise ValueError(f"{source}={found} is not a number of seconds above 0; give one, such as 300, or leave it out.")
+    return limit
+
+
+# ------------------------------------------------------------------------------------------------------------- at the start
+
+
+def _collect(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]:
+    """On rank 0: wait for the others' reports, and publish all. A new token for each start tells them from those of an earlier start.
+
+    torchrun keeps its store over restarts (pytorch issue 135712): gloo would find addresses of processes that have ended. They are
+    deleted here, before any rank goes on to form the group.
+    """
+    space = PrefixStore(f"{_KEY}/{mine.token}", store)
+    store.set(_KEY, mine.token)
+    keys = [str(rank) for rank in range(1, mine.ranks)]
+    _poll(lambda: space.check(keys), limit_s)
+    reports = [mine, *(RankReport.read(json.loads(space.get(key))) for key in keys if space.check([key]))]
+    if not dist.is_initialized():
+        for key in filter(lambda key: key.startswith("default_pg/"), store.list_keys()):
+            store.delete_key(key)
+    space.set("reports", json.dumps([asdict(report) for report in reports]))
+    return reports
+
+
+def _report(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]:
+    """On other ranks: report to rank 0's latest start, until its answer has this process's token."""
+    seen, reports = "", list[RankReport]()
+    until = time.monotonic() + limit_s + _READ_S
+    while time.monotonic() < until:
+        token = store.get(_KEY).decode() if store.check([_KEY]) else ""
+        space = PrefixStore(f"{_KEY}/{seen}", store)
+        if seen and space.check(["reports"]):  # before a later check of rank 0's is looked at
+            reports = [RankReport.read(said) for said in json.loads(space.get("reports"))]
+            if mine.token in [report.token for report in reports]:
+                space.add("read", 1)
+                return reports
+        if token != seen:
+            seen = token
+            store.set(f"{_KEY}/{seen}/{mine.rank}", json.dumps(asdict(mine)))
+        time.sleep(_POLL_S / 5)
+    counted = f", which counts {reports[0].ranks} ranks, and this process {mine.ranks}" if reports else ""
+    raise LaunchError(
+        f"Rank {mine.rank} on {mine.host} waited {limit_s:g} s at {_address()} for rank 0{counted}. Look at rank 0's output; give each"
+        " machine a number of its own (--machine_rank; torchrun: --node-rank) and the same --num_processes (torchrun: --nnodes,"
+        f" --nproc-per-node). If rank 0 only needs longer to start, raise {TIMEOUT_VARIABLE}."
+    )
+
+
+@functools.cache  # rank 0's server must live until the process group's store has joined it
+def _launchers_store(rank: int, port: int, limit_s: float) -> Store:
+    """Open the store of `env://`, without waiting for others to join it."""
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        return TCPStore(
+            host_name=os.environ["MASTER_ADDR"],
+            port=port,
+            is_master=hosts,
+            timeout=timedelta(seconds=limit_s),
+            wait_for_workers=False,
+            multi_tenant=hosts,  # the group's own store then joins this server
+        )
+    except RuntimeError as error:
+        host, place = socket.gethostname(), _address()
+        if "EADDRINUSE" in str(error):
+            raise LaunchError(
+                f"Rank {rank} on {host} cannot wait for the others at {place} ({_first_sentence(error)}); another run may hold the port:"
+                " end it, or set MASTER_PORT to a free one on every machine."
+            ) from error
+        raise LaunchError(
+            f"Rank {rank} on {host} could not reach rank 0's machine at {place} within {limit_s:g} s ({_first_sentence(error)}). Start the"
+            " command there too, give every machine its address (main_process_ip, main_process_port; torchrun: --master-addr,"
+            " --master-port), and let the firewall pass this port."
+        ) from error
+
+
+def missing_line(reports: Sequence[RankReport], *, waited_s: float) -> str | None:
+    """Name the ranks that did not report; None where all did."""
+    size, present = reports[0].ranks, {report.rank for report in reports}
+    missing = set(range(size)) - present
+    if not missing:
+        return None
+    return (
+        f"{len(missing)} of {size} ranks did not report within {waited_s:g} s: {_ranks(missing)} ({_ranks(present)} on {_hosts(reports)}"
+        " did). Look at the output of their machines; if they were never started, start them, and check that they reach rank 0's machine"
+        f" at {_address()}: address, port, firewall. If they only need longer, raise {TIMEOUT_VARIABLE}."
+    )
+
+
+def difference_line(reports: Sequence[RankReport]) -> str | None:
+    """Name the ranks whose versions or number of ranks differ; None where none do."""
+    parts = []
+    said = [{**report.versions, "the number of ranks": str(report.ranks)} for report in reports]
+    for name in said[0]:
+        kinds: dict[str, list[RankReport]] = {}
+        for one, report in zip(said, reports, strict=True):
+            kinds.setdefault(one.get(name, "unknown"), []).append(report)
+        if len(kinds) > 1:
+            each = [f"{value} on {_ranks(r.rank for r in found)} ({_hosts(found)})" for value, found in kinds.items()]
+            parts.append(f"{name} is {', '.join(each)}")
+    if not parts:
+        return None
+    return (
+        f"Ranks run different versions: {'; '.join(parts)}. Install the same versions on every machine, for example by constraints.txt, and"
+        " start every machine with the same number of ranks."
+    )
+
+
+def mismatch_line(said: Sequence[Mapping[str, str]]) -> str | None:
+    """Name the ranks that are about to run something else than rank 0; None where all are to run the same.
+
+    Args:
+        said: of each rank, what it is about to run, by name, in rank order; an empty text agrees with all.
+    """
+    parts = []
+    for name in dict.fromkeys(name for one in said for name in one):
+        kinds: dict[str, list[int]] = {}
+        for rank, one in enumerate(said):
+            if value := one.get(name, "not known"):
+                kinds.setdefault(value, []).append(rank)
+        if len(kinds) > 1:
+            parts.append(f"{name} is " + ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in kinds.items()))
+    if not parts:
+        return None
+    return f"Ranks are about to run different things: {'; '.join(parts)}. Run the same program with the same arguments on every rank."
+
+
+# ----------------------------------------------------------------------------------------------------------- with the group
+
+
+def are_several_ranks() -> bool:
+    """Return whether there is a process group of several real ranks."""
+    return dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
+
+
+def waiting_group() -> dist.ProcessGroup | None:
+    """Return a gloo group of all ranks in which one may be waited for; None where no other rank is real.
+
+    NCCL ends ranks that wait in a collective for 600 s, gloo's own default is 1800 s (`torch/distributed/constants.py`); a checkpoint or
+    a search may take longer. Collective the first time; it is formed once for each process group.
+
+    Raises:
+        LaunchError: gloo does not reach the other ranks.
+    """
+    world = dist.group.WORLD
+    if world is None or not are_several_ranks():
+        return None
+    if world not in _waiting_groups:
+        try:
+            _waiting_groups[world] = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
+        except RuntimeError as error:
+            raise LaunchError(
+                f"Rank {dist.get_rank()} on {socket.gethostname()} cannot connect to other ranks over gloo ({_first_sentence(error)}). Set"
+                f" GLOO_SOCKET_IFNAME (now {os.environ.get('GLOO_SOCKET_IFNAME', 'not set')}) on each machine to the interface that faces"
+                " the others, as `ip -br addr` lists them."
+            ) from error
+    return _waiting_groups[world]
+
+
+def wait_for_ranks() -> None:
+    """Return when every rank is here. Collective."""
+    if (group := waiting_group()) is not None:
+        dist.barrier(group=group)
+
+
+def require_all(what: str) -> None:
+    """Return once every rank has called this for the same thing. Ranks ask the store, so that one that calls alone gets an error, no hang.
+
+    Args:
+        what: is being called, for example `GPT2LMHeadModel.generate`.
+
+    Raises:
+        OSDPError: ranks did not come within `ALL_CALL_S`, or called something else.
+    """
+    world = dist.group.WORLD
+    if world is None or not are_several_ranks():
+        return
+    ranks, store = range(dist.get_world_size()), _store("all_call")
+    call = _calls.get(world, 0) + 1
+    keys = [f"{call}/{rank}" for rank in ranks]
+    own = keys[dist.get_rank()]
+    store.set(own, what)
+    _poll(lambda: store.check(keys), ALL_CALL_S)
+    called = {rank: store.get(key).decode() for rank, key in zip(ranks, keys, strict=True) if store.check([key])}
+    if len(called) == len(ranks):
+        _calls[world] = call
+        own = f"{call - 2}/{dist.get_rank()}"  # all have seen those of two calls before
+    with suppress(NotImplementedError):  # of stores that keep what they have
+        store.delete_key(own)
+    if missing := [rank for rank in ranks if called.get(rank) != what]:
+        alike = [rank for rank in called if called[rank] == what]
+        raise OSDPError(
+            f"{what} gathers a sharded model and must be called on every rank, but ranks {alike} called it and, within"
+            f" {ALL_CALL_S:.0f} s, ranks {missing} did not; call it on all, and use the result on one."
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _store(name: str) -> Store:
+    """Return a part of the process group's store."""
+    return PrefixStore(f"hf_osdp/{name}", dist.distributed_c10d._get_default_store())
+
+
+def _poll(true: Callable[[], bool], seconds: float) -> None:
+    """Wait until it is true, at most this long. (The store's own `wait` prints a warning when the time is over.)"""
+    until, pause = time.monotonic() + seconds, 0.001
+    while not true() and time.monotonic() < until:
+        time.sleep(pause := min(2 * pause, _POLL_S))
+
+
+def _address() -> str:
+    return f"{os.environ.get('MASTER_ADDR', 'unknown')}:{os.environ.get('MASTER_PORT', 'unknown')}"
+
+
+def _first_sentence(error: Exception) -> str:
+    """Return torch's message without its C++ stack and source files, short enough for one line."""
+    text = " ".join(re.sub(r"\[[^\]]*\.cc:\d+\]", "", str(error).split("Exception raised from")[0]).split()).rstrip(". ")
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """Return `rank 3`, `ranks 0-3, 8`."""
+    runs: list[list[int]] = []
+    found = sorted(set(ranks))
+    for number in found:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+    return f"rank{'' if len(found) == 1 else 's'} {text}"
+
+
+def _hosts(reports: Sequence[RankReport]) -> str:
+    """Return each host's name once; of many, the first four."""
+    names = list(dict.fromkeys(report.host for report in reports))
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _version(name: str) -> str:
+    """Return the version as imported, else as installed."""
+    imported = getattr(sys.modules.get(name), "__version__", None)
+    if imported is not None:
+        return str(imported)
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
