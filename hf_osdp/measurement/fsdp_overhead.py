@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from ..distributed.mesh import world_size
-from ..planner.hardware import Handling, WorkTime
+from ..planner.hardware import FsdpOverhead, WorkTime
 from ..planner.job import OptimizerStep
 from .timing import barrier, max_over_ranks, rounds, trimmed_mean
 
@@ -32,7 +32,7 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 4, 21
 _STEPS = (OptimizerStep.FOR_LOOP, OptimizerStep.FOREACH, OptimizerStep.FUSED)
 
 
-def measure_fsdp_overhead(device: torch.device, seconds: float) -> Handling | None:
+def measure_fsdp_overhead(device: torch.device, seconds: float) -> FsdpOverhead | None:
     """Measure FSDP2's own work on the CPU, on all ranks at once. Collective.
 
     Returns:
@@ -53,7 +53,7 @@ def measure_fsdp_overhead(device: torch.device, seconds: float) -> Handling | No
     gather, reduce = (_fit(taken[name], device) for name in ("gather", "reduce"))
     updates = {step: _fit(taken[step.value], device) for step in _STEPS}
     world = world_size()
-    return Handling(
+    return FsdpOverhead(
         gather=WorkTime(call_s=gather.call_s, tensor_s=gather.tensor_s, seconds_per_byte=gather.seconds_per_byte / (1 + 1 / world)),
         reduce=reduce,
         updates={

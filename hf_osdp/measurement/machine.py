@@ -57,7 +57,7 @@ def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Seq
         inter_node=inter_node,
         backend=Backend.NCCL if device_type == "cuda" else Backend.GLOO,
         timings=timings,
-        handling=measure_fsdp_overhead(device, 0.3 * seconds),
+        fsdp_overhead=measure_fsdp_overhead(device, 0.3 * seconds),
         host=measure_host(device, 0.2 * seconds),
     )
 
