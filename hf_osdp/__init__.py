@@ -49,7 +49,7 @@ _PUBLIC = {
 __all__ = [*sorted(_PUBLIC), "__version__"]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
