@@ -352,7 +352,10 @@ def plan_of(setting: Setting, layout: str) -> Plan:
     batch = Batch(micro_batch_size=setting.job.micro_batch_size, accumulation_steps=1)
     strategy, hardware = Strategy({"zero3": "fsdp", "mixed": "osdp"}.get(layout, layout)), preset("h100", devices_per_node=WORLD)
     job = replace(setting.job, recompute=False, host_offload=False, offload_activations=False)
-    spaces = search_spaces(strategy, setting.description, hardware, job, batch)
+    problem = PlanningProblem(
+        description=setting.description, hardware=hardware, job=job, memory_limit_bytes=hardware.device.memory_bytes, strategy=strategy
+    )
+    spaces = search_spaces(problem, batch)
     space = spaces[len(spaces) // 2]
     choices = [options[3 * index % len(options)] if layout == "mixed" else options[0] for index, options in enumerate(space)]
     return Plan.of(setting.description, choices, batch, world_size=WORLD, strategy=layout)

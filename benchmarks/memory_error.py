@@ -260,7 +260,11 @@ def layout_choices(layout: str, description: ModelDescription, job: TrainingJob,
         Strategy({"zero3": "fsdp", "mixed": "osdp"}.get(layout, layout)),
         Batch(micro_batch_size=SAMPLES, accumulation_steps=1),
     )
-    spaces = search_spaces(strategy, description, _hardware(world), replace(job, recompute=False), batch)
+    hardware, job = _hardware(world), replace(job, recompute=False)
+    problem = PlanningProblem(
+        description=description, hardware=hardware, job=job, memory_limit_bytes=hardware.device.memory_bytes, strategy=strategy
+    )
+    spaces = search_spaces(problem, batch)
     space = spaces[len(spaces) // 2]
     return [options[3 * index % len(options)] if layout == "mixed" else options[0] for index, options in enumerate(space)]
 

@@ -37,6 +37,7 @@ _PUBLIC = {
     "describe": "tracing.describe",
     "measure_hardware": "measurement.machine",
     "measure_profile": "measurement.profile",
+    "TimedModel": "measurement.block_times",
     "OptimalShardedDataParallel": "integrations.plain_loop",
     "OSDPGradScaler": "sharding.scaler",
     "StopSignal": "distributed.stop",
@@ -50,7 +51,7 @@ _PUBLIC = {
 __all__ = [*sorted(_PUBLIC), "__version__"]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from .integrations.plain_loop import OptimalShardedDataParallel
     from .integrations.plugin import OSDPPlugin
     from .integrations.trainer import Trainer, with_osdp
+    from .measurement.block_times import TimedModel
     from .measurement.machine import measure_hardware
     from .measurement.profile import measure_profile
     from .planner.description import ModelDescription

@@ -62,7 +62,7 @@ class _Loader(yaml.SafeLoader):
 
 def _parse_yaml(text: bytes, error: Callable[[str], ValueError]) -> object:
     try:
-        return yaml.load(text, _Loader)
+        return _Loader(text).get_single_data()
     except yaml.MarkedYAMLError as problem:
         line, column = (0, 0) if problem.problem_mark is None else (problem.problem_mark.line, problem.problem_mark.column)
         raise error(f"is not YAML (line {line + 1}, column {column + 1}: {problem.problem})") from None

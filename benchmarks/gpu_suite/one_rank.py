@@ -112,7 +112,7 @@ def hardware(bench: Bench) -> None:
         }  # fmt: skip
     for name, text in figures.items():
         bench.row(figure=name, measured=text)
-    bench.note(f"handling: {found.handling}")
+    bench.note(f"handling: {found.fsdp_overhead}")
     bench.aim((host is None) == bench.rehearses, "no host was measured beside the device")
 
 

@@ -214,4 +214,4 @@ def launch(bench: Bench) -> None:
 
 
 def _handling(hardware: Any) -> str:
-    return f"handling {hardware.handling}"
+    return f"handling {hardware.fsdp_overhead}"

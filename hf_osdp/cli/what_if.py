@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import DescriptionError, ProfileError
 from ..planner.problem import PlanningProblem
-from ..planner.search.what_if import Answer, Changed, answer, fits, largest, one_more_device, twice_the_memory
+from ..planner.search.what_if import Answer, answer, fits, largest, one_more_device, twice_the_memory
 from ..quantities import format_bytes, format_count
 from .cases import case_of, describer, timed
 from .options import JsonFile, Request
@@ -36,9 +36,9 @@ def what_if(request: Request, json_file: JsonFile = None) -> None:
     with _progress(screen) as step:
         models = ChangedModels(request, problem, config, step)
         questions: list[Callable[[], Answer]] = [
-            lambda: answer("now", Changed(problem=problem, change=f"limit {format_bytes(problem.memory_limit_bytes)}")),
-            lambda: answer("one more device", one_more_device(problem)),
-            lambda: answer("twice the memory", twice_the_memory(problem)),
+            lambda: answer("now", problem, f"limit {format_bytes(problem.memory_limit_bytes)}"),
+            lambda: answer("one more device", *one_more_device(problem)),
+            lambda: answer("twice the memory", *twice_the_memory(problem)),
             models.half_the_sequence,
             models.longest_sequence,
             models.widest,
@@ -97,7 +97,7 @@ class ChangedModels:
         if self._at_length(max(1, now // 2)).description.input_bytes == self.problem.description.input_bytes:
             return Answer(question=question, change="", reason="the model's inputs do not depend on it")
         start = max(_LENGTH_STEP, now // _LENGTH_STEP * _LENGTH_STEP)
-        length = largest(lambda size: fits(self._at_length(size)), start, step=_LENGTH_STEP, most=_LONGEST, tried=self.tried)
+        length = largest(lambda size: self._fits(self._at_length(size)), start, step=_LENGTH_STEP, most=_LONGEST)
         if length is None:
             return Answer(question=question, change="", reason=f"not even {_LENGTH_STEP} tokens fit")
         raised = self._too_few_positions(length)
@@ -110,7 +110,7 @@ class ChangedModels:
         question = "largest width"
         try:
             step, heads = head_step(self.config), self.config.num_attention_heads
-            width = largest(lambda size: fits(self._with_heads(size)), heads, step=step, most=int(_WIDEST * heads), tried=self.tried)
+            width = largest(lambda size: self._fits(self._with_heads(size)), heads, step=step, most=int(_WIDEST * heads))
         except (DescriptionError, ValueError) as error:
             return Answer(question=question, change="", reason=str(error))
         if width is None:
@@ -122,13 +122,17 @@ class ChangedModels:
         change = f"{hidden}{bound} instead of {self.config.hidden_size}: {width} heads, {numel} parameters"
         return self._answer(question, problem, change)
 
+    def _fits(self, problem: PlanningProblem) -> bool:
+        self.tried()
+        return fits(problem)
+
     def _answer(self, question: str, problem: PlanningProblem, change: str) -> Answer:
         """Search; a profile that has no times for the changed model leaves it without seconds."""
         try:
             problem = replace(problem, description=timed(self.request, problem.description))
         except ProfileError:
             return Answer(question=question, change=change, problem=problem, reason="the profile has no times for it")
-        return answer(question, Changed(problem=problem, change=change))
+        return answer(question, problem, change)
 
     def _at_length(self, length: int) -> PlanningProblem:
         """Describe the model at a length; RoBERTa and others number positions from after the padding index, so they need some more."""

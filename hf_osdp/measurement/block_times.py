@@ -66,11 +66,6 @@ class TimedModel:
 def measure_block_times(timed: TimedModel, *, device: torch.device, seconds: float = 5.0) -> tuple[SegmentTimes, ...]:
     """Time every distinct segment of a model: each kind of block, embedding, head with loss. Collective.
 
-    Args:
-        timed: the model.
-        device: where it runs.
-        seconds: about how long to measure; every size is run three times at least.
-
     Returns:
         Times of the slowest rank, the same on every rank; in each pass equal blocks count with their mean.
 
@@ -197,13 +192,7 @@ def _on_device(batch: Mapping[str, Any], device: torch.device, dtype: torch.dtyp
 def shortened(model: nn.Module, units: tuple[UnitDescription, ...], copies: int) -> nn.Module:
     """Return a copy on the meta device in which lists of blocks end once `copies` of each kind are there.
 
-    Args:
-        model: real or on the meta device; it stays as it is.
-        units: its units, as `find_units` gives them.
-        copies: blocks of a kind to keep; they run one after the other, so that none finds its parameters in a cache.
-
-    Returns:
-        The copy. Buffers that were real keep their values; blocks that are not in a `nn.ModuleList` all stay.
+    Buffers that were real keep their values; blocks that are not in a `nn.ModuleList` all stay.
     """
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in model.parameters()
@@ -223,16 +212,10 @@ def shortened(model: nn.Module, units: tuple[UnitDescription, ...], copies: int)
 
 
 def materialise(model: nn.Module, device: torch.device, compute_dtype: torch.dtype | None) -> nn.Module:
-    """Give a model on the meta device memory and random weights, in place; what is shared stays shared.
+    """Give a model on the meta device memory and random weights, in place, and switch it to training; what is shared stays shared.
 
-    Args:
-        model: parameters on the meta device; transformers models set their buffers anew, others must have real ones.
-        device: where it goes.
-        compute_dtype: dtype of floating-point parameters, as FSDP2's mixed precision casts them, those of batch norms left out; None
-            keeps theirs.
-
-    Returns:
-        The model in training mode.
+    Parameters get `compute_dtype` as FSDP2's mixed precision casts them, not those of batch norms; None keeps theirs. transformers
+    models set their buffers anew, others must have real ones.
     """
     _allocate(model, device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():

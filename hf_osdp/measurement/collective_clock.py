@@ -112,11 +112,7 @@ class CollectiveClock(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def of_last_rank(calls: Sequence[CollectiveCall]) -> tuple[CollectiveCall, ...]:
     """Return the calls with the seconds of the rank that came to each one last: the collective without the waiting. Collective.
 
-    Args:
-        calls: this rank's; every rank issues the same ones in the same order, as one plan makes it do.
-
-    Returns:
-        The same on every rank; empty where ranks saw different numbers of calls.
+    Every rank issues the same ones in the same order, as one plan makes it do; empty where ranks saw different numbers of calls.
     """
     if world_size() == 1:
         return tuple(calls)

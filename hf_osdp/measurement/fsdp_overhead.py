@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from ..distributed.mesh import world_size
-from ..planner.hardware import Handling, WorkTime
+from ..planner.hardware import FsdpOverhead, WorkTime
 from ..planner.job import OptimizerStep
 from .timing import barrier, max_over_ranks, rounds, trimmed_mean
 
@@ -32,12 +32,8 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 4, 21
 _STEPS = (OptimizerStep.FOR_LOOP, OptimizerStep.FOREACH, OptimizerStep.FUSED)
 
 
-def measure_fsdp_overhead(device: torch.device, seconds: float) -> Handling | None:
+def measure_fsdp_overhead(device: torch.device, seconds: float) -> FsdpOverhead | None:
     """Measure FSDP2's own work on the CPU, on all ranks at once. Collective.
-
-    Args:
-        device: where training runs.
-        seconds: about how long to measure.
 
     Returns:
         Times of the slowest rank, the same on every rank. None with a single process, which is not sharded, and on CUDA,
@@ -57,7 +53,7 @@ def measure_fsdp_overhead(device: torch.device, seconds: float) -> Handling | No
     gather, reduce = (_fit(taken[name], device) for name in ("gather", "reduce"))
     updates = {step: _fit(taken[step.value], device) for step in _STEPS}
     world = world_size()
-    return Handling(
+    return FsdpOverhead(
         gather=WorkTime(call_s=gather.call_s, tensor_s=gather.tensor_s, seconds_per_byte=gather.seconds_per_byte / (1 + 1 / world)),
         reduce=reduce,
         updates={
@@ -69,12 +65,7 @@ def measure_fsdp_overhead(device: torch.device, seconds: float) -> Handling | No
 def measure_hooks(device: torch.device, seconds: float) -> float:
     """Return the seconds that the CPU takes for FSDP2's hooks around a unit in forward, not waiting for the device. Collective.
 
-    Args:
-        device: where training runs.
-        seconds: about how long to measure.
-
-    Returns:
-        The quickest round of the slowest rank, the same on every rank.
+    It is the quickest round of the slowest rank.
     """
     model = _EmptyModel(*_KINDS[0], device)
     taken = [model.gather()["gather"] for _ in rounds(seconds, device, least=_LEAST_ROUNDS, most=_MOST_ROUNDS)]

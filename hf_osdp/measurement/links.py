@@ -46,10 +46,6 @@ def few_sizes(world: int, local: int) -> GroupSizes:
 
     Forming a group takes all ranks a barrier in the store and its own ranks a communicator, so that every divisor (250 groups of 128 ranks
     in nodes of 8) would hold up each start; up to 8 ranks there are few. Other sizes follow from the links (`planner/cost/collectives.py`).
-
-    Args:
-        world: number of ranks.
-        local: ranks on each node.
     """
     if world <= _MOST_FOR_ALL:
         return GroupSizes(shards=_above_one(*divisors(world)), replicas=_above_one(*divisors(world)))
@@ -118,15 +114,10 @@ class _Test:
         return max(time.perf_counter() - start, 1e-9)
 
     def choose_sizes(self, device: torch.device, *, asked_s: float, limit_s: float) -> float:
-        """Warm up, and leave out messages that take too long. Every rank decides the same. Collective.
+        """Warm up, leave out messages that take too long, and return the seconds that this and the least number of rounds take.
 
-        Args:
-            device: where the tensors are.
-            asked_s: a round is to take about so long.
-            limit_s: all rounds take at most so long, as far as the message before tells; two small sizes are measured in any case.
-
-        Returns:
-            Seconds that this and the least number of rounds take.
+        A round is to take about `asked_s`, and all rounds at most `limit_s`, as far as the message before tells; two small sizes are
+        measured in any case. Every rank decides the same. Collective.
         """
         needed_s = spent_s = last_s = 0.0
         last_bytes = 1

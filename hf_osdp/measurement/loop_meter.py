@@ -32,15 +32,10 @@ class LoopMeter:
         steps: int = _STEPS,
         micro_steps: int | None = None,
     ) -> None:
-        """Put hooks on the model and on all optimizers.
+        """Put hooks on the model and on all optimizers; `report` is called once, on every rank, with the summary.
 
-        Args:
-            model: sharded; every rank measures its own.
-            device: where it runs. On the CPU model, optimizer and batch count towards the peak beside what a step makes.
-            report: called once, on every rank, with the summary.
-            steps: steps to measure.
-            micro_steps: forward passes of one step, where a loss scaler may skip the optimizer's step: passes beyond that many
-                begin a new step. None takes all passes up to the optimizer's step as one.
+        A loss scaler may skip the optimizer's step: forward passes beyond `micro_steps` begin a new step. None takes all passes up to the
+        optimizer's step as one. On the CPU model, optimizer and batch count towards the peak beside what a step makes.
         """
         self._meter = StepMeter(device, self._held)
         self._report = report

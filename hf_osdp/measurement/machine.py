@@ -57,22 +57,15 @@ def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Seq
         inter_node=inter_node,
         backend=Backend.NCCL if device_type == "cuda" else Backend.GLOO,
         timings=timings,
-        handling=measure_fsdp_overhead(device, 0.3 * seconds),
+        fsdp_overhead=measure_fsdp_overhead(device, 0.3 * seconds),
         host=measure_host(device, 0.2 * seconds),
     )
 
 
 def hardware_of_run(requested: Hardware | str | None, *, device_type: str, nodes: int | None = None) -> Hardware:
-    """Return the hardware to plan a run for. Collective where torch.distributed is initialized.
+    """Return the hardware to plan a run for, with as many devices as ranks. Collective where torch.distributed is initialized.
 
-    Args:
-        requested: hardware that is known, such as a profile's; the name of a preset, for as many devices as there are ranks; None
-            measures this machine.
-        device_type: `"cpu"` or `"cuda"`.
-        nodes: how many nodes the ranks are on, where a preset is to take them otherwise than the launcher placed them.
-
-    Returns:
-        Hardware with as many devices as there are ranks.
+    It is the given hardware, such as a profile's; the preset of this name, on the launcher's nodes or `nodes`; or this machine, measured.
 
     Raises:
         ValueError: numbers of devices or nodes differ from the run's.

@@ -39,11 +39,7 @@ class MemoryLimit:
 
 
 def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
-    """Return the machine's memory first, then each control group that allows less, the innermost first.
-
-    Args:
-        root: where `proc` and the mounted groups are.
-    """
+    """Return the machine's memory first, then each control group below `root` that allows less, the innermost first."""
     memory = psutil.virtual_memory()
     machine = MemoryLimit(name="this machine", total_bytes=memory.total, free_bytes=memory.available)
     groups = (limit for folder, version in _groups(root) for limit in _limits(folder, version, root))
@@ -58,12 +54,7 @@ def tightest(limits: Sequence[MemoryLimit]) -> MemoryLimit:
 
 
 def rank_share(limits: Sequence[MemoryLimit], node: Sequence[Sequence[str]]) -> tuple[int, str]:
-    """Return the bytes that one rank may take, and where they come from.
-
-    Args:
-        limits: this rank's.
-        node: names of the limits that each rank of this machine is under, this one's too. Ranks may have groups of their own.
-    """
+    """Return the bytes that one rank may take, and where they come from; `node` has the names of the limits of each rank here."""
     shares = []
     for limit in limits:
         ranks = sum(limit.name in names for names in node)

@@ -32,15 +32,7 @@ _UPDATE_ELEMENTS = 2**25
 
 
 def matmul_rates(device: torch.device, seconds: float) -> dict[DType, float]:
-    """Return dense matrix-product rates, the median over a few sizes.
-
-    Args:
-        device: where to multiply.
-        seconds: about how long to measure, all dtypes together.
-
-    Returns:
-        FLOP/s by dtype; a dtype without matrix products on the device is left out.
-    """
+    """Return FLOP/s of dense matrix products, the median over a few sizes, by dtype; a dtype without products is left out."""
     budget_s = seconds / len(_DTYPES)
     rates = {dtype: _matmul_rate(device, getattr(torch, dtype.value), budget_s) for dtype in _DTYPES}
     return {dtype: rate for dtype, rate in rates.items() if rate is not None}
@@ -105,15 +97,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def measure_host_link(device: torch.device, seconds: float) -> HostLink:
-    """Measure copies from pinned host memory to the device and back, on all ranks at once. Collective.
-
-    Args:
-        device: the device; on the CPU both are a copy in memory.
-        seconds: about how long to measure, both directions together.
-
-    Returns:
-        Bytes a second in each direction, of the slowest rank.
-    """
+    """Measure copies from pinned host memory to the device and back, of the slowest of all ranks at once. Collective."""
     host = torch.ones(_LINK_BYTES[device.type], dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.empty_like(host, device=device)
     rates = []
@@ -127,12 +111,8 @@ def measure_host_link(device: torch.device, seconds: float) -> HostLink:
 def measure_host(device: torch.device, seconds: float) -> HostSpec | None:
     """Measure the host beside this rank's device, all ranks at work at once. Collective.
 
-    Args:
-        device: the device; the CPU has no other memory beside it.
-        seconds: about how long to measure.
-
     Returns:
-        Rates of the slowest rank and the least share of a machine's memory, the same on every rank; None on the CPU.
+        Rates of the slowest rank and the least share of a machine's memory; None on the CPU, which has no other memory beside it.
     """
     if device.type == "cpu":
         return None
@@ -164,13 +144,7 @@ def memory_of_rank() -> tuple[int, str]:
 
 
 def update_rate(device: torch.device, seconds: float, *, elements: int = _UPDATE_ELEMENTS) -> float:
-    """Return the bytes that a fused AdamW step on this process's cores reads and writes each second, with the threads that torch has.
-
-    Args:
-        device: whose ranks start together.
-        seconds: about how long to measure.
-        elements: of the parameter, in float32.
-    """
+    """Return the bytes that a fused AdamW step on this process's cores reads and writes each second, with the threads that torch has."""
     parameter = torch.nn.Parameter(torch.zeros(elements))
     parameter.grad = torch.zeros(elements)
     optimizer = torch.optim.AdamW([parameter], fused=True)

@@ -42,14 +42,9 @@ class Stopwatch:
         *,
         meets: bool,
     ) -> None:
-        """Prepare to time a model.
+        """Prepare to time a model on a device; where it `meets`, ranks wait for each other between sections.
 
-        Args:
-            model: real, on `device`.
-            units: its units; the root's rest first.
-            device: whose time counts; on CUDA events are recorded, so that nothing waits.
-            compute_dtype: units' floating-point inputs are cast to it, as FSDP2 casts them; None leaves them.
-            meets: ranks wait for each other between sections.
+        The root's rest is the first of the units. Their floating-point inputs are cast to the compute dtype, as FSDP2 casts them.
         """
         self._meets = meets
         self._model, self._device, self._compute_dtype = model, device, compute_dtype

@@ -42,13 +42,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Return the median time of a call, after one that warms up.
-
-    Args:
-        run: what to time.
-        device: waited for before the clock is read.
-        seconds: about how long to go on; at least three and at most twenty calls are timed.
-    """
+    """Return the median time of three to twenty calls in about so many seconds, after one that warms up."""
     return statistics.median(_times(run, device, seconds, whole=True))
 
 
@@ -114,13 +108,7 @@ def rounds(seconds: float, device: torch.device, *, least: int, most: int, limit
     """Count rounds until the time is up on some rank; every rank counts the same. Collective.
 
     Measuring one thing after the other in each round, and not each to its end, spreads what disturbs the machine over all.
-
-    Args:
-        seconds: about how long.
-        device: where collectives run.
-        least: rounds that are made though the time is up.
-        most: rounds at which it ends in any case.
-        limit_s: no round but the first is begun that would end later, not even one of the `least`.
+    No round but the first is begun that would end after `limit_s`, not even one of the `least`.
     """
     began = time.perf_counter()
     for number in range(most):

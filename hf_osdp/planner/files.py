@@ -1,4 +1,4 @@
-"""Values as JSON files: written whole or not at all, made again with every field checked. (Reading: `hf_osdp/reading.py`.)"""
+"""Dataclasses as JSON files: written whole or not at all, read with every field checked (`hf_osdp/reading.py` reads the JSON)."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..errors import OSDPError
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 T = TypeVar("T")
 _SHOWN = 60
 """Letters of a field's name that an error quotes."""
 
 
-def plain(value: Any) -> Any:
-    """Dataclasses, enums, mappings and sequences as what JSON has."""
+def plain(value: object) -> Any:  # noqa: ANN401 - what JSON has
+    """Return dataclasses, enums, mappings and sequences as what JSON has."""
     if isinstance(value, Enum):
         return value.value
-    if is_dataclass(value):
+    if is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {plain(key): plain(item) for key, item in value.items()}
@@ -42,8 +45,8 @@ def write_whole(path: str | Path, text: str) -> None:
     partial.replace(path)
 
 
-def validated(cls: type[T], content: Any, error: Callable[[str], Exception]) -> T:
-    """A dataclass from what JSON held, strictly: no unknown fields, no conversions.
+def validated(cls: type[T], content: object, error: Callable[[str], Exception]) -> T:
+    """Make a dataclass from what JSON held, strictly: no unknown fields, no conversions.
 
     Args:
         cls: the dataclass.
@@ -56,7 +59,8 @@ def validated(cls: type[T], content: Any, error: Callable[[str], Exception]) -> 
     from pydantic import ValidationError
 
     try:
-        return _adapter(cls).validate_json(json.dumps(content), strict=True)  # JSON has lists and texts where fields are tuples and enums
+        # JSON has lists and texts where fields are tuples and enums
+        return cast(T, _adapter(cast(Any, cls)).validate_json(json.dumps(content), strict=True))
     except ValidationError as problem:
         first = problem.errors()[0]
         where = ".".join(str(part)[:_SHOWN] for part in first["loc"]) or "top level"
@@ -66,8 +70,7 @@ def validated(cls: type[T], content: Any, error: Callable[[str], Exception]) -> 
 
 
 @functools.cache
-def _adapter(cls: type) -> Any:
-    """It takes a while to make."""
+def _adapter(cls: type[object]) -> TypeAdapter[Any]:
     from pydantic import ConfigDict, TypeAdapter, with_config
 
     return TypeAdapter(with_config(ConfigDict(extra="forbid"))(cls))

@@ -177,7 +177,7 @@ class WorkTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Handling:
+class FsdpOverhead:
     """What FSDP2 and the optimizer do beside compute and links, measured on the machine."""
 
     gather: WorkTime
@@ -211,7 +211,7 @@ class Hardware:
     """Measured collectives; they go before what the links would give."""
     host: HostSpec | None = None
     """Where states can be moved to; None where there is no memory but the device's."""
-    handling: Handling | None = None
+    fsdp_overhead: FsdpOverhead | None = None
     """Measured work of FSDP2 and the optimizer; None takes their copies and updates at the speed of memory."""
     margin: float | None = None
     """Share of a memory limit that plans leave free; None takes `CACHING_MARGIN` under NCCL and nothing under gloo."""

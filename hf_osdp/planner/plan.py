@@ -78,6 +78,9 @@ class Plan:
                 raise PlanError(f"The plan has a {name} that {problem}; give it another.")
         if len(self.units) > _MOST_UNITS:
             raise PlanError(f"The plan has {len(self.units)} units; it must have at most {_MOST_UNITS}.")
+        self._check_units()
+
+    def _check_units(self) -> None:
         seen: set[str] = set()
         for unit in self.units:
             if self.world_size % unit.shard_size:
@@ -172,18 +175,14 @@ class Plan:
         return tuple(layouts)
 
     def decision(self, fqn: str) -> UnitDecision:
-        """The decision for one unit.
-
-        Raises:
-            PlanError: the plan has no such unit.
-        """
+        """Return the decision for one unit; PlanError where the plan has no such unit."""
         for unit in self.units:
             if unit.fqn == fqn:
                 return unit
         raise PlanError(f"The plan has no unit {fqn or '(root)'!r}; it has {_some(u.fqn or '(root)' for u in self.units)}.")
 
     def diff(self, other: Plan) -> tuple[str, ...]:
-        """One line for each way in which `other` runs differently; empty when the two run the same."""
+        """Return one line for each way in which `other` runs differently; none when the two run the same."""
         lines = [
             f"{name}: {getattr(self, name)} -> {getattr(other, name)}"
             for name in ("world_size", "micro_batch_size", "accumulation_steps", "model_fingerprint")
@@ -222,7 +221,7 @@ class Plan:
             )
 
     def to_json(self) -> str:
-        """The plan as JSON text, with its fingerprint."""
+        """Return the plan as JSON text, with its fingerprint."""
         units = [{"fqn": unit.fqn, **asdict(unit.layout)} for unit in self.units]  # the name first
         return json.dumps({**asdict(self), "units": units, "fingerprint": self.fingerprint}, indent=1) + "\n"
 
@@ -244,8 +243,8 @@ class Plan:
         return cls.from_content(plan_content(text, source), source)
 
     @classmethod
-    def from_content(cls, data: Any, source: str) -> Plan:
-        """The plan that a JSON value holds; otherwise as `from_json`."""
+    def from_content(cls, data: object, source: str) -> Plan:
+        """Return the plan that a JSON value holds; otherwise as `from_json`."""
         if not isinstance(data, dict):
             raise PlanError(f"{source} holds a {type(data).__name__}, not a plan. Write it again with Plan.save.")
         data = dict(data["plan"] if isinstance(data.get("plan"), dict) else data)
@@ -270,12 +269,8 @@ class Plan:
         return cls.from_json(read_bytes(path, "plan", PlanError), source=str(path))
 
 
-def plan_content(text: str | bytes, source: str) -> Any:
-    """What the text of a plan file holds, not validated.
-
-    Raises:
-        PlanError: it is not JSON, or holds what no plan does.
-    """
+def plan_content(text: str | bytes, source: str) -> Any:  # noqa: ANN401 - any JSON
+    """Return what the text of a plan file holds, not validated; PlanError where it is not JSON."""
     return parse_json(text, lambda problem: PlanError(f"{source} {problem}. Write it again with Plan.save."))
 
 

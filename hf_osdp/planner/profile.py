@@ -16,7 +16,7 @@ from .description import DType, ModelDescription, PhaseCost, Segment
 from .files import plain, validated, write_whole
 from .hardware import Hardware
 
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 _WORK_SAMPLES = 2
 """Samples for which the work of segments is compared."""
 _SAME_WORK = 0.02
@@ -37,8 +37,10 @@ class HostLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentWork:
-    """What a trace counts for two samples; it tells segments apart that have the same parameters: the root's stretches,
-    other attention, dropout, checkpointing."""
+    """What a trace counts for two samples.
+
+    It tells segments apart that have the same parameters: those of the root, other attention, dropout, checkpointing.
+    """
 
     forward_flops: float
     forward_bytes: float
@@ -47,7 +49,7 @@ class SegmentWork:
 
     @classmethod
     def of(cls, segment: Segment) -> SegmentWork:
-        """The work of a traced segment."""
+        """Return the work of a traced segment."""
         forward, backward = segment.forward, segment.backward
         return cls(
             forward_flops=forward.matmul_flops(_WORK_SAMPLES),
@@ -57,7 +59,7 @@ class SegmentWork:
         )
 
     def difference(self, other: SegmentWork) -> float:
-        """The largest relative difference of the four numbers, bytes and FLOPs each against their sum."""
+        """Return the largest relative difference of the four numbers, bytes and FLOPs each against their sum."""
         flops = max(self.forward_flops + self.backward_flops, other.forward_flops + other.backward_flops, 1.0)
         nbytes = max(self.forward_bytes + self.backward_bytes, other.forward_bytes + other.backward_bytes, 1.0)
         return max(
@@ -99,16 +101,15 @@ class SegmentTimes:
             raise ValueError(f"Segment of {self.class_name}: there is no time.")
 
     def fits(self, description: ModelDescription, segment: Segment) -> bool:
-        """Whether the segment is of this kind."""
+        """Return whether the segment is of this kind."""
         unit = description.units[segment.unit]
         mine = (self.class_name, self.parameter_shapes, self.sequence_length, self.compute_dtype)
         theirs = (unit.class_name, tuple(p.shape for p in unit.parameters), description.sequence_length, description.compute_dtype)
         return mine == theirs and self.work.difference(SegmentWork.of(segment)) <= _SAME_WORK
 
     def linear(self, phase: str) -> Affine:
-        """Seconds of `forward_s` or `backward_s` against samples: a line through the measured sizes."""
-        points = [(point.samples, max(getattr(point, phase), 1e-9)) for point in self.points]
-        constant, per_sample = linear_fit(points)
+        """Return the seconds of `forward_s` or `backward_s` against samples, fitted to the measured sizes."""
+        constant, per_sample = linear_fit([(point.samples, max(getattr(point, phase), 1e-9)) for point in self.points])
         return Affine(constant=constant, per_sample=per_sample)
 
 
@@ -141,7 +142,7 @@ class Profile:
         return tuple(sorted({point.samples for segment in self.segments for point in segment.points}))
 
     def to_json(self) -> str:
-        """The profile as JSON."""
+        """Return the profile as JSON."""
         return json.dumps(plain(self), indent=1) + "\n"
 
     def save(self, path: str | Path) -> None:
@@ -190,18 +191,10 @@ def _other_version(version: int) -> str:
 
 
 def with_block_times(description: ModelDescription, profile: Profile) -> ModelDescription:
-    """The description with the profile's measured times in place of the roofline.
+    """Return the description with the profile's measured times in place of the roofline; as it was where the profile holds no blocks.
 
     A segment takes the times of the measured one that has the same class, parameter shapes, sequence length and compute dtype
-    and the nearest work, at most 2 % apart. Either all segments are found or it is an error: a step of which half is measured
-    and half is a roofline would be told from its parts by their source. A profile of the machine alone changes nothing.
-
-    Args:
-        description: the model.
-        profile: measured on the machine that will train.
-
-    Returns:
-        The description with `PhaseCost.seconds` set for every segment, or as it was where the profile holds no blocks.
+    and the nearest work, at most 2 % apart. Half a step measured and half a roofline would mix two scales.
 
     Raises:
         ProfileError: the profile holds blocks, but not all of this model's.
@@ -235,7 +228,7 @@ def _timed(segment: Segment, description: ModelDescription, profile: Profile) ->
 
 
 def _mismatch(segment: Segment, description: ModelDescription, profile: Profile) -> str:
-    """Which segment was not found, and what the profile has instead."""
+    """Say which segment was not found, and what the profile has instead."""
     unit = description.units[segment.unit]
     kin = [times for times in profile.segments if times.class_name == unit.class_name]
     lengths = sorted({times.sequence_length for times in kin})

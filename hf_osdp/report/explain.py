@@ -194,7 +194,8 @@ class _RowReasons:
         self._room = None if plan.memory_limit_bytes is None else hardware.room_bytes(plan.memory_limit_bytes)
         self._choices, self._batch = plan.layouts(description), plan.batch
         self._timer = UnitTimer(description, hardware, job, self._batch)
-        *_, self._space = search_spaces(Strategy.OSDP, description, hardware, job, self._batch)
+        problem = PlanningProblem(description=description, hardware=hardware, job=job, memory_limit_bytes=_UNLIMITED)
+        *_, self._space = search_spaces(problem, self._batch)
 
     def all(self) -> tuple[RowReason, ...]:
         return tuple(self._reason(row) for row in plan_rows(self._plan, self._description))

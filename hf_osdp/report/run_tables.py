@@ -110,7 +110,7 @@ def profile_tables(profile: Profile) -> list[str | Table]:
         parts.append(_collectives(hardware))
     else:
         parts.append("One process: no collectives were measured. Start as many as will train, for example torchrun --nproc-per-node 8.")
-    if (own := hardware.handling) is not None:
+    if (own := hardware.fsdp_overhead) is not None:
         updates = ", ".join(f"{step.value.replace('_', '-')} {format_seconds(time.tensor_s)}" for step, time in own.updates.items())
         parts.append(
             f"FSDP2's own work: {format_seconds(own.gather.call_s)} to gather a unit, {format_seconds(own.reduce.call_s)} to"

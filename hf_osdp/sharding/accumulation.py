@@ -14,16 +14,11 @@ from ..planner.plan import Plan
 
 @contextmanager
 def micro_step(model: nn.Module, *, is_last: bool, plan: Plan | None) -> Iterator[None]:
-    """Run forward and backward of one micro-batch inside.
+    """Run forward and backward of one micro-batch inside; after the last one the optimizer steps.
 
     By default a unit's gradients stay whole on each rank until the last micro-step reduces their sum. Units with
     `reduce_every_micro_step` reduce-scatter each time and hold shards, for more communication; replicas all-reduce the sum in the
     last micro-step. The result is the same.
-
-    Args:
-        model: the sharded model; nothing happens on an unsharded one.
-        is_last: the optimizer steps after this one.
-        plan: says which units reduce every time; None: no unit does.
     """
     if not isinstance(model, FSDPModule):
         yield

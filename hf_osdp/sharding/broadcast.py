@@ -20,9 +20,6 @@ def broadcast_parameters(model: nn.Module) -> None:
     Replicated and HSDP units only ever average gradients: replicas that start unequal stay unequal. Tensors that are on the meta
     device on any rank are left out on all; whoever loads them later makes them equal.
 
-    Args:
-        model: an unsharded model, on any device.
-
     Raises:
         PlanMismatchError: the ranks' models have tensors of other names, shapes or dtypes.
     """

@@ -58,11 +58,6 @@ def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.T
 def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale gradients in place so that their norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`. Collective.
 
-    Args:
-        parameters: the same parameters on every rank; those without a gradient are passed over.
-        max_norm: the largest norm that is left as it is.
-        norm_type: p >= 1 or `inf`.
-
     Returns:
         The norm before clipping, a 0-d tensor.
     """

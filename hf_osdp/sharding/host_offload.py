@@ -15,11 +15,7 @@ from ..planner.plan import Plan
 def offload_policy(*, on_host: bool, device_type: str, pin_memory: bool | None = None) -> OffloadPolicy:
     """Return FSDP2's offload policy for one unit.
 
-    Args:
-        on_host: whether the unit lives on the host.
-        device_type: of the device, `"cuda"` or `"cpu"`.
-        pin_memory: page-locked memory, which copies beside compute need; None takes it wherever there is another device than the
-            CPU, where FSDP2 fails with it: there is no accelerator to lock pages for.
+    Copies beside compute need page-locked memory: None takes it unless the device is the CPU, where FSDP2 fails with it.
     """
     if not on_host:
         return OffloadPolicy()

@@ -53,14 +53,9 @@ def release_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.P
 
 
 def rebind_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Parameter, str], model: nn.Module) -> None:
-    """Point an optimizer at the sharded parameters, found by name. Groups, their order and hyperparameters stay.
+    """Point an optimizer, without state, at the sharded parameters, found by `old_names`. Groups and hyperparameters stay.
 
     A parameter that is split is replaced by all its slices.
-
-    Args:
-        optimizer: made from the unsharded model, without state; `release_parameters` may have been called on it.
-        old_names: `parameter_names(model)`, from before sharding.
-        model: the model, sharded.
 
     Raises:
         OSDPError: the optimizer has state, or holds a parameter that the model does not have.
@@ -86,11 +81,7 @@ def step_by_device(optimizer: torch.optim.Optimizer, host: Iterable[nn.Parameter
     torch's foreach and fused kernels fail where plain tensors and DTensors share a group, and by default an optimizer gives up its
     foreach kernels for a whole group where one parameter lies on the CPU. While the optimizer steps, each of its groups is replaced
     by one group for each kind. Before and after it is as it was made, so that schedulers, checkpoints and the user see the same
-    groups under every plan. On the host Adam and AdamW step with fused kernels, whatever they do on the device.
-
-    Args:
-        optimizer: holds the sharded model's parameters. A second call replaces the first.
-        host: parameters that live on the host (`host_parameters`).
+    groups under every plan. On the `host` Adam and AdamW step with fused kernels. A second call replaces the first.
     """
     if (before := _stepper(optimizer)) is not None:
         before.remove()
@@ -101,9 +92,6 @@ def prepare_new_optimizers(model: nn.Module) -> None:
     """Prepare every optimizer of this model when it first steps: in a plain loop no call tells of them.
 
     Among several ranks it is checked (`check_optimizer`); where parameters lie on two devices or have no dimensions, it steps by device.
-
-    Args:
-        model: after `apply_plan`, showing shards; the hook goes with it.
     """
     host = host_parameters(model)
     mixed = bool(host) or any(not parameter.dim() for parameter in model.parameters())

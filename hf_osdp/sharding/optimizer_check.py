@@ -43,11 +43,7 @@ _RATE = 0.1
 
 
 def reason_against(name: str) -> str | None:
-    """Return why an optimizer of this name is wrong, or fails, on shards; None where the name says nothing.
-
-    Args:
-        name: of a class, or as `TrainingArguments(optim=...)` has it.
-    """
+    """Return why an optimizer of this class or `optim` name is wrong, or fails, on shards; None where the name says nothing."""
     return next((reason for part, reason in _REASONS.items() if part in name.lower()), None)
 
 
@@ -91,14 +87,8 @@ def difference_on_shards(optimizer: torch.optim.Optimizer) -> float:
 
     An element-wise optimizer gives the same but for rounding. One that takes norms, factors or products of a whole parameter does not.
 
-    Args:
-        optimizer: with at least one parameter; its class, its options and those of its groups are tried.
-
     Returns:
         The largest difference between the two, as a part of the largest update; NaN where nothing was updated.
-
-    Raises:
-        Exception: what the optimizer raises on such parameters.
     """
     device = next(iter(optimizer.param_groups[0]["params"])).device
     generator = torch.Generator().manual_seed(0)

@@ -42,15 +42,9 @@ def verify_applied(model: nn.Module, plan: Plan, units: tuple[UnitDescription, .
 
 
 def read_back(model: nn.Module, units: tuple[UnitDescription, ...]) -> tuple[UnitDecision, ...]:
-    """Return what FSDP2 really does with each unit.
+    """Return what FSDP2 really does with each unit of a model after `apply_plan`.
 
-    Args:
-        model: a model after `apply_plan`.
-        units: its units, found before it was sharded.
-
-    Returns:
-        One decision a unit, in the order of `units`. A unit without parameters has no layout; it reads as sharded over all
-        and kept, as does one that one process trains as it is.
+    A unit without parameters has no layout; it reads as sharded over all and kept, as does one that one process trains as it is.
 
     Raises:
         PlanMismatchError: a unit is not sharded, lies on a mesh that is not this world, or holds other parameters.

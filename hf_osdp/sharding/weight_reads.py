@@ -48,13 +48,7 @@ class WeightReads:
     """
 
     def __init__(self, root: nn.Module, units: Sequence[UnitDescription], scalars: Iterable[nn.Parameter]) -> None:
-        """Watch a model after `fully_shard`.
-
-        Args:
-            root: the model, with every unit sharded.
-            units: its units, for their labels.
-            scalars: parameters without dimensions, which FSDP2 does not manage: their gradients are averaged here.
-        """
+        """Watch a model after `fully_shard`, and average the gradients of `scalars`, parameters without dimensions that it ignores."""
         self.active = False
         """Between the first forward of the root or a unit and the end of backward."""
         self._after_evaluation = False

@@ -248,7 +248,7 @@ profile_file(
 profile_file(
     "another version",
     "version 99",
-    "FOLDER/profile.json is not a valid profile: The profile has version 99; this hf_osdp reads version 2. Profile again.",
+    "FOLDER/profile.json is not a valid profile: The profile has version 99; this hf_osdp reads version 3. Profile again.",
     set_to("version", 99),
 )
 profile_file("an unknown key", "colour", "FOLDER/profile.json is not a valid profile: colour: ‹reason›.", set_to("colour", "red"))

@@ -15,7 +15,6 @@ from hf_osdp.planner.cost.timing import estimate_time
 from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, HostSpec, Link
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
-from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.strategies import batches, search_spaces
 from tests.helpers.descriptions import at_random
@@ -68,7 +67,7 @@ def small_job(dice: random.Random, hardware: Hardware) -> TrainingJob:
 def every_plan(description: ModelDescription, hardware: Hardware, job: TrainingJob):
     """Peak and step time of every plan there is."""
     for batch in batches(job, hardware.world_size):
-        *_, space = search_spaces(Strategy.OSDP, description, hardware, job, batch)  # the widest
+        *_, space = search_spaces(problem(description, hardware, job), batch)  # the widest
         for choices in itertools.product(*space):
             memory = estimate_memory(description, choices, hardware.world_size, job, batch)
             if hardware.host is None or memory.host_bytes <= hardware.host.memory_bytes:
@@ -84,7 +83,7 @@ def instance(seed: int):
         job = replace(job, offload_activations=None, recompute=job.recompute and None)
     for blocks in (4, 3, 2, 1):
         description = at_random(seed, kinds=min(kinds, blocks), blocks=blocks, tied=tied, called=called, recomputable=recomputable)
-        spaces = (search_spaces(Strategy.OSDP, description, hardware, job, batch)[-1] for batch in batches(job, hardware.world_size))
+        spaces = (search_spaces(problem(description, hardware, job), batch)[-1] for batch in batches(job, hardware.world_size))
         if sum(math.prod(map(len, space)) for space in spaces) <= MOST_PLANS:
             break
     return description, hardware, job, dice

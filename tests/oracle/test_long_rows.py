@@ -20,10 +20,9 @@ from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, Segment
 from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, Link
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
-from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.strategies import batches, search_spaces
-from hf_osdp.planner.search.timeline import SHORT_ROW, build_line
+from hf_osdp.planner.search.timeline import SHORT_ROW, build_timeline
 from tests.helpers.descriptions import at_random
 from tests.helpers.problems import problem
 from tests.helpers.sampling import slow_but
@@ -86,14 +85,14 @@ class Layouts:
 
 def every_layout(description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch) -> Layouts:
     """All of them; options that are worse in every term are left out, as test_brute_force.py shows they may be."""
-    (space,) = search_spaces(Strategy.OSDP, description, hardware, job, batch)
-    line = build_line(description, hardware, job, batch, space)
-    group_of = {unit: group for group in line.groups for unit in group.units}
-    assert max(len(group.units) for group in line.groups) > 1, "the rule has nothing to lay out"
-    blocks = [[o.choice for o in group_of[index].options] for index in range(1, len(description.units))]
+    (space,) = search_spaces(problem(description, hardware, job), batch)
+    timeline = build_timeline(problem(description, hardware, job), batch, space)
+    group_of = {unit: group for group in timeline.groups for unit in group.units}
+    assert max(len(group.units) for group in timeline.groups) > 1, "the rule has nothing to lay out"
+    blocks = [[o.layout for o in group_of[index].options] for index in range(1, len(description.units))]
     table = np.indices([len(choices) for choices in blocks], dtype=np.int8).reshape(len(blocks), -1)
     by_rule = np.ones(table.shape[1], dtype=bool)
-    for group in line.groups:
+    for group in timeline.groups:
         for before, after in itertools.pairwise(group.units):  # backward meets the options in their order
             by_rule &= table[before - 1] >= table[after - 1]
     timer = UnitTimer(description, hardware, job, batch)

@@ -19,7 +19,7 @@ from hf_osdp.planner.search.program import Program
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planner.search.solver import fastest
 from hf_osdp.planner.search.strategies import batches, search_spaces
-from hf_osdp.planner.search.timeline import build_line
+from hf_osdp.planner.search.timeline import build_timeline
 from tests.helpers.descriptions import at_random, transformer
 from tests.helpers.problems import problem
 from tests.helpers.sampling import slow_but
@@ -104,17 +104,17 @@ def test_options_that_are_never_solved_for_are_in_no_better_plan(monkeypatch, se
     monkeypatch.setattr(solver, "_FEW", few)
     description, hardware, job = instance(seed)
     batch = next(batches(job, hardware.world_size))
-    *_, space = search_spaces(Strategy.OSDP, description, hardware, job, batch)
-    line = build_line(description, hardware, job, batch, space)
+    *_, space = search_spaces(problem(description, hardware, job), batch)
+    timeline = build_timeline(problem(description, hardware, job), batch, space)
     limit = int(1.1 * least_memory(problem(description, hardware, job)))
-    scale = 2**40 / sum(len(g.units) * max(o.seconds for o in g.options) for g in line.groups)
-    whole = Program(line, job, limit)
-    whole.minimize(whole.cost(lambda option: round(option.seconds * scale)))
-    best, found = whole.solve(), fastest(line, job, limit)
+    scale = 2**40 / sum(len(g.units) * max(o.seconds for o in g.options) for g in timeline.groups)
+    whole = Program(timeline, job, limit)
+    whole.minimize_seconds(scale)
+    best, found = whole.solve(), fastest(timeline, job, limit)
     assert (best is None) == (found is None)
     if best is not None:
         assert found.proven and found.objective == pytest.approx(best[1] / scale, rel=2e-7)
-        assert fastest(line, job, limit, cutoff_s=found.objective * (1 - 1e-6)) is None
+        assert fastest(timeline, job, limit, cutoff_s=found.objective * (1 - 1e-6)) is None
 
 
 def test_a_limit_below_the_least_is_refused_with_it():
@@ -133,13 +133,13 @@ def test_no_plan_costs_less_than_its_options_add_to_the_bound(times_the_least):
     hardware, job = preset("h100", devices_per_node=8), TrainingJob(global_batch_size=32)
     limit = int(times_the_least * (least_memory(problem(description, hardware, job)) - hardware.device.reserved_bytes))
     for batch in batches(job, hardware.world_size):
-        *_, space = search_spaces(Strategy.OSDP, description, hardware, job, batch)
-        line = build_line(description, hardware, job, batch, space)
-        if (found := fastest(line, job, limit)) is None:
+        *_, space = search_spaces(problem(description, hardware, job), batch)
+        timeline = build_timeline(problem(description, hardware, job), batch, space)
+        if (found := fastest(timeline, job, limit)) is None:
             continue  # nothing fits at this batch
-        scale = 2**40 / sum(len(g.units) * max(o.seconds for o in g.options) for g in line.groups)
-        bound, added = solver._relaxed(line, job, limit, scale)
-        taken = sum(added[g][o] for g in line.groups for unit in g.units for o in g.options if o.choice == found.choices[unit])
+        scale = 2**40 / sum(len(g.units) * max(o.seconds for o in g.options) for g in timeline.groups)
+        bound, added = solver._relaxed(timeline, job, limit, scale)
+        taken = sum(added[g][o] for g in timeline.groups for unit in g.units for o in g.options if o.layout == found.layouts[unit])
         assert bound + taken <= found.objective * scale * (1 + 1e-6)
 
 

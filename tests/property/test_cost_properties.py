@@ -16,12 +16,12 @@ from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import Backend, Collective, Hardware
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.presets import preset_names
-from hf_osdp.planner.problem import Strategy
-from hf_osdp.planner.search.bounds import frugal_choices, in_order, peak_floor
+from hf_osdp.planner.search.candidates import Candidate
 from hf_osdp.planner.search.strategies import batches, divisors, search_spaces
-from hf_osdp.planner.search.timeline import build_line
+from hf_osdp.planner.search.timeline import build_timeline
 from tests.helpers.descriptions import at_random
 from tests.helpers.hardware import bare_preset
+from tests.helpers.problems import problem
 
 quick = settings(max_examples=50, deadline=None)
 worlds = st.sampled_from([(1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (2, 4), (3, 2)])
@@ -38,7 +38,7 @@ CAST = TrainingJob(global_batch_size=48, precision=Precision.named("bf16"), opti
 
 def layout(seed: int, description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch) -> list[UnitLayout]:
     """An arbitrary choice for each unit."""
-    (space,) = search_spaces(Strategy.OSDP, description, hardware, job, batch)
+    (space,) = search_spaces(problem(description, hardware, job), batch)
     dice = random.Random(seed)
     return [dice.choice(choices) for choices in space]
 
@@ -69,10 +69,11 @@ def test_no_plan_peaks_below_the_floor(seed, world, job, overlaps):
     description = at_random(seed, kinds=2, blocks=4, recomputable=True)
     hardware = hardware_of(world, Backend.NCCL if overlaps else Backend.GLOO)
     for batch in batches(job, hardware.world_size):
-        (space,) = search_spaces(Strategy.OSDP, description, hardware, job, batch)
-        line = build_line(description, hardware, job, batch, space)
-        floor = peak_floor(description, line, job, batch)
-        plans = [in_order(frugal_choices(line)), *(layout(seed + k, description, hardware, job, batch) for k in range(5))]
+        (space,) = search_spaces(problem(description, hardware, job), batch)
+        timeline = build_timeline(problem(description, hardware, job), batch, space)
+        candidate = Candidate(problem=problem(description, hardware, job), batch=batch, timeline=timeline)
+        floor, frugal = candidate.floor_bytes, candidate.frugal()
+        plans = [[frugal[i] for i in range(len(frugal))], *(layout(seed + k, description, hardware, job, batch) for k in range(5))]
         assert all(estimate_memory(description, c, hardware.world_size, job, batch).peak_bytes >= floor for c in plans)
 
 

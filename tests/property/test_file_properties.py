@@ -23,7 +23,7 @@ from hf_osdp.planner.hardware import (  # fmt: skip
     Collective,
     CollectiveTiming,
     DeviceSpec,
-    Handling,
+    FsdpOverhead,
     Hardware,
     HostSpec,
     Link,
@@ -60,12 +60,12 @@ timings = st.builds(
     crosses_nodes=st.booleans(),
 )  # fmt: skip
 handlings = st.builds(
-    Handling, gather=work_times, reduce=work_times, updates=st.fixed_dictionaries({step: work_times for step in OptimizerStep})
+    FsdpOverhead, gather=work_times, reduce=work_times, updates=st.fixed_dictionaries({step: work_times for step in OptimizerStep})
 )
 hardwares = st.builds(
     Hardware, device=devices, nodes=st.integers(1, 256), devices_per_node=st.integers(1, 256), intra_node=links, inter_node=links,
     backend=st.sampled_from(Backend), timings=st.lists(timings, max_size=2).map(tuple), host=st.none() | hosts,
-    handling=st.none() | handlings,
+    fsdp_overhead=st.none() | handlings,
 )  # fmt: skip
 segments = st.builds(
     SegmentTimes, class_name=texts, sequence_length=counts, compute_dtype=st.sampled_from(DType),
@@ -96,7 +96,7 @@ FULL = Hardware(
     backend=Backend.NCCL,
     timings=(CollectiveTiming(collective=Collective.ALL_GATHER, group_size=4, latency_s=1e-5, seconds_per_byte=1e-10),),
     host=HostSpec(memory_bytes=2**36, to_device_bytes_per_s=1e10, to_host_bytes_per_s=1e10, update_bytes_per_s=1e10, source="made up"),
-    handling=Handling(gather=WorkTime(), reduce=WorkTime(), updates={step: WorkTime() for step in OptimizerStep}),
+    fsdp_overhead=FsdpOverhead(gather=WorkTime(), reduce=WorkTime(), updates={step: WorkTime() for step in OptimizerStep}),
 )
 PLAN = search(problem(MODEL, FULL, JOB, 2**30)).plan
 PROFILE = Profile(

@@ -76,7 +76,7 @@ def test_no_uniform_layout_that_fits_is_faster(model, world, backend, job, part)
     limit = limit_between(model, hardware, job, part)
     found = search(problem(model, hardware, job, limit))
     for batch in batches(job, hardware.world_size):
-        *_, space = search_spaces(Strategy.OSDP, model, hardware, job, batch)
+        *_, space = search_spaces(problem(model, hardware, job), batch)
         for choice in set(itertools.chain(*space)):
             choices = [
                 choice if choice in own else min(own, key=lambda c: (c.shard_size != choice.shard_size, not c.reshard_after_forward))

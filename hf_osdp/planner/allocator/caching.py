@@ -50,7 +50,7 @@ class _Block:
         before.next = self
 
     def room(self) -> int:
-        """What it could be expanded to."""
+        """Return the size that it could be expanded to."""
         after = self.next
         return self.size + (after.size if after is not None and not after.mapped else 0)
 
@@ -165,7 +165,7 @@ class CachingAllocator:
                     self.reserved_bytes -= block.size
 
     def _best_fit(self, pool: _Pool, size: int) -> _Block | None:
-        """The smallest free block that is large enough. One that can be expanded counts as large as it can become."""
+        """Take the smallest free block that is large enough; one that can be expanded counts as large as it can become."""
         blocks = pool.blocks
         at = bisect_left(blocks, (size,))
         if at == len(blocks):
@@ -175,7 +175,7 @@ class CachingAllocator:
         return blocks.pop(at)[2]
 
     def _new(self, pool: _Pool, size: int) -> _Block | None:
-        """A block of memory that the device gives; None where it has no more."""
+        """Take a block of memory from the device; None where it has no more."""
         return self._expanded(pool, size) if self.expandable_segments else self._segment(pool, size)
 
     def _retry(self, pool: _Pool, size: int) -> _Block:
@@ -207,7 +207,7 @@ class CachingAllocator:
         return self._segments * _SEGMENT_SPACE
 
     def _expanded(self, pool: _Pool, size: int) -> _Block | None:
-        """Memory at the lowest address where free and unmapped blocks side by side have room; the unmapped ones get memory."""
+        """Take the lowest address where free and unmapped blocks side by side have room; the unmapped ones get memory."""
         block = _with_room(pool, size)
         if block is None:
             block = _Block(pool, self._next_address(), _SEGMENT_SPACE, expandable=True, mapped=False)

@@ -91,13 +91,8 @@ def replay_steps(events: StepEvents, *, expandable_segments: bool = True, capaci
 
     The optimizer's states come in the first step, into memory that activations and gradients had before.
 
-    Args:
-        events: of one step.
-        expandable_segments, capacity_bytes: as `CachingAllocator` takes them.
-        steps: how many are replayed.
-
-    Returns:
-        The peaks of all steps together, as they are without an end of the memory.
+    `expandable_segments` and `capacity_bytes` are as `CachingAllocator` takes them. Peaks are those of all `steps` together without an
+    end of the memory.
     """
     free = _replay(events, CachingAllocator(expandable_segments=expandable_segments), steps)
     if capacity_bytes is None or free.peak_reserved_bytes <= capacity_bytes:

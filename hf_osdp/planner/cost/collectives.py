@@ -84,12 +84,12 @@ def _two_stage_seconds(hardware: Hardware, collective: Collective, shard_size: i
 
 
 @functools.lru_cache(maxsize=512)
-def _ring(per_node: int, ranks: int, size: int, *, neighbours: bool) -> Ring:
+def _ring(per_node: int, world_size: int, size: int, *, neighbours: bool) -> Ring:
     """Return the slowest of the groups of `size` neighbours, or of every `size`-th rank: most hops between nodes, fullest outer link."""
     if neighbours:
-        groups = [range(start, start + size) for start in range(0, ranks, size)]
+        groups = [range(start, start + size) for start in range(0, world_size, size)]
     else:
-        groups = [range(start, ranks, size) for start in range(size)]
+        groups = [range(start, world_size, size) for start in range(size)]
     left = []
     for ranks in groups:
         nodes = [rank // per_node for rank in ranks]

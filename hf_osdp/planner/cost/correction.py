@@ -71,12 +71,8 @@ def correction_of(
     The peak gives `extra_bytes`. Collectives count as observed; the compute factor is the one with which the estimated step
     then takes as long as the observed one:  step(factor) = step_s, and step rises with factor, exposed communication included.
 
-    Args:
-        plan: what was observed; it must be for this description.
-        description, hardware, job: what the plan was made from, with earlier corrections in them.
-        peak_bytes: peak of tensors that was observed, or None.
-        step_s: seconds of an optimizer step that were observed, or None.
-        timings: collectives that were observed.
+    Description, hardware and job are what the plan was made from, with earlier corrections in them; an observation that is None says
+    nothing.
     """
     estimate = estimate_plan(plan, description, job)
     observed = Correction(

@@ -83,17 +83,14 @@ def is_replayed(description: ModelDescription, hardware: Hardware) -> bool:
 def runs_within(plan: Plan, description: ModelDescription, job: TrainingJob, capacity_bytes: int, *, retries: bool = True) -> bool:
     """Return whether the allocator can serve two steps of a plan from so many bytes.
 
-    Args:
-        plan, description, job: what is replayed.
-        capacity_bytes: what the allocator may reserve.
-        retries: it may empty its cache to make room, for which the device stands still.
+    `retries` allows it to empty its cache to make room, for which the device stands still.
     """
     replayed = _replayed(plan, description, job, capacity_bytes)
     return replayed.fits and (retries or not replayed.alloc_retries)
 
 
 def capacity_needed(plan: Plan, description: ModelDescription, job: TrainingJob, *, retries: bool = True) -> int:
-    """Return a capacity in bytes with which a plan runs, at most a 256th above the least; arguments as for `runs_within`."""
+    """Return a capacity in bytes with which a plan runs, at most a 256th above the least."""
     free = _replayed(plan, description, job, None)
     if not retries:
         return free.peak_reserved_bytes

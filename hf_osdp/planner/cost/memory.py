@@ -232,7 +232,7 @@ class _Walk:
 
     def __init__(
         self, description: ModelDescription, units: Sequence[UnitBytes], segments: Sequence[SegmentBytes], job: TrainingJob, batch: Batch
-    ):
+    ) -> None:
         self.description, self.units, self.segments, self.job = description, units, segments, job
         self.labels = [unit.label for unit in description.units]
         self.first_use = first_uses(description)

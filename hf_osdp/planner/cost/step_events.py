@@ -55,9 +55,7 @@ def estimate_reserved(
 ) -> Reserved:
     """Return what torch's allocator reserves for a plan on CUDA in its first two optimizer steps, and whether the capacity is enough.
 
-    Args:
-        description, layouts, world_size, job, batch: as `step_events` takes them.
-        capacity_bytes: what may be reserved, to know the retries; None for no end.
+    `capacity_bytes` is what may be reserved, to know the retries; None for no end.
     """
     events = step_events(description, layouts, world_size, job, batch)
     return replay_steps(events, expandable_segments=job.expandable_segments, capacity_bytes=capacity_bytes)
@@ -176,7 +174,7 @@ class _Step:
         self._last_buffer = None
 
     def _gather(self, unit: _Unit, *, forward: bool) -> None:
-        """A gather, and the copies out of its buffer; in forward the buffer stays until the next unit's has been filled."""
+        """Gather, and copy out of the buffer; in forward the buffer stays until the next unit's has been filled."""
         if not unit.handled:
             return
         self._start_gather(unit)
@@ -252,6 +250,10 @@ class _Step:
                 self._reduce(unit, last)
             else:  # no gradient of its input tells FSDP2 that its backward is over: it comes last, as the root does
                 late.add(number)
+        self._finish_backward(late, last)
+
+    def _finish_backward(self, late: set[int], last: bool) -> None:
+        """Reduce what comes last."""
         for number in sorted(late):
             if number not in self._first_use:  # its modules run somewhere in the others' segments
                 self._units[number].gradients = [self.log.make(nbytes) for nbytes in self._units[number].gradient_sizes]
@@ -262,7 +264,7 @@ class _Step:
         self._reduce_input, self._reducing_replicas = None, []
 
     def _merged(self, unit: _Unit, gradients: list[int], merged_bytes: int) -> list[int]:
-        """Sums with the gradients that came before, out of place: all are there for a moment."""
+        """Add the gradients to those that came before, out of place: all are there for a moment."""
         log = self.log
         if not gradients:  # not told apart from the segment's other terms
             log.drop(log.make(merged_bytes))
@@ -275,14 +277,14 @@ class _Step:
         return sums
 
     def _arrive(self, unit: _Unit, gradients: list[int]) -> None:
-        """Gradients are there; those of a plain module are added to what is."""
+        """Keep new gradients; those of a plain module are added to what is there."""
         if not unit.handled and unit.gradients and len(unit.gradients) == len(unit.gradient_sizes):
             self.log.drop_all(gradients)
         else:
             unit.gradients = gradients + unit.gradients  # backward meets the last parameters first
 
     def _reduce(self, unit: _Unit, last: bool) -> None:
-        """A unit's backward is over: reduce its gradients, or hold them whole."""
+        """Reduce the gradients of a unit whose backward is over, or hold them whole."""
         log = self.log
         if not unit.handled:
             return
@@ -315,7 +317,7 @@ class _Step:
         unit.gradients = []
 
     def _settle(self, unit: _Unit, reduced: int, last: bool) -> None:
-        """What becomes of a reduce-scatter's output."""
+        """Add up a reduce-scatter's output, or make it the gradient."""
         log = self.log
         if unit.replicas and not last:
             if unit.partial is None:

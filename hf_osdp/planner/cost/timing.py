@@ -23,7 +23,7 @@ waits where a micro-step has less work than that takes:
 
 with the wait shared out among the passes that lack work. Copies (with all that FSDP2 does beside collectives) and update are
 measured terms of the form `call + tensors * per tensor + bytes * per byte` where the hardware has them
-(`Hardware.handling`), else copies at the speed of memory.
+(`Hardware.fsdp_overhead`), else copies at the speed of memory.
 """
 
 from __future__ import annotations
@@ -105,8 +105,10 @@ def phase_seconds(phase: PhaseCost, samples: int, description: ModelDescription,
 def passes(
     description: ModelDescription, hardware: Hardware, samples: int, activations: Activations = Activations.SAVE
 ) -> list[tuple[float, float]]:
-    """Return the seconds of each segment's forward and backward in one micro-step, all units under one choice about activations: the
-    work, and what a GPU waits for the CPU."""
+    """Return the seconds of each segment's forward and backward in one micro-step, with what a GPU waits for the CPU.
+
+    All units are under one choice about activations.
+    """
     work, lacking, issued_s = [], [], 0.0
     hooked: set[int] = set()
     for segment in description.segments:

@@ -164,8 +164,10 @@ def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: 
 
 
 def reduce_input(unit: UnitDescription, shard_size: int, job: TrainingJob) -> int:
-    """Return the bytes of the input of a reduce-scatter: each gradient's rows, padded to a multiple of the shard group
-    (`_get_dim0_padded_size` in torch/distributed/fsdp/_fully_shard/_fsdp_common.py)."""
+    """Return the bytes of the input of a reduce-scatter: each gradient's rows, padded to a multiple of the shard group.
+
+    See `_get_dim0_padded_size` in torch/distributed/fsdp/_fully_shard/_fsdp_common.py.
+    """
     trainable = (p for p in unit.parameters if p.requires_grad)
     return sum(shard_size * p.sharded_numel(shard_size) * job.precision.reduced_dtype(p).itemsize for p in trainable)
 
@@ -229,7 +231,7 @@ def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, 
 
 def _copy_seconds(unit: UnitDescription, g: int, gathered: int, reduced: int, hardware: Hardware) -> tuple[float, float]:
     """Return what FSDP2 does beside the collectives to gather a unit and to reduce it: as measured, else copies at memory's speed."""
-    rate, overhead = hardware.device.memory_bytes_per_s, hardware.handling
+    rate, overhead = hardware.device.memory_bytes_per_s, hardware.fsdp_overhead
     reductions = 2 if g == 1 else 1  # the reduce-scatter of one rank is a second copy
     if overhead is None:
         return 2 * gathered / rate, reductions * 2 * reduced / rate
@@ -248,17 +250,16 @@ def host_of(hardware: Hardware) -> HostSpec:
 
 
 def _update_seconds(shards: Sequence[int], hardware: Hardware, job: TrainingJob, *, on_host: bool) -> float:
-    """Return the time of the optimizer step on a rank's shards, and of clipping: its norm reads each gradient, its factor reads and
-    writes it."""
+    """Return the time of the optimizer step on a rank's shards, and of clipping: a norm reads, a factor reads and writes each gradient."""
     device, optimizer, tensors, nbytes = hardware.device, job.optimizer, len(shards), sum(shards)
     if on_host:
         clipped = 3 if job.clips_gradients else 0
         return (optimizer.traffic_per_element + clipped) * nbytes / host_of(hardware).update_bytes_per_s
-    if hardware.handling is None:
+    if hardware.fsdp_overhead is None:
         update = optimizer.traffic_per_element * nbytes / device.memory_bytes_per_s
     else:
         share = optimizer.traffic_per_element / OptimizerSpec().traffic_per_element  # AdamW was measured
-        update = share * hardware.handling.updates[optimizer.step](tensors, nbytes)
+        update = share * hardware.fsdp_overhead.updates[optimizer.step](tensors, nbytes)
     dispatch = 0.0 if hardware.backend.overlaps else 2 * tensors * device.operator_s
     return update + (3 * nbytes / device.memory_bytes_per_s + dispatch if job.clips_gradients else 0.0)
 
@@ -301,8 +302,7 @@ def _host_bytes(unit: UnitDescription, g: int, job: TrainingJob) -> int:
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """Return what page-locked memory for so many bytes takes: torch rounds up to a power of two
-    (`CachingHostAllocatorImpl::allocate` in ATen/core/CachingHostAllocator.h)."""
+    """Return what page-locked memory for so many bytes takes: a power of two (`CachingHostAllocatorImpl::allocate` of torch)."""
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 

@@ -15,6 +15,21 @@ _NEAR = 1.01
 """Plans nearer than this ratio of memory are the same to a person."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    """Limits between which the front is not known: `low` is the fastest up to `low_bytes`, `high` from its own peak."""
+
+    low_bytes: int
+    low: SearchResult
+    high: SearchResult
+
+    @property
+    def size(self) -> float:
+        """How much is not known: the gap's area by ratios, 0 where it is too narrow to ask."""
+        memory, rate = self.high.peak_bytes / self.low_bytes, self.low.time.step_s / self.high.time.step_s
+        return 0.0 if memory < _NEAR or rate <= 1 else math.log(memory) * math.log(rate)
+
+
 def frontier(problem: PlanningProblem, *, points: int = POINTS, at: Sequence[int] = ()) -> tuple[SearchResult, ...]:
     """Return points of the Pareto front of peak memory and throughput, from the least memory that any plan needs to the problem's limit.
 
@@ -37,7 +52,6 @@ def frontier(problem: PlanningProblem, *, points: int = POINTS, at: Sequence[int
     """
     if points < 2:
         raise ValueError(f"points={points} must be at least 2, the two ends of the front.")
-
     problem = replace(problem, hardware=problem.hardware.with_margin(0.0))
 
     def fastest(limit: int) -> SearchResult:
@@ -45,48 +59,29 @@ def frontier(problem: PlanningProblem, *, points: int = POINTS, at: Sequence[int
 
     last = search(problem)
     least = least_memory(problem)
-    first = fastest(least)
-    found, gaps = [first, last], [_Gap.between(least, first, last)]
+    found = [fastest(least), last]
+    gaps = [_Gap(least, *found)]
 
     def split(gap: _Gap, limit: int) -> None:
         found.append(fastest(limit))
         gaps.remove(gap)
-        gaps.extend((_Gap.between(gap.low_bytes, gap.low, found[-1]), _Gap.between(limit, found[-1], gap.high)))
+        gaps.extend((_Gap(gap.low_bytes, gap.low, found[-1]), _Gap(limit, found[-1], gap.high)))
 
     for limit in at:
-        if gap := next((g for g in gaps if g.low_bytes < limit < g.high.plan.peak_bytes), None):
+        if gap := next((g for g in gaps if g.low_bytes < limit < g.high.peak_bytes), None):
             split(gap, limit)
     for _ in range(points - 2):
         widest = max(gaps, key=lambda gap: gap.size)
         if widest.size == 0:
             break
-        split(widest, int(math.sqrt(widest.low_bytes * widest.high.plan.peak_bytes)))
+        split(widest, int(math.sqrt(widest.low_bytes * widest.high.peak_bytes)))
     return not_dominated(found)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Gap:
-    """A stretch of limits in which the front is not known: `low` is the fastest up to `low_bytes`, `high` from its own peak."""
-
-    low_bytes: int
-    low: SearchResult
-    high: SearchResult
-
-    @classmethod
-    def between(cls, low_bytes: int, low: SearchResult, high: SearchResult) -> _Gap:
-        return cls(low_bytes=low_bytes, low=low, high=high)
-
-    @property
-    def size(self) -> float:
-        """How much is not known: the gap's area by ratios, 0 where it is too narrow to ask."""
-        memory, rate = self.high.plan.peak_bytes / self.low_bytes, self.low.plan.step_s / self.high.plan.step_s
-        return 0.0 if memory < _NEAR or rate <= 1 else math.log(memory) * math.log(rate)
-
-
 def not_dominated(results: Sequence[SearchResult]) -> tuple[SearchResult, ...]:
-    """Those to which no other is equal or better in both peak and step time, by rising peak."""
+    """Return those to which no other is equal or better in both peak and step time, by rising peak."""
     front: list[SearchResult] = []
-    for result in sorted(results, key=lambda r: (r.plan.peak_bytes, r.plan.step_s)):
-        if not front or result.plan.step_s < front[-1].plan.step_s:
+    for result in sorted(results, key=lambda r: (r.peak_bytes, r.time.step_s)):
+        if not front or result.time.step_s < front[-1].time.step_s:
             front.append(result)
     return tuple(front)

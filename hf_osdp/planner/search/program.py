@@ -1,5 +1,14 @@
 """The integer program of a search: counts of options, and a constraint for each moment that can be the peak.
 
+For a group of n equal units, x_k counts those that take option k: Σ_k x_k = n. A *run* is the units of a group with one option; in
+backward runs come in the order of the options. The *level* is what is held between two units' moments; it is linear in the counts:
+
+    level before forward of stage i:   held + Σ_{j<i} f_j        held: model, communicators, Σ (parameters, optimizer, gradients held)
+    level before backward of stage i:  held + Σ_{j≤i} f_j + Σ_{j>i} r_j
+
+with f what a unit's forward leaves, r what its backward leaves, and d = r - f what backward changes the level by. Every moment's bytes,
+level and what passes, stay within the limit.
+
 Where one of several options rules a moment, a sum over literals of which exactly one is true picks its bytes. Such a
 constraint holds in the linear relaxation too, which makes it strong; those that hold only for runs that exist are added
 beside it.
@@ -7,65 +16,102 @@ beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 from ..decision import Mesh, UnitLayout, groups_in
 from ..job import OptimizerStep, TrainingJob
 from .relaxation import solve_relaxation
-from .stages import Call, Group, Line, Option, Stretch
+from .stages import LaterCall, Option, RootStage, Timeline, UnitGroup
 
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
+
+    Bytes: TypeAlias = cp_model.LinearExpr | int
+
+    Count: TypeAlias = cp_model.IntVar
+
+Value: TypeAlias = Callable[[Option], int]
 _MOST_WORK = 8.0
 """Of one solution for an objective, in CP-SAT's deterministic seconds, which are some of a clock's: models with dozens of unlike
 units may need more, and then get the best plan found."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Variables:
+    """Variables of a group, one for each option."""
+
+    group: UnitGroup
+    counts: Sequence[Count]
+    used: Sequence[Count]
+    """Whether any unit takes the option; empty in the relaxation of a group of several units."""
+    first: Sequence[Count]
+    """Whether the first unit takes it."""
+    last: Sequence[Count]
+
+    def total(self, value: Value) -> Bytes:
+        """Return the sum of a number over all units."""
+        return self._weighted(value, self.counts)
+
+    def of_first(self, value: Value) -> Bytes:
+        """Return a number of the first unit's option."""
+        return self._weighted(value, self.first)
+
+    def of_last(self, value: Value) -> Bytes:
+        """Return a number of the last unit's option."""
+        return self._weighted(value, self.last)
+
+    def _weighted(self, value: Value, variables: Sequence[Count]) -> Bytes:
+        return sum(value(o) * x for o, x in zip(self.group.options, variables, strict=True))
+
+    def runs(self) -> Iterator[tuple[Option, Count, Count]]:
+        """Yield option, count and whether it is used, in the order of backward."""
+        yield from zip(self.group.options, self.counts, self.used, strict=True)
 
 
 class Program:
     """Variables and constraints; `minimize` and `solve` follow.
 
     Args:
-        line: stations with their options.
+        timeline: stages with their options.
         job: which optimizer step runs.
         limit_bytes: bytes that no moment may pass; None makes it a variable, to be minimized.
         linear: leave out the constraints that hold only for runs that exist; it is then a relaxation, for `relax`.
     """
 
-    def __init__(self, line: Line, job: TrainingJob, limit_bytes: int | None, *, linear: bool = False):
+    def __init__(self, timeline: Timeline, job: TrainingJob, limit_bytes: int | None, *, linear: bool = False) -> None:
         from ortools.sat.python import cp_model
 
-        self._line, self._job, self._linear = line, job, linear
+        self._timeline, self._job, self._linear = timeline, job, linear
         self._model, self._solver = cp_model.CpModel(), cp_model.CpSolver()
-        self.limit = self._model.new_int_var(0, 2**60, "") if limit_bytes is None else limit_bytes
+        self._limit: Bytes = self._model.new_int_var(0, 2**60, "") if limit_bytes is None else limit_bytes
         self.gave_up = False
         """The last `solve` found nothing, and did not prove that there is nothing."""
-        self._counts: dict[Group, list] = {}
-        self._used: dict[Group, list] = {}
-        self._first: dict[Group, list] = {}
-        self._last: dict[Group, list] = {}
-        for group in line.groups:
-            self._declare(group)
-        named = 8 * sum(len(group.options) for group in line.groups if len(group.units) > 1)
+        self._groups = {group: self._declare(group) for group in timeline.groups}
+        named = 8 * sum(len(group.options) for group in timeline.groups if len(group.units) > 1)
         most = 2**61 // max(2**8, named)  # of each variable that stands for bytes: CP-SAT's whole numbers hold their sum
         self._most_bytes = most if limit_bytes is None else min(most, max(0, limit_bytes))
-        self._stations = [self._of_its_group(station) if isinstance(station, Call) else station for station in line.stations]
+        self._stages = [self._variables(stage) for stage in timeline.stages]
+        self._whole_step = [self._groups[group] for group in timeline.whole_step]
         self._constrain_host()
         level = self._constrain_forward()
         level = self._constrain_backward(level)
         self._constrain_finish(level)
 
-    def cost(self, value: Callable[[Option], int]):
-        """Sum of a whole number over all units' options."""
-        return self._sum(self._line.groups, value)
+    def minimize_seconds(self, scale: float, at_most: int | None = None) -> None:
+        """Set the objective Σ scale · seconds, to be found where it is at most a bound; without an objective any solution will do."""
+        cost = self._sum(self._groups.values(), lambda option: round(option.seconds * scale))
+        self._model.minimize(cost)
+        if at_most is not None:
+            self._model.add(cost <= at_most)
 
-    def add_at_most(self, expression, bound: int) -> None:
-        """Constrain an expression that `cost` gave."""
-        self._model.add(expression <= bound)
-
-    def minimize(self, expression) -> None:
-        """Set the objective; without one, any solution will do."""
-        self._model.minimize(expression)
+    def minimize_limit(self) -> None:
+        """Set the objective: the limit, which must be a variable."""
+        self._model.minimize(self._limit)
 
     def solve(self) -> tuple[dict[int, UnitLayout], float, bool] | None:
-        """Choices by unit, the objective, and whether it is proven; None where nothing satisfies the constraints."""
+        """Return layouts by unit, the objective, and whether it is proven; None where nothing satisfies the constraints."""
         from ortools.sat.python import cp_model
 
         parameters = self._solver.parameters
@@ -79,65 +125,66 @@ class Program:
             self.gave_up = status == cp_model.UNKNOWN
             return None
         assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE), self._solver.status_name(status)
-        choices: dict[int, UnitLayout] = {}
-        for group, xs in self._counts.items():
-            choices |= group.assign([self._solver.value(x) for x in xs])
-        return choices, self._solver.objective_value, status == cp_model.OPTIMAL
+        layouts: dict[int, UnitLayout] = {}
+        for group, variables in self._groups.items():
+            layouts |= group.assign([self._solver.value(x) for x in variables.counts])
+        return layouts, self._solver.objective_value, status == cp_model.OPTIMAL
 
-    def relax(self) -> tuple[float, dict[Group, list[float]]] | None:
-        """The linear relaxation's minimum, and how much it rises at least for each unit that takes an option.
+    def relax(self) -> tuple[float, dict[UnitGroup, list[float]]] | None:
+        """Return the linear relaxation's minimum, and how much it rises at least for each unit that takes an option.
 
         None where no optimum of the relaxation was found. The program must be `linear`.
         """
         relaxed = solve_relaxation(self._model.proto)
         if relaxed is None:
             return None
-        return relaxed.minimum, {group: [relaxed.reduced_costs[x.index] for x in xs] for group, xs in self._counts.items()}
+        return relaxed.minimum, {group: [relaxed.reduced_costs[x.index] for x in own.counts] for group, own in self._groups.items()}
 
     # variables
 
-    def _declare(self, group: Group) -> None:
-        """Counts of each option, whether it is used, and which one the first and the last unit have."""
+    def _declare(self, group: UnitGroup) -> _Variables:
+        """Σ_k x_k = n; which options are used; which one the first and the last unit take."""
         size, model = len(group.units), self._model
         if size == 1:
             literals = [model.new_bool_var("") for _ in group.options]
             model.add_exactly_one(literals)
-            self._counts[group] = self._used[group] = self._first[group] = self._last[group] = literals
-            return
-        self._counts[group] = xs = [model.new_int_var(0, size, "") for _ in group.options]
-        model.add(sum(xs) == size)
+            return _Variables(group=group, counts=literals, used=literals, first=literals, last=literals)
+        counts = [model.new_int_var(0, size, "") for _ in group.options]
+        model.add(sum(counts) == size)
         if self._linear:
-            self._first[group], self._last[group] = self._one_of(xs), self._one_of(xs)
-            return
-        self._used[group] = used = [self._at_least(x, 1) for x in xs]
-        self._first[group] = self._foremost(used[::-1])[::-1]
-        self._last[group] = self._foremost(used)
+            first, last = self._one_of(counts), self._one_of(counts)
+            return _Variables(group=group, counts=counts, used=(), first=first, last=last)
+        used = [self._at_least(x, 1) for x in counts]
+        first = self._foremost(used[::-1])[::-1]
+        return _Variables(group=group, counts=counts, used=used, first=first, last=self._foremost(used))
 
-    def _of_its_group(self, call: Call) -> Group:
-        """A call as a group that has the variables of its unit's own."""
-        group = next(group for group in self._counts if group.units == (call.unit,))
-        again = call.of(group)
-        for variables in (self._counts, self._used, self._first, self._last):
-            if group in variables:
-                variables[again] = variables[group]
-        return again
+    def _variables(self, stage: UnitGroup | LaterCall | RootStage) -> _Variables | RootStage:
+        """Return a stage's variables; a later call has those of its unit's own group."""
+        match stage:
+            case RootStage():
+                return stage
+            case UnitGroup():
+                return self._groups[stage]
+            case LaterCall():
+                own = next(variables for group, variables in self._groups.items() if group.units == (stage.unit,))
+                return _Variables(group=stage.of(own.group), counts=own.counts, used=own.used, first=own.first, last=own.last)
 
-    def _one_of(self, xs: Sequence) -> list:
-        """For each option a literal that is not above its count."""
-        literals = [self._model.new_bool_var("") for _ in xs]
+    def _one_of(self, counts: Sequence[Count]) -> list[Count]:
+        """Return for each option a literal ≤ x_k, exactly one of them true."""
+        literals = [self._model.new_bool_var("") for _ in counts]
         self._model.add_exactly_one(literals)
-        for literal, x in zip(literals, xs, strict=True):
+        for literal, x in zip(literals, counts, strict=True):
             self._model.add(literal <= x)
         return literals
 
-    def _at_least(self, x, number: int):
+    def _at_least(self, x: Count, number: int) -> Count:
         literal = self._model.new_bool_var("")
         self._model.add(x >= number).only_enforce_if(literal)
         self._model.add(x <= number - 1).only_enforce_if(~literal)
         return literal
 
-    def _foremost(self, used: Sequence) -> list:
-        """For each option a literal: it is used, and none before it is."""
+    def _foremost(self, used: Sequence[Count]) -> list[Count]:
+        """Return for each option a literal: it is used, and none before it is."""
         literals = []
         for k, literal in enumerate(used):
             foremost = self._model.new_bool_var("")
@@ -146,141 +193,174 @@ class Program:
         self._model.add_exactly_one(literals)
         return literals
 
+    def _named(self, level: Bytes) -> Bytes:
+        """Return a variable for a level, so that constraints on it stay short."""
+        if isinstance(level, int):
+            return level
+        named = self._model.new_int_var(-self._most_bytes, self._most_bytes, "")
+        self._model.add(named == level)
+        return named
+
+    def _latest(self, used: Count, nbytes: int, otherwise: Bytes) -> Bytes:
+        """Return at least `nbytes` where a run is used, else at least what the run beside it gave."""
+        if isinstance(otherwise, int) and otherwise == nbytes:
+            return nbytes
+        latest = self._model.new_int_var(0, self._most_bytes, "")
+        self._model.add(latest >= min(nbytes, self._most_bytes)).only_enforce_if(used)  # an option with more has no unit
+        self._model.add(latest >= otherwise).only_enforce_if(~used)
+        return latest
+
+    @staticmethod
+    def _sum(groups: Iterable[_Variables], value: Value) -> Bytes:
+        return sum(value(o) * x for own in groups for o, x in zip(own.group.options, own.counts, strict=True))
+
     # moments
 
-    def _fits(self, level, *literals) -> None:
-        constraint = self._model.add(level <= self.limit)
+    def _fits(self, level: Bytes, *literals: cp_model.BoolVarT) -> None:
+        """Level ≤ limit, where all literals are true."""
+        constraint = self._model.add(level <= self._limit)
         if literals:
             constraint.only_enforce_if(list(literals))
 
-    def _sum(self, groups: Sequence[Group], value: Callable[[Option], int]):
-        return sum(value(o) * x for g in groups for o, x in zip(g.options, self._counts[g], strict=True))
-
-    @staticmethod
-    def _picked(group: Group, literals: Sequence, value: Callable[[Option], int]):
-        return sum(value(o) * literal for o, literal in zip(group.options, literals, strict=True))
-
     def _constrain_host(self) -> None:
-        """What is on the host within its memory."""
-        if not any(option.host for group in self._line.groups for option in group.options):
+        """Σ (states + activations on the host) + what comes there for a moment ≤ the host's memory."""
+        if not any(option.host for group in self._groups for option in group.options):
             return
-        held = self._sum(self._line.groups, lambda o: o.host)
-        self._model.add(held <= self._line.host_limit_bytes)
-        for group in () if self._linear else self._line.groups:
-            for option, used in zip(group.options, self._used[group], strict=True):
+        held = self._sum(self._groups.values(), lambda o: o.host)
+        self._model.add(held <= self._timeline.host_limit_bytes)
+        for own in () if self._linear else self._groups.values():
+            for option, _, used in own.runs():
                 if option.bytes.host_moment:
-                    self._model.add(held + option.bytes.host_moment <= self._line.host_limit_bytes).only_enforce_if(used)
+                    self._model.add(held + option.bytes.host_moment <= self._timeline.host_limit_bytes).only_enforce_if(used)
 
-    def _communicators(self):
-        """Bytes of the communicators beside that of all ranks: a mesh has its own as soon as one unit's option needs it."""
-        users: dict[Mesh, dict[Group, list]] = {}
-        for group in self._line.groups if self._line.communicator_bytes else ():
-            for option, x, first, last in zip(group.options, self._counts[group], self._first[group], self._last[group], strict=True):
+    def _communicators(self) -> Bytes:
+        """Bytes of communicators beside that of all ranks: a mesh has its own as soon as one unit's option needs it.
+
+        formed_m ≥ (units with mesh m) / n for each group, bytes Σ_m groups(m) · communicator · formed_m.
+        """
+        users: dict[Mesh, dict[_Variables, list[int]]] = {}
+        for own in self._groups.values() if self._timeline.communicator_bytes else ():
+            for k, option in enumerate(own.group.options):
                 for mesh in option.meshes:
-                    users.setdefault(mesh, {}).setdefault(group, []).append((x, first, last))
-        taken = 0
+                    users.setdefault(mesh, {}).setdefault(own, []).append(k)
+        taken: Bytes = 0
         for mesh, groups in users.items():
             formed = self._model.new_bool_var("")
-            for group, variables in groups.items():
-                xs, firsts, lasts = zip(*variables, strict=True)
-                self._model.add(sum(xs) <= len(group.units) * formed)
-                if len(group.units) > 1:  # tightens the relaxation
-                    self._model.add(sum(firsts) <= formed)
-                    self._model.add(sum(lasts) <= formed)
-            taken = taken + groups_in([mesh]) * self._line.communicator_bytes * formed
+            for own, ks in groups.items():
+                self._model.add(sum(own.counts[k] for k in ks) <= len(own.group.units) * formed)
+                if len(own.group.units) > 1:  # tightens the relaxation
+                    self._model.add(sum(own.first[k] for k in ks) <= formed)
+                    self._model.add(sum(own.last[k] for k in ks) <= formed)
+            taken = taken + groups_in([mesh]) * self._timeline.communicator_bytes * formed
         return taken
 
-    def _constrain_forward(self):
-        line = self._line
-        level = line.model_bytes + self._communicators() + self._sum(line.groups, lambda o: o.bytes.held)
-        level = level + self._sum(line.whole_step, lambda o: o.bytes.gathered)
-        buffers = [self._picked(g, self._last[g], _gather_buffer) for g in line.whole_step] or [0]
-        for station in self._stations:
-            if isinstance(station, Stretch):
+    def _constrain_forward(self) -> Bytes:
+        """For each stage: level + copy-out beside the gather buffer of the unit before ≤ limit; level + forward peak ≤ limit.
+
+        Returns:
+            The level at the end of forward.
+        """
+        level = self._timeline.model_bytes + self._communicators() + self._sum(self._groups.values(), lambda o: o.bytes.held)
+        level = level + self._sum(self._whole_step, lambda o: o.bytes.gathered)
+        buffers: list[Bytes] = [own.of_last(lambda o: o.bytes.gather_buffer) for own in self._whole_step] or [0]
+        for stage in self._stages:
+            if isinstance(stage, RootStage):
                 for buffer in buffers:
-                    self._fits(level + station.forward_peak + buffer)
-                level = level + station.saved
+                    self._fits(level + stage.forward_peak + buffer)
+                level = level + stage.saved
                 continue
-            if len(station.units) > 1 and not self._linear:
-                self._constrain_forward_runs(station, level)
+            if len(stage.group.units) > 1 and not self._linear:
+                self._constrain_forward_runs(stage, level)
             for buffer in buffers:
-                self._fits(level + buffer + self._picked(station, self._first[station], _copy_out_peak))
-            level = level + self._sum([station], lambda o: o.left_by_forward)
-            self._fits(level + self._picked(station, self._last[station], lambda o: o.forward_peak - o.left_by_forward))
-            buffers = [self._picked(station, self._last[station], _gather_buffer)]
+                self._fits(level + buffer + stage.of_first(lambda o: o.copy_out_peak))
+            level = level + stage.total(lambda o: o.left_by_forward)
+            self._fits(level + stage.of_last(lambda o: o.forward_peak - o.left_by_forward))
+            buffers = [stage.of_last(lambda o: o.bytes.gather_buffer)]
         return level
 
-    def _constrain_forward_runs(self, group: Group, level) -> None:
+    def _constrain_forward_runs(self, stage: _Variables, level: Bytes) -> None:
         """Forward only raises the level: each run's peak is at its last unit."""
-        rows = list(zip(group.options, self._counts[group], self._used[group], strict=True))[::-1]
-        before = 0
-        for option, x, used in rows:
+        before: Bytes = 0
+        for option, x, used in reversed(list(stage.runs())):
             level = self._named(level)
             self._fits(level + before + option.copy_out_peak, used)
-            before = self._latest(used, _gather_buffer(option), before)
+            before = self._latest(used, option.bytes.gather_buffer, before)
             level = level + option.left_by_forward * x
             self._fits(level - option.left_by_forward + option.forward_peak, used)
-            if nbytes := _gather_buffer(option):
+            if nbytes := option.bytes.gather_buffer:
                 self._fits(level - option.left_by_forward + nbytes + option.copy_out_peak, self._at_least(x, 2))
 
-    def _constrain_backward(self, level):
-        stations, tail = self._stations, 0
-        for index in range(len(stations) - 1, -1, -1):
-            station, ahead = stations[index], self._gathered_ahead(index)
-            if isinstance(station, Stretch):
-                self._fits(level + station.backward_peak + tail + ahead)
-                level = level - station.saved + station.gradients
-                continue
-            level = self._constrain_group(station, level, ahead, tail)
-            if station in self._line.stations:  # a further call reduces nothing
-                tail = self._tail(station, self._first[station])
-        idle = {group.units[0] for group in self._line.whole_step} - {s.unit for s in stations if isinstance(s, Stretch)}
-        return level + self._sum([g for g in self._line.whole_step if g.units[0] in idle], _unsharded_gradients)
+    def _constrain_backward(self, level: Bytes) -> Bytes:
+        """For each stage, the last first: level + backward peak + reduction in flight + what is gathered ahead ≤ limit.
 
-    def _gathered_ahead(self, index: int):
-        """Bytes that are gathered while the station at `index` computes in backward."""
-        if not self._stations[index].prefetches:
-            return 0
-        for station in reversed(self._stations[:index]):
-            if isinstance(station, Group):
-                return self._picked(station, self._last[station], _prefetched)
+        Returns:
+            The level at the end of backward.
+        """
+        tail: Bytes = 0
+        for index, stage in reversed(list(enumerate(self._stages))):
+            ahead = self._gathered_ahead(index)
+            if isinstance(stage, RootStage):
+                self._fits(level + stage.backward_peak + tail + ahead)
+                level = level - stage.saved + stage.gradients
+                continue
+            level = self._constrain_group(stage, level, ahead, tail)
+            if isinstance(self._timeline.stages[index], UnitGroup):  # a later call reduces nothing
+                least, most = _tails(stage)
+                tail = least if least == most else stage.of_first(lambda o: o.bytes.reduce_tail)
+        running = {stage.unit for stage in self._stages if isinstance(stage, RootStage)}
+        idle = [own for own in self._whole_step if own.group.units[0] not in running]
+        return level + self._sum(idle, lambda o: o.bytes.unsharded_gradients)
+
+    def _gathered_ahead(self, index: int) -> Bytes:
+        """Return bytes that are gathered while the stage at `index` computes in backward."""
+        stage = self._timeline.stages[index]
+        if stage.prefetches:
+            for before in reversed(self._stages[:index]):
+                if isinstance(before, _Variables):
+                    return before.of_last(lambda o: o.bytes.prefetched)
         return 0
 
-    def _tail(self, group: Group, literals: Sequence):
-        """The reduce buffer that the unit with these literals leaves in flight; a number where every option leaves the same."""
-        least, most = _least_and_most(group)
-        return least if least == most else self._picked(group, literals, _reduce_tail)
-
-    def _constrain_group(self, group: Group, level, ahead, tail):
-        """Backward begins with the group's last unit and ends with its first; `tail` is in flight when it begins."""
-        if len(group.units) > 1:
-            self._constrain_unit(group, self._last[group], level, tail)
-            own, most = _least_and_most(group)
+    def _constrain_group(self, stage: _Variables, level: Bytes, ahead: Bytes, tail: Bytes) -> Bytes:
+        """Constrain backward from the group's last unit to its first, and return the level after; `tail` is in flight when it begins."""
+        if len(stage.group.units) > 1:
+            self._constrain_unit(stage.of_last, level, tail)
+            own, most = _tails(stage)
             if not self._linear:
                 if own == most and isinstance(tail, int) and own == tail:
-                    self._constrain_runs(group, level, tail)
+                    self._constrain_runs(stage, level, tail)
                 else:
-                    self._constrain_unlike_runs(group, level, tail, ahead)
+                    self._constrain_unlike_runs(stage, level, tail, ahead)
             tail = own  # of the unit that backward meets before the first
-        level = level + self._sum([group], _change)
-        self._constrain_unit(group, self._first[group], level, tail, ahead, _change)
+        level = level + stage.total(lambda o: o.change)
+        self._constrain_unit(stage.of_first, level, tail, ahead, lambda o: o.change)
         return level
 
-    def _constrain_unit(self, group: Group, literals: Sequence, level, tail, ahead=0, change=lambda option: 0) -> None:
-        """Backward of the unit with these literals; `level` is the one before it and `change`."""
-        if isinstance(tail, int):
-            self._fits(level + self._picked(group, literals, lambda o: o.gather_peak + tail - change(o)))
-            self._fits(level + self._picked(group, literals, lambda o: max(o.compute_peak + tail, o.reduce_peak) - change(o)) + ahead)
-            return
-        self._fits(level + self._picked(group, literals, lambda o: o.gather_peak - change(o)) + tail)
-        self._fits(level + self._picked(group, literals, lambda o: o.compute_peak - change(o)) + tail + ahead)
-        self._fits(level + self._picked(group, literals, lambda o: o.reduce_peak - change(o)) + ahead)
+    def _constrain_unit(
+        self,
+        picked: Callable[[Callable[[Option], int]], Bytes],
+        level: Bytes,
+        tail: Bytes,
+        ahead: Bytes = 0,
+        change: Callable[[Option], int] = lambda option: 0,
+    ) -> None:
+        """Require that level - d + gather + tail and level - d + max(compute + tail, reduce) + ahead are within the limit, for one unit.
 
-    def _constrain_runs(self, group: Group, level, tail: int) -> None:
+        `level` is the one before its backward, and d its `change` where that is in the level already.
+        """
+        if isinstance(tail, int):
+            fixed = tail
+            self._fits(level + picked(lambda o: o.gather_peak + fixed - change(o)))
+            self._fits(level + picked(lambda o: max(o.compute_peak + fixed, o.reduce_peak) - change(o)) + ahead)
+            return
+        self._fits(level + picked(lambda o: o.gather_peak - change(o)) + tail)
+        self._fits(level + picked(lambda o: o.compute_peak - change(o)) + tail + ahead)
+        self._fits(level + picked(lambda o: o.reduce_peak - change(o)) + ahead)
+
+    def _constrain_runs(self, stage: _Variables, level: Bytes, tail: int) -> None:
         """Within a run the level moves evenly: its peak is at its first unit or near its last."""
-        for option, x, used, following in self._backward_runs(group, 0):
+        for option, x, used, following in self._backward_runs(stage, 0):
             level = self._named(level)
-            change, prefetched, peak = _change(option), _prefetched(option), option.backward_peak
+            change, prefetched, peak = option.change, option.bytes.prefetched, option.backward_peak
             end = level + change * x
             self._fits(level + max(option.gather_peak + tail, peak), used)
             self._fits(end - change + max(option.gather_peak + tail, peak), used)
@@ -291,106 +371,63 @@ class Program:
             self._fits(end - change + peak + following, used)
             level = end
 
-    def _constrain_unlike_runs(self, group: Group, level, tail, ahead) -> None:
-        """The same where options leave unlike reduce buffers in flight: a run's first unit meets that of the run before."""
-        for option, x, used, following in self._backward_runs(group, ahead):
-            level, own = self._named(level), _reduce_tail(option)
-            change, prefetched = _change(option), _prefetched(option)
+    def _constrain_unlike_runs(self, stage: _Variables, level: Bytes, tail: Bytes, ahead: Bytes) -> None:
+        """Do the same where options leave unlike reduce buffers in flight: a run's first unit meets that of the run before."""
+        for option, x, used, following in self._backward_runs(stage, ahead):
+            level, own = self._named(level), option.bytes.reduce_tail
+            change, prefetched, compute, reduce = option.change, option.bytes.prefetched, option.compute_peak, option.reduce_peak
             end, twice, thrice = level + change * x, self._at_least(x, 2), self._at_least(x, 3)
-            both = max(option.gather_peak, option.compute_peak)
+            both = max(option.gather_peak, compute)
             self._fits(level + both + tail, used)
-            self._fits(level + option.reduce_peak, used)
+            self._fits(level + reduce, used)
             self._fits(level + change + both + own, twice)
             self._fits(end - change + both + own, twice)
-            self._fits(end - change + option.reduce_peak, used)
+            self._fits(end - change + reduce, used)
             if prefetched:
-                self._fits(level + option.compute_peak + prefetched + tail, twice)
-                self._fits(level + option.reduce_peak + prefetched, twice)
-                self._fits(level + change + option.compute_peak + prefetched + own, thrice)
-                self._fits(end - 2 * change + option.compute_peak + prefetched + own, thrice)
-                self._fits(end - 2 * change + option.reduce_peak + prefetched, twice)
-            self._fits(level + option.compute_peak + following + tail, used, ~twice)
-            self._fits(end - change + option.compute_peak + following + own, twice)
-            self._fits(end - change + option.reduce_peak + following, used)
+                self._fits(level + compute + prefetched + tail, twice)
+                self._fits(level + reduce + prefetched, twice)
+                self._fits(level + change + compute + prefetched + own, thrice)
+                self._fits(end - 2 * change + compute + prefetched + own, thrice)
+                self._fits(end - 2 * change + reduce + prefetched, twice)
+            self._fits(level + compute + following + tail, used, ~twice)
+            self._fits(end - change + compute + following + own, twice)
+            self._fits(end - change + reduce + following, used)
             level, tail = end, self._latest(used, own, tail)
 
-    def _backward_runs(self, group: Group, ahead) -> list[tuple]:
-        """A group's runs in the order of backward: option, count, whether it is used, and what the unit after the run gathers ahead."""
+    def _backward_runs(self, stage: _Variables, ahead: Bytes) -> list[tuple[Option, Count, Count, Bytes]]:
+        """Return the runs in the order of backward, each with what the unit after the run gathers ahead."""
         runs = []
-        for option, x, used in list(zip(group.options, self._counts[group], self._used[group], strict=True))[::-1]:
+        for option, x, used in reversed(list(stage.runs())):
             runs.append((option, x, used, ahead))
-            ahead = self._latest(used, _prefetched(option), ahead)
+            ahead = self._latest(used, option.bytes.prefetched, ahead)
         return runs[::-1]
 
-    def _latest(self, used, nbytes: int, otherwise):
-        """At least `nbytes` where a run is used, else at least what the run beside it gave."""
-        if isinstance(otherwise, int) and otherwise == nbytes:
-            return nbytes
-        latest = self._model.new_int_var(0, self._most_bytes, "")
-        self._model.add(latest >= min(nbytes, self._most_bytes)).only_enforce_if(used)  # an option with more has no unit
-        self._model.add(latest >= otherwise).only_enforce_if(~used)
-        return latest
-
-    def _named(self, level):
-        """A variable for a level, so that constraints on it stay short."""
-        if isinstance(level, int):
-            return level
-        named = self._model.new_int_var(-self._most_bytes, self._most_bytes, "")
-        self._model.add(named == level)
-        return named
-
-    def _constrain_finish(self, level) -> None:
-        """Reductions of what is gathered for the whole step, one after the other, then the optimizer step."""
-        line = self._line
-        running = [g for g in line.stations if isinstance(g, Group)]
-        reduced = self._sum([*running, *line.whole_step], lambda o: o.bytes.reduced_after)
+    def _constrain_finish(self, level: Bytes) -> None:
+        """Reductions of what is gathered for the whole step, one after the other, then level + optimizer scratch ≤ limit."""
+        running = [self._groups[group] for group in self._timeline.stages if isinstance(group, UnitGroup)]
+        reduced = self._sum([*running, *self._whole_step], lambda o: o.bytes.reduced_after)
         level = level + self._sum(running, lambda o: o.bytes.gradients_settled)
-        for group in line.whole_step:
-            level = level - self._sum([group], lambda o: o.bytes.gathered)
-            self._fits(level + self._sum([group], lambda o: o.bytes.reduce_input))
-            level = level + self._sum([group], _reduced_at_the_end)
-            self._fits(level + self._sum([group], lambda o: o.bytes.reduce_input + o.bytes.reduce_work))
+        for own in self._whole_step:
+            level = level - own.total(lambda o: o.bytes.gathered)
+            self._fits(level + own.total(lambda o: o.bytes.reduce_input))
+            level = level + own.total(_reduced_at_the_end)
+            self._fits(level + own.total(lambda o: o.bytes.reduce_input + o.bytes.reduce_work))
         level = level - reduced
         if self._job.optimizer.step is not OptimizerStep.FOR_LOOP:
-            self._fits(level + self._sum(line.groups, lambda o: o.bytes.step_scratch))
+            self._fits(level + self._sum(self._groups.values(), lambda o: o.bytes.step_scratch))
             return
-        for group in () if self._linear else line.groups:
-            for option, used in zip(group.options, self._used[group], strict=True):
+        for own in () if self._linear else self._groups.values():
+            for option, _, used in own.runs():
                 self._fits(level + option.bytes.step_scratch, used)
 
 
-def _change(option: Option) -> int:
-    """What one unit's backward changes the level by."""
-    return option.left_by_backward - option.left_by_forward
-
-
-def _prefetched(option: Option) -> int:
-    return option.bytes.prefetched
-
-
-def _reduce_tail(option: Option) -> int:
-    return option.bytes.reduce_tail
-
-
-def _least_and_most(group: Group) -> tuple[int, int]:
-    """Bytes of the least and of the largest reduce buffer that an option leaves in flight."""
-    tails = [_reduce_tail(option) for option in group.options]
+def _tails(stage: _Variables) -> tuple[int, int]:
+    """Return the bytes of the least and of the largest reduce buffer that an option leaves in flight."""
+    tails = [option.bytes.reduce_tail for option in stage.group.options]
     return min(tails), max(tails)
 
 
-def _unsharded_gradients(option: Option) -> int:
-    return option.bytes.unsharded_gradients
-
-
-def _copy_out_peak(option: Option) -> int:
-    return option.copy_out_peak
-
-
-def _gather_buffer(option: Option) -> int:
-    return option.bytes.gather_buffer
-
-
 def _reduced_at_the_end(option: Option) -> int:
-    """What the level changes by when the gradients of a unit that is gathered for the whole step are reduced."""
+    """Return what the level changes by when the gradients of a unit that is gathered for the whole step are reduced."""
     terms = option.bytes
     return terms.gradients_after + terms.gradients_settled - terms.unsharded_gradients + terms.reduced_after

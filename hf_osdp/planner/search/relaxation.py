@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ortools.linear_solver import pywraplp
+    from ortools.sat.python.cp_model_helper import CpModelProto
 
 SLACK = 1e-7
 """Part of each bound by which it is loosened, so that rounding in the linear solver refuses nothing that is possible."""
@@ -19,7 +23,7 @@ class Relaxed:
     """One a variable: a solution in which it rises by 1 from where the relaxation has it costs at least so much more."""
 
 
-def solve_relaxation(program: Any) -> Relaxed | None:
+def solve_relaxation(program: CpModelProto) -> Relaxed | None:
     """Solve a program of CP-SAT (a `CpModelProto`) with linear and exactly-one constraints over real numbers.
 
     Returns:
@@ -47,8 +51,15 @@ def solve_relaxation(program: Any) -> Relaxed | None:
     )
 
 
-def _add(solver: Any, variables: Sequence[Any], indices: Sequence[int], coefficients: Sequence[int], low: int, high: int) -> None:
-    """One row, scaled so that its largest coefficient is 1: bytes and counts stand side by side."""
+def _add(
+    solver: pywraplp.Solver,
+    variables: Sequence[pywraplp.Variable],
+    indices: Sequence[int],
+    coefficients: Sequence[int],
+    low: int,
+    high: int,
+) -> None:
+    """Add one row, scaled so that its largest coefficient is 1: bytes and counts stand side by side."""
     scale = max((abs(c) for c in coefficients), default=1) or 1
     infinity, far = solver.infinity(), 2**62
     margin = 0.0 if low == high else SLACK

@@ -1,4 +1,4 @@
-"""A plan held against the limit as the device enforces it: torch's caching allocator has to serve the whole step within it."""
+"""Find a plan that torch's caching allocator can serve within the limit, as the device enforces it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from ..cost.correction import Correction
 from ..cost.evaluate import CLOSE, capacity_needed, capacity_of
 from ..cost.memory import estimate_memory
-from ..description import ModelDescription
-from ..hardware import Hardware
 from ..job import TrainingJob
+from ..problem import PlanningProblem
 
 if TYPE_CHECKING:
     from .search import SearchResult
@@ -24,12 +23,9 @@ def within_reserved(
     first: SearchResult,
     find: Callable[[TrainingJob], SearchResult | None],
     least: Callable[[], SearchResult | None],
-    description: ModelDescription,
-    hardware: Hardware,
-    job: TrainingJob,
-    memory_limit_bytes: int,
+    problem: PlanningProblem,
     *,
-    needed: Callable[..., int] | None = None,
+    needed: Callable[..., int] = capacity_needed,
 ) -> SearchResult | None:
     """Return the fastest plan found that the allocator can serve within the limit less the margin.
 
@@ -40,22 +36,22 @@ def within_reserved(
         first: the fastest plan that fits by its estimate.
         find: from a job with more bytes at every moment to that plan; None where there is none.
         least: the plan that needs least, of which there is one where any runs.
-        description, hardware, job, memory_limit_bytes: what is searched with.
-        needed: as `capacity_needed`, which is the default.
+        problem: what is searched.
+        needed: as `capacity_needed`.
 
     Returns:
-        The plan with the estimates of the job that was given; one that took a second round is not proven to be optimal. None where no
+        The plan with the estimates of the problem's job; one that took a second round is not proven to be optimal. None where no
         plan runs.
     """
-    needed = needed or capacity_needed
-    room = hardware.room_bytes(memory_limit_bytes)
+    description, hardware, job = problem.description, problem.hardware, problem.job
 
     def missing(found: SearchResult, retries: bool) -> int:
-        capacity = capacity_of(found.plan, hardware, job, memory_limit_bytes)
+        capacity = capacity_of(found.plan, hardware, job, problem.memory_limit_bytes)
         return needed(found.plan, description, job, retries=retries) - capacity
 
     for retries in (False, True):
-        if found := _first_served(first, find, job, int(room * CLOSE), partial(missing, retries=retries)):
+        found = _first_served(first, find, job, int(problem.room_bytes * CLOSE), partial(missing, retries=retries))
+        if found is not None:
             break
     else:
         found = least()
@@ -64,7 +60,7 @@ def within_reserved(
     plan = found.plan
     memory = estimate_memory(description, plan.layouts(description), plan.world_size, job, plan.batch)
     proven = plan.proven_optimal and found is first
-    plan = replace(plan, peak_bytes=memory.on(hardware), proven_optimal=proven, memory_limit_bytes=memory_limit_bytes)
+    plan = replace(plan, peak_bytes=memory.on(hardware), proven_optimal=proven, memory_limit_bytes=problem.memory_limit_bytes)
     return replace(found, plan=plan, memory=memory)
 
 
@@ -75,9 +71,10 @@ def _first_served(
     close_bytes: int,
     missing: Callable[[SearchResult], int],
 ) -> SearchResult | None:
-    """The first plan that misses nothing; None where there is none."""
+    """Return the first plan that misses nothing; None where there is none."""
     found: SearchResult | None = first
-    extra, too_little, too_much, over = 0, 0, None, 0
+    extra, too_little, over = 0, 0, 0
+    too_much: int | None = None
     for _ in range(_ROUNDS):
         if found is None:
             too_much = extra

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from ..decision import UnitLayout
 from ..job import TrainingJob
 from .program import Program
-from .stages import Group, Line, Option, undominated
+from .stages import Option, Timeline, UnitGroup, undominated
 
 _RESOLUTION = 2**40
 """Integer steps that the largest possible objective is divided into."""
@@ -37,18 +37,18 @@ _ROUNDING = 2**22
 class Solution:
     """What the solver found."""
 
-    choices: dict[int, UnitLayout]
-    """UnitLayout of each unit, by index."""
+    layouts: dict[int, UnitLayout]
+    """Layout of each unit, by index."""
     objective: float
     """Seconds that the options add to a step."""
     proven: bool
 
 
-def fastest(line: Line, job: TrainingJob, limit_bytes: int, *, cutoff_s: float | None = None) -> Solution | None:
-    """The options that cost least time with every moment within the limit.
+def fastest(timeline: Timeline, job: TrainingJob, limit_bytes: int, *, cutoff_s: float | None = None) -> Solution | None:
+    """Return the options that cost least time with every moment within the limit.
 
     Args:
-        line: stations with their options.
+        timeline: stages with their options.
         job: which optimizer step runs.
         limit_bytes: bytes that no moment may pass.
         cutoff_s: look only for solutions faster than this.
@@ -57,46 +57,46 @@ def fastest(line: Line, job: TrainingJob, limit_bytes: int, *, cutoff_s: float |
         The optimum, or None where nothing fits (or nothing is faster than the cutoff). Where the solver gave up, what it had found by
         then, not proven; that may be nothing, at infinite cost.
     """
-    if (line := line.within(limit_bytes)) is None:
+    possible = timeline.within(limit_bytes)
+    if possible is None:
         return None
-    largest = sum(len(g.units) * max(o.seconds for o in g.options) for g in line.groups) or 1.0
+    largest = sum(len(group.units) * max(option.seconds for option in group.options) for group in possible.groups) or 1.0
     scale = _RESOLUTION / largest
-    relaxed = _relaxed(line, job, limit_bytes, scale)
-    if relaxed is None and any_within(line, job, limit_bytes) is None:
+    relaxed = _relaxed(possible, job, limit_bytes, scale)
+    if relaxed is None and any_within(possible, job, limit_bytes) is None:
         return None
-    bound, added = relaxed or (-math.inf, {group: dict.fromkeys(group.options, 0.0) for group in line.groups})
+    bound, added = relaxed or (-math.inf, {group: dict.fromkeys(group.options, 0.0) for group in possible.groups})
     best = math.inf if cutoff_s is None else cutoff_s * scale
     if bound > best + _ROUNDING:
         return None
-    found, proven, tried, few = None, True, _nothing(line), _FEW
+    found, proven, few = None, True, _FEW
+    tried: dict[UnitGroup, set[Option]] = {group: set() for group in possible.groups}
     while True:
-        worthwhile = {group: _worthwhile(group, added[group], best - bound) for group in line.groups}
+        worthwhile = {group: _worthwhile(group, added[group], best - bound) for group in possible.groups}
         needed = {group: set(options[:few]) for group, options in worthwhile.items()}
         if all(options <= tried[group] for group, options in needed.items()):
             if max(map(len, worthwhile.values())) <= few:
                 if proven:
                     return found
-                return replace(found or Solution(choices={}, objective=math.inf, proven=False), proven=False)
+                return replace(found or Solution(layouts={}, objective=math.inf, proven=False), proven=False)
             few *= _MORE
             continue
         tried = needed
-        solution, complete = _solve(line.keeping(needed), job, limit_bytes, scale, best)
+        solution, complete = _solved(possible.keeping(needed), job, limit_bytes, scale, best)
         proven = proven and complete
         if solution is not None:
             found, best = solution, solution.objective * scale
 
 
-def _nothing(line: Line) -> dict[Group, set[Option]]:
-    return {group: set() for group in line.groups}
-
-
-def _relaxed(line: Line, job: TrainingJob, limit_bytes: int, scale: float) -> tuple[float, dict[Group, dict[Option, float]]] | None:
-    """What no plan costs less than, and what each option adds to that at least for a unit of each group; None where it was not found.
+def _relaxed(
+    timeline: Timeline, job: TrainingJob, limit_bytes: int, scale: float
+) -> tuple[float, dict[UnitGroup, dict[Option, float]]] | None:
+    """Return what no plan costs less than, and what each option adds to that at least for a unit of each group; None if not found.
 
     Groups of equal units share their options, but not what these add.
     """
-    program = Program(line, job, limit_bytes, linear=True)
-    program.minimize(program.cost(lambda option: round(option.seconds * scale)))
+    program = Program(timeline, job, limit_bytes, linear=True)
+    program.minimize_seconds(scale)
     relaxed = program.relax()
     if relaxed is None:
         return None
@@ -104,29 +104,26 @@ def _relaxed(line: Line, job: TrainingJob, limit_bytes: int, scale: float) -> tu
     return bound, {group: dict(zip(group.options, costs, strict=True)) for group, costs in reduced.items()}
 
 
-def _worthwhile(group: Group, added: Mapping[Option, float], gap: float) -> list[Option]:
-    """Options that a plan may have that is no more than the gap above the bound; those that add least come first."""
+def _worthwhile(group: UnitGroup, added: Mapping[Option, float], gap: float) -> list[Option]:
+    """Return the options of plans that are no more than the gap above the bound; those that add least come first."""
     options = sorted(group.options, key=lambda option: added[option])
     return [option for option in options if added[option] <= gap + _ROUNDING] or options[:1]
 
 
-def _solve(line: Line, job: TrainingJob, limit_bytes: int, scale: float, best: float) -> tuple[Solution | None, bool]:
-    """The optimum of a line's options that is better than the best one known, and whether that is proven."""
-    program = Program(line, job, limit_bytes)
-    cost = program.cost(lambda option: round(option.seconds * scale))
-    program.minimize(cost)
-    if best < math.inf:
-        program.add_at_most(cost, max(-1, int(best) - 1 - int(best * _SAME)))
+def _solved(timeline: Timeline, job: TrainingJob, limit_bytes: int, scale: float, best: float) -> tuple[Solution | None, bool]:
+    """Return the optimum of a timeline's options that is better than the best one known, and whether that is proven."""
+    program = Program(timeline, job, limit_bytes)
+    program.minimize_seconds(scale, None if best == math.inf else max(-1, int(best) - 1 - int(best * _SAME)))
     found = program.solve()
     if found is None:
         return None, not program.gave_up
-    choices, objective, proven = found
-    return Solution(choices=choices, objective=objective / scale, proven=proven), proven
+    layouts, objective, proven = found
+    return Solution(layouts=layouts, objective=objective / scale, proven=proven), proven
 
 
-def any_within(line: Line, job: TrainingJob, limit_bytes: int) -> dict[int, UnitLayout] | None:
-    """Some choice for each unit with every moment within the limit, or None where there is none."""
-    possible = line.within(limit_bytes)
+def any_within(timeline: Timeline, job: TrainingJob, limit_bytes: int) -> dict[int, UnitLayout] | None:
+    """Return some layout for each unit with every moment within the limit, or None where there is none."""
+    possible = timeline.within(limit_bytes)
     if possible is None:
         return None
     frugal = {group: set(undominated(group.options, Option.fits_where)) for group in possible.groups}
@@ -134,39 +131,40 @@ def any_within(line: Line, job: TrainingJob, limit_bytes: int) -> dict[int, Unit
     return None if found is None else found[0]
 
 
-def _peak_bound(line: Line, job: TrainingJob) -> int:
-    """Bytes below which no plan's peak lies: the least limit that the linear relaxation meets, less what rounding may have added."""
-    program = Program(line, job, None, linear=True)
-    program.minimize(program.limit)
-    relaxed = program.relax()
-    return 0 if relaxed is None else math.floor(relaxed[0] * (1 - _ROUNDED))
-
-
 def least_peak(
-    line: Line, job: TrainingJob, start: dict[int, UnitLayout], floor_bytes: int, peak_of: Callable[[dict[int, UnitLayout]], int]
+    timeline: Timeline,
+    job: TrainingJob,
+    start: dict[int, UnitLayout],
+    floor_bytes: int,
+    peak_of: Callable[[dict[int, UnitLayout]], int],
 ) -> tuple[dict[int, UnitLayout], int]:
-    """The choices whose peak is lowest: the tightest limit that can be met.
+    """Return the layouts whose peak is lowest: the tightest limit that can be met.
 
     Asks again and again for anything under the lowest peak so far, first just under it (most often there is nothing),
     then by bisection.
 
     Args:
-        line: stations with their options.
+        timeline: stages with their options.
         job: which optimizer step runs.
-        start: choices to better.
+        start: layouts to better.
         floor_bytes: a peak that nothing goes below.
-        peak_of: peak in bytes of a choice for each unit, its meshes' communicators included.
+        peak_of: peak in bytes of a layout for each unit, its meshes' communicators included.
 
     Returns:
-        The choices and their peak in bytes.
+        The layouts and their peak in bytes.
     """
-    best, highest, impossible, attempt = start, peak_of(start), max(floor_bytes, _peak_bound(line, job)) - 1, 0
+    best, highest, attempt = start, peak_of(start), 0
+    program = Program(timeline, job, None, linear=True)
+    program.minimize_limit()
+    relaxed = program.relax()
+    bound = 0 if relaxed is None else math.floor(relaxed[0] * (1 - _ROUNDED))  # the least limit that the relaxation meets
+    impossible = max(floor_bytes, bound) - 1
     while highest - impossible > 1:
         limit = highest - 1 if attempt % 2 == 0 else (highest + impossible) // 2
-        choices = any_within(line, job, limit)
-        if choices is None:
+        layouts = any_within(timeline, job, limit)
+        if layouts is None:
             impossible = limit
         else:
-            best, highest = choices, peak_of(choices)
+            best, highest = layouts, peak_of(layouts)
         attempt += 1
     return best, highest

@@ -34,24 +34,24 @@ def choose_description(
     Returns:
         The description to search.
     """
-    plain = problem.description
-    if problem.strategy is not Strategy.OSDP:
-        return plain
 
-    def best(description: ModelDescription) -> tuple[bool, float]:
-        """Rank: what fits comes first, by its time; then what needs least, by a bound."""
+    def rank(description: ModelDescription) -> tuple[bool, float]:
+        """Rank what fits first, by its time; then what needs least, by a bound."""
         found = search_or_floor(replace(problem, description=description))
         return (True, float(found)) if isinstance(found, int) else (False, found.time.step_s)
 
-    rank = best(plain)
-    if not rank[0] and rank[1] <= NEAR * fastest_without_limit(problem):
+    plain = problem.description
+    if problem.strategy is not Strategy.OSDP:
         return plain
-    ranked = [(rank, plain)]
+    over, step_s = rank(plain)
+    if not over and step_s <= NEAR * fastest_without_limit(problem):
+        return plain
+    ranked = [((over, step_s), plain)]
     for split in splits():
         try:
             description = describe(split)
         except DescriptionError as error:
             _log.debug("%s", error)
             continue
-        ranked.append((best(description), description))
+        ranked.append((rank(description), description))
     return min(ranked, key=lambda pair: pair[0])[1]

@@ -1,8 +1,8 @@
-"""A micro-step as a row of stations: groups of equal units, and the root's stretches between them.
+"""A micro-step as a timeline of stages: groups of equal units, and segments of the root between them.
 
-A choice adds the same time to each of several equal units in a row; only the peak can tell them apart. A short row is
+A layout adds the same time to each of several equal units in a row; only the peak can tell them apart. A short row is
 searched unit by unit. In a long one the units at both ends, where peaks fall, still are, and of those between only how
-many take each choice is searched for. Which of them take it is settled by a rule: in backward, the order of
+many take each layout is searched for. Which of them take it is settled by a rule: in backward, the order of
 independent jobs, each with a local peak p and a change of level d, that minimises the highest level is first those that
 lower it, by ascending p, then those that raise it, by descending p - d (Abdel-Wahab and Kameda 1978; Liu 1987). Units
 are not quite independent, as each one's gather runs beside the unit before it; a plan is optimal among those laid out
@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from ..cost.units import UnitBytes
 from ..decision import Mesh, UnitLayout
@@ -21,9 +22,9 @@ from ..decision import Mesh, UnitLayout
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Option:
-    """A choice with the constants that it brings into the search, in bytes and seconds."""
+    """A unit's layout with the constants that it brings into the search, in bytes and seconds."""
 
-    choice: UnitLayout
+    layout: UnitLayout
     bytes: UnitBytes
     seconds: float
     """Time in one optimizer step."""
@@ -41,24 +42,28 @@ class Option:
     compute_peak: int = 0
     """Highest level in backward until gradients are reduced; that buffer and the gather that runs ahead are left out."""
     reduce_peak: int = 0
-    """Highest level while they are, the gather that runs ahead left out."""
+    """Highest level while gradients are reduced; the gather that runs ahead is left out."""
     activations_on_host: int = 0
     meshes: frozenset[Mesh] = frozenset()
     """Those of the layout; empty where communicators take no memory."""
     later: tuple[Option, ...] = ()
-    """The same choice in the unit's further calls (`GatherSpan.CALLS`), in forward order."""
+    """The same layout in the unit's further calls (`GatherSpan.CALLS`), in forward order."""
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Sort key of the rule above, for backward."""
-        peak = max(self.gather_peak + self.bytes.reduce_tail, self.backward_peak + self.bytes.prefetched)
-        change = self.left_by_backward - self.left_by_forward
-        return (0, peak) if change < 0 else (1, change - peak)
+    def change(self) -> int:
+        """d: what one unit's backward changes the level by."""
+        return self.left_by_backward - self.left_by_forward
 
     @property
     def backward_peak(self) -> int:
         """Highest level in backward once parameters are there, where the unit before has the same option."""
         return max(self.compute_peak + self.bytes.reduce_tail, self.reduce_peak)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key of the rule above, for backward."""
+        peak = max(self.gather_peak + self.bytes.reduce_tail, self.backward_peak + self.bytes.prefetched)
+        return (0, peak) if self.change < 0 else (1, self.change - peak)
 
     @property
     def lowest_level(self) -> int:
@@ -79,37 +84,37 @@ class Option:
 
     @property
     def host(self) -> int:
-        """What is on the host: states, and activations."""
+        """Bytes on the host: states and activations."""
         return self.bytes.host + self.activations_on_host
 
     def dominates(self, other: Option) -> bool:
-        """No worse in time and at every moment, so that `other` is never needed."""
+        """Return whether it is no worse in time and at every moment, so that `other` is never needed."""
         return self.seconds <= other.seconds and self.fits_where(other)
 
     def fits_where(self, other: Option) -> bool:
-        """No worse at every moment, and no more communicators."""
+        """Return whether it is no worse at every moment, and needs no more communicators."""
         return self.meshes <= other.meshes and all(a <= b for a, b in zip(self.levels, other.levels, strict=True))
 
     @functools.cached_property
     def levels(self) -> tuple[int, ...]:
-        """Bytes at each moment that the choice bears on."""
-        held = self.bytes.held
+        """Bytes at each moment that the layout bears on."""
+        terms, held = self.bytes, self.bytes.held
+        after = held + self.left_by_backward
         return (
-            held, held + self.left_by_forward, held + self.left_by_backward, held + self.forward_peak, held + self.copy_out_peak,
-            held + self.gather_peak, held + self.compute_peak, held + self.compute_peak + self.bytes.prefetched,
-            held + self.reduce_peak, held + self.reduce_peak + self.bytes.prefetched,
-            self.bytes.prefetched, self.bytes.gather_buffer, held + self.left_by_backward + self.bytes.step_scratch,
-            held + self.bytes.gathered, self.bytes.reduce_input, self.bytes.reduced_after + self.bytes.reduce_output,
-            self.bytes.reduce_stage, self.bytes.last_gradient, self.host, self.bytes.host_moment,
-            held + self.left_by_backward + self.bytes.gradients_settled, held + self.bytes.gradients_after + self.bytes.gradients_settled,
-            held + self.left_by_backward + self.bytes.gradients_settled + self.bytes.step_scratch,
-            held + self.left_by_backward + self.bytes.reduce_tail,
+            held, held + self.left_by_forward, after, held + self.forward_peak, held + self.copy_out_peak,
+            held + self.gather_peak, held + self.compute_peak, held + self.compute_peak + terms.prefetched,
+            held + self.reduce_peak, held + self.reduce_peak + terms.prefetched,
+            terms.prefetched, terms.gather_buffer, after + terms.step_scratch,
+            held + terms.gathered, terms.reduce_input, terms.reduced_after + terms.reduce_output,
+            terms.reduce_stage, terms.last_gradient, self.host, terms.host_moment,
+            after + terms.gradients_settled, held + terms.gradients_after + terms.gradients_settled,
+            after + terms.gradients_settled + terms.step_scratch, after + terms.reduce_tail,
             *(level for call in self.later for level in call.levels),
         )  # fmt: skip
 
 
 def undominated(options: Sequence[Option], dominates: Callable[[Option, Option], bool]) -> list[Option]:
-    """Options that no other makes needless; of equal ones the first."""
+    """Return the options that no other makes needless; of equal ones the first."""
     best: list[Option] = []
     for option in sorted(options, key=lambda option: (sum(option.levels), option.seconds)):  # none is dominated by a later one
         if not any(dominates(other, option) for other in best):
@@ -118,7 +123,7 @@ def undominated(options: Sequence[Option], dominates: Callable[[Option, Option],
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Group:
+class UnitGroup:
     """Equal units that run one after the other. Groups are told apart by identity: comparing all their options takes long."""
 
     units: tuple[int, ...]
@@ -130,27 +135,27 @@ class Group:
 
     def assign(self, counts: Sequence[int]) -> dict[int, UnitLayout]:
         """Give `counts[k]` units the k-th option, by the rule."""
-        chosen = [option.choice for option, count in zip(self.options, counts, strict=True) for _ in range(count)]
+        chosen = [option.layout for option, count in zip(self.options, counts, strict=True) for _ in range(count)]
         return dict(zip(reversed(self.units), chosen, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """A further call of a unit whose group is earlier in the line."""
+class LaterCall:
+    """A further call of a unit whose group is earlier in the timeline."""
 
     unit: int
     number: int
-    """Which of `Option.later` it is."""
+    """Index into `Option.later`."""
     prefetches: bool
     """The unit before it is gathered while its backward computes."""
 
-    def of(self, group: Group) -> Group:
-        """The call as a group, of the unit's own group."""
+    def of(self, group: UnitGroup) -> UnitGroup:
+        """Return the call as a group, from the unit's own group."""
         return replace(group, options=tuple(option.later[self.number] for option in group.options), prefetches=self.prefetches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class RootStage:
     """A segment of the root or of shared weights, which are gathered for the whole step."""
 
     unit: int
@@ -158,61 +163,64 @@ class Stretch:
     forward_peak: int
     backward_peak: int
     gradients: int
-    """What the whole step's gradients are more by when its backward is done."""
+    """What its backward adds to the whole step's gradients."""
     prefetches: bool
     """The unit before it is gathered while its backward computes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """All stations of a micro-step, in forward order."""
+Stage: TypeAlias = "UnitGroup | LaterCall | RootStage"
 
-    stations: tuple[Group | Call | Stretch, ...]
-    whole_step: tuple[Group, ...]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """All stages of a micro-step, in forward order."""
+
+    stages: tuple[Stage, ...]
+    whole_step: tuple[UnitGroup, ...]
     """Units that are gathered for the whole step, one group each."""
-    idle: tuple[Group, ...]
+    idle: tuple[UnitGroup, ...]
     """Units that never run: they hold parameters and nothing else."""
     model_bytes: int
     """Buffers of the module and the batch."""
     host_limit_bytes: int
-    """What may be taken of the host's memory, for one rank; 0 where there is none."""
+    """Host memory for one rank; 0 where there is no host."""
     communicator_bytes: int = 0
     """What each communicator of a mesh takes."""
 
     @property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[UnitGroup, ...]:
         """Every group of which options are to be chosen."""
-        return (*(s for s in self.stations if isinstance(s, Group)), *self.whole_step, *self.idle)
+        return (*(s for s in self.stages if isinstance(s, UnitGroup)), *self.whole_step, *self.idle)
 
     @property
     def least_host_bytes(self) -> int:
-        """Bytes on the host that no choice avoids."""
+        """Bytes on the host that no plan avoids."""
         return sum(len(group.units) * min(option.host for option in group.options) for group in self.groups)
 
-    def keeping(self, options: Mapping[Group, Set[Option]]) -> Line:
-        """The line with only these options of each group, in their order."""
+    def keeping(self, options: Mapping[UnitGroup, Set[Option]]) -> Timeline:
+        """Return the timeline with only these options of each group, in their order."""
 
-        def less(group: Group) -> Group:
+        def less(group: UnitGroup) -> UnitGroup:
             return replace(group, options=tuple(option for option in group.options if option in options[group]))
 
         return replace(
             self,
-            stations=tuple(less(s) if isinstance(s, Group) else s for s in self.stations),
+            stages=tuple(less(s) if isinstance(s, UnitGroup) else s for s in self.stages),
             whole_step=tuple(map(less, self.whole_step)),
             idle=tuple(map(less, self.idle)),
         )
 
-    def within(self, limit_bytes: int) -> Line | None:
-        """The line without options that alone pass a limit though all other units take what adds least; None where a group has no other."""
+    def within(self, limit_bytes: int) -> Timeline | None:
+        """Return the timeline without options that pass the limit though all other units take the least; None if a group has no other."""
         least = {group: min(option.lowest_level for option in group.options) for group in self.groups}
-        level = self.model_bytes + sum(min(0, s.saved) for s in self.stations if isinstance(s, Stretch))
+        level = self.model_bytes + sum(min(0, s.saved) for s in self.stages if isinstance(s, RootStage))
         level += sum(len(group.units) * nbytes for group, nbytes in least.items())
         level += sum(min(option.bytes.gathered for option in group.options) for group in self.whole_step)
         room = {group: limit_bytes - level + nbytes for group, nbytes in least.items()}
         kept = {group: {o for o in group.options if o.lowest_level + o.own_peak <= room[group]} for group in self.groups}
         return self.keeping(kept) if all(kept.values()) else None
 
-    def fits_host(self, choices: dict[int, UnitLayout]) -> bool:
-        """Whether the host has memory for what these choices move there."""
-        chosen = [o for group in self.groups for unit in group.units for o in group.options if o.choice == choices[unit]]
+    def fits_host(self, layouts: Mapping[int, UnitLayout]) -> bool:
+        """Return whether the host has memory for what these layouts move there."""
+        chosen = [o for group in self.groups for unit in group.units for o in group.options if o.layout == layouts[unit]]
         return sum(o.host for o in chosen) + max((o.bytes.host_moment for o in chosen), default=0) <= self.host_limit_bytes

@@ -1,4 +1,4 @@
-"""Description and space → the line of stations that the search lays options out on."""
+"""From a problem, a batch and a search space to the timeline of stages, with every unit's options."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from ..cost.memory import SegmentBytes, activation_host_bytes, gathered_ahead, m
 from ..cost.timing import UnitTimer
 from ..cost.units import UnitBytes, gradients_arriving, reduce_input, shape_ids, unit_bytes
 from ..decision import Batch, UnitLayout, meshes_of
-from ..description import Activations, GatherSpan, ModelDescription
-from ..hardware import Hardware
-from ..job import TrainingJob
-from .stages import Call, Group, Line, Option, Stretch, undominated
+from ..description import Activations, GatherSpan
+from ..problem import PlanningProblem
+from .stages import LaterCall, Option, RootStage, Stage, Timeline, UnitGroup, undominated
 from .strategies import Space
 
 SHORT_ROW = 8
@@ -23,151 +22,18 @@ _MOST_BYTES = 2**48
 """An option that takes more fits nowhere; sums of these over all units stay within the solver's whole numbers."""
 
 
-def build_line(description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch, space: Space) -> Line:
-    """Stations of one micro-step.
+def build_timeline(problem: PlanningProblem, batch: Batch, space: Space) -> Timeline:
+    """Return the timeline of one micro-step.
 
     Args:
-        description: the model; a unit with span USE runs at most once a micro-step, one with span CALLS perhaps several times.
-        hardware: devices and links.
-        job: precision, optimizer.
+        problem: its model's units with span USE run at most once a micro-step, those with span CALLS perhaps several times.
         batch: micro-batch size and accumulation.
-        space: choices of each unit.
+        space: layouts of each unit.
 
     Returns:
         Groups of equal units with their options, and what comes between them.
     """
-    maker = _OptionMaker(description, hardware, job, batch, space)
-    units = description.units
-    spans = [unit.span for unit in units]
-    alone = {i for i, span in enumerate(spans) if span is GatherSpan.STEP} | (set(range(len(units))) - set(maker.calls))
-    rest = {i: Group(units=(i,), options=maker.options(i)) for i in sorted(alone)}
-    return Line(
-        stations=tuple(_stations(maker)),
-        whole_step=tuple(g for i, g in rest.items() if spans[i] is GatherSpan.STEP),
-        idle=tuple(g for i, g in rest.items() if spans[i] is not GatherSpan.STEP),
-        model_bytes=resident_bytes(description, job, batch.micro_batch_size),
-        host_limit_bytes=0 if hardware.host is None else hardware.host.memory_bytes,
-        communicator_bytes=hardware.device.communicator_bytes,
-    )
-
-
-def _stations(maker: _OptionMaker) -> list[Group | Call | Stretch]:
-    """What a micro-step passes through, in forward order."""
-    description = maker.description
-    stations: list[Group | Call | Stretch] = []
-    ahead = gathered_ahead(description)
-    key_before = None
-    for index, segment in enumerate(description.segments):
-        unit, prefetches = segment.unit, ahead[index] is not None
-        key = None
-        if description.units[unit].span is GatherSpan.STEP:
-            stations.append(maker.stretch(index, prefetches))
-        elif number := maker.calls[unit].index(index):
-            stations.append(Call(unit=unit, number=number - 1, prefetches=prefetches))
-        elif (key := maker.key(index)) == key_before:
-            stations[-1] = replace(stations[-1], units=(*stations[-1].units, unit))
-        else:
-            stations.append(Group(units=(unit,), options=maker.options(unit), prefetches=prefetches))
-        key_before = key
-    return [part for station in stations for part in (_split(station) if isinstance(station, Group) else (station,))]
-
-
-def _split(row: Group) -> list[Group]:
-    """Take a row apart where position matters."""
-
-    def part(*units: int) -> Group:
-        return replace(row, units=units, prefetches=row.prefetches or units[0] != row.units[0])
-
-    if len(row.units) <= SHORT_ROW:
-        return [part(unit) for unit in row.units]
-    first, middle, last = row.units[:ROW_END], row.units[ROW_END:-ROW_END], row.units[-ROW_END:]
-    return [*map(part, first), part(*middle), *map(part, last)]
-
-
-class _OptionMaker:
-    """Options of units; equal units share them, and what layouts cost."""
-
-    def __init__(self, description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch, space: Space):
-        self.description, self.job = description, job
-        self._world_size, self._batch, self._space = hardware.world_size, batch, space
-        self.timer = UnitTimer(description, hardware, job, batch)
-        self._counts_communicators = bool(hardware.device.communicator_bytes)
-        self.calls: dict[int, list[int]] = {}
-        """Indices of each unit's segments."""
-        for index, segment in enumerate(description.segments):
-            self.calls.setdefault(segment.unit, []).append(index)
-        self._arriving, self._merging = gradients_arriving(description, job), merging_segments(description, job)
-        # one process: plain units leave in flight what a unit on the host before them has left there
-        self._always_in_flight = hardware.world_size == 1 and any(choice.on_host for choices in space for choice in choices)
-        self._shapes = shape_ids(description.units)
-        self._terms: dict[tuple, UnitBytes] = {}
-
-    def key(self, index: int) -> tuple:
-        """What makes the segments of two units alike in every option; a unit with several calls is like no other."""
-        segment = self.description.segments[index]
-        unit = segment.unit
-        several = unit if len(self.calls[unit]) > 1 else None
-        costs = segment.each(lambda costs: replace(costs, unit=0))
-        windows = tuple(self.timer.windows[activations][unit] for activations in Activations)
-        return several, self._shapes[unit], costs, self._merging.get(index, 0), windows, self._space[unit]
-
-    def stretch(self, index: int, prefetches: bool) -> Stretch:
-        """A segment of a unit that is gathered for the whole step."""
-        segment = self.description.segments[index]
-        costs = SegmentBytes.of(segment, GatherSpan.STEP, self._batch.micro_batch_size)
-        return Stretch(
-            unit=segment.unit,
-            saved=costs.saved,
-            forward_peak=costs.forward_peak,
-            backward_peak=costs.backward_peak + self._merging.get(index, 0),
-            gradients=self._arriving[index],
-            prefetches=prefetches,
-        )
-
-    def options(self, unit: int) -> tuple[Option, ...]:
-        """The choices of a unit that are not dominated, in the order of the rule."""
-        span = self.description.units[unit].span
-        running = [] if span is GatherSpan.STEP else [self._costs(index) for index in self.calls.get(unit, ())]
-        made = [self._option(unit, choice, running) for choice in self._space[unit]]
-        if self._counts_communicators:
-            sizes = ((option, option.choice.shard_size, option.choice.stage_size) for option in made)
-            made = [replace(option, meshes=meshes_of(shard, stage, self._world_size)) for option, shard, stage in sizes]
-        made = [option for option in made if option.highest <= _MOST_BYTES] or made[:1]
-        return tuple(sorted(undominated(made, Option.dominates), key=lambda option: option.order))
-
-    def _costs(self, index: int) -> _Call:
-        """What a segment costs."""
-        segment = self.description.segments[index]
-        span, samples = self.description.units[segment.unit].span, self._batch.micro_batch_size
-        forms = {kept: SegmentBytes.of(segment, span, samples, kept) for kept in Activations}
-        if merging := self._merging.get(index, 0):
-            forms = {kept: replace(form, backward_peak=form.backward_peak + merging) for kept, form in forms.items()}
-        on_host = {kept: activation_host_bytes(segment, samples, kept) for kept in Activations}
-        return _Call(forms=forms, on_host=on_host)
-
-    def _option(self, unit: int, choice: UnitLayout, calls: Sequence[_Call]) -> Option:
-        """A choice with all that it brings, over the unit's calls in forward order."""
-        terms, seconds = self._bytes(unit, choice), self.timer(unit, choice).total_s
-        if not calls:
-            return Option(choice=choice, bytes=terms, seconds=seconds)
-        first, *later = (call.under(choice, terms, seconds) for call in calls)
-        if not later:
-            return calls[0].reducing(first)
-        # gradients of the last call, whose backward comes first, wait for those of the first call
-        waiting = terms.waiting_gradients
-        later[-1] = replace(later[-1], left_by_backward=waiting)
-        return replace(calls[0].reducing(first, waiting), later=tuple(later))
-
-    def _bytes(self, unit: int, choice: UnitLayout) -> UnitBytes:
-        layout = choice.shard_size, choice.reshard_after_forward, choice.stage_size, choice.reduce_every_micro_step
-        key = (self._shapes[unit], *layout, choice.on_host)
-        terms = self._terms.get(key)
-        if terms is None:
-            terms = unit_bytes(self.description.units[unit], choice, self._world_size, self.job, self._batch)
-            if self._always_in_flight:
-                terms = replace(terms, reduce_tail=reduce_input(self.description.units[unit], 1, self.job))
-            self._terms[key] = terms
-        return terms
+    return _Builder(problem, batch, space).timeline()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,11 +43,11 @@ class _Call:
     forms: dict[Activations, SegmentBytes]
     on_host: dict[Activations, int]
 
-    def under(self, choice: UnitLayout, terms: UnitBytes, seconds: float) -> Option:
-        """The call under a choice, its gradients left out."""
-        costs, own = self.forms[choice.activations], 0 if terms.kept else terms.gathered
+    def under(self, layout: UnitLayout, terms: UnitBytes, seconds: float) -> Option:
+        """Return the call under a layout, its gradients left out."""
+        costs, own = self.forms[layout.activations], 0 if terms.kept else terms.gathered
         return Option(
-            choice=choice,
+            layout=layout,
             bytes=terms,
             seconds=seconds,
             left_by_forward=costs.saved + terms.kept,
@@ -189,13 +55,148 @@ class _Call:
             forward_peak=terms.gather_buffer + terms.gathered + costs.forward_peak,
             gather_peak=own + terms.prefetched + (0 if terms.kept else terms.cast_buffer),
             compute_peak=own + costs.backward_peak,
-            activations_on_host=self.on_host[choice.activations],
+            activations_on_host=self.on_host[layout.activations],
         )
 
     def reducing(self, option: Option, waiting: int = 0) -> Option:
-        """The same with its gradients, and so many bytes of them that wait, reduced when backward is done."""
-        costs, terms = self.forms[option.choice.activations], option.bytes
+        """Return the option with its gradients, `waiting` bytes of them from later calls, reduced when backward is done."""
+        costs, terms = self.forms[option.layout.activations], option.bytes
         after = terms.gradients_after + terms.reduced_after
         level = costs.gradient - costs.saved - terms.kept - waiting + terms.reduce_input
         highest = level + max(terms.unsharded_gradients, after + terms.reduce_work)
         return replace(option, left_by_backward=after - waiting, reduce_peak=highest)
+
+
+class _Builder:
+    """Options of units; equal units share them, and what layouts cost."""
+
+    def __init__(self, problem: PlanningProblem, batch: Batch, space: Space) -> None:
+        self._problem, self._batch, self._space = problem, batch, space
+        description, hardware = problem.description, problem.hardware
+        self._units, self._segments = description.units, description.segments
+        self._timer = UnitTimer(description, hardware, problem.job, batch)
+        self._calls: dict[int, list[int]] = {}
+        """Indices of each unit's segments."""
+        for index, segment in enumerate(description.segments):
+            self._calls.setdefault(segment.unit, []).append(index)
+        self._arriving, self._merging = gradients_arriving(description, problem.job), merging_segments(description, problem.job)
+        # one process: plain units leave in flight what a unit on the host before them has left there
+        self._always_in_flight = hardware.world_size == 1 and any(layout.on_host for layouts in space for layout in layouts)
+        self._shapes = shape_ids(description.units)
+        self._terms: dict[tuple[object, ...], UnitBytes] = {}
+
+    def timeline(self) -> Timeline:
+        """Return the timeline."""
+        hardware, spans = self._problem.hardware, [unit.span for unit in self._units]
+        alone = {i for i, span in enumerate(spans) if span is GatherSpan.STEP} | (set(range(len(spans))) - set(self._calls))
+        rest = {i: UnitGroup(units=(i,), options=self._options(i)) for i in sorted(alone)}
+        return Timeline(
+            stages=tuple(self._stages()),
+            whole_step=tuple(group for i, group in rest.items() if spans[i] is GatherSpan.STEP),
+            idle=tuple(group for i, group in rest.items() if spans[i] is not GatherSpan.STEP),
+            model_bytes=resident_bytes(self._problem.description, self._problem.job, self._batch.micro_batch_size),
+            host_limit_bytes=0 if hardware.host is None else hardware.host.memory_bytes,
+            communicator_bytes=hardware.device.communicator_bytes,
+        )
+
+    def _stages(self) -> list[Stage]:
+        """Return what a micro-step passes through, in forward order."""
+        stages: list[Stage] = []
+        row: UnitGroup | None = None
+        row_key: tuple[object, ...] = ()
+        ahead = gathered_ahead(self._problem.description)
+        for index, segment in enumerate(self._segments):
+            unit, prefetches = segment.unit, ahead[index] is not None
+            if self._units[unit].span is GatherSpan.STEP:
+                stages += [*_parts(row), self._root_stage(index, prefetches)]
+                row = None
+            elif number := self._calls[unit].index(index):
+                stages += [*_parts(row), LaterCall(unit=unit, number=number - 1, prefetches=prefetches)]
+                row = None
+            elif (key := self._key(index)) == row_key and row is not None:
+                row = replace(row, units=(*row.units, unit))
+            else:
+                stages += _parts(row)
+                row, row_key = UnitGroup(units=(unit,), options=self._options(unit), prefetches=prefetches), key
+        return [*stages, *_parts(row)]
+
+    def _key(self, index: int) -> tuple[object, ...]:
+        """Return what makes the segments of two units alike in every option; a unit with several calls is like no other."""
+        segment = self._segments[index]
+        unit = segment.unit
+        several = unit if len(self._calls[unit]) > 1 else None
+        costs = segment.each(lambda costs: replace(costs, unit=0))
+        windows = tuple(self._timer.windows[activations][unit] for activations in Activations)
+        return several, self._shapes[unit], costs, self._merging.get(index, 0), windows, self._space[unit]
+
+    def _root_stage(self, index: int, prefetches: bool) -> RootStage:
+        segment = self._segments[index]
+        costs = SegmentBytes.of(segment, GatherSpan.STEP, self._batch.micro_batch_size)
+        return RootStage(
+            unit=segment.unit,
+            saved=costs.saved,
+            forward_peak=costs.forward_peak,
+            backward_peak=costs.backward_peak + self._merging.get(index, 0),
+            gradients=self._arriving[index],
+            prefetches=prefetches,
+        )
+
+    def _options(self, unit: int) -> tuple[Option, ...]:
+        """Return the options of a unit that are not dominated, in the order of the rule."""
+        hardware, span = self._problem.hardware, self._units[unit].span
+        calls = [] if span is GatherSpan.STEP else [self._call(index) for index in self._calls.get(unit, ())]
+        made = [self._option(unit, layout, calls) for layout in self._space[unit]]
+        if hardware.device.communicator_bytes:
+            world_size = hardware.world_size
+            made = [replace(o, meshes=meshes_of(o.layout.shard_size, o.layout.stage_size, world_size)) for o in made]
+        made = [option for option in made if option.highest <= _MOST_BYTES] or made[:1]
+        return tuple(sorted(undominated(made, Option.dominates), key=lambda option: option.order))
+
+    def _call(self, index: int) -> _Call:
+        """Return what a segment costs."""
+        segment = self._segments[index]
+        span, samples = self._units[segment.unit].span, self._batch.micro_batch_size
+        forms = {kept: SegmentBytes.of(segment, span, samples, kept) for kept in Activations}
+        if merging := self._merging.get(index, 0):
+            forms = {kept: replace(form, backward_peak=form.backward_peak + merging) for kept, form in forms.items()}
+        on_host = {kept: activation_host_bytes(segment, samples, kept) for kept in Activations}
+        return _Call(forms=forms, on_host=on_host)
+
+    def _option(self, unit: int, layout: UnitLayout, calls: Sequence[_Call]) -> Option:
+        """Return a layout with all that it brings, over the unit's calls in forward order."""
+        terms, seconds = self._bytes(unit, layout), self._timer(unit, layout).total_s
+        if not calls:
+            return Option(layout=layout, bytes=terms, seconds=seconds)
+        first, *later = (call.under(layout, terms, seconds) for call in calls)
+        if not later:
+            return calls[0].reducing(first)
+        # gradients of the last call, whose backward comes first, wait for those of the first call
+        waiting = terms.waiting_gradients
+        later[-1] = replace(later[-1], left_by_backward=waiting)
+        return replace(calls[0].reducing(first, waiting), later=tuple(later))
+
+    def _bytes(self, unit: int, layout: UnitLayout) -> UnitBytes:
+        decided = layout.shard_size, layout.reshard_after_forward, layout.stage_size, layout.reduce_every_micro_step, layout.on_host
+        key = (self._shapes[unit], *decided)
+        if key not in self._terms:
+            job = self._problem.job
+            terms = unit_bytes(self._units[unit], layout, self._problem.hardware.world_size, job, self._batch)
+            if self._always_in_flight:
+                terms = replace(terms, reduce_tail=reduce_input(self._units[unit], 1, job))
+            self._terms[key] = terms
+        return self._terms[key]
+
+
+def _parts(row: UnitGroup | None) -> list[UnitGroup]:
+    """Split a row where position matters: into single units where it is short, else single units at both ends."""
+    if row is None:
+        return []
+    group = row
+
+    def part(*units: int) -> UnitGroup:
+        return replace(group, units=units, prefetches=group.prefetches or units[0] != group.units[0])
+
+    if len(row.units) <= SHORT_ROW:
+        return [part(unit) for unit in row.units]
+    first, middle, last = row.units[:ROW_END], row.units[ROW_END:-ROW_END], row.units[-ROW_END:]
+    return [*map(part, first), part(*middle), *map(part, last)]

@@ -153,7 +153,7 @@ def test_ranks_agree_on_the_whole_profile():
     texts = run_ranks(_profile_here, 2)
     assert texts[0] == texts[1]
     profile = Profile.from_json(texts[0])
-    handling = profile.hardware.handling
+    handling = profile.hardware.fsdp_overhead
     for work in (handling.gather, handling.reduce, *handling.updates.values()):
         assert work(4, 2**20) > 0, "of a few tensors; on a busy machine a call or a tensor alone may come out as nothing"
     assert len(profile.device_names) == 2 and profile.host_link.to_host_bytes_per_s > 1e6
@@ -162,7 +162,7 @@ def test_ranks_agree_on_the_whole_profile():
 
 def test_alone_the_machine_has_no_links_and_nothing_to_shard():
     profile = measure_profile(device_type="cpu", seconds=0.2)
-    assert (profile.hardware.timings, profile.hardware.handling, profile.segments) == ((), None, ())
+    assert (profile.hardware.timings, profile.hardware.fsdp_overhead, profile.segments) == ((), None, ())
     assert "torch" in profile.versions and profile.date
 
 

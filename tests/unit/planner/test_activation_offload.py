@@ -15,7 +15,6 @@ from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import Activations, GatherSpan, ModelDescription, PhaseCost, Segment
 from hf_osdp.planner.hardware import Backend, HostSpec
 from hf_osdp.planner.job import TrainingJob
-from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.strategies import search_spaces
 from tests.helpers.descriptions import transformer
@@ -169,7 +168,7 @@ def test_offload_without_a_host_is_refused():
     description, hardware = recomputable(input_bytes=2e6, own_bytes=8e6), replace(with_host(), host=None)
     job = TrainingJob(global_batch_size=2, offload_activations=True)
     with pytest.raises(HardwareError, match="offload_activations=True, but no host is known"):
-        search_spaces(Strategy.OSDP, description, hardware, job, ONCE)
+        search_spaces(problem(description, hardware, job), ONCE)
     assert planned(description, hardware, TrainingJob(global_batch_size=2), 10**9) == {Activations.SAVE}
 
 

@@ -14,7 +14,7 @@ from hf_osdp.planner.cost.collectives import collective_seconds, replicate_ring,
 from hf_osdp.planner.cost.units import UnitBytes, merged_gradients, unit_bytes, unit_seconds
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import Activations, DType, GatherSpan, ParameterSpec, UnitDescription
-from hf_osdp.planner.hardware import Backend, Collective, DeviceSpec, Handling, Hardware, HostSpec, Link, WorkTime
+from hf_osdp.planner.hardware import Backend, Collective, DeviceSpec, FsdpOverhead, Hardware, HostSpec, Link, WorkTime
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 
 ONCE = Batch(micro_batch_size=1, accumulation_steps=1)
@@ -281,7 +281,7 @@ def test_one_process_spends_time_on_the_update_only():
     assert alone.optimizer == pytest.approx(7 * 128 / 1e6)
 
 
-HANDLING = Handling(
+HANDLING = FsdpOverhead(
     gather=WorkTime(call_s=1.0, tensor_s=0.1, seconds_per_byte=0.001),
     reduce=WorkTime(call_s=2.0, tensor_s=0.2, seconds_per_byte=0.002),
     updates={
@@ -293,7 +293,7 @@ HANDLING = Handling(
 
 
 def handled(unit: UnitDescription = UNIT, *, g: int, keep: bool = False, job: TrainingJob | None = None, world_size: int = 4):
-    hardware = replace(machine(devices_per_node=world_size), handling=HANDLING)
+    hardware = replace(machine(devices_per_node=world_size), fsdp_overhead=HANDLING)
     return unit_seconds(unit, UnitLayout(shard_size=g, reshard_after_forward=not keep), hardware, job or job_of())
 
 

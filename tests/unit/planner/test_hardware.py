@@ -9,7 +9,7 @@ import pytest
 
 from hf_osdp.errors import HardwareError
 from hf_osdp.planner.description import DType
-from hf_osdp.planner.hardware import CACHING_MARGIN, Backend, Collective, CollectiveTiming, DeviceSpec, Handling, Link, WorkTime
+from hf_osdp.planner.hardware import CACHING_MARGIN, Backend, Collective, CollectiveTiming, DeviceSpec, FsdpOverhead, Link, WorkTime
 from hf_osdp.planner.job import OptimizerStep
 from hf_osdp.planner.presets import COMMUNICATOR_BYTES, CONTEXT_BYTES, preset, preset_names
 
@@ -83,7 +83,7 @@ def test_handling_has_a_time_for_each_kind_of_step():
     with pytest.raises(ValueError, match="finite and at least 0"):
         WorkTime(call_s=-1.0)
     with pytest.raises(ValueError, match="optimizer step 'fused' is missing"):
-        Handling(gather=work, reduce=work, updates={OptimizerStep.FOREACH: work, OptimizerStep.FOR_LOOP: work})
+        FsdpOverhead(gather=work, reduce=work, updates={OptimizerStep.FOREACH: work, OptimizerStep.FOR_LOOP: work})
 
 
 @pytest.mark.parametrize("wrong", [{"group_size": 1}, {"latency_s": -1.0}, {"seconds_per_byte": float("nan")}])

@@ -15,6 +15,7 @@ from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.strategies import batches, divisors, search_spaces
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
+from tests.helpers.problems import problem
 
 WEIGHT = ParameterSpec(name="w", shape=(2,), dtype=DType.FLOAT32)
 ONCE, TWICE = (Batch(micro_batch_size=1, accumulation_steps=steps) for steps in (1, 2))
@@ -32,7 +33,7 @@ def devices(per_node: int, *, nodes: int = 1) -> Hardware:
 
 def offered(batch: Batch, job: TrainingJob = JOB, *, host: HostSpec | None = None, strategy: Strategy = Strategy.OSDP, world_size: int = 4):
     """For each space, what each unit may hold, recompute, and leave on the host."""
-    spaces = search_spaces(strategy, DESCRIPTION, replace(devices(world_size), host=host), job, batch)
+    spaces = search_spaces(problem(DESCRIPTION, replace(devices(world_size), host=host), job, strategy=strategy), batch)
     return [[{(not c.reduce_every_micro_step, c.activations, c.on_host) for c in choices} for choices in space] for space in spaces]
 
 
@@ -98,8 +99,8 @@ def test_single_strategies_are_parts_of_the_osdp_space(strategy):
 
 def _is_part(strategy: Strategy, batch: Batch) -> None:
     hardware = replace(devices(4, nodes=2), host=HOST)
-    (everything,) = search_spaces(Strategy.OSDP, DESCRIPTION, hardware, JOB, batch)
-    for space in search_spaces(strategy, DESCRIPTION, hardware, JOB, batch):
+    (everything,) = search_spaces(problem(DESCRIPTION, hardware, JOB), batch)
+    for space in search_spaces(problem(DESCRIPTION, hardware, JOB, strategy=strategy), batch):
         ways = {(not c.reduce_every_micro_step, c.on_host) for unit, choices in zip(DESCRIPTION.units, space, strict=True) for c in choices}
         assert len(ways) == 1, "a single strategy does the same with every unit"
         assert all(set(choices) <= set(allowed) for choices, allowed in zip(space, everything, strict=True))
@@ -107,20 +108,20 @@ def _is_part(strategy: Strategy, batch: Batch) -> None:
 
 def test_hsdp_needs_a_size_between_one_and_all():
     plain = replace(JOB, recompute=False)
-    assert len(search_spaces(Strategy.HSDP, DESCRIPTION, devices(8), plain, ONCE)) == 2
+    assert len(search_spaces(problem(DESCRIPTION, devices(8), plain, strategy=Strategy.HSDP), ONCE)) == 2
     for world_size in (1, 2, 3):
         with pytest.raises(ValueError, match=f"strategy=hsdp needs a group size between 1 and {world_size}"):
-            search_spaces(Strategy.HSDP, DESCRIPTION, devices(world_size), plain, ONCE)
+            search_spaces(problem(DESCRIPTION, devices(world_size), plain, strategy=Strategy.HSDP), ONCE)
 
 
 def test_two_stages_need_several_nodes_of_several_devices():
     plain = replace(JOB, recompute=False)
-    (space,) = search_spaces(Strategy.TWO_STAGE, DESCRIPTION, devices(4, nodes=2), plain, ONCE)
+    (space,) = search_spaces(problem(DESCRIPTION, devices(4, nodes=2), plain, strategy=Strategy.TWO_STAGE), ONCE)
     assert {(choice.shard_size, choice.stage_size) for choices in space for choice in choices} == {(8, 4)}
     for hardware in (devices(1, nodes=8), devices(8), devices(1)):
         with pytest.raises(ValueError, match=r"strategy=two_stage needs several nodes of several devices, not [18] of [18]; use fsdp"):
-            search_spaces(Strategy.TWO_STAGE, DESCRIPTION, hardware, plain, ONCE)
-    (everything,) = search_spaces(Strategy.OSDP, DESCRIPTION, devices(4, nodes=4), plain, ONCE)
+            search_spaces(problem(DESCRIPTION, hardware, plain, strategy=Strategy.TWO_STAGE), ONCE)
+    (everything,) = search_spaces(problem(DESCRIPTION, devices(4, nodes=4), plain), ONCE)
     staged = {(c.shard_size, c.stage_size) for choices in everything for c in choices if c.stage_size > 1}
     assert staged == {(8, 4), (16, 4)}, "whole nodes, several of them"
 
@@ -160,7 +161,7 @@ def test_a_fixed_reduce_every_micro_step_fixes_every_unit(every):
 def test_frozen_units_hold_no_gradients():
     frozen = replace(DESCRIPTION.units[3], parameters=tuple(replace(p, requires_grad=False) for p in DESCRIPTION.units[3].parameters))
     description = replace(DESCRIPTION, units=(*DESCRIPTION.units[:3], frozen))
-    (space,) = search_spaces(Strategy.OSDP, description, devices(4), replace(JOB, reduce_every_micro_step=False), TWICE)
+    (space,) = search_spaces(problem(description, devices(4), replace(JOB, reduce_every_micro_step=False)), TWICE)
     assert [{not c.reduce_every_micro_step for c in choices} for choices in space] == [{True}, {True}, {True}, {False}]
 
 

@@ -14,11 +14,11 @@ from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, ParameterSpec, PhaseCost, Segment, UnitDescription
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.problem import Strategy
-from hf_osdp.planner.search.bounds import peak_floor
+from hf_osdp.planner.search.candidates import Candidate
 from hf_osdp.planner.search.strategies import batches, search_spaces
-from hf_osdp.planner.search.timeline import build_line
+from hf_osdp.planner.search.timeline import build_timeline
 from tests.helpers.descriptions import at_random, transformer
+from tests.helpers.problems import problem
 
 ONCE = Batch(micro_batch_size=1, accumulation_steps=1)
 JOB = TrainingJob(global_batch_size=8)
@@ -184,8 +184,9 @@ def test_gradients_of_shared_weights_meet_in_their_first_segment():
 def test_frugal_floor_is_below_every_layout(seed):
     description, hardware = at_random(seed, kinds=2, blocks=3), preset("cpu", devices_per_node=2)
     for batch in batches(TrainingJob(global_batch_size=4), 2):
-        (space,) = search_spaces(Strategy.OSDP, description, hardware, JOB, batch)
-        floor = peak_floor(description, build_line(description, hardware, JOB, batch, space), JOB, batch)
+        (space,) = search_spaces(problem(description, hardware, JOB), batch)
+        asked = problem(description, hardware, JOB)
+        floor = Candidate(problem=asked, batch=batch, timeline=build_timeline(asked, batch, space)).floor_bytes
         assert all(estimate_memory(description, c, 2, JOB, batch).peak_bytes >= floor for c in itertools.product(*space))
 
 

@@ -11,7 +11,7 @@ from hf_osdp.errors import ProfileError
 from hf_osdp.planner.affine import Affine, linear_fit
 from hf_osdp.planner.cost.timing import compute_seconds, phase_seconds
 from hf_osdp.planner.description import DType, ModelDescription, PhaseCost
-from hf_osdp.planner.hardware import Collective, CollectiveTiming, Handling, WorkTime
+from hf_osdp.planner.hardware import Collective, CollectiveTiming, FsdpOverhead, WorkTime
 from hf_osdp.planner.job import OptimizerStep
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import HostLink, Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
@@ -22,7 +22,7 @@ DESCRIPTION = transformer(layers=3)
 HARDWARE = replace(
     preset("cpu", devices_per_node=2),
     timings=(CollectiveTiming(collective=Collective.ALL_GATHER, group_size=2, latency_s=1e-4, seconds_per_byte=1e-9, crosses_nodes=True),),
-    handling=Handling(
+    fsdp_overhead=FsdpOverhead(
         gather=WorkTime(call_s=1e-4, tensor_s=1e-5, seconds_per_byte=1e-10),
         reduce=WorkTime(call_s=2e-4),
         updates={step: WorkTime(tensor_s=1e-5) for step in OptimizerStep},
@@ -86,7 +86,7 @@ def test_damaged_profiles_are_refused_in_one_line():
     assert "is not JSON" in refused("{")
     assert "should be an object" in refused("[]")
     assert "hardware: Field required" in refused("{}")
-    assert "version 1; this hf_osdp reads version 2" in refused(changed(version=1))
+    assert "version 1; this hf_osdp reads version 3" in refused(changed(version=1))
     assert "colour" in refused(changed(colour="red"))
     text = PROFILE.to_json()
     assert "group_size=1" in refused(text.replace('"group_size": 2', '"group_size": 1'))

@@ -50,10 +50,7 @@ def found_with(gaps: Gaps) -> SearchResult | None:
         search(problem(MODEL, HARDWARE, JOB, LIMIT)),
         find,
         lambda: search(problem(MODEL, HARDWARE, JOB, LEAST)),
-        MODEL,
-        HARDWARE,
-        JOB,
-        LIMIT,
+        problem(MODEL, HARDWARE, JOB, LIMIT),
         needed=gaps,
     )
 

@@ -8,7 +8,7 @@ from hf_osdp.planner.cost.memory import MemoryBreakdown
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.search.frontier import frontier
 from hf_osdp.planner.search.search import least_memory, search
-from hf_osdp.planner.search.what_if import Answer, Changed, answer, twice_the_memory
+from hf_osdp.planner.search.what_if import Answer, answer, twice_the_memory
 from hf_osdp.quantities import format_bytes, format_seconds
 from hf_osdp.report.content import answers_content, comparison_content, explanation_content
 from hf_osdp.report.explain import Binding, Binds, explain
@@ -85,8 +85,8 @@ def test_frontier_table_marks_the_fastest_within_the_limit():
 def test_what_if_table_counts_gains_from_the_first_row():
     case = problem(MODEL, HARDWARE, JOB, LIMIT)
     rows = [
-        answer("now", Changed(problem=case, change="limit 12.0 MiB")),
-        answer("twice the memory", twice_the_memory(case)),
+        answer("now", case, "limit 12.0 MiB"),
+        answer("twice the memory", *twice_the_memory(case)),
         Answer(question="largest width", change="", reason="not even 1 heads fit"),
     ]
     lines = rendered(what_if_table(rows))
