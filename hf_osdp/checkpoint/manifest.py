@@ -82,8 +82,10 @@ class Manifest:
         content = read_json(path, "manifest", CheckpointError, limit_bytes=_MOST_BYTES)
         try:
             if content["format"] != VERSION:
-                problem = f"{path} has format {content['format']!r}, this version of hf_osdp reads {VERSION}"
-                raise CheckpointError(f"{problem}; update hf_osdp, or take another one.")
+                raise CheckpointError(
+                    f"{path} has format {content['format']!r}, this version of hf_osdp reads {VERSION};"
+                    " update hf_osdp, or take another one."
+                )
             samples, training = content.get("global_batch_size"), content.get("training")
             return cls(
                 files={name: FileRecord(size=int(file["size"]), crc32=int(file["crc32"])) for name, file in content["files"].items()},

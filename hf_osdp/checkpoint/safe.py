@@ -118,6 +118,10 @@ def _check_index(index: Metadata) -> None:
             raise TypeError("a name is no text")
 
 
+def _refusal(what: str) -> CheckpointError:
+    return CheckpointError(f"The checkpoint's index asks for {what}, which no index holds; do not use it.")
+
+
 def _by_scalar(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return `make`, which looks its argument up, for numbers and text only."""
 
@@ -145,7 +149,7 @@ class _IndexUnpickler(pickle._Unpickler):
         if module == "torch" and isinstance(found := getattr(torch, name, None), (torch.dtype, torch.layout)):
             return found
         if f"{module}.{name}" not in _KNOWN:
-            raise CheckpointError(f"The checkpoint's index asks for {module}.{name}, which no index holds; do not use it.")
+            raise _refusal(f"{module}.{name}")
         return _KNOWN[f"{module}.{name}"]
 
     def load_setitems(self) -> None:
@@ -163,12 +167,12 @@ class _IndexUnpickler(pickle._Unpickler):
         parts = (key.fqn, key.index) if type(key) is MetadataIndex else (key,)
         plain = all(type(part) in (str, int, type(None)) for part in parts)
         if not plain or (type(key) is MetadataIndex and type(key.offset) not in (torch.Size, type(None))):
-            raise CheckpointError(f"The checkpoint's index has a {type(key).__name__} as a key, which no index has; do not use it.")
+            raise _refusal(f"a {type(key).__name__} as a key")
         self.stack[-1][key] = value
 
     def load_refused(self) -> None:
         """Refuse sets, and dicts of the oldest protocol."""
-        raise CheckpointError("The checkpoint's index holds a set, which no index has; do not use it.")
+        raise _refusal("a set")
 
     dispatch[pickle.SETITEMS[0]], dispatch[pickle.SETITEM[0]] = load_setitems, load_setitem
     dispatch |= dict.fromkeys((pickle.ADDITEMS[0], pickle.FROZENSET[0], pickle.DICT[0]), load_refused)
