@@ -23,7 +23,7 @@ from ..measurement.step_meter import Observation
 from ..planner.description import DType
 from ..planner.job import OptimizerSpec, OptimizerStep, Precision
 from ..planner.plan import Plan
-from ..planner.search.search import SearchResult
+from ..planner.search.result import SearchResult
 from ..planning.config import OSDPConfig, merged_config
 from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun, plan_run
@@ -127,7 +127,7 @@ class OptimalShardedDataParallel(nn.Module):
         self.report: SearchResult | None = run.search
         self.rounds: tuple[Round, ...] = run.rounds
         self.measured: Observation | None = None
-        self._writer = CheckpointWriter()
+        self._writer = CheckpointWriter(plan=run.plan, settings={"precision": mixed_precision})
         apply_plan(model, run.plan, run.units, meshes=run.meshes, mp_policy=mp_policy(self._precision))
         verify_applied(model, run.plan, run.units)
         self.module = move_to_device(model, device)
@@ -249,7 +249,7 @@ class OptimalShardedDataParallel(nn.Module):
         self._writer.in_background = in_background
         save_loop(
             self._writer, path, self.module, optimizer,
-            others=_stateful(scheduler, scaler), progress=progress or {}, sharded=sharded, plan=self.plan,
+            others=_stateful(scheduler, scaler), progress=progress or {}, sharded=sharded,
         )  # fmt: skip
 
     def wait_for_checkpoint(self) -> None:
@@ -277,7 +277,7 @@ class OptimalShardedDataParallel(nn.Module):
         Raises:
             CheckpointError: it is damaged, incomplete, or of another model; on every rank.
         """
-        return load_loop(path, self.module, optimizer, others=_stateful(scheduler, scaler))
+        return load_loop(path, self.module, optimizer, others=_stateful(scheduler, scaler), writer=self._writer)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  the model's own
         try:

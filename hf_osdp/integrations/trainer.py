@@ -14,7 +14,7 @@ import transformers.trainer
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
-from ..checkpoint.starts import begin_anew
+from ..checkpoint.resume import start_fresh
 from ..checkpoint.writer import CheckpointWriter, Staging
 from ..distributed.process_group import wait_for_ranks
 from ..distributed.stop import StopSignal
@@ -84,7 +84,7 @@ class Trainer(TrainerCheckpoints, _Stock):
             assert arguments.output_dir is not None
             self._asked_batch = arguments.per_device_train_batch_size
             if given.get("train_dataset") is not None:
-                begin_anew(arguments.output_dir)  # before planning, which may fail
+                start_fresh(arguments.output_dir)  # before planning, which may be the end of this start
             self._makes_folder = not Path(arguments.output_dir).exists()
         super().__init__(*call.args[1:], **call.kwargs)
 
@@ -210,8 +210,7 @@ class Trainer(TrainerCheckpoints, _Stock):
                 output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
         finally:
             self._stop.abandon()  # where an error ended training
-        self._writer.wait()
-        self._keep_limit(Path(str(self.args.output_dir)))
+        self._finish_checkpoints()
         assert self._steps is not None and self._run is not None
         if self._steps.measured:
             measured = self._steps.summary()

@@ -17,7 +17,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
-from ..checkpoint.finding import recorded_batch
+from ..checkpoint.resume import recorded_batch
 from ..distributed.consensus import largest_of_ranks
 from ..modeling.batch import Inputs, without_adapters
 from ..modeling.batch_norm import has_running_statistics
