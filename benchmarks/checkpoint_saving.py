@@ -65,7 +65,7 @@ def measure(folder: str, saves: int, layers: int, width: int) -> dict[str, list[
     PartialState(cpu=True)
     model, optimizer = training(layers, width)
     writer = CheckpointWriter(in_background=True)
-    save = functools.partial(save_loop, model=model, optimizer=optimizer, others={}, progress={}, plan=None)
+    save = functools.partial(save_loop, model=model, optimizer=optimizer, others={}, progress={})
     ways: dict[str, Callable[[Path], None]] = {
         STOCK: functools.partial(by_accelerate, model=model, optimizer=optimizer),
         OURS: lambda place: save(CheckpointWriter(), place, sharded=True),

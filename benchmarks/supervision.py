@@ -33,10 +33,12 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-GROUP_TIMEOUT_S = 20
+GROUP_TIMEOUT_S = 45
 """Of the process group in the cases of a partition; torch's own are 600 s (NCCL) and 1800 s (gloo)."""
 STOP_S = 60
 _SIGNS = (
+    r"(?m)^error: .*|SIGTERM: .*",
+    r"rank\s+: \d+ \(local_rank: \d+\)\s+exitcode\s+: -9 .*",
     r"(?:hf_osdp: )?(?:Restarted|Rank \d+ on |Out of memory on rank ).*",
     r"(?:hf_osdp: |error: |\w+Error: |Rank \d+ on ).*(?:not heard|missing|differ|[Dd]ifferent|twice|started as one of|not answer).*",
     r"SIGTERM: .*",
@@ -169,8 +171,8 @@ def start(case: Case, name: str, mode: str, folder: Path, output: IO[bytes], *, 
                 free.bind(("127.0.0.1", 0))
                 port = str(free.getsockname()[1])
             if name == "port":
-                busy = socket.create_server(("", 0))
-                busy.set_inheritable(False)
+                busy = socket.socket()
+                busy.bind(("", 0))
                 port, _HELD[:] = str(busy.getsockname()[1]), [busy]
             common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
             return [
@@ -261,7 +263,7 @@ def run_rank(name: str, mode: str, folder_text: str) -> None:
 
 
 def form_plainly(name: str, odd: bool) -> None:
-    dist.init_process_group("gloo", **({"timeout": timedelta(seconds=GROUP_TIMEOUT_S)} if name == "partition" else {}))
+    dist.init_process_group("gloo", **({"timeout": timedelta(seconds=GROUP_TIMEOUT_S)} if name in ("partition", "cut-off") else {}))
 
 
 def form_by_us(name: str, odd: bool) -> None:
@@ -271,8 +273,8 @@ def form_by_us(name: str, odd: bool) -> None:
         transformers.__version__ = "5.0.0"
     from hf_osdp.sharding.environment import form_process_group
 
-    if name == "partition":
-        torch.distributed.distributed_c10d.default_pg_timeout = timedelta(seconds=GROUP_TIMEOUT_S)
+    if name in ("partition", "cut-off"):  # what a script may do itself
+        dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S))
     form_process_group(needed=True)
 
 
@@ -327,7 +329,7 @@ def gather_alone(mode: str) -> None:
     if mode == "ours":
         from hf_osdp.distributed import process_group
 
-        process_group.ALL_CALL_S = GROUP_TIMEOUT_S
+        process_group.ALL_CALL_S = 20
         process_group.require_all("Linear.state_dict")
     dist.all_gather([torch.ones(2), torch.ones(2)], torch.ones(2))
 

@@ -30,10 +30,8 @@ _PUBLIC = {
     "TrainingJob": "planner.job",
     "preset": "planner.presets",
     "search": "planner.search.search",
-    "begin_anew": "checkpoint.starts",
-    "go_on": "checkpoint.starts",
-    "is_restart": "checkpoint.starts",
-    "last_checkpoint": "checkpoint.finding",
+    "checkpoint_to_resume": "checkpoint.resume",
+    "last_checkpoint": "checkpoint.resume",
     "describe": "tracing.describe",
     "measure_hardware": "measurement.machine",
     "measure_profile": "measurement.profile",
@@ -51,7 +49,7 @@ _PUBLIC = {
 __all__ = [*sorted(_PUBLIC), "__version__"]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
@@ -62,8 +60,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from .checkpoint.finding import last_checkpoint
-    from .checkpoint.starts import begin_anew, go_on, is_restart
+    from .checkpoint.resume import checkpoint_to_resume, last_checkpoint
     from .distributed.stop import StopSignal
     from .errors import (
         CheckpointError,

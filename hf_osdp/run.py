@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _target(given: Sequence[str]) -> tuple[str, bool]:
-    """The script or the module to run, and whether it is a module.
+    """Return the script or the module to run, and whether it is a module.
 
     Raises:
         ValueError: there is none.

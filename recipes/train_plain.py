@@ -43,7 +43,7 @@ class PlainArguments:
 
     output_dir: str = field(default="runs/plain", metadata={"help": "Folder of the model."})
     memory_limit: str | None = field(default=None, metadata={"help": "Memory of each device, such as 8GiB; by default all of it."})
-    strategy: str | None = field(default=None, metadata={"help": "osdp (default), fsdp, ddp, zero2, hsdp or two_stage."})
+    strategy: str = field(default="osdp", metadata={"help": "osdp (default), fsdp, ddp, zero2, hsdp or two_stage."})
     hardware: str | None = field(default=None, metadata={"help": "Preset to plan for; by default this machine is measured."})
     mixed_precision: str = field(default="no", metadata={"help": "no, bf16 or fp16."})
     global_batch_size: int = field(default=8, metadata={"help": "Samples of an optimizer step, over all processes."})

@@ -14,7 +14,7 @@ from trainer_log import TrainerLog
 from transformers import TrainingArguments, set_seed
 from transformers.integrations import get_available_reporting_integrations
 
-from hf_osdp import Trainer, begin_anew, go_on, is_restart, last_checkpoint
+from hf_osdp import Trainer, checkpoint_to_resume
 
 
 def begin(args: TrainingArguments) -> str | None:
@@ -115,13 +115,8 @@ def find_checkpoint(wanted: str | None, output_dir: str, *, marker: str = "train
         ValueError: the folder holds no checkpoint.
     """
     asked = str(wanted).lower()
-    last = asked in ("true", "last")
-    (go_on if last else begin_anew)(output_dir)
-    if last or (asked != "false" and is_restart(output_dir)):
-        if (found := last_checkpoint(output_dir, marker=marker)) is not None:
-            return str(found)
-    if wanted is None or last or asked == "false":
-        return None
-    if not (Path(wanted) / marker).is_file():
+    known = {"none": None, "false": False, "true": True, "last": True}
+    if asked not in known and not (Path(wanted) / marker).is_file():
         raise ValueError(f"resume_from_checkpoint={wanted} holds no checkpoint; give a checkpoint-N folder, or true for the last one.")
-    return wanted
+    found = checkpoint_to_resume(output_dir, known.get(asked, wanted), marker=marker)
+    return None if found is None else str(found)

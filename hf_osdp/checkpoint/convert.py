@@ -13,12 +13,26 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..modeling.split.positions import at_positions
-from .finding import check_checkpoint
-from .layouts import Layout, Place, find_model, find_optimizer, is_state, model_place, optimizer_place
+from .layouts import (
+    Layout,
+    Place,
+    find_model,
+    find_optimizer,
+    is_positional,
+    is_state,
+    model_place,
+    named_state,
+    optimizer_place,
+    read_optimizer,
+    read_weights,
+)
 from .manifest import MANIFEST_NAME
+from .resume import check_checkpoint
 from .states import write_shards
-from .whole import is_positional, named_state, read_optimizer, read_weights
 from .writer import CheckpointWriter
+
+_TRAINER = "trainer_state.json"
+_SEVERAL = ("optimizer_1", "pytorch_model_fsdp_1", "model_1")
 
 
 class Target(Enum):
@@ -53,7 +67,7 @@ def convert(source: Path, target: Path, *, to: Target, model: nn.Module | None =
     if target.exists():
         raise ValueError(f"{target} exists already; give a folder that does not.")
     check_checkpoint(source)
-    if several := [path.name for path in source.iterdir() if path.name.startswith(("optimizer_1", "pytorch_model_fsdp_1", "model_1"))]:
+    if several := [path.name for path in source.iterdir() if path.name.startswith(_SEVERAL)]:
         raise ValueError(f"{source} holds several models ({several[0]}); load it in the training script, which reads every layout.")
     weights, optimizer = find_model(source), None if to is Target.WEIGHTS else _optimizer_of(source)
     own = {MANIFEST_NAME, weights.path.name, *((optimizer.path.name,) if optimizer else ())}
@@ -64,11 +78,8 @@ def convert(source: Path, target: Path, *, to: Target, model: nn.Module | None =
         _copy_rest(source, staging.path, own, to)
 
 
-_TRAINER = "trainer_state.json"
-
-
 def _optimizer_of(source: Path) -> Place | None:
-    """Its optimizer's state; a checkpoint of weights has none."""
+    """Return where the optimizer's state is; a checkpoint of weights has none."""
     try:
         return find_optimizer(source)
     except CheckpointError:
@@ -84,7 +95,7 @@ def _write_weights(folder: Path, weights: dict[str, torch.Tensor], to: Target) -
         case Target.WHOLE:
             torch.save(weights, model_place(folder, Layout.WHOLE).path)
         case Target.SINGLE | Target.WEIGHTS:
-            from huggingface_hub import save_torch_state_dict  # knows tied weights, and cuts what is too large for one file
+            from huggingface_hub import save_torch_state_dict  # knows tied weights, and splits what is too large for one file
 
             save_torch_state_dict(weights, folder, max_shard_size="50GB")
 
@@ -101,27 +112,22 @@ def _write_optimizer(folder: Path, state: dict[str, Any], to: Target, *, beside_
 
 
 def _copy_rest(source: Path, target: Path, own: set[str], to: Target) -> None:
-    """Files beside the states."""
+    """Copy files beside the states."""
     for path in sorted(source.iterdir()):
         name = path.name
-        if name in own or (target / name).exists() or name.startswith(".") or not path.is_file() or _is_weights(name):
-            continue
-        if to is Target.WEIGHTS and is_state(path):
-            continue
-        shutil.copyfile(path, target / name)
+        is_weights = name.startswith(("model", "pytorch_model")) and name.endswith((".safetensors", ".bin", ".index.json"))
+        skipped = name in own or is_weights or name.startswith(".") or (to is Target.WEIGHTS and is_state(path))
+        if path.is_file() and not skipped and not (target / name).exists():
+            shutil.copyfile(path, target / name)
     if to is Target.SINGLE and (target / "rng_state_0.pth").is_file():
         (target / "rng_state_0.pth").replace(target / "rng_state.pth")  # as the Trainer calls it in one process
-
-
-def _is_weights(name: str) -> bool:
-    return name.startswith(("model", "pytorch_model")) and name.endswith((".safetensors", ".bin", ".index.json"))
 
 
 # -------------------------------------------------------------------------------------------------------------------- names
 
 
 def _named(state: dict[str, Any], model: nn.Module | None) -> dict[str, Any]:
-    """An optimizer's state by names.
+    """Return an optimizer's state by names.
 
     Raises:
         CheckpointError: it goes by position, and the model is not known or has other parameters.
@@ -145,18 +151,18 @@ def _named(state: dict[str, Any], model: nn.Module | None) -> dict[str, Any]:
 
 
 def _possible_groups(model: nn.Module) -> list[list[list[str]]]:
-    """Names in the order of one group, of the Trainer's two, of matrices and the rest."""
+    """Return names in the order of one group, of the Trainer's two, of matrices and the rest."""
     from transformers import Trainer
 
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    decay = set(Trainer.get_decay_parameter_names(None, model))
+    decay = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
     matrices = {name for name, parameter in named.items() if parameter.ndim > 1}
     halves = [[[n for n in named if n in chosen], [n for n in named if n not in chosen]] for chosen in (decay, matrices)]
     return [[list(named)], *halves]
 
 
 def _fits(state: Mapping[str, Any], groups: Sequence[Sequence[str]], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether every state tensor has its parameter's shape."""
+    """Return whether every state tensor has its parameter's shape."""
     if [len(group["params"]) for group in state["param_groups"]] != [len(names) for names in groups]:
         return False
     states = named_state(state, groups)["state"]

@@ -1,78 +1,182 @@
-"""Folders of checkpoints: a new one is complete or invisible.
+"""Folders of checkpoints: a new one is complete or invisible, and one run at a time writes into an output folder.
 
-.partial/checkpoint-30            all ranks write into it
+.partial/4f0c9a1e/checkpoint-30   all ranks write into it
 checkpoint-30                     the same folder, moved when all of it is on the disk and its manifest is written
 .partial/checkpoint-30.replaced   what had this name before, until the new one is in its place
 .partial/checkpoint-30.removed    one that is being removed
-.partial/older.json               what an earlier training left, see starts.py
+.partial/lock                     locked by the run that writes checkpoint-N; NAME.lock by that which writes NAME
+.partial/training.json            which training runs there, see resume.py
 """
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import logging
 import os
 import re
 import shutil
+import socket
+import time
+import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 from ..distributed.process_group import own_versions
 from ..errors import CheckpointError
-from ..planner.plan import Plan
 from .layouts import is_state
 from .manifest import MANIFEST_NAME, FileRecord, Manifest
 
 _log = logging.getLogger(__name__)
 
 PARTIAL = ".partial"
-_REPLACED, _REMOVED = ".replaced", ".removed"
+_LOCK, _REPLACED, _REMOVED = "lock", ".replaced", ".removed"
 _NUMBERED = re.compile(r"checkpoint[-_](\d+)")
 """The Trainer's folders, and those that Accelerate names."""
-_begun: set[Path] = set()
-"""Staging folders that this process made: what may still be written in the background."""
+_LOCK_WAIT_S = 60.0
+"""How long to wait for another run to end: a restart may begin while file systems still hold the lock of a machine that failed."""
+_LOCK_POLL_S = 0.2
+_locks: dict[Path, tuple[int, TextIO | None]] = {}
+"""Lock files that a process, this one or that which it was forked from, has locked; no file where there are no locks."""
+_staged: set[Path] = set()
+"""Folders in which this process writes checkpoints."""
 
 
-def staging_folder(folder: Path) -> Path:
-    """Where a checkpoint is written until it is complete; the last part of its name stays."""
-    return folder.parent / PARTIAL / folder.name
+# --------------------------------------------------------------------------------------------------------- one run at a time
+
+
+def lock_checkpoints(parent: Path, name: str | None = None, *, wait_s: float | None = None) -> None:
+    """Keep other runs from writing the same checkpoints, until `unlock_checkpoints` or the end of this process.
+
+    What an interrupted run left of them is finished or removed.
+
+    Args:
+        parent: the output folder.
+        name: of one checkpoint; None is all of `checkpoint-N`.
+        wait_s: how long to wait for another run to end; None is a minute.
+
+    Raises:
+        CheckpointError: another run writes them.
+    """
+    path = _lock_path(parent, name)
+    if path in _locks:
+        return
+    wait_s = _LOCK_WAIT_S if wait_s is None else wait_s
+    deadline, waiting = time.monotonic() + wait_s, False
+    while (holder := _try_lock(path)) is not None:
+        if time.monotonic() > deadline:
+            raise CheckpointError(f"Another run ({holder}) writes checkpoints into {parent}; give this run a folder of its own.")
+        if not waiting:
+            _log.warning("Another run (%s) writes checkpoints into %s; waiting up to %g s for its end.", holder, parent, wait_s)
+        waiting = True
+        time.sleep(_LOCK_POLL_S)
+    pattern = "checkpoint[-_]*" if name is None else glob.escape(name)
+    restore_replaced(parent, pattern)
+    staged = {inside.parent for inside in path.parent.glob(f"*/{pattern}")} - _staged
+    for left in (*staged, *path.parent.glob(pattern), *path.parent.glob(f"{pattern}{_REMOVED}")):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def unlock_checkpoints(parent: Path, name: str | None = None) -> None:
+    """Let other runs write checkpoints again that `lock_checkpoints` has locked."""
+    path = _lock_path(parent, name)
+    process, handle = _locks.pop(path, (0, None))
+    if handle is not None and process == os.getpid():
+        with suppress(OSError):
+            path.unlink()
+            handle.close()
+            path.parent.rmdir()  # not where something else is in it
+
+
+def is_locked_elsewhere(parent: Path) -> bool:
+    """Return whether another run writes `checkpoint-N` into an output folder."""
+    path = _lock_path(parent, None)
+    if path in _locks or not path.exists():
+        return False
+    if _try_lock(path) is not None:
+        return True
+    unlock_checkpoints(parent)
+    return False
+
+
+def lock_name(folder: Path) -> str | None:
+    """Return the name under which a checkpoint is locked; None for `checkpoint-N`."""
+    return None if _NUMBERED.fullmatch(folder.name) else folder.name
+
+
+def _lock_path(parent: Path, name: str | None) -> Path:
+    return parent.resolve() / PARTIAL / (_LOCK if name is None else f"{name}.{_LOCK}")
+
+
+def _try_lock(path: Path) -> str | None:
+    """Lock a file, or return who has locked it. Where there are no locks nothing is locked."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = path.open("a+")
+    except OSError:  # the first checkpoint tells of it
+        _locks[path] = os.getpid(), None
+        return None
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(handle.fileno()).st_ino == path.stat().st_ino:  # else the other run has just removed it
+            handle.truncate(0)
+            handle.write(f"process {os.getpid()} on {socket.gethostname()}")
+            handle.flush()
+            _locks[path] = os.getpid(), handle
+            return None
+    except (BlockingIOError, PermissionError, FileNotFoundError):
+        handle.seek(0)
+    except OSError:
+        _locks[path] = os.getpid(), None
+        return None
+    holder = handle.read(200) or "another process"
+    handle.close()
+    return holder if holder.isprintable() else ascii(holder)
+
+
+# -------------------------------------------------------------------------------------------------------- complete or invisible
 
 
 def prepare_staging(folder: Path) -> Path:
-    """An empty staging folder; what an interrupted start left of this name goes.
+    """Make an empty folder in which a checkpoint is written until it is complete; the last part of its name stays.
 
     Raises:
-        CheckpointError: it cannot be made.
+        CheckpointError: it cannot be made, or another run writes into the same output folder.
         ValueError: the folder is the current one, or holds it.
     """
     if Path.cwd().is_relative_to(folder):
         raise ValueError(f"A checkpoint cannot take the place of {folder}, in which this program runs; give a folder inside it.")
+    lock_checkpoints(folder.parent, lock_name(folder))
     try:
-        staging = staging_folder(folder)
-        staging.parent.mkdir(parents=True, exist_ok=True)
-        restore_replaced(folder.parent)
-        if staging.exists():
-            shutil.rmtree(staging)
-        staging.mkdir()
-        _begun.add(staging.resolve())
+        staging = folder.parent / PARTIAL / uuid.uuid4().hex[:8] / folder.name
+        staging.mkdir(parents=True)
+        _staged.add(staging.parent)
         return staging
     except OSError as error:
-        raise CheckpointError(f"Checkpoint {folder} cannot be written ({error}); give a folder that is writable.") from None
+        raise _unwritable(folder, error) from None
 
 
-def complete(folder: Path, parts: Iterable[Mapping[str, FileRecord]], *, ranks: int, plan: Plan | None) -> None:
+def discard_staging(staging: Path) -> None:
+    """Remove a checkpoint that will not be complete."""
+    _staged.discard(staging.parent)
+    shutil.rmtree(staging.parent, ignore_errors=True)
+
+
+def complete(folder: Path, staging: Path, manifest: Manifest, parts: Iterable[Mapping[str, FileRecord]]) -> None:
     """Write the manifest of a staging folder whose files are all there, and let the checkpoint appear.
 
     Args:
         folder: the checkpoint's final name.
+        staging: where it was written.
+        manifest: of the run; files and versions are filled in.
         parts: what ranks have summed already, by path inside the folder; the rest is summed here.
-        ranks: how many wrote it.
-        plan: the one that runs.
 
     Raises:
         CheckpointError: it cannot be written.
     """
-    staging = staging_folder(folder)
     files = {name: record for part in parts for name, record in part.items()}
     try:
         for path in staging.rglob("*"):
@@ -80,18 +184,20 @@ def complete(folder: Path, parts: Iterable[Mapping[str, FileRecord]], *, ranks: 
             if path.is_file() and name not in files:
                 flush(path)
                 files[name] = FileRecord.of(path)
-        run = {} if plan is None else {"plan": plan.fingerprint, "global_batch_size": plan.global_batch_size}
-        manifest = Manifest(files=files, world_size=ranks, versions=own_versions(), **run)
-        (staging / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+        (staging / MANIFEST_NAME).write_text(replace(manifest, files=files, versions=own_versions()).to_json(), encoding="utf-8")
         for path in (staging / MANIFEST_NAME, *(path for path in staging.rglob("*") if path.is_dir()), staging):
             flush(path)
         _appear(staging, folder)
     except OSError as error:
-        raise CheckpointError(f"Checkpoint {folder} cannot be written ({error}); give a folder that is writable.") from None
+        raise _unwritable(folder, error) from None
+
+
+def _unwritable(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"Checkpoint {folder} cannot be written ({error}); give a folder that is writable.")
 
 
 def flush(path: Path) -> None:
-    """See a file's content, or a folder's names, onto the disk."""
+    """Wait until a file's content, or a folder's names, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -101,13 +207,14 @@ def flush(path: Path) -> None:
 
 def _appear(staging: Path, folder: Path) -> None:
     """Give the staging folder its name. What had the name keeps the files that were no checkpoint's."""
-    replaced = staging.with_name(f"{staging.name}{_REPLACED}")
+    replaced = folder.parent / PARTIAL / f"{folder.name}{_REPLACED}"
     if folder.exists():
         folder.rename(replaced)
     staging.rename(folder)
     flush(folder.parent)
     _take_over(replaced, folder)
-    with suppress(OSError):  # not empty, or another checkpoint has just begun
+    _staged.discard(staging.parent)
+    with suppress(OSError):
         staging.parent.rmdir()
 
 
@@ -138,7 +245,7 @@ def restore_replaced(parent: Path, pattern: str = "*") -> None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Take a checkpoint away; interrupted amid that, it is invisible. Of a link only the link goes. What cannot be removed is warned of."""
+    """Remove a checkpoint; interrupted amid that, it is invisible. Of a link only the link goes. What cannot be removed is warned of."""
     hidden = folder.parent / PARTIAL / f"{folder.name}{_REMOVED}"
     try:
         if folder.is_symlink():
@@ -154,15 +261,8 @@ def remove_checkpoint(folder: Path) -> None:
         hidden.parent.rmdir()
 
 
-def remove_left(parent: Path) -> None:
-    """Take away what an interrupted start left unfinished; what this process writes stays."""
-    for left in (parent / PARTIAL).glob("checkpoint*"):
-        if left.resolve() not in _begun:
-            shutil.rmtree(left, ignore_errors=True)
-
-
 def numbered_checkpoints(folder: Path) -> list[Path]:
-    """Folders named `checkpoint-N` or `checkpoint_N`, the newest first."""
+    """Return folders named `checkpoint-N` or `checkpoint_N`, the newest first."""
     if not folder.is_dir():
         return []
     found = [(int(match[1]), path) for path in folder.iterdir() if path.is_dir() and (match := _NUMBERED.fullmatch(path.name))]

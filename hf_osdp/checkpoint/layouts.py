@@ -1,13 +1,27 @@
-"""Which files of a folder hold weights and optimizer states: those of Accelerate, of the Trainer, of one process."""
+"""Which files of a folder hold weights and optimizer states, as Accelerate, the Trainer and one process write them; reads them whole."""
 
 from __future__ import annotations
 
 import re
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file as load_safetensors
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from ..errors import CheckpointError
+from ..reading import read_json
+from .manifest import check_inside, check_regular
+from .safe import SafePlanner, SafeReader, load_file
 
 
 class Layout(Enum):
@@ -30,25 +44,26 @@ class Place:
 
 
 def _numbered(stem: str, index: int, suffix: str) -> str:
-    """`optimizer.bin`, `optimizer_1.bin`."""
+    """Return `optimizer.bin`, or `optimizer_1.bin`."""
     return f"{stem}{f'_{index}' if index else ''}{suffix}"
 
 
 def model_place(folder: Path, layout: Layout, index: int = 0) -> Place:
-    """Where a model's weights are written."""
+    """Return where a model's weights are written."""
     match layout:
         case Layout.SHARDED:
-            return Place(layout=layout, path=folder / f"pytorch_model_fsdp_{index}")
+            name = f"pytorch_model_fsdp_{index}"
         case Layout.WHOLE:
-            return Place(layout=layout, path=folder / _numbered("pytorch_model_fsdp", index, ".bin"))
+            name = _numbered("pytorch_model_fsdp", index, ".bin")
         case Layout.SINGLE:
-            return Place(layout=layout, path=folder / _numbered("model", index, ".safetensors"))
+            name = _numbered("model", index, ".safetensors")
+    return Place(layout=layout, path=folder / name)
 
 
 def optimizer_place(folder: Path, layout: Layout, index: int = 0) -> Place:
-    """Where an optimizer's state is written."""
-    path = folder / (f"optimizer_{index}" if layout is Layout.SHARDED else _numbered("optimizer", index, ".bin"))
-    return Place(layout=layout, path=path)
+    """Return where an optimizer's state is written."""
+    name = f"optimizer_{index}" if layout is Layout.SHARDED else _numbered("optimizer", index, ".bin")
+    return Place(layout=layout, path=folder / name)
 
 
 _STATE_FILE = re.compile(
@@ -62,40 +77,147 @@ _STATE_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 
 
 def is_state(path: Path) -> bool:
-    """Whether a file or folder is a checkpoint's state by its name; what is left is configuration, tokenizer, or a user's."""
+    """Return whether a file or folder is a checkpoint's state by its name; the rest is configuration, tokenizer, or a user's."""
     return (_STATE_FOLDER if path.is_dir() else _STATE_FILE).fullmatch(path.name) is not None
 
 
 def find_model(folder: Path, index: int = 0) -> Place:
-    """Where a checkpoint's weights are.
+    """Return where a checkpoint's weights are.
 
     Raises:
         CheckpointError: nowhere.
     """
-    for layout in (Layout.SHARDED, Layout.WHOLE):
-        if (place := model_place(folder, layout, index)).path.exists():
-            return place
     names = [_numbered("model", index, ".safetensors"), _numbered("pytorch_model", index, ".bin")]
     if index == 0:
         names += ["model.safetensors.index.json", "adapter_model.safetensors"]
-    for name in names:
-        if (folder / name).is_file():
-            return Place(layout=Layout.SINGLE, path=folder / name)
-    raise CheckpointError(
-        f"{folder} has no weights ({', '.join(('pytorch_model_fsdp_0/', 'pytorch_model_fsdp.bin', *names))}); give another."
-    )
+    places = [model_place(folder, layout, index) for layout in (Layout.SHARDED, Layout.WHOLE)]
+    places += [Place(layout=Layout.SINGLE, path=folder / name) for name in names]
+    return _first(places, f"{folder} has no weights ({', '.join(('pytorch_model_fsdp_0/', 'pytorch_model_fsdp.bin', *names))})")
 
 
 def find_optimizer(folder: Path, index: int = 0) -> Place:
-    """Where a checkpoint's optimizer state is. A single file tells by its content whether it goes by name (`WHOLE`) or by position.
+    """Return where a checkpoint's optimizer state is. A single file tells by its content whether it goes by name (`WHOLE`) or by position.
 
     Raises:
         CheckpointError: nowhere.
     """
-    if (place := optimizer_place(folder, Layout.SHARDED, index)).path.is_dir():
-        return place
     names = [_numbered("optimizer", index, ".bin"), *(["optimizer.pt"] if index == 0 else [])]
+    places = [optimizer_place(folder, Layout.SHARDED, index), *(Place(layout=Layout.WHOLE, path=folder / name) for name in names)]
+    return _first(places, f"{folder} has no optimizer state ({', '.join(('optimizer_0/', *names))})")
+
+
+def _first(places: Sequence[Place], problem: str) -> Place:
+    for place in places:
+        if place.path.exists():
+            return place
+    raise CheckpointError(f"{problem}; give another.")
+
+
+# --------------------------------------------------------------------------------------------------------------- whole tensors
+
+
+def read_weights(place: Place) -> dict[str, torch.Tensor]:
+    """Return a model's weights by Hugging Face names. All of them are in memory then.
+
+    Args:
+        place: where, as `find_model` found it.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    if place.layout is Layout.SHARDED:
+        return dict(_unsharded(place.path, "model"))
+    match place.path.suffix:
+        case ".safetensors":
+            return _safetensors(place.path)
+        case ".json":
+            return _of_several_files(place.path)
+    return dict(load_file(place.path))
+
+
+def read_optimizer(place: Place) -> dict[str, Any]:
+    """Return an optimizer's state, `{"state": {...}, "param_groups": [...]}` by names, or by positions where one process wrote it.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    state = _unsharded(place.path, "optimizer") if place.layout is Layout.SHARDED else load_file(place.path)
+    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
+        raise CheckpointError(f"{place.path} holds no optimizer's state; take another checkpoint.")
+    return dict(state)
+
+
+def is_positional(state: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer's state goes by the parameters' positions."""
+    return any(isinstance(key, int) for group in state["param_groups"] for key in group["params"])
+
+
+def named_state(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return a state that goes by positions with names.
+
+    Args:
+        state: as `torch.optim.Optimizer.state_dict` gives it.
+        groups: the parameters' names in the optimizer's order, group by group.
+
+    Raises:
+        CheckpointError: it is of another number of groups or parameters.
+    """
+    saved, own = [len(group["params"]) for group in state["param_groups"]], [len(names) for names in groups]
+    if saved != own:
+        raise CheckpointError(
+            f"The checkpoint's optimizer has parameter groups of {saved} parameters, this one of {own};"
+            " make the optimizer with the groups that it was saved with."
+        )
+    pairs = [(group["params"], names) for group, names in zip(state["param_groups"], groups, strict=True)]
+    names = {position: name for positions, own_names in pairs for position, name in zip(positions, own_names, strict=True)}
+    return {
+        "state": {names[position]: own for position, own in state["state"].items()},
+        "param_groups": [{**group, "params": list(own)} for group, own in zip(state["param_groups"], groups, strict=True)],
+    }
+
+
+def _safetensors(path: Path) -> dict[str, torch.Tensor]:
+    check_regular(path)
+    try:
+        return load_safetensors(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); take another checkpoint.") from None
+
+
+def _of_several_files(index: Path) -> dict[str, torch.Tensor]:
+    """Return weights in several files, as transformers writes large ones."""
+    content = read_json(index, "index of weights", CheckpointError)
+    try:
+        names = sorted(set(content["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} cannot be read ({type(error).__name__}: {error}); take another checkpoint.") from None
+    weights: dict[str, torch.Tensor] = {}
     for name in names:
-        if (folder / name).is_file():
-            return Place(layout=Layout.WHOLE, path=folder / name)
-    raise CheckpointError(f"{folder} has no optimizer state ({', '.join(('optimizer_0/', *names))}); give another.")
+        weights |= _safetensors(index.parent / check_inside(name))
+    return weights
+
+
+def _unsharded(path: Path, key: str) -> Any:  # noqa: ANN401  # what the checkpoint has
+    """Load shards as full tensors."""
+    reader = SafeReader(path)
+    index = reader.read_metadata()
+    try:
+        flat = {
+            name: torch.empty(of.size, dtype=of.properties.dtype) if isinstance(of, TensorStorageMetadata) else None
+            for name, of in index.state_dict_metadata.items()
+        }
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process it is
+            planner = SafePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            load_shards(flat, storage_reader=reader, planner=planner, no_dist=True)
+        return unflatten_state_dict(flat, index.planner_data)[key]
+    except (CheckpointException, RuntimeError, KeyError, ValueError, OSError, EOFError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({cause_of(error)}); take another checkpoint.") from None
+
+
+def cause_of(error: BaseException) -> str:
+    """Return an error in one line; torch's own exception holds those of all ranks."""
+    if isinstance(error, CheckpointException):
+        rank, (inner, _) = next(iter(sorted(error.failures.items())))
+        return f"rank {rank}: {cause_of(inner)}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,40 +1,49 @@
-"""All that a plain PyTorch loop goes on from, under the names that Accelerate gives its files."""
+"""All that a plain PyTorch loop resumes from, under the names that Accelerate gives its files; random states of any loop."""
 
 from __future__ import annotations
 
+import random
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank
 from ..errors import CheckpointError
-from ..planner.plan import Plan
-from .finding import check_checkpoint
-from .random_states import load_random_states, save_random_states
+from ..sharding.optimizer_check import unwrapped
+from .resume import check_checkpoint, warn_of_changes
 from .safe import load_file
 from .states import load_model, load_optimizer, save_model, save_optimizer
 from .writer import CheckpointWriter, on_every_rank
 
 PROGRESS_NAME = "custom_checkpoint_0.pkl"
+_RANDOM_KEYS = {
+    "python": ("python", "random_state"),
+    "numpy": ("numpy", "numpy_random_seed"),
+    "cpu": ("cpu", "torch_manual_seed"),
+    "cuda": ("cuda", "torch_cuda_manual_seed"),
+}
+"""What the Trainer and Accelerate call each generator's state."""
 
 
 class Stateful(Protocol):
     """A scheduler, or a loss scaler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers, text, lists, dicts and tensors."""
+        """Return numbers, text, lists, dicts and tensors."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The reverse."""
+        """Load what `state_dict` returned."""
 
 
 def save_loop(
     writer: CheckpointWriter, folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, *,
-    others: Mapping[str, Stateful], progress: Mapping[str, Any], sharded: bool, plan: Plan | None,
+    others: Mapping[str, Stateful], progress: Mapping[str, Any], sharded: bool,
 ) -> None:  # fmt: skip
     """Write a loop's checkpoint. Collective.
 
@@ -46,12 +55,11 @@ def save_loop(
         others: what else has a state, by the file's name.
         progress: numbers, text and tensors of the loop's own; rank 0's count.
         sharded: each rank writes its shards; else rank 0 writes whole tensors.
-        plan: the one that runs.
 
     Raises:
         CheckpointError: it cannot be written; on every rank.
     """
-    with writer.new(folder, plan=plan) as staging:
+    with writer.new(folder, optimizer=type(unwrapped(optimizer)).__name__) as staging:
         save_model(staging.path, model, sharded=sharded, files=staging.file_system)
         save_optimizer(staging.path, model, optimizer, sharded=sharded, files=staging.file_system)
         on_every_rank(lambda: save_random_states(staging.path, rank()))
@@ -66,15 +74,17 @@ def save_loop(
 
 
 def load_loop(
-    folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, others: Mapping[str, Stateful]
+    folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, *,
+    others: Mapping[str, Stateful], writer: CheckpointWriter | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Go on from a checkpoint, whatever plan and however many ranks wrote it. Collective.
+    """Resume from a checkpoint, whatever plan and however many ranks wrote it. Collective.
 
     Args:
         folder: of the checkpoint.
         model: sharded or not.
         optimizer: of its parameters, with the parameter groups that it was saved with.
         others: as `save_loop`.
+        writer: of this run, whose settings are compared with the checkpoint's.
 
     Returns:
         What was saved as progress.
@@ -91,9 +101,68 @@ def load_loop(
         return {name: load_file(folder / name, numpy=True) for name in (*others, PROGRESS_NAME) if (folder / name).is_file()}
 
     rest = on_rank_zero(read_rest)
+    run = writer or CheckpointWriter()
+    warn_of_changes(folder, {**run.settings, "optimizer": type(unwrapped(optimizer)).__name__}, run.plan)
     load_model(folder, model)
     load_optimizer(folder, model, optimizer)
     for name, owner in others.items():
         owner.load_state_dict(rest[name])
     load_random_states(folder, rank())
-    return rest.get(PROGRESS_NAME, {})
+    return dict(rest.get(PROGRESS_NAME, {}))
+
+
+# ------------------------------------------------------------------------------------------------------------ random states
+
+
+def save_random_states(folder: Path, rank: int) -> None:
+    """Write this process's random states, as Accelerate does."""
+    states = {"random_state": random.getstate(), "numpy_random_seed": np.random.get_state(), "torch_manual_seed": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["torch_cuda_manual_seed"] = torch.cuda.get_rng_state_all()
+    torch.save(states, folder / f"random_states_{rank}.pkl")
+
+
+def load_random_states(folder: Path, rank: int) -> None:
+    """Set this process's generators as they were when the checkpoint was written.
+
+    A rank that was not there then gets states of its own, which rank 0's and its number determine: no two ranks draw the same.
+
+    Args:
+        folder: of the checkpoint. Without random states in it nothing happens.
+        rank: of this process.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+
+    def file_of(number: int) -> Path | None:
+        names = [f"random_states_{number}.pkl", f"rng_state_{number}.pth", *(["rng_state.pth"] if number == 0 else [])]
+        return next((folder / name for name in names if (folder / name).is_file()), None)
+
+    if (path := file_of(rank)) is not None:
+        _set_random_states(_by_generator(path), path)
+    elif (first := file_of(0)) is not None:
+        state = _by_generator(first)["cpu"]
+        seed = zlib.crc32((b"" if state is None else state.numpy().tobytes()) + rank.to_bytes(8, "little"))
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)  # CUDA's generators too
+
+
+def _by_generator(path: Path) -> dict[str, Any]:
+    states = load_file(path, numpy=True)
+    return {kind: next((states[key] for key in keys if key in states), None) for kind, keys in _RANDOM_KEYS.items()}
+
+
+def _set_random_states(states: Mapping[str, Any], path: Path) -> None:
+    try:
+        version, internal, gauss = states["python"]
+        random.setstate((version, tuple(internal), gauss))
+        np.random.set_state(states["numpy"])
+        torch.set_rng_state(states["cpu"])
+        if (on_devices := states["cuda"]) is not None and torch.cuda.is_available():
+            several = [on_devices] if torch.is_tensor(on_devices) else on_devices
+            for device, state in zip(range(torch.cuda.device_count()), several, strict=False):
+                torch.cuda.set_rng_state(state, device)
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(f"{path} holds no random states ({error}); take another checkpoint.") from None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import stat
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 
 from ..errors import CheckpointError
@@ -55,18 +56,22 @@ class Manifest:
     """Samples of an optimizer step of that plan."""
     versions: Mapping[str, str] | None = None
     """Of the packages that wrote it."""
+    training: str | None = None
+    """Which training wrote it, see `resume.py`; None for the first in its folder."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """What continues the same training only if it stays: seed, dataset, precision, optimizer."""
 
     def __post_init__(self) -> None:
         for name in self.files:
             check_inside(name)
 
     def to_json(self) -> str:
-        """The file's text."""
+        """Return the file's text."""
         return json.dumps({"format": VERSION, **asdict(self)}, indent=1)
 
     @classmethod
     def load(cls, folder: Path) -> Manifest | None:
-        """A folder's manifest; None where it has none.
+        """Return a folder's manifest; None where it has none.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -74,24 +79,24 @@ class Manifest:
         path = folder / MANIFEST_NAME
         if not path.is_file():
             return None
-        said = read_json(path, "manifest", CheckpointError, limit_bytes=_MOST_BYTES)
+        content = read_json(path, "manifest", CheckpointError, limit_bytes=_MOST_BYTES)
         try:
-            if said["format"] != VERSION:
-                raise CheckpointError(
-                    f"{path} has format {said['format']!r}, this version of hf_osdp reads {VERSION}; update hf_osdp, or take another one."
-                )
-            files = {name: FileRecord(size=int(file["size"]), crc32=int(file["crc32"])) for name, file in said["files"].items()}
-            samples = said.get("global_batch_size")
+            if content["format"] != VERSION:
+                problem = f"{path} has format {content['format']!r}, this version of hf_osdp reads {VERSION}"
+                raise CheckpointError(f"{problem}; update hf_osdp, or take another one.")
+            samples, training = content.get("global_batch_size"), content.get("training")
             return cls(
-                files=files, world_size=int(said["world_size"]), plan=said["plan"], versions=said["versions"],
-                global_batch_size=None if samples is None else int(samples),
+                files={name: FileRecord(size=int(file["size"]), crc32=int(file["crc32"])) for name, file in content["files"].items()},
+                world_size=int(content["world_size"]), plan=content["plan"], versions=content["versions"],
+                global_batch_size=None if samples is None else int(samples), training=None if training is None else str(training),
+                settings={str(name): str(value) for name, value in content.get("settings", {}).items()},
             )  # fmt: skip
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}); it is damaged.") from None
 
 
 def damage(folder: Path, files: Iterable[tuple[str, FileRecord]]) -> str | None:
-    """What is wrong with files of a checkpoint; None where all is as it was written.
+    """Return what is wrong with files of a checkpoint; None where all is as it was written.
 
     Args:
         folder: the checkpoint's.
@@ -112,7 +117,7 @@ def damage(folder: Path, files: Iterable[tuple[str, FileRecord]]) -> str | None:
 
 
 def check_inside(name: object) -> str:
-    """A file's name that stays inside the folder it is said to be in.
+    """Return a file's name that stays inside the folder it is said to be in.
 
     Raises:
         CheckpointError: it is no text, absolute, or climbs out.
@@ -121,4 +126,24 @@ def check_inside(name: object) -> str:
         path = PurePosixPath(name)
         if not path.is_absolute() and ".." not in path.parts and ":" not in path.parts[0]:
             return name
-    raise CheckpointError(f"The checkpoint names a file {name!r} outside of its folder; it was not written by training, do not use it.")
+    shown = repr(name) if isinstance(name, str) else f"of type {type(name).__name__}"  # a hostile value's repr may take for ever
+    raise CheckpointError(f"The checkpoint names a file {shown} outside of its folder; it was not written by training, do not use it.")
+
+
+def special_file(path: Path) -> str | None:
+    """Return why reading a path may block for ever, as the end of a sentence; None for files and folders, and for what is missing."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return None
+    return None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else "is a pipe, a socket or a device"
+
+
+def check_regular(path: Path) -> None:
+    """Refuse to read from what is no file.
+
+    Raises:
+        CheckpointError: it is a pipe, a socket or a device, which may block for ever.
+    """
+    if problem := special_file(path):
+        raise CheckpointError(f"{path} {problem}, no file; take another checkpoint.")

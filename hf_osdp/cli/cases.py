@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import InfeasibleError
 from ..planner.description import ModelDescription
@@ -27,6 +27,7 @@ from .options import Request
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import AutoConfig, PreTrainedConfig
 
     from ..planning.config import OSDPConfig
     from ..planning.problem import RunFacts
@@ -142,13 +143,13 @@ def describer(request: Request, hardware: Hardware) -> Callable[..., ModelDescri
 
     config, facts = run_of(request, hardware)
 
-    def describe_at(model_config: Any, sequence_length: int, split: ModelSplit = WHOLE_BLOCKS) -> ModelDescription:
+    def describe_at(model_config: object, sequence_length: int, split: ModelSplit = WHOLE_BLOCKS) -> ModelDescription:
         return Describer(model_of(request, model_config), config, replace(facts, sequence_length=sequence_length)).describe(split)
 
     return describe_at
 
 
-def model_of(request: Request, config: Any) -> nn.Module:
+def model_of(request: Request, config: object) -> nn.Module:
     """Return the configuration's model on the meta device, with adapters if asked for, and with float32 masters in mixed precision.
 
     Raises:
@@ -183,7 +184,7 @@ def timed(request: Request, description: ModelDescription) -> ModelDescription:
     return description if request.profile is None else with_block_times(description, profile_of(request))
 
 
-def case_of(request: Request) -> tuple[PlanningProblem, Any, Request]:
+def case_of(request: Request) -> tuple[PlanningProblem, PreTrainedConfig, Request]:
     """Return the problem, the model's configuration, and the request as settled.
 
     One device is first planned without units on the host, as the Trainer and Accelerate do.
@@ -214,19 +215,19 @@ def case_of(request: Request) -> tuple[PlanningProblem, Any, Request]:
     return problem(*last), model_config, request
 
 
-def plain_of(request: Request, hardware: Hardware, config: Any) -> ModelDescription:
+def plain_of(request: Request, hardware: Hardware, config: object) -> ModelDescription:
     """Return the description of the model as it is, not split."""
     return timed(request, describer(request, hardware)(config, request.sequence_length))
 
 
-def split_case(case: PlanningProblem, request: Request, config: Any) -> PlanningProblem:
+def split_case(case: PlanningProblem, request: Request, config: object) -> PlanningProblem:
     """Return the problem of the model as it trains fastest, whole or split."""
     from ..planning.problem import ProblemBuilder
 
     return ProblemBuilder(model_of(request, config), *run_of(request, case.hardware), hardware=case.hardware).with_best_split(case)
 
 
-def load_config(model: str) -> Any:
+def load_config(model: str) -> PreTrainedConfig:
     """Load a transformers configuration from a hub id, a folder or a file; the hub's cache goes before the hub.
 
     Raises:
@@ -240,22 +241,27 @@ def load_config(model: str) -> Any:
     from transformers import AutoConfig
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.set_verbosity_error()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     if local:
         config = _read(AutoConfig, str(path), model)
         config._name_or_path = path.resolve().parent.name if path.name == "config.json" else path.stem  # tables have no room for a path
         return config
     try:
-        return AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+        return _from_pretrained(AutoConfig, model, local_files_only=True)
     except (OSError, ValueError):
         _check_hub(model)
     return _read(AutoConfig, model, model)
 
 
-def _read(auto_config: Any, source: str, model: str) -> Any:
+def _from_pretrained(auto_config: type[AutoConfig], source: str, **options: bool) -> PreTrainedConfig:
+    config: PreTrainedConfig = auto_config.from_pretrained(source, trust_remote_code=False, **options)
+    return config
+
+
+def _read(auto_config: type[AutoConfig], source: str, model: str) -> PreTrainedConfig:
     try:
-        return auto_config.from_pretrained(source, trust_remote_code=False)
+        return _from_pretrained(auto_config, source)
     except Exception as error:  # a malformed file may make transformers raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ValueError(f"MODEL {model!r} has no configuration that transformers can read: {reason}.") from None

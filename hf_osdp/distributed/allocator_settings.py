@@ -29,7 +29,7 @@ def prefer_expandable_segments(environment: MutableMapping[str, str] = os.enviro
     Returns:
         Whether it was set by this call.
     """
-    if torch.version.cuda is None or sys.platform != "linux" or torch.cuda.is_initialized():
+    if torch.version.cuda is None or sys.platform != "linux" or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
     settings = allocator_settings(environment)
     if _EXPANDABLE in settings or settings.get(_BACKEND, _OWN_BACKEND) != _OWN_BACKEND:
@@ -43,16 +43,18 @@ def prefer_expandable_segments(environment: MutableMapping[str, str] = os.enviro
 
 
 def expands_segments(environment: MutableMapping[str, str] = os.environ) -> bool:
-    """Whether the allocator's segments expand in this process, as `TrainingJob.expandable_segments` takes it.
+    """Return whether the allocator's segments expand in this process, as `TrainingJob.expandable_segments` takes it.
 
     On a machine without CUDA a plan is for a run elsewhere, which `prefer_expandable_segments` begins.
     """
     setting = allocator_settings(environment).get(_EXPANDABLE)
-    return torch.version.cuda is None or not torch.cuda.is_initialized() if setting is None else setting == "True"
+    if setting is not None:
+        return setting == "True"
+    return torch.version.cuda is None or not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
 def allocator_settings(environment: MutableMapping[str, str] = os.environ) -> dict[str, str]:
-    """What variables and, since torch 2.13, calls have set of the allocator, by name."""
+    """Return the allocator's settings by name: those of variables and, since torch 2.13, of calls."""
     texts = [environment.get(name, "") for name in _VARIABLES]
     if hasattr(torch._C, "_accelerator_getAllocatorSettings"):  # torch 2.13
         texts.append(torch._C._accelerator_getAllocatorSettings())

@@ -13,17 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import (
-    CheckpointError,
-    CheckpointingError,
-    DescriptionError,
-    HardwareError,
-    InfeasibleError,
-    OSDPError,
-    PlanError,
-    PlanMismatchError,
-    ProfileError,
-)
+from .. import errors
+from ..errors import OSDPError, PlanError, PlanMismatchError
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
 from .device import own_gpu
@@ -36,12 +27,8 @@ _SAME_MEMORY = 0.02
 """A share: devices of one name whose memory differs by less are of one kind."""
 
 _SHARED_ERRORS: dict[str, type[Exception]] = {
-    cls.__name__: cls
-    for cls in (
-        CheckpointError, CheckpointingError, DescriptionError, HardwareError, InfeasibleError, OSDPError, PlanError, PlanMismatchError,
-        ProfileError, ValueError,
-    )
-}  # fmt: skip
+    name: cls for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, OSDPError)
+} | {"ValueError": ValueError}
 
 
 def on_rank_zero(fn: Callable[[], T]) -> T:
@@ -197,19 +184,10 @@ def _own_device(device_type: object) -> tuple[str, int] | None:
 
 
 def _device_texts(devices: Sequence[tuple[str, int] | None]) -> list[str]:
-    """Return one text for devices of one kind: that of the first of this name and of nearly this memory."""
-    kinds: list[tuple[str, int]] = []
-    texts = []
-    for device in devices:
-        if device is None:
-            texts.append("")
-            continue
-        name, mib = device
-        kind = next((kind for kind in kinds if kind[0] == name and abs(kind[1] - mib) < _SAME_MEMORY * max(kind[1], mib)), None)
-        if kind is None:
-            kinds.append(kind := (name, mib))
-        texts.append(f"{kind[0]} with {kind[1]} MiB")
-    return texts
+    """Name each device, with its memory where that differs by more than `_SAME_MEMORY`."""
+    memories = [device[1] for device in devices if device is not None]
+    alike = not memories or max(memories) - min(memories) < _SAME_MEMORY * max(memories)
+    return ["" if device is None else device[0] if alike else f"{device[0]} with {device[1]} MiB" for device in devices]
 
 
 def _model_text(model: nn.Module) -> str:

@@ -27,7 +27,8 @@ class Meshes:
     """
 
     def __init__(self, device_type: str) -> None:
-        """
+        """Find the world size.
+
         Args:
             device_type: `"cuda"` or `"cpu"`, as `init_device_mesh` takes it.
 
@@ -42,7 +43,7 @@ class Meshes:
         self._staged: dict[Layout, DeviceMesh] = {}
 
     def mesh(self, shard_size: int) -> DeviceMesh:
-        """The mesh whose shard axis has `shard_size` ranks.
+        """Return the mesh whose shard axis has `shard_size` ranks.
 
         Returns:
             A 1-D mesh (W,) where the whole world shards; else the 2-D mesh (W / shard_size, shard_size) of HSDP, which
@@ -57,7 +58,7 @@ class Meshes:
         return self._by_shard_size[shard_size]
 
     def stages(self, shard_size: int, stage_size: int) -> Stages:
-        """This rank's groups between nodes and inside its node, for collectives over `shard_size` ranks.
+        """Return this rank's groups between nodes and inside its node, for collectives over `shard_size` ranks.
 
         Args:
             shard_size: ranks of the whole collective, several nodes.
@@ -96,11 +97,11 @@ class Meshes:
             destroy_mesh(self._staged.pop(layout))
 
     def groups(self, plan: Plan) -> list[dist.ProcessGroup]:
-        """The process groups in which units of the plan communicate, each once, in the same order on every rank. Collective.
+        """Return the process groups in which units of the plan communicate, each once, in the same order on every rank. Collective.
 
         Others were formed with a mesh, and cost nothing as long as nobody communicates in them.
         """
-        found: list[dist.ProcessGroup] = [dist.group.WORLD]
+        found: list[dist.ProcessGroup] = [dist.distributed_c10d._get_default_group()]
         for unit in plan.units:
             mesh = self.mesh(unit.shard_size)
             if unit.shard_size < self.world_size:
@@ -120,7 +121,7 @@ class Meshes:
 
 
 def mesh_axes(world_size: int, shard_size: int) -> dict[str, int]:
-    """The mesh of a shard size: its axes and their ranks, the last varies fastest with the rank. See `Meshes.mesh`."""
+    """Return the axes of a shard size's mesh and their ranks; the last varies fastest with the rank. See `Meshes.mesh`."""
     if shard_size < 1 or world_size % shard_size:
         sizes = ", ".join(map(str, divisors(world_size)))
         raise ValueError(f"shard_size={shard_size} does not divide the world size {world_size}; use {sizes}.")
@@ -130,7 +131,7 @@ def mesh_axes(world_size: int, shard_size: int) -> dict[str, int]:
 
 
 def stage_axes(world_size: int, shard_size: int, stage_size: int) -> dict[str, int]:
-    """The mesh of collectives in two stages, as `mesh_axes`. See `Meshes.stages`."""
+    """Return the axes of the mesh for collectives in two stages. See `Meshes.stages`."""
     if not 1 < stage_size < shard_size or shard_size % stage_size or world_size % shard_size:
         raise ValueError(
             f"stage_size={stage_size} must divide shard_size={shard_size}, and that the world size {world_size};"
@@ -147,17 +148,17 @@ def destroy_mesh(mesh: DeviceMesh) -> None:
 
 
 def world_size() -> int:
-    """Ranks of the default process group; 1 where there is none."""
+    """Return the number of ranks of the default process group; 1 where there is none."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """This process's rank in the default process group; 0 where there is none."""
+    """Return this process's rank in the default process group; 0 where there is none."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def collective_device() -> torch.device:
-    """The device on which tensors must lie for a collective of the default process group."""
+    """Return the device on which tensors must lie for a collective of the default process group."""
     if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
         return own_gpu()
     return torch.device("cpu")

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from importlib import metadata
+from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -131,9 +132,6 @@ def launch_timeout_s(timeout_s: float | None = None) -> float:
     return limit
 
 
-# ------------------------------------------------------------------------------------------------------------- at the start
-
-
 def _collect(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]:
     """On rank 0: wait for the others' reports, and publish all. A new token for each start tells them from those of an earlier start.
 
@@ -170,9 +168,9 @@ def _report(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]:
         time.sleep(_POLL_S / 5)
     counted = f", which counts {reports[0].ranks} ranks, and this process {mine.ranks}" if reports else ""
     raise LaunchError(
-        f"Rank {mine.rank} on {mine.host} waited {limit_s:g} s at {_address()} for rank 0{counted}. Look at rank 0's output; give each"
-        " machine a number of its own (--machine_rank; torchrun: --node-rank) and the same --num_processes (torchrun: --nnodes,"
-        f" --nproc-per-node). If rank 0 only needs longer to start, raise {TIMEOUT_VARIABLE}."
+        f"Rank {mine.rank} on {mine.host} waited {limit_s:g} s at {_address()} for rank 0{counted}. Look at rank 0's output, give each"
+        " machine its own --machine_rank (--node-rank) and the same number of processes; if rank 0 only needs longer, raise"
+        f" {TIMEOUT_VARIABLE}."
     )
 
 
@@ -206,31 +204,24 @@ def _launchers_store(rank: int, port: int, limit_s: float) -> Store:
 def missing_line(reports: Sequence[RankReport], *, waited_s: float) -> str | None:
     """Name the ranks that did not report; None where all did."""
     size, present = reports[0].ranks, {report.rank for report in reports}
-    missing = set(range(size)) - present
-    if not missing:
+    if len(present) == size:
         return None
+    hosts = ", ".join(dict.fromkeys(report.host for report in reports))
     return (
-        f"{len(missing)} of {size} ranks did not report within {waited_s:g} s: {_ranks(missing)} ({_ranks(present)} on {_hosts(reports)}"
-        " did). Look at the output of their machines; if they were never started, start them, and check that they reach rank 0's machine"
-        f" at {_address()}: address, port, firewall. If they only need longer, raise {TIMEOUT_VARIABLE}."
+        f"{size - len(present)} of {size} ranks did not report within {waited_s:g} s: {_ranks(set(range(size)) - present)}"
+        f" ({_ranks(present)} on {hosts} did). Look at the output of their machines; if they were never started, start them, and check that"
+        f" they reach rank 0's machine at {_address()}: address, port, firewall. If they only need longer, raise {TIMEOUT_VARIABLE}."
     )
 
 
 def difference_line(reports: Sequence[RankReport]) -> str | None:
     """Name the ranks whose versions or number of ranks differ; None where none do."""
-    parts = []
     said = [{**report.versions, "the number of ranks": str(report.ranks)} for report in reports]
-    for name in said[0]:
-        kinds: dict[str, list[RankReport]] = {}
-        for one, report in zip(said, reports, strict=True):
-            kinds.setdefault(one.get(name, "unknown"), []).append(report)
-        if len(kinds) > 1:
-            each = [f"{value} on {_ranks(r.rank for r in found)} ({_hosts(found)})" for value, found in kinds.items()]
-            parts.append(f"{name} is {', '.join(each)}")
-    if not parts:
+    differences = _differences(said, [f" ({report.host})" for report in reports])
+    if differences is None:
         return None
     return (
-        f"Ranks run different versions: {'; '.join(parts)}. Install the same versions on every machine, for example by constraints.txt, and"
+        f"Ranks run different versions: {differences}. Install the same versions on every machine, for example by constraints.txt, and"
         " start every machine with the same number of ranks."
     )
 
@@ -241,6 +232,13 @@ def mismatch_line(said: Sequence[Mapping[str, str]]) -> str | None:
     Args:
         said: of each rank, what it is about to run, by name, in rank order; an empty text agrees with all.
     """
+    if (differences := _differences(said, [""] * len(said))) is None:
+        return None
+    return f"Ranks are about to run different things: {differences}. Run the same program with the same arguments on every rank."
+
+
+def _differences(said: Sequence[Mapping[str, str]], where: Sequence[str]) -> str | None:
+    """Return which ranks say what, for each name in which they differ."""
     parts = []
     for name in dict.fromkeys(name for one in said for name in one):
         kinds: dict[str, list[int]] = {}
@@ -248,13 +246,8 @@ def mismatch_line(said: Sequence[Mapping[str, str]]) -> str | None:
             if value := one.get(name, "not known"):
                 kinds.setdefault(value, []).append(rank)
         if len(kinds) > 1:
-            parts.append(f"{name} is " + ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in kinds.items()))
-    if not parts:
-        return None
-    return f"Ranks are about to run different things: {'; '.join(parts)}. Run the same program with the same arguments on every rank."
-
-
-# ----------------------------------------------------------------------------------------------------------- with the group
+            parts.append(f"{name} is " + ", ".join(f"{value} on {_ranks(ranks)}{where[ranks[0]]}" for value, ranks in kinds.items()))
+    return "; ".join(parts) or None
 
 
 def are_several_ranks() -> bool:
@@ -324,16 +317,13 @@ def require_all(what: str) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------------------------- helpers
-
-
 def _store(name: str) -> Store:
     """Return a part of the process group's store."""
     return PrefixStore(f"hf_osdp/{name}", dist.distributed_c10d._get_default_store())
 
 
 def _poll(true: Callable[[], bool], seconds: float) -> None:
-    """Wait until it is true, at most this long. (The store's own `wait` prints a warning when the time is over.)"""
+    """Wait until it is true, at most this long; the store's own `wait` prints a warning when the time is over."""
     until, pause = time.monotonic() + seconds, 0.001
     while not true() and time.monotonic() < until:
         time.sleep(pause := min(2 * pause, _POLL_S))
@@ -350,30 +340,15 @@ def _first_sentence(error: Exception) -> str:
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    """Return `rank 3`, `ranks 0-3, 8`."""
-    runs: list[list[int]] = []
+    """Write ranks with their runs in short, as in `ranks 0-3, 8`."""
     found = sorted(set(ranks))
-    for number in found:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
-    return f"rank{'' if len(found) == 1 else 's'} {text}"
-
-
-def _hosts(reports: Sequence[RankReport]) -> str:
-    """Return each host's name once; of many, the first four."""
-    names = list(dict.fromkeys(report.host for report in reports))
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(found), key=lambda pair: pair[1] - pair[0])]
+    return f"rank{'' if len(found) == 1 else 's'} " + ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def _version(name: str) -> str:
     """Return the version as imported, else as installed."""
-    imported = getattr(sys.modules.get(name), "__version__", None)
-    if imported is not None:
-        return str(imported)
     try:
-        return metadata.version(name)
+        return str(getattr(sys.modules.get(name), "__version__", None) or metadata.version(name))
     except metadata.PackageNotFoundError:
         return "not installed"

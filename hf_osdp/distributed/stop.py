@@ -11,6 +11,8 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
+from .mesh import collective_device
+
 EXIT_CODE = 128 + signal.SIGTERM
 """What a shell reports of a process that SIGTERM ended: the launcher knows that the run is not over."""
 
@@ -84,7 +86,9 @@ class StopSignal:
         """Listen. Collective."""
         self.received = self.stopped = False
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo")
+            backend = dist.distributed_c10d._get_default_group()._get_backend(collective_device())
+            timeout = getattr(getattr(backend, "options", None), "_timeout", None)  # new groups do not take it over
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
         if threading.current_thread() is threading.main_thread():
             self._process = os.getpid()
             before = signal.getsignal(signal.SIGTERM)

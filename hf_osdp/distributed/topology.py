@@ -39,16 +39,17 @@ def find_topology() -> Topology:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Topology(nodes=1, ranks_per_node=1)
-    group = dist.group.WORLD
-    if group not in _found:
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _found:
         names = [""] * dist.get_world_size()
         dist.all_gather_object(names, node_name(), group=waiting_group())
-        _found[group] = topology_of(names)
-    return _found[group]
+        _found[world] = topology_of(names)
+    return _found[world]
 
 
 def node_name(environment: Mapping[str, str] | None = None) -> str:
-    """What tells this rank's node from others: the number that torchrun gives its agent there, else the host's name.
+    """Return what tells this rank's node from others: torchrun's number of its agent there, else the host's name.
 
     Args:
         environment: variables to read; None reads this process's.
@@ -60,7 +61,7 @@ def node_name(environment: Mapping[str, str] | None = None) -> str:
 
 
 def topology_of(names: Sequence[str]) -> Topology:
-    """The topology of ranks that lie on nodes of these names, in rank order.
+    """Return the topology of ranks that lie on nodes of these names, in rank order.
 
     Raises:
         HardwareError: see `find_topology`.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,10 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
+"""FSDP2 hands in either."""
+
+
 class Transport(Protocol):
     """Several gathers or reductions in one group at once. Tensors are flat and contiguous."""
 
@@ -33,7 +37,9 @@ class Transport(Protocol):
             With `async_op` the work, which holds on to the inputs until it was waited for.
         """
 
-    def reduce_scatter(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Any, group: dist.ProcessGroup) -> None:
+    def reduce_scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: ReduceOp, group: dist.ProcessGroup
+    ) -> None:
         """Each output becomes this rank's chunk of the reduced inputs. The inputs' content is lost."""
 
 
@@ -47,7 +53,10 @@ class BackendTransport:
     def __init__(self, *, coalesces: bool) -> None:
         self._coalesces = coalesces
 
-    def all_gather(self, outputs, inputs, group, *, async_op=False):
+    def all_gather(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather as `Transport` says."""
         pairs = list(zip(outputs, inputs, strict=True))
         if len(pairs) == 1 or not self._coalesces:
             works = [all_gather_single(output, given, group=group, async_op=async_op) for output, given in pairs]
@@ -58,7 +67,10 @@ class BackendTransport:
             works = coalesced.works
         return Works(works, held=inputs) if async_op else None
 
-    def reduce_scatter(self, outputs, inputs, op, group):
+    def reduce_scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: ReduceOp, group: dist.ProcessGroup
+    ) -> None:
+        """Reduce as `Transport` says."""
         coalesces = self._coalesces and len(outputs) > 1
         with _coalescing_manager(group=group) if coalesces else nullcontext():
             for output, given in zip(outputs, inputs, strict=True):
@@ -72,7 +84,10 @@ class PieceTransport:
     group of neighbours crosses the link between two nodes once each way, and receives into the output, so that it needs no memory.
     """
 
-    def all_gather(self, outputs, inputs, group, *, async_op=False):
+    def all_gather(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather as `Transport` says."""
         ranks, me = dist.get_world_size(group), dist.get_rank(group)
         works: list[dist.Work] = []
         for output, given in zip(outputs, inputs, strict=True):
@@ -82,12 +97,18 @@ class PieceTransport:
             for hop in range(1, ranks):
                 to, source = (me + hop) % ranks, (me - hop) % ranks
                 for sent, received in zip(_pieces(given), _pieces(places[source]), strict=True):
-                    works.append(dist.irecv(received, group=group, group_src=source))
-                    works.append(dist.isend(sent, group=group, group_dst=to))
+                    works.append(_begun(dist.irecv(received, group=group, group_src=source)))
+                    works.append(_begun(dist.isend(sent, group=group, group_dst=to)))
         work = Works(works, held=inputs)
-        return work if async_op else _waited(work)
+        if async_op:
+            return work
+        work.wait()
+        return None
 
-    def reduce_scatter(self, outputs, inputs, op, group):
+    def reduce_scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: ReduceOp, group: dist.ProcessGroup
+    ) -> None:
+        """Reduce as `Transport` says."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(f"gloo reduces gradients by SUM or AVG, not {op}; leave set_gradient_divide_factor alone on the CPU.")
         ring = _Ring(group)
@@ -111,8 +132,7 @@ class _Ring:
         self.size, self._me = dist.get_world_size(group), dist.get_rank(group)
 
     def reduce_scatter(self, lanes: Sequence[_Lane]) -> None:
-        """In step k each rank passes on the partial sum of the chunk k + 1 ranks behind it; a lane's next step starts as
-        soon as its piece is there."""
+        """Pass on, in step k, the partial sum of the chunk k + 1 ranks behind; a lane's next step starts as soon as its piece is there."""
         me, size = self._me, self.size
         if size == 1:
             for lane in lanes:
@@ -136,10 +156,10 @@ class _Ring:
             send.wait()
 
     def _send(self, tensor: torch.Tensor) -> dist.Work:
-        return dist.isend(tensor, group=self._group, group_dst=(self._me + 1) % self.size)
+        return _begun(dist.isend(tensor, group=self._group, group_dst=(self._me + 1) % self.size))
 
     def _receive(self, tensor: torch.Tensor) -> dist.Work:
-        return dist.irecv(tensor, group=self._group, group_src=(self._me - 1) % self.size)
+        return _begun(dist.irecv(tensor, group=self._group, group_src=(self._me - 1) % self.size))
 
 
 class Works(dist.Work):
@@ -160,13 +180,13 @@ class Works(dist.Work):
 
 
 def transport_of(group: dist.ProcessGroup, device_type: str) -> Transport:
-    """The transport for tensors on `device_type` (`"cpu"` or `"cuda"`) in a group."""
+    """Return the transport for tensors on `device_type` (`"cpu"` or `"cuda"`) in a group."""
     backend = _backend(group, device_type)
     return PieceTransport() if backend == "gloo" else BackendTransport(coalesces=backend == "nccl")
 
 
 def runs_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
-    """Whether gloo moves the group's tensors on `device_type`."""
+    """Return whether gloo moves the group's tensors on `device_type`."""
     return _backend(group, device_type) == "gloo"
 
 
@@ -174,12 +194,14 @@ def _backend(group: dist.ProcessGroup, device_type: str) -> str:
     return group._get_backend(torch.device(device_type)).name()
 
 
-def _waited(work: Works) -> None:
-    work.wait()
+def _begun(work: dist.Work | None) -> dist.Work:
+    """Return the work of a rank that is in the group; torch has None for others."""
+    assert work is not None
+    return work
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    return tensor.split(max(1, PIECE_BYTES // tensor.element_size()))
+    return torch.split(tensor, max(1, PIECE_BYTES // tensor.element_size()))
 
 
 def _lanes(output: torch.Tensor, given: torch.Tensor, ranks: int) -> list[_Lane]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from ..planner.hardware import Collective
-from .transport import PieceTransport, Transport, runs_gloo, transport_of
+from .transport import PieceTransport, ReduceOp, Transport, runs_gloo, transport_of
 
 
 class Listener(Protocol):
@@ -55,8 +55,7 @@ def announced(collective: Collective, group: dist.ProcessGroup, whole: torch.Ten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """This rank's groups of a collective over whole nodes. A rank's place in the whole group is
-    `place between * ranks within + place within`."""
+    """A rank's groups of a collective over whole nodes; its place in the whole is `place between * ranks within + place within`."""
 
     between: dist.ProcessGroup
     """Ranks of the same place in each node."""
@@ -76,10 +75,10 @@ class Stages:
         return group.size() == self.nodes * self.per_node
 
 
-class _Allocating:
+class _Allocating(Comm):
     """Buffers from torch's allocator, as FSDP2's own collectives take them."""
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -114,7 +113,7 @@ class TwoStageReduceScatter(_Allocating, ReduceScatter):
         self.stages, self._transport = stages, transport
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool = False
     ) -> None:
         """Done on the current stream when it returns: FSDP2 waits for nothing else."""
         if not self.stages.covers(group):
@@ -136,7 +135,7 @@ class RingReduceScatter(_Allocating, ReduceScatter):
         self._transport = PieceTransport()
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool = False
     ) -> None:
         """Done when it returns."""
         with announced(Collective.REDUCE_SCATTER, group, input_tensor):
@@ -144,7 +143,7 @@ class RingReduceScatter(_Allocating, ReduceScatter):
 
 
 def flat_collectives(group: dist.ProcessGroup, device_type: str) -> tuple[AllGather, ReduceScatter]:
-    """What a unit gathers and reduces with in one stage: FSDP2's own, but for gloo's reduce-scatter.
+    """Return what a unit gathers and reduces with in one stage: FSDP2's own, but for gloo's reduce-scatter.
 
     Args:
         group: the unit's shard group.
@@ -154,7 +153,7 @@ def flat_collectives(group: dist.ProcessGroup, device_type: str) -> tuple[AllGat
 
 
 def two_stage_collectives(stages: Stages, device_type: str) -> tuple[AllGather, ReduceScatter]:
-    """What a unit gathers and reduces with in two stages.
+    """Return what a unit gathers and reduces with in two stages.
 
     Args:
         stages: the unit's groups.

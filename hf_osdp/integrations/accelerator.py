@@ -48,10 +48,11 @@ from .sharding import apply_alone, check_bound, shard_model
 
 _REFUSED = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
 """Arguments of `Accelerator` that decide how the model is laid out."""
+Parameters = torch.Tensor | Iterable[torch.Tensor]
 _SIGNATURE = inspect.signature(Accelerator.__init__)
 
 
-class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
+class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):  # type: ignore[misc]  # accelerate has no types
     """An `Accelerator` that plans when a model is prepared, and shards each unit as the plan says.
 
     The plan is made at `prepare`, for the batch size of the first DataLoader given there. To let the planner choose the
@@ -81,7 +82,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
 
     def __init__(
         self, *args: Any, osdp: OSDPConfig | Mapping[str, object] | None = None, osdp_plugin: OSDPPlugin | None = None, **kwargs: Any
-    ):
+    ) -> None:
         options = _by_name(args, kwargs)
         request = launch_request()
         plugin = plugin_for(osdp, osdp_plugin, options.pop("fsdp_plugin", None), request)
@@ -90,7 +91,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         self._watch: LoopMeter | None = None
         self._out_of_memory: OutOfMemoryHandler | None = None
         self._measured: Observation | None = None
-        self._writer: CheckpointWriter | None = None
+        self._writer: CheckpointWriter | None = None  # type: ignore[assignment]
         self._earlier_error = id(sys.exc_info()[1])  # that is being handled: a training that failed before this one
         if dist.is_initialized() or not _meets_elsewhere(options.get("kwargs_handlers")):
             check_ranks()
@@ -116,6 +117,16 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         """Measurement of the loop's first optimizer steps, the same on every process; None before they ended."""
         return self._measured
 
+    @property
+    def _config(self) -> OSDPConfig:
+        assert isinstance(self.plugin.osdp, OSDPConfig)
+        return self.plugin.osdp
+
+    @property
+    def _planned(self) -> PlannedRun:
+        assert self._run is not None, "the plan is made before it is used"
+        return self._run
+
     def plan(
         self,
         model: nn.Module,
@@ -139,7 +150,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             ValueError: a size is known from nowhere, or sizes do not fit together.
             InfeasibleError: no plan meets the memory limit.
         """
-        config = self.plugin.osdp
+        config = self._config
         facts = self._facts(sequence_length or config.sequence_length, global_batch_size or config.global_batch_size, optimizer)
         run = self._make_plan(model, replace(facts, micro_batch_size=config.micro_batch_size))
         self.gradient_accumulation_steps = run.plan.accumulation_steps
@@ -149,7 +160,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         """Plan, adopt the plan, and print it."""
         prepare_model(model, facts.precision)
         with planning_status(is_rank_zero=self.is_main_process):
-            run = plan_run(model, self.plugin.osdp, facts)
+            run = plan_run(model, self._config, facts)
         self.adopt(run)
         announce_plan(run, is_rank_zero=self.is_main_process)
         return run
@@ -161,6 +172,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         single process, too.
         """
         self._run = run
+        assert run.job is not None
         precision = run.job.precision
         if not self.is_fsdp2 and (uses_host(run.plan) or (precision.compute is not None and not precision.autocast)):
             form_process_group(needed=True)
@@ -170,7 +182,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
 
     def _plan_for(self, objects: Sequence[Any]) -> None:
         """Plan for what was given to `prepare`."""
-        config = self.plugin.osdp
+        config = self._config
         model = next(o for o in objects if isinstance(o, nn.Module))
         loader = next((o for o in objects if isinstance(o, DataLoader)), None)
         optimizer = next((o for o in objects if isinstance(o, torch.optim.Optimizer)), None)
@@ -202,7 +214,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             raise ValueError("The sequence length is not known; give OSDPConfig(sequence_length=...) or accelerator.plan(...).")
         if global_batch_size is None:
             raise ValueError("The batch size is not known; give prepare a DataLoader, or give OSDPConfig(global_batch_size=...).")
-        config, device_type = self.plugin.osdp, self.device.type
+        config, device_type = self._config, self.device.type
         if optimizer is None:
             spec = spec_of_trainer_name("adamw_torch", device_type=device_type)
         else:
@@ -225,7 +237,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             folder=project_folder(self.project_configuration),
         )
 
-    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:  # noqa: ANN401  as stock
         """As `Accelerator.prepare`; a model may also come without an optimizer, for evaluation."""
         model = next((a for a in args if isinstance(a, nn.Module)), None)
         self._check_models([a for a in args if isinstance(a, nn.Module)])
@@ -235,7 +247,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             else:
                 self._check_loaders(args)
             if not self.is_fsdp2 and not any(known is model for known in self._models):
-                apply_alone(model, self._run, [a for a in args if isinstance(a, torch.optim.Optimizer)])
+                apply_alone(model, self._planned, [a for a in args if isinstance(a, torch.optim.Optimizer)])
                 self._explain_memory_of(model)
         trains = any(isinstance(a, torch.optim.Optimizer) for a in args)
         if model is None or not self.is_fsdp2 or trains:
@@ -263,7 +275,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         share = self.num_processes if self.split_batches else 1
         loader = next((o for o in objects if isinstance(o, DataLoader)), None)
         size = None if loader is None else batch_size_of(loader, share=share)
-        planned = self._run.plan.micro_batch_size
+        planned = self._planned.plan.micro_batch_size
         if size not in (None, planned):
             raise ValueError(
                 f"The plan runs {planned} samples at once, but the first DataLoader gives {size};"
@@ -280,13 +292,13 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         model = result[models[0]]
         optimizers = [o for o in result if isinstance(o, torch.optim.Optimizer)]
         if isinstance(model, FSDPModule):
-            check_bound(optimizers, model)
+            check_bound(optimizers, result[models[0]])
         else:
             model = self._shard(model, optimizers)
         if not any(known is model for known in self._models):
             self._models.append(model)
-        model._is_accelerate_prepared = True
         result[models[0]] = model
+        model._is_accelerate_prepared = True  # type: ignore[union-attr]
         return tuple(result)
 
     def _report(self, measured: Observation) -> None:
@@ -294,7 +306,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         self._measured = measured
         if self.project_dir is not None:
             Path(self.project_dir).mkdir(parents=True, exist_ok=True)
-        announce_result(self._run, measured, output_dir=self.project_dir, is_rank_zero=self.is_main_process)
+        announce_result(self._planned, measured, output_dir=self.project_dir, is_rank_zero=self.is_main_process)
 
     def wait_for_everyone(self) -> None:
         """Wait on the host, since a rank may save for longer than NCCL waits, and may see no GPU of its local rank's number."""
@@ -320,16 +332,17 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     def _shard(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> nn.Module:
         """Wrap blocks for checkpointing first, then apply the plan: a unit is the wrapped block."""
         if self.plugin.activation_checkpointing:
-            self.plugin.transformer_cls_names_to_wrap = list(self._run.description.block_classes)
+            assert self._planned.description is not None
+            self.plugin.transformer_cls_names_to_wrap = list(self._planned.description.block_classes)
             self.plugin.set_auto_wrap_policy(model)
             model = fsdp2_apply_ac(self, model)
-        model = shard_model(model, self._run, self.plugin, optimizers, device=self.device)
+        model = shard_model(model, self._planned, self.plugin, optimizers, device=self.device)
         self._explain_memory_of(model)
         return model
 
     def _explain_memory_of(self, model: nn.Module) -> None:
         """Explain errors of memory in this model's training from here on."""
-        run, on_oom = self._run, self.plugin.osdp.on_oom
+        run, on_oom = self._planned, self._config.on_oom
         self._out_of_memory = OutOfMemoryHandler(model, run.plan, run.units, problem=run.problem, on_oom=on_oom, device=self.device)
 
     @contextmanager
@@ -361,14 +374,15 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         """Return whole weights under their Hugging Face names, as copies; empty on ranks other than 0."""
         return full_state_dict(model) if self.is_fsdp2 else super().get_state_dict(model, unwrap=unwrap)
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+    def clip_grad_norm_(self, parameters: Parameters, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clip by the norm over all units, whatever mesh each is on, and return the norm before clipping."""
         if not self.is_fsdp2:
-            return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+            norm: torch.Tensor = super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+            return norm
         self.unscale_gradients()
         return clip_grad_norm_(parameters, max_norm, norm_type)
 
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+    def clip_grad_value_(self, parameters: Parameters, clip_value: float) -> None:
         """Clip each element, of shards in place."""
         self.unscale_gradients()
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters

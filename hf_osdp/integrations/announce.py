@@ -11,7 +11,9 @@ from rich.console import Console
 
 from ..measurement.step_meter import CollectiveTotal, Observation
 from ..planner.cost.evaluate import PlanEstimate, estimate_plan
+from ..planner.description import ModelDescription
 from ..planner.hardware import Collective
+from ..planner.job import TrainingJob
 from ..planning.plan_run import PlannedRun
 from ..planning.recalibrate import Round
 from ..quantities import format_seconds
@@ -40,17 +42,18 @@ def announce_plan(run: PlannedRun, *, is_rank_zero: bool) -> None:
     """Print the plan, other strategies and plans that were tried, and the findings of the preflight checks."""
     if not is_rank_zero:
         return
-    console, estimate = _console(), _estimate(run)
+    console, (description, job) = _console(), _inputs(run)
+    estimate = estimate_plan(run.plan, description, job, run.hardware)
     if run.rounds:
         console.print(trials_table(_trial_rows(run)))
-    console.print(plan_table(run.plan, run.description, estimate))
+    console.print(plan_table(run.plan, description, estimate))
     for line in plan_caption(run.plan, estimate, run.hardware):
         console.print(line, highlight=False)
     if run.comparison is not None and run.memory_limit_bytes is not None:
         console.print()
         console.print(comparison_table(run.comparison, run.memory_limit_bytes))
     where = "" if run.hardware is None else f" for {run.hardware.summary}"
-    console.print(f"Planned{where} in {format_seconds(run.planning_s)}; activations: {run.description.trace}.", highlight=False)
+    console.print(f"Planned{where} in {format_seconds(run.planning_s)}; activations: {description.trace}.", highlight=False)
     for finding in run.findings:
         console.print(finding.line, highlight=False, markup=False, soft_wrap=True)
 
@@ -66,14 +69,15 @@ def announce_result(run: PlannedRun, measured: Observation, *, output_dir: str |
     """
     if not is_rank_zero:
         return
-    console, estimate = _console(), _estimate(run)
+    console, (description, job) = _console(), _inputs(run)
+    estimate = estimate_plan(run.plan, description, job, run.hardware)
     console.print(
         outcome_table(
             estimated_peak=estimate.memory.peak_bytes,  # of tensors, as the measurement is
             measured_peak=measured.peak_bytes,
             estimated_step_s=run.plan.step_s if estimate.time is None else estimate.time.step_s,
             measured_step_s=measured.median_step_s,
-            estimated_reserved=estimate.reserved and estimate.reserved.peak_reserved_bytes,
+            estimated_reserved=None if estimate.reserved is None else estimate.reserved.peak_reserved_bytes,
             measured_reserved=measured.reserved_bytes,
             collectives=_collectives(estimate, measured),
         )
@@ -82,7 +86,7 @@ def announce_result(run: PlannedRun, measured: Observation, *, output_dir: str |
         return
     content = report_content(
         run.plan,
-        PlanInputs(description=run.description, job=run.job, hardware=run.hardware),
+        PlanInputs(description=description, job=job, hardware=run.hardware),
         estimate,
         planning_s=run.planning_s,
         comparison=run.comparison,
@@ -93,7 +97,7 @@ def announce_result(run: PlannedRun, measured: Observation, *, output_dir: str |
     console.print(f"Report: {path}", highlight=False)
 
 
-def observation_content(observed: Observation) -> dict:
+def observation_content(observed: Observation) -> dict[str, object]:
     """Return an observation as plain values; bytes and seconds of one optimizer step."""
     return {
         "steps": observed.steps,
@@ -108,7 +112,7 @@ def observation_content(observed: Observation) -> dict:
     }
 
 
-def _round_content(past: Round, *, runs: bool) -> dict:
+def _round_content(past: Round, *, runs: bool) -> dict[str, object]:
     return {
         "plan": past.plan.fingerprint,
         "estimated": {"peak_bytes": past.estimated_peak_bytes, "step_s": past.estimated_step_s},
@@ -151,8 +155,9 @@ def _seconds_of(totals: Sequence[CollectiveTotal], kind: Collective) -> float | 
     return sum(total.seconds for total in totals if total.collective is kind) if totals else None
 
 
-def _estimate(run: PlannedRun) -> PlanEstimate:
-    return estimate_plan(run.plan, run.description, run.job, run.hardware)
+def _inputs(run: PlannedRun) -> tuple[ModelDescription, TrainingJob]:
+    assert run.description is not None and run.job is not None, "runs that are announced are described"
+    return run.description, run.job
 
 
 def _console() -> Console:

@@ -4,39 +4,56 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import accelerate.accelerator
+import torch
+import transformers.trainer
+from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..checkpoint.finding import check_checkpoint, last_checkpoint
 from ..checkpoint.folders import numbered_checkpoints, remove_checkpoint
 from ..checkpoint.layouts import Layout, find_model
+from ..checkpoint.loop import Stateful, load_random_states
 from ..checkpoint.manifest import Manifest
-from ..checkpoint.random_states import load_random_states
-from ..checkpoint.states import load_model, load_optimizer, save_optimizer
+from ..checkpoint.resume import check_checkpoint, last_checkpoint, warn_of_changes
+from ..checkpoint.safe import load_file
+from ..checkpoint.states import load_model, load_optimizer, save_model, save_optimizer
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.consensus import on_rank_zero
 from ..errors import CheckpointError
-from .plugin import writes_shards
-from .schedules import Schedule, StepSize, carry_over, own_schedule, positions_factor
-from .stock_states import by_position, model_of, own_states, replaced
+from ..modeling.split.names import is_split
+from ..modeling.split.positions import keep_positions
+from ..planning.plan_run import PlannedRun
+from ..sharding.optimizer_check import unwrapped
+from .plugin import OSDPPlugin, writes_shards
+from .schedules import Schedule, StepSize, own_schedule, position_factor, rescale_schedules
 
 _log = logging.getLogger(__name__)
 
 
-class AcceleratorCheckpoints:
-    """Before `Accelerator` among the bases."""
+class AcceleratorCheckpoints(Accelerator):
+    """`Accelerator` with these checkpoints."""
 
-    def __init__(self, **kwargs: Any):
+    _run: PlannedRun | None
+    _writer: CheckpointWriter | None
+    plugin: OSDPPlugin
+
+    def __init__(self, **kwargs: Any) -> None:
         self._schedules: WeakKeyDictionary[AcceleratedScheduler, Schedule] = WeakKeyDictionary()
         super().__init__(**kwargs)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
-        """As `Accelerator.save_state`; the folder appears when it is complete. Files in it that are no checkpoint's stay.
+        """Save as `Accelerator.save_state`; the folder appears when it is complete. Files in it that are no checkpoint's stay.
 
         With `async_save`, and a sharded layout, it appears while training goes on; `end_training` waits for the last.
 
@@ -46,9 +63,11 @@ class AcceleratorCheckpoints:
         """
         _refuse_unused("save_state", kwargs)
         folder = on_rank_zero(lambda: self._new_folder(output_dir))
-        by_position(self._models, self._optimizers)
-        with self._checkpoint_writer().new(folder, plan=None if self._run is None else self._run.plan) as staging:
-            hidden = {"_optimizers": []} if self.is_fsdp2 else {}  # the stock functions take as many models as optimizers
+        keep_whole_positions(self._models, self._optimizers)
+        with self._checkpoint_writer().new(folder, **self._settings()) as staging:
+            hidden: dict[str, object] = (
+                {"_optimizers": []} if self.is_fsdp2 else {}
+            )  # the stock functions take as many models as optimizers
             naming = replaced(self.project_configuration, automatic_checkpoint_naming=False)
             with naming, own_states(staging.file_system), replaced(self, **hidden):
                 super().save_state(str(staging.path), safe_serialization, **kwargs)
@@ -61,10 +80,10 @@ class AcceleratorCheckpoints:
         return str(folder)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """As `Accelerator.load_state`, from any plan, any number of ranks, a plain Accelerate FSDP2 run, or one process.
+        """Load as `Accelerator.load_state`, from any plan, any number of ranks, a plain Accelerate FSDP2 run, or one process.
 
         A rank that was not there when it was saved gets random states of its own. Checkpoints lie between optimizer steps: counting
-        micro-steps begins anew.
+        micro-steps starts from the beginning.
 
         Raises:
             CheckpointError: it is damaged, or of another model; on every rank.
@@ -75,9 +94,9 @@ class AcceleratorCheckpoints:
         alone = not self.is_fsdp2 and on_rank_zero(lambda: find_model(folder)).layout is not Layout.SINGLE
         if self.is_fsdp2 or alone:
             _refuse_unused("load_state", kwargs.keys() - {"map_location"})
-        by_position(self._models, self._optimizers)
-        was = on_rank_zero(lambda: _step_size(folder))
-        hidden = {"_optimizers": []} if self.is_fsdp2 else {}
+        warn_of_changes(folder, self._settings(), None if self._run is None else self._run.plan)
+        keep_whole_positions(self._models, self._optimizers)
+        hidden: dict[str, Any] = {"_optimizers": []} if self.is_fsdp2 else {}
         if alone:  # the stock functions read what one process wrote, and nothing else
             for index, model in enumerate(self._models):
                 load_model(folder, model, index=index)
@@ -91,24 +110,25 @@ class AcceleratorCheckpoints:
             raise CheckpointError(f"Checkpoint {folder} lacks {Path(error.filename).name}, which this run needs; take another.") from None
         load_random_states(folder, self.process_index)  # the stock loader passes over what it cannot set
         self.step = 0
-        if was is not None:
-            self._carry_over(was, folder)
+        if (manifest := on_rank_zero(lambda: Manifest.load(folder))) is not None:
+            self._rescale_schedules(manifest, folder)
 
-    def _carry_over(self, was: StepSize, folder: Path) -> None:
-        """Prepared schedulers, to where this number of processes would have them."""
+    def _rescale_schedules(self, saved: Manifest, folder: Path) -> None:
+        """Set prepared schedulers to where this number of processes would have them."""
+        before = StepSize(ranks=saved.world_size, samples=saved.global_batch_size)
         now = StepSize(ranks=self.num_processes, samples=None if self._run is None else self._run.plan.global_batch_size)
         uncounted = self.gradient_accumulation_steps - 1 if self.gradient_state.adjust_scheduler else 0
         schedules = [self._schedules[scheduler] for scheduler in self._schedulers if scheduler in self._schedules]
-        left = carry_over(schedules, positions_factor(was, now), ranks=now.ranks, uncounted=uncounted)
+        left = rescale_schedules(schedules, position_factor(before, now), ranks=now.ranks, uncounted=uncounted)
         if left and self.is_main_process:
             _log.warning(
                 "%s was written by %d processes, this run has %d, and the learning rate of %s goes on from the old count; leave it out of"
                 " prepare, give it to register_for_checkpointing, and step it once an optimizer step.",
-                folder, was.ranks, now.ranks, ", ".join(left),
+                folder, before.ranks, now.ranks, ", ".join(left),
             )  # fmt: skip
 
-    def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
-        """As stock."""
+    def prepare_scheduler(self, scheduler: LRScheduler) -> Any:  # noqa: ANN401  # as its base class
+        """Prepare as the stock function, and keep the schedule as this run made it."""
         prepared = super().prepare_scheduler(scheduler)
         if prepared not in self._schedules and (own := own_schedule(prepared)) is not None:
             self._schedules[prepared] = own
@@ -117,10 +137,18 @@ class AcceleratorCheckpoints:
     def _checkpoint_writer(self) -> CheckpointWriter:
         if self._writer is None:
             self._writer = CheckpointWriter(in_background=self.plugin.osdp.async_save)
+        self._writer.plan = None if self._run is None else self._run.plan
         return self._writer
 
+    def _settings(self) -> dict[str, str]:
+        """Return what a manifest records of this run."""
+        data = [dataset_text(loader.dataset) for loader in self._dataloaders if hasattr(loader, "dataset")]
+        names = [type(unwrapped(optimizer)).__name__ for optimizer in self._optimizers]
+        texts = {"precision": self.mixed_precision, "optimizer": " and ".join(names), "dataset": " and ".join(data)}
+        return {name: str(text) for name, text in texts.items() if text}
+
     def _new_folder(self, output_dir: str | None) -> Path:
-        """The next checkpoint's name."""
+        """Return the next checkpoint's name."""
         if not self.project_configuration.automatic_checkpoint_naming:
             if output_dir is None:
                 raise ValueError("save_state needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True).")
@@ -130,7 +158,7 @@ class AcceleratorCheckpoints:
         return self._naming_folder() / f"checkpoint_{max(following, self.save_iteration)}"
 
     def _keep_limit(self) -> None:
-        """With Accelerate's own naming, the oldest go; in the background the new one is yet to be complete, and one more stays."""
+        """Remove the oldest with Accelerate's own naming; in the background the new one is yet to be complete, and one more stays."""
         limit = self.project_configuration.total_limit
         if self.project_configuration.automatic_checkpoint_naming and limit is not None and self.is_main_process:
             for path in numbered_checkpoints(self._naming_folder())[max(limit, 1) :]:
@@ -147,13 +175,109 @@ class AcceleratorCheckpoints:
         return Path(self.project_dir) / "checkpoints"
 
 
-def _step_size(folder: Path) -> StepSize | None:
-    """Of the run that wrote a checkpoint; None where it does not say."""
-    manifest = Manifest.load(folder)
-    return None if manifest is None else StepSize(ranks=manifest.world_size, samples=manifest.global_batch_size)
-
-
 def _refuse_unused(function: str, names: Iterable[str]) -> None:
-    """Arguments that Accelerate would drop without a word: it passes them on for other backends, or for one process."""
-    if given := ", ".join(sorted(names)):
-        raise ValueError(f"{function} has no use for {given} with this run or this checkpoint; leave it out.")
+    """Refuse arguments that Accelerate would drop in silence: it passes them on for other backends, or for one process."""
+    if unused := ", ".join(sorted(names)):
+        raise ValueError(f"{function} has no use for {unused} with this run or this checkpoint; leave it out.")
+
+
+def dataset_text(dataset: Any) -> str:  # noqa: ANN401  # anything that a loader takes
+    """Return what tells a dataset from another: its size, and a checksum of three rows where reading these changes nothing."""
+    try:
+        size = len(dataset)
+    except TypeError:
+        return ""
+    arrow = dataset.with_format("arrow") if hasattr(dataset, "with_format") and hasattr(dataset, "data") else None
+    rows = arrow if arrow is not None else dataset if isinstance(dataset, (list, tuple)) else None
+    if rows is None or not size:
+        return f"of {size} rows"
+    texts = [str(row.to_pydict() if arrow is not None else row) for row in (rows[index] for index in (0, size // 2, size - 1))]
+    return f"of {size} rows ({zlib.crc32(repr(texts).encode()):08x})"
+
+
+# ------------------------------------------------------------------------------------- in the place of the stock functions
+
+
+@contextmanager
+def own_states(files: FileSystem | None = None) -> Iterator[None]:
+    """Let Accelerate and the Trainer write and read the states of sharded models, and registered objects, by our functions within.
+
+    They call those functions by their names in their own modules, and have no argument for others.
+
+    Args:
+        files: where shards are written; None is the disk.
+    """
+
+    def save_fsdp_model(plugin: Any, _: object, model: nn.Module, output_dir: str, model_index: int = 0, **options: Any) -> None:  # noqa: ANN401
+        only = options.get("adapter_only") and is_adapted(model)
+        save_model(Path(output_dir), model, sharded=writes_shards(plugin), index=model_index, trainable_only=only, files=files)
+
+    def load_fsdp_model(plugin: object, _: object, model: nn.Module, input_dir: str, model_index: int = 0, **options: Any) -> object:
+        only = options.get("adapter_only") and is_adapted(model)
+        load_model(Path(input_dir), model, index=model_index, trainable_only=only)
+        return _IncompatibleKeys([], [])
+
+    def save_fsdp_optimizer(
+        plugin: Any, _: object, optimizer: torch.optim.Optimizer, model: nn.Module, output_dir: str, optimizer_index: int = 0  # noqa: ANN401
+    ) -> None:  # fmt: skip
+        save_optimizer(Path(output_dir), model, optimizer, sharded=writes_shards(plugin), index=optimizer_index, files=files)
+
+    ours = {function.__name__: function for function in (save_fsdp_model, load_fsdp_model, save_fsdp_optimizer)}
+    custom = {"save_custom_state": _save_custom_state, "load_custom_state": _load_custom_state}
+    with replaced(accelerate.accelerator, **ours, **custom), replaced(transformers.trainer, **ours):
+        yield
+
+
+@contextmanager
+def replaced(owner: object, **values: object) -> Iterator[None]:
+    """Give attributes of a module or an object these values within."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def _custom_file(path: str | Path, index: int) -> Path:
+    return Path(path) / f"custom_checkpoint_{index}.pkl"
+
+
+def _save_custom_state(obj: Stateful, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
+    """Write a registered object's state, which must be readable without running anything: better known now than when it is needed."""
+
+    def save() -> None:
+        torch.save(obj.state_dict(), _custom_file(path, index))
+        try:
+            load_file(_custom_file(path, index), numpy=True)
+        except CheckpointError:
+            raise CheckpointError(
+                f"The state of {type(obj).__name__}, registered for checkpointing, holds more than tensors and plain values, and could not"
+                " be read again; have its state_dict return numbers, text, lists, dicts and tensors."
+            ) from None
+
+    on_rank_zero(save)
+
+
+def _load_custom_state(obj: Stateful, path: str, index: int = 0) -> None:
+    obj.load_state_dict(load_file(_custom_file(path, index), numpy=True))
+
+
+def keep_whole_positions(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Let operators in slices not show in the positions of an optimizer whose model is not sharded."""
+    for model in models:
+        for optimizer in optimizers if is_split(model) else ():
+            keep_positions(optimizer, model)
+
+
+def model_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> nn.Module:
+    """Return the model that an optimizer has parameters of; a model may have several optimizers, each with a part."""
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return next((model for model in models if any(id(parameter) in own for parameter in model.parameters())), models[-1])
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Return whether a model has peft's adapters, which are all that its checkpoints hold."""
+    return hasattr(model, "peft_config")

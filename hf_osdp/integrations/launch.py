@@ -1,4 +1,4 @@
-"""What `accelerate launch` tells this process of OSDP. (Who and where it is: `distributed/launched.py`, `distributed/topology.py`.)
+"""The options of OSDP in the environment that `accelerate launch` sets.
 
 `accelerate launch` exports a fixed list of variables. One of them, the sharding strategy, is passed on word for word and
 not used by FSDP2, so the options of OSDP travel in it:
@@ -36,7 +36,7 @@ class LaunchRequest:
 
 
 def launch_request(environment: Mapping[str, str] | None = None) -> LaunchRequest | None:
-    """What `accelerate launch` was asked for.
+    """Return what `accelerate launch` was asked for.
 
     Args:
         environment: variables to read; None reads this process's.
@@ -70,7 +70,7 @@ def launch_request(environment: Mapping[str, str] | None = None) -> LaunchReques
 
 
 def _mapping(raw: str) -> dict[str, object]:
-    """The exported text, which is the Python form of the YAML mapping."""
+    """Read the exported text, which is the Python form of the YAML mapping."""
     try:
         options = ast.literal_eval(raw) if len(raw) <= _MOST_LETTERS else None  # it makes values and calls nothing
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # the last two where brackets nest without end
@@ -82,15 +82,15 @@ def _mapping(raw: str) -> dict[str, object]:
 
 
 def launched_rank(environment: Mapping[str, str] | None = None) -> int:
-    """This process's rank as the launcher set it, before any process group exists; 0 without a launcher."""
+    """Return this process's rank as the launcher set it, before any process group exists; 0 without a launcher."""
     return whole_number(os.environ if environment is None else environment, "RANK", 0)
 
 
 def launched_world_size(environment: Mapping[str, str] | None = None) -> int:
-    """How many processes the launcher started; 1 without a launcher."""
+    """Return how many processes the launcher started; 1 without a launcher."""
     return whole_number(os.environ if environment is None else environment, "WORLD_SIZE", 1)
 
 
 def state_dict_type(environment: Mapping[str, str] | None = None, *, default: str = "FULL_STATE_DICT") -> str:
-    """The checkpoint layout that the launcher asks for; `default` where it says nothing."""
+    """Return the checkpoint layout that the launcher asks for; `default` where it says nothing."""
     return (os.environ if environment is None else environment).get("FSDP_STATE_DICT_TYPE", default)

@@ -23,7 +23,7 @@ from ..measurement.step_meter import Observation
 from ..planner.description import DType
 from ..planner.job import OptimizerSpec, OptimizerStep, Precision
 from ..planner.plan import Plan
-from ..planner.search.search import SearchResult
+from ..planner.search.result import SearchResult
 from ..planning.config import OSDPConfig, merged_config
 from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun, plan_run
@@ -127,7 +127,7 @@ class OptimalShardedDataParallel(nn.Module):
         self.report: SearchResult | None = run.search
         self.rounds: tuple[Round, ...] = run.rounds
         self.measured: Observation | None = None
-        self._writer = CheckpointWriter()
+        self._writer = CheckpointWriter(plan=run.plan, settings={"precision": mixed_precision})
         apply_plan(model, run.plan, run.units, meshes=run.meshes, mp_policy=mp_policy(self._precision))
         verify_applied(model, run.plan, run.units)
         self.module = move_to_device(model, device)
@@ -136,7 +136,7 @@ class OptimalShardedDataParallel(nn.Module):
         skips = self._precision.compute is DType.FLOAT16
         self._watch = LoopMeter(self.module, device, self._log_measured, micro_steps=self.plan.accumulation_steps if skips else None)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  what the model returns
         """Run the model's forward pass.
 
         The estimate counts the loss alone as kept until backward. Outputs that are held meanwhile keep their logits too:
@@ -152,7 +152,7 @@ class OptimalShardedDataParallel(nn.Module):
     def backward(self, loss: torch.Tensor, *, is_last: bool = True) -> None:
         """Run `loss.backward()` of one micro-batch, as `micro_step`. The loss is taken as it is: divide it by the number of micro-steps."""
         with self._out_of_memory.explained(), self.micro_step(is_last=is_last):
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip all gradients as one vector, and return the norm before clipping. Collective."""
@@ -188,7 +188,7 @@ class OptimalShardedDataParallel(nn.Module):
         """Yield the model's buffers under its own names."""
         return self.module.named_buffers(*args, **kwargs)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the model's state under its own names: shards, as torch.distributed.checkpoint takes them."""
         return self.module.state_dict(*args, **kwargs)
 
@@ -196,7 +196,7 @@ class OptimalShardedDataParallel(nn.Module):
         """Return whole weights on the CPU, on rank 0; an empty dict elsewhere. Collective."""
         return full_state_dict(self.module)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
         """Load shards, as `state_dict` gives them, or whole weights, of which rank 0's count. Collective.
 
         Raises:
@@ -221,7 +221,7 @@ class OptimalShardedDataParallel(nn.Module):
         if not hasattr(self.module, "save_pretrained"):
             raise ValueError(f"{type(self.module).__name__} has no save_pretrained; save full_state_dict() with torch.save.")
         state = self.full_state_dict()
-        on_rank_zero(lambda: self.module.save_pretrained(path, state_dict=state, **kwargs))
+        on_rank_zero(lambda: self.module.save_pretrained(path, state_dict=state, **kwargs))  # type: ignore[operator]
 
     def save_checkpoint(
         self, path: str | Path, optimizer: torch.optim.Optimizer, *, scheduler: Stateful | None = None, scaler: Stateful | None = None,
@@ -249,7 +249,7 @@ class OptimalShardedDataParallel(nn.Module):
         self._writer.in_background = in_background
         save_loop(
             self._writer, path, self.module, optimizer,
-            others=_stateful(scheduler, scaler), progress=progress or {}, sharded=sharded, plan=self.plan,
+            others=_stateful(scheduler, scaler), progress=progress or {}, sharded=sharded,
         )  # fmt: skip
 
     def wait_for_checkpoint(self) -> None:
@@ -277,9 +277,9 @@ class OptimalShardedDataParallel(nn.Module):
         Raises:
             CheckpointError: it is damaged, incomplete, or of another model; on every rank.
         """
-        return load_loop(path, self.module, optimizer, others=_stateful(scheduler, scaler))
+        return load_loop(path, self.module, optimizer, others=_stateful(scheduler, scaler), writer=self._writer)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  the model's own
         try:
             return super().__getattr__(name)
         except AttributeError:

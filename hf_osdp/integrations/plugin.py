@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,7 @@ _WITHOUT_EFFECT = {"limit_all_gathers": True}
 
 
 @dataclass
-class OSDPPlugin(FullyShardedDataParallelPlugin):
+class OSDPPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]  # accelerate has no types
     """FSDP2 under a plan, which decides for each unit over how many ranks it is sharded and when it is freed.
 
     All other fields are those of `FullyShardedDataParallelPlugin` (`state_dict_type`, `activation_checkpointing`,
@@ -54,7 +54,7 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
     osdp: OSDPConfig | Mapping[str, object] = field(default_factory=OSDPConfig)
     """What to plan for. What is not set here comes from the file given to `accelerate launch`."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self: Any) -> None:
         refuse_decided({name: getattr(self, name) for name in DECIDED})
         request = launch_request()
         asked = with_block_classes(self.osdp, self.transformer_cls_names_to_wrap, option="transformer_cls_names_to_wrap")
@@ -74,7 +74,7 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
                 " leave async_save out."
             )
 
-    def set_mixed_precision(self, mixed_precision: str | None, buffer_autocast: bool = False, override: bool = False) -> None:
+    def set_mixed_precision(self: Any, mixed_precision: str | None, buffer_autocast: bool = False, override: bool = False) -> None:
         """Compute in `mixed_precision` and reduce gradients in float32; activations keep the dtype that the model gives them."""
         if isinstance(mixed_precision, str) and mixed_precision in _COMPUTE_DTYPES:
             if override or self.mixed_precision_policy is None:
@@ -82,7 +82,7 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
             return
         super().set_mixed_precision(mixed_precision, buffer_autocast=buffer_autocast, override=override)
 
-    def set_auto_wrap_policy(self, model: nn.Module) -> None:
+    def set_auto_wrap_policy(self: Any, model: nn.Module) -> None:
         """Set the policy, used for activation checkpointing only; classes that this model lacks are left out instead of raising."""
         if isinstance(model, FSDPModule):
             return
@@ -166,7 +166,9 @@ def refuse_decided(options: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={value!r} is for the plan to decide; {remedy}.")
 
 
-def with_block_classes(asked: OSDPConfig | Mapping[str, object] | None, names: Any, *, option: str) -> dict[str, object]:
+def with_block_classes(
+    asked: OSDPConfig | Mapping[str, object] | None, names: str | Sequence[str] | None, *, option: str
+) -> dict[str, object]:
     """Return what was asked for, with FSDP's class names as `block_classes`.
 
     Args:

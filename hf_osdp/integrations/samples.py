@@ -1,13 +1,12 @@
-"""The batches that training will run: samples looked up in the data, without taking any from it."""
+"""Find the batches that training will run: look up the longest samples in the data, without taking any from it."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -19,11 +18,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
 from ..distributed.consensus import largest_of_ranks
+from ..planning.probe import random_states_kept
 
 _MOST_OF_A_STREAM = 256
-"""Samples of a stream that are looked at."""
+"""Samples of a stream that are read at most."""
 _MOST_S = 2.0
-"""Seconds for looking at samples that have to be made one by one."""
+"""Seconds for reading samples one by one."""
 _TOKEN_FIELDS = ("input_ids", "inputs_embeds", "decoder_input_ids")
 
 Collate = Callable[[list[Any]], Any]
@@ -31,33 +31,33 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Looked:
-    """Samples that may make the largest batch."""
+    """The samples that may make the largest batch."""
 
     samples: tuple[Any, ...]
     seen: int
-    """Samples whose length was looked at."""
+    """Samples whose length was read."""
     total: int | None
-    """Samples that there are; None for a stream."""
+    """Samples of the dataset; None for a stream."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether no longer sample can come."""
+        """Whether all samples were read."""
         return self.seen == self.total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """Batches of any number of samples, each as large as the largest sample that was found makes it."""
+    """Makes batches of any number of samples, each like the largest sample that was found."""
 
-    sample: Any
+    sample: object
     collate: Collate
     tokens: int | None
     """Tokens of a row; None where rows have no tokens, as with images."""
     row_tokens: int | None = None
-    """Rows are made this long in the place of `tokens`."""
+    """Rows are made this long, instead of `tokens`."""
 
-    def __call__(self, samples: int) -> Any:
-        """The batch that the data's collator makes of as many equal samples."""
+    def __call__(self, samples: int) -> Any:  # noqa: ANN401  what the collator returns
+        """Return the batch that the data's collator makes of as many equal samples."""
         batch = _collated(self.collate, [self.sample] * samples)
         if None in (self.tokens, self.row_tokens) or self.tokens == self.row_tokens:
             return batch
@@ -66,24 +66,22 @@ class Batches:
     def _stretch(self, tensor: torch.Tensor) -> torch.Tensor:
         for dim in range(1, tensor.dim()):
             if tensor.shape[dim] == self.tokens:
-                tensor = tensor.index_select(dim, torch.arange(self.row_tokens) % self.tokens)
+                tensor = tensor.index_select(dim, torch.arange(self.row_tokens or 0) % self.tokens)
         return tensor
 
 
-def find_batches(dataset: Any, collate: Collate) -> tuple[Batches, Looked] | None:
-    """Look for the largest batch that a dataset gives.
-
-    Neither is anything taken from a stream, nor does a generator of random numbers move.
+def find_batches(dataset: Any, collate: Collate) -> tuple[Batches, Looked] | None:  # noqa: ANN401  of any library
+    """Find the largest batch that a dataset gives, without taking from a stream or advancing random number generators.
 
     Args:
         dataset: whatever a DataLoader takes.
         collate: the DataLoader's `collate_fn`.
 
     Returns:
-        Batches by number of samples and what was looked at; None where the dataset is empty, or cannot be looked at.
+        Batches by number of samples and the samples that were read; None where the dataset is empty, or cannot be read.
     """
     collate = _copied(collate)
-    with kept_random_states():
+    with _random_states_kept():
         looked = look(dataset)
         if looked is None:
             return None
@@ -92,17 +90,17 @@ def find_batches(dataset: Any, collate: Collate) -> tuple[Batches, Looked] | Non
     return Batches(sample=sample, collate=collate, tokens=tokens_of(batch)), looked
 
 
-def look(dataset: Any) -> Looked | None:
+def look(dataset: Any) -> Looked | None:  # noqa: ANN401  of any library
     """Find the samples that are longest, in each field and in all.
 
-    Of a table of `datasets` the lengths alone are read, of all rows. Other datasets with a length are read sample by sample, of
-    large ones as many as two seconds allow, evenly spread; of a stream the first samples of a copy.
+    Of a table of `datasets` only the lengths are read, of all rows. Other datasets with a length are read sample by sample, for two
+    seconds at most, evenly spread; of a stream the first samples of a copy are read.
 
     Args:
         dataset: whatever a DataLoader takes; None is no dataset.
 
     Returns:
-        The samples; None where there is none, or where a stream cannot be copied, so that looking would take from it.
+        The samples; None where there is none, or where a stream cannot be copied, so that reading would take from it.
     """
     if dataset is None:
         return None
@@ -121,8 +119,8 @@ def look(dataset: Any) -> Looked | None:
     return Looked(samples=samples, seen=seen, total=None) if samples else None
 
 
-def tokens_of(batch: Any) -> int | None:
-    """Tokens of a row of a batch: the last dimension of its ids; None where it has none."""
+def tokens_of(batch: object) -> int | None:
+    """Return the tokens of a row of a batch, which is the last dimension of its ids; None where it has none."""
     if isinstance(batch, Mapping):
         named = [batch[name] for name in _TOKEN_FIELDS if name in batch] or [v for k, v in batch.items() if str(k).endswith("input_ids")]
         tensors = [tensor for tensor in named if isinstance(tensor, torch.Tensor) and tensor.dim() > 1]
@@ -132,8 +130,8 @@ def tokens_of(batch: Any) -> int | None:
     return int(batch.shape[1]) if isinstance(batch, torch.Tensor) and batch.dim() == 2 and not batch.is_floating_point() else None
 
 
-def takes_keywords(model: nn.Module, batch: Any) -> bool:
-    """Whether a model can be called with a batch's names as keywords, as `model(**batch)` does."""
+def takes_keywords(model: nn.Module, batch: object) -> bool:
+    """Return whether a model can be called with a batch's names as keywords, as `model(**batch)` does."""
     if not isinstance(batch, Mapping):
         return False
     parameters = inspect.signature(model.forward).parameters.values()
@@ -141,22 +139,14 @@ def takes_keywords(model: nn.Module, batch: Any) -> bool:
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters) or set(batch) <= names
 
 
-def batch_size_of(loader: DataLoader, *, share: int) -> int | None:
-    """Samples that one process gets at once.
-
-    Args:
-        loader: not yet prepared.
-        share: processes that one of its batches is split over.
-
-    Returns:
-        The number, or None where the loader does not say.
-    """
+def batch_size_of(loader: DataLoader[Any], *, share: int) -> int | None:
+    """Return the samples that one process gets at once from a loader whose batches `share` processes share; None if it does not say."""
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     return None if size is None else size // share
 
 
-def batches_of_loader(loader: DataLoader, model: nn.Module, sequence_length: int | None) -> tuple[Batches | None, int | None]:
-    """Look for the batches that a loop gives to the model by keywords. Collective.
+def batches_of_loader(loader: DataLoader[Any], model: nn.Module, sequence_length: int | None) -> tuple[Batches | None, int | None]:
+    """Find the batches that a loop gives to the model by keywords. Collective.
 
     Args:
         loader: not yet prepared.
@@ -177,21 +167,14 @@ def batches_of_loader(loader: DataLoader, model: nn.Module, sequence_length: int
     return replace(batches, row_tokens=length if tokens else None), length or 1
 
 
-@contextmanager
-def kept_random_states() -> Iterator[None]:
-    """Leave the generators of Python, numpy and torch as they were: datasets and collators may draw."""
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+def _random_states_kept() -> AbstractContextManager[None]:
+    """Keep all generators: datasets and collators may draw."""
+    is_initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return random_states_kept(range(torch.cuda.device_count()) if is_initialized else [])
 
 
 def _copied(collate: Collate) -> Collate:
-    """A copy of a collator, which may hold a generator of its own; models and tokenizers that it holds are not copied."""
+    """Copy a collator, which may hold a random number generator, but not its models and tokenizers."""
     memo: dict[int, Any] = {}
     holders = [collate]
     for holder in holders:
@@ -206,14 +189,14 @@ def _copied(collate: Collate) -> Collate:
         return collate
 
 
-def _collated(collate: Collate, samples: Sequence[Any]) -> Any:
-    """Some collators take fields out of the samples."""
-    with kept_random_states():
+def _collated(collate: Collate, samples: Sequence[Any]) -> Any:  # noqa: ANN401
+    """Collate copies of the samples, since some collators remove fields from them."""
+    with _random_states_kept():
         return collate([copy.copy(sample) if isinstance(sample, dict) else sample for sample in samples])
 
 
-def _longest_rows(dataset: Any) -> tuple[int, ...] | None:
-    """Rows of a `datasets.Dataset` with the longest lists or texts, in each column and in all; None for another kind of dataset."""
+def _longest_rows(dataset: Any) -> tuple[int, ...] | None:  # noqa: ANN401  of any library
+    """Return the rows of a `datasets.Dataset` with the longest lists or texts, in each column and in all; None for other datasets."""
     table = getattr(dataset, "_data", None)
     if table is None or not hasattr(dataset, "features") or getattr(dataset, "_format_type", None) == "custom":
         return None
@@ -237,7 +220,7 @@ def _longest_rows(dataset: Any) -> tuple[int, ...] | None:
 
 
 def _spread(total: int) -> Iterator[int]:
-    """Every index once, the first ones spread evenly over all."""
+    """Yield every index once, the first ones spread evenly over all."""
     step = 1 << max(0, total - 1).bit_length()
     yield from range(0, total, step)
     while step > 1:
@@ -246,7 +229,7 @@ def _spread(total: int) -> Iterator[int]:
 
 
 def _longest(samples: Iterable[Any]) -> tuple[tuple[Any, ...], int]:
-    """The samples with the longest fields and the largest in all, and how many were seen."""
+    """Return the samples with the longest fields and the largest in all, and how many were read."""
     best: dict[Any, tuple[int, int, Any]] = {}
     seen, started = 0, time.monotonic()
     for sample in samples:
@@ -261,19 +244,19 @@ def _longest(samples: Iterable[Any]) -> tuple[tuple[Any, ...], int]:
     return tuple(chosen[index] for index in sorted(chosen)), seen
 
 
-def _fields(sample: Any) -> Iterable[tuple[Any, Any]]:
+def _fields(sample: object) -> Iterable[tuple[Any, Any]]:
     if isinstance(sample, Mapping):
         return sample.items()
     return enumerate(sample) if isinstance(sample, (tuple, list)) else [(0, sample)]
 
 
-def _length(value: Any) -> int:
-    """Elements of a field."""
+def _length(value: object) -> int:
+    """Return the number of elements of a field."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value.numel() if isinstance(value, torch.Tensor) else value.size
     return len(value) if hasattr(value, "__len__") else 1
 
 
-def _numel(batch: Any) -> int:
+def _numel(batch: object) -> int:
     leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
     return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))

@@ -41,24 +41,24 @@ class Schedule:
     state: dict[str, Any]
     rates: tuple[dict[str, Any], ...]
     """Of each group of its optimizer."""
-    position: int | None
-    """None where it counts none."""
+    position: int
+    """-1 where it counts none."""
 
 
-def positions_factor(was: StepSize, now: StepSize) -> Fraction | None:
-    """What positions of a checkpoint are to be multiplied by; None where nobody knows.
+def position_factor(before: StepSize, now: StepSize) -> Fraction | None:
+    """Return what positions of a checkpoint are to be multiplied by; None where nobody knows.
 
     Args:
-        was: of the run that wrote it.
+        before: of the run that wrote it.
         now: of this run.
     """
-    if was.samples is not None and now.samples is not None:
-        return Fraction(was.samples * now.ranks, was.ranks * now.samples)
-    return Fraction(1) if was.ranks == now.ranks else None
+    if before.samples is not None and now.samples is not None:
+        return Fraction(before.samples * now.ranks, before.ranks * now.samples)
+    return Fraction(1) if before.ranks == now.ranks else None
 
 
-def own_schedule(prepared: Any) -> Schedule | None:
-    """A scheduler that goes by the number of processes, with what loading would overwrite.
+def own_schedule(prepared: object) -> Schedule | None:
+    """Return a scheduler that goes by the number of processes, with what loading would overwrite.
 
     Args:
         prepared: Accelerate's, before its first step.
@@ -73,8 +73,8 @@ def own_schedule(prepared: Any) -> Schedule | None:
     return Schedule(scheduler=scheduler, state=deepcopy(scheduler.state_dict()), rates=rates, position=_position(scheduler))
 
 
-def carry_over(schedules: Sequence[Schedule], factor: Fraction | None, *, ranks: int, uncounted: int) -> list[str]:
-    """After a checkpoint was loaded: set schedulers, and rates of their optimizers, to where this run would have them.
+def rescale_schedules(schedules: Sequence[Schedule], factor: Fraction | None, *, ranks: int, uncounted: int) -> list[str]:
+    """Set schedulers, and rates of their optimizers, to where this run would have them, after a checkpoint was loaded.
 
     Args:
         schedules: this run's own.
@@ -87,7 +87,8 @@ def carry_over(schedules: Sequence[Schedule], factor: Fraction | None, *, ranks:
     """
     if factor == 1:
         return []
-    targets, left = [], []
+    targets: list[tuple[Schedule, int]] = []
+    left: list[str] = []
     for schedule in schedules:
         target, problem = _target(schedule, factor)
         if problem is None:
@@ -108,9 +109,9 @@ def carry_over(schedules: Sequence[Schedule], factor: Fraction | None, *, ranks:
 
 
 def _target(schedule: Schedule, factor: Fraction | None) -> tuple[int, str | None]:
-    """Where a scheduler is to be, or why that cannot be had."""
+    """Return where a scheduler is to be, or why that cannot be had."""
     saved, step = _position(schedule.scheduler), inspect.signature(schedule.scheduler.step).parameters.values()
-    if saved is None or any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in step):
+    if saved < 0 or any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in step):
         return 0, "it goes by metrics or calls, not by a position"
     if factor is None:
         return 0, "the samples of an optimizer step are not known"
@@ -131,9 +132,9 @@ def _advance(schedule: Schedule, target: int) -> None:
         schedule.scheduler.step()
 
 
-def _position(scheduler: LRScheduler) -> int | None:
-    """Chained schedulers count for themselves."""
+def _position(scheduler: LRScheduler) -> int:
+    """Return how often a scheduler was stepped; chained ones count for themselves."""
     if hasattr(scheduler, "last_epoch"):
         return scheduler.last_epoch
     several = getattr(scheduler, "_schedulers", ())
-    return _position(several[0]) if several else None
+    return _position(several[0]) if several else -1

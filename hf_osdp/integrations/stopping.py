@@ -19,7 +19,7 @@ class StopCallback(TrainerCallback):
         stop: not yet started; `stopped` tells afterwards that it ended training.
     """
 
-    def __init__(self, stop: StopSignal):
+    def __init__(self, stop: StopSignal) -> None:
         self._stop = stop
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -39,7 +39,7 @@ def planning_at_the_end(init: Callable[..., None]) -> Callable[..., None]:
     takes_osdp = "osdp" in inspect.signature(init).parameters
 
     @functools.wraps(init)
-    def planning(self: Any, *args: Any, **kwargs: Any) -> None:
+    def planning(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  our Trainer
         if "osdp" in kwargs and not takes_osdp:
             self._asked_osdp = kwargs.pop("osdp")
         outermost = not self.__dict__.get("_in_init", False)
@@ -59,7 +59,7 @@ def with_whole_weights(save: Callable[..., None]) -> Callable[..., None]:
     """Return a `_save` that sees whole weights in the model: it may write the model's own, and not the state that it is given."""
 
     @functools.wraps(save)
-    def saving(self: Any, output_dir: str | None = None, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
+    def saving(self: Any, output_dir: str | None = None, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:  # noqa: ANN401
         if self._osdp is None or not state_dict:
             save(self, output_dir, state_dict)
             return

@@ -12,8 +12,9 @@ import torch
 import transformers
 import transformers.trainer
 from transformers import TrainerCallback, TrainingArguments
+from transformers.trainer_utils import TrainOutput
 
-from ..checkpoint.starts import begin_anew
+from ..checkpoint.resume import start_fresh
 from ..checkpoint.writer import CheckpointWriter, Staging
 from ..distributed.process_group import wait_for_ranks
 from ..distributed.stop import StopSignal
@@ -64,11 +65,11 @@ class Trainer(TrainerCheckpoints, _Stock):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_order(cls, Trainer)
-        cls.__init__ = planning_at_the_end(cls.__init__)
+        cls.__init__ = planning_at_the_end(cls.__init__)  # type: ignore[method-assign]
         if any("_save" in vars(other) for other in cls.__mro__[: cls.__mro__.index(Trainer)]):
-            cls._save = with_whole_weights(cls._save)
+            cls._save = with_whole_weights(cls._save)  # type: ignore[method-assign]
 
-    def __init__(self, *args: Any, osdp: OSDPConfig | Mapping[str, object] | bool | None = None, **kwargs: Any):
+    def __init__(self, *args: Any, osdp: OSDPConfig | Mapping[str, object] | bool | None = None, **kwargs: Any) -> None:
         call = inspect.signature(_Stock.__init__).bind(self, *args, **kwargs)
         given = call.arguments
         self._run: PlannedRun | None = None
@@ -80,9 +81,10 @@ class Trainer(TrainerCheckpoints, _Stock):
             refuse_unplanned(given)
             arguments = given.get("args") or TrainingArguments(output_dir="tmp_trainer")
             given["args"] = own_arguments(arguments)
+            assert arguments.output_dir is not None
             self._asked_batch = arguments.per_device_train_batch_size
             if given.get("train_dataset") is not None:
-                begin_anew(arguments.output_dir)  # before planning, which may fail
+                start_fresh(arguments.output_dir)  # before planning, which may be the end of this start
             self._makes_folder = not Path(arguments.output_dir).exists()
         super().__init__(*call.args[1:], **call.kwargs)
 
@@ -96,15 +98,15 @@ class Trainer(TrainerCheckpoints, _Stock):
         except Exception:
             if self._makes_folder:
                 with suppress(OSError):  # it is gone, or holds something
-                    Path(args.output_dir).rmdir()
+                    Path(str(args.output_dir)).rmdir()
             raise
         set_batch(args, self._run.plan)
         self._train_batch_size = args.train_batch_size
         self.accelerator.adopt(self._run)
         self.is_fsdp_enabled = self.is_fsdp_enabled or self.accelerator.is_fsdp2  # one process with units on the host
         if self.place_model_on_device and not self.is_fsdp_enabled:
-            super()._move_model_to_device(self.model, args.device)
-        self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs and not ignores_item_count(self.model)
+            super()._move_model_to_device(self._module, args.device)
+        self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs and not ignores_item_count(self._module)
         self._steps = _StepCallback(args.device)
         self.add_callback(self._steps)
         self._writer = CheckpointWriter(in_background=self._osdp.async_save)
@@ -145,14 +147,20 @@ class Trainer(TrainerCheckpoints, _Stock):
                 " pass TrainingArguments(use_cpu=True) to run them on the CPU."
             )
         facts = facts_of_trainer(self, config, self._plugin())
-        hold_master_weights(self.model, facts.precision)
+        hold_master_weights(self._module, facts.precision)
         with planning_status(is_rank_zero=args.process_index == 0):
-            run = plan_run(self.model, config, facts)
+            run = plan_run(self._module, config, facts)
         announce_plan(run, is_rank_zero=args.process_index == 0)
         return run
 
+    @property
+    def _module(self) -> torch.nn.Module:
+        assert isinstance(self.model, torch.nn.Module)
+        return self.model
+
     def _plugin(self) -> OSDPPlugin:
         """Return the plugin as arguments and launcher set it."""
+        assert self._osdp is not None
         return OSDPPlugin(osdp=self._osdp.options(), **plugin_options(self.args))
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
@@ -166,7 +174,7 @@ class Trainer(TrainerCheckpoints, _Stock):
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """As stock, from shards: after an evaluation the model still shows gathered parameters of units that are kept."""
         if self._osdp is not None:
-            free_gathered(self.model if model is None else model)
+            free_gathered(self._module if model is None else model)
         return super().create_optimizer(model)
 
     def _has_mixed_mesh_grads(self, model: torch.nn.Module) -> bool:
@@ -185,7 +193,7 @@ class Trainer(TrainerCheckpoints, _Stock):
         if self._osdp is not None:
             wait_for_ranks()  # stock goes on to collectives while rank 0 writes
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """As stock; then the estimate is printed beside what was measured, and `osdp_report.json` is written.
 
         A restart by `torchrun --max-restarts` or a SLURM requeue goes on from the last complete checkpoint. After SIGTERM on any rank
@@ -202,8 +210,8 @@ class Trainer(TrainerCheckpoints, _Stock):
                 output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
         finally:
             self._stop.abandon()  # where an error ended training
-        self._writer.wait()
-        self._keep_limit(Path(self.args.output_dir))
+        self._finish_checkpoints()
+        assert self._steps is not None and self._run is not None
         if self._steps.measured:
             measured = self._steps.summary()
             announce_result(self._run, measured, output_dir=self.args.output_dir, is_rank_zero=self.is_world_process_zero())
@@ -211,7 +219,7 @@ class Trainer(TrainerCheckpoints, _Stock):
         return output
 
 
-Trainer.__init__ = planning_at_the_end(Trainer.__init__)
+Trainer.__init__ = planning_at_the_end(Trainer.__init__)  # type: ignore[method-assign]
 
 
 def with_osdp(trainer_class: type[transformers.Trainer]) -> type[transformers.Trainer]:
@@ -269,9 +277,10 @@ class _TrainersAccelerator(OSDPAccelerator):
 @contextmanager
 def _accelerator_class(cls: type) -> Iterator[None]:
     """Let the Trainer create an accelerator of this class; it has no argument for that."""
-    stock = transformers.trainer.Accelerator
-    transformers.trainer.Accelerator = cls
+    module: Any = transformers.trainer
+    stock = module.Accelerator
+    module.Accelerator = cls
     try:
         yield
     finally:
-        transformers.trainer.Accelerator = stock
+        module.Accelerator = stock

@@ -2,45 +2,54 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers.trainer
 from torch import nn
 from transformers import TrainerState, TrainingArguments
 
-from ..checkpoint.finding import check_checkpoint, last_checkpoint
-from ..checkpoint.folders import numbered_checkpoints, remove_checkpoint
-from ..checkpoint.layouts import Layout, find_model, find_optimizer
-from ..checkpoint.manifest import Manifest
-from ..checkpoint.random_states import load_random_states
+from ..checkpoint.folders import numbered_checkpoints, remove_checkpoint, unlock_checkpoints
+from ..checkpoint.layouts import Layout, find_model
+from ..checkpoint.loop import load_random_states
+from ..checkpoint.resume import check_checkpoint, checkpoint_to_resume, own_checkpoints, warn_of_changes
 from ..checkpoint.safe import load_file
-from ..checkpoint.starts import begin_anew, go_on, is_restart, of_earlier_training
 from ..checkpoint.states import load_model, load_optimizer, save_model
-from ..distributed.consensus import on_rank_zero
-from ..errors import CheckpointError
+from ..checkpoint.writer import CheckpointWriter, Staging
+from ..distributed.stop import StopSignal
+from ..planning.config import OSDPConfig
+from ..planning.plan_run import PlannedRun
+from ..sharding.optimizer_check import unwrapped
+from .checkpoints import dataset_text, is_adapted, keep_whole_positions, own_states, replaced
 from .plugin import writes_shards
-from .stock_states import by_position, is_adapted, own_states, replaced
-
-_log = logging.getLogger(__name__)
 
 TRAINER_STATE = transformers.trainer.TRAINER_STATE_NAME
 """What the Trainer writes last into a checkpoint."""
 
 
-class TrainerCheckpoints:
-    """Before `transformers.Trainer` among its bases."""
+_Base = transformers.Trainer if TYPE_CHECKING else object
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As stock, into a hidden folder that then appears under its name."""
+
+class TrainerCheckpoints(_Base):
+    """Mixin; must precede `transformers.Trainer` in the MRO."""
+
+    _osdp: OSDPConfig | None
+    _run: PlannedRun
+    _writer: CheckpointWriter
+    _staging: Staging | None
+    _stop: StopSignal
+    _asked_batch: int
+
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
+        """Save as the stock Trainer, into a hidden folder that then appears under its name."""
         if self._osdp is None:
             super()._save_checkpoint(model, trial)
             return
         run_dir = Path(super()._get_output_dir(trial))
         folder = run_dir / f"{transformers.trainer.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self._writer.new(folder, plan=self._run.plan) as staging:
+        self._writer.plan = self._run.plan
+        with self._writer.new(folder, **self._settings()) as staging:
             self._staging = staging
             try:
                 super()._save_checkpoint(model, trial)
@@ -54,17 +63,17 @@ class TrainerCheckpoints:
             self._writer.wait()
             super()._push_from_checkpoint(str(folder))
 
-    def _get_output_dir(self, trial: Any) -> str:
-        """While a checkpoint is written, the folder in which it is staged."""
+    def _get_output_dir(self, trial: object) -> str:
+        """Return, while a checkpoint is written, the folder in which it is staged."""
         return super()._get_output_dir(trial) if self._staging is None else str(self._staging.path.parent)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Not before it has its name."""
+        """Push only after the folder has been renamed."""
         if self._staging is None:
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _name_best(self, staged: Path, folder: Path) -> None:
-        """The state that was saved names checkpoints by their final names."""
+        """Let the saved state name checkpoints by their final names."""
         if self.state.best_global_step:
             best = folder.with_name(f"{transformers.trainer.PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
             if best == folder or best.exists():
@@ -73,15 +82,15 @@ class TrainerCheckpoints:
                     self.state.save_to_json(str(staged / TRAINER_STATE))
 
     def _keep_limit(self, run_dir: Path, new: Path | None = None) -> None:
-        """Take checkpoints away beyond the limit, an earlier training's first, then the oldest; not the new one, nor the best.
+        """Remove checkpoints beyond the limit, an earlier training's first, then the oldest; not the new one, nor the best.
 
         In the background the new one is yet to be complete: the one before it stays.
         """
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
         if not self.is_world_process_zero() or not limit or limit < 1:
             return
-        older = of_earlier_training(run_dir)
-        found = sorted(numbered_checkpoints(run_dir), key=lambda path: path in older)
+        own = own_checkpoints(run_dir)
+        found = sorted(numbered_checkpoints(run_dir), key=lambda path: path not in own)
         kept = {new if new in found else found[0], *([Path(best)] if best else [])} if found else set()
         rest = [path for path in found if path not in kept]
         for path in rest[max(limit - len(kept), 0) :]:
@@ -91,14 +100,14 @@ class TrainerCheckpoints:
         return self.is_fsdp_enabled and writes_shards(self.accelerator.plugin)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        by_position([self.model], [self.optimizer])
+        keep_whole_positions([self.model], [self.optimizer])
         files = None if self._staging is None else self._staging.file_system
         with nullcontext() if self._osdp is None else own_states(files):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """As stock, the optimizer's state from any layout."""
-        by_position([self.model], [self.optimizer])
+        """Load as the stock Trainer, the optimizer's state from any layout."""
+        keep_whole_positions([self.model], [self.optimizer])
         if self._osdp is None or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -107,9 +116,11 @@ class TrainerCheckpoints:
         self.lr_scheduler.load_state_dict(load_file(folder / transformers.trainer.SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """As stock, weights from any layout."""
+        """Load as the stock Trainer, weights from any layout."""
         model = self.model if model is None else model
-        if self._osdp is None or (not self.is_fsdp_enabled and is_adapted(model) and _of_one_process(resume_from_checkpoint)):
+        if self._osdp is None or (
+            not self.is_fsdp_enabled and is_adapted(model) and find_model(Path(resume_from_checkpoint)).layout is Layout.SINGLE
+        ):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         load_model(Path(resume_from_checkpoint), model, trainable_only=is_adapted(model))
@@ -121,8 +132,8 @@ class TrainerCheckpoints:
         check_checkpoint(self.state.best_model_checkpoint)
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """As stock; where SIGTERM ended training, the last checkpoint stays, and the best is not loaded: there are seconds left."""
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as its base class
+        """Finalize as the stock Trainer; after SIGTERM, with seconds left, the last checkpoint stays and the best is not loaded."""
         if self._osdp is not None:
             self._writer.wait()  # stock looks for the best one, which may be the last
         if self._osdp is None or not self._stop.stopped:
@@ -131,7 +142,7 @@ class TrainerCheckpoints:
             return super()._finalize_training(*args, **kwargs)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """As stock, which warns where a checkpoint was saved with other arguments: what counts is the user's batch size, not the plan's."""
+        """Start as the stock Trainer, which warns of changed arguments: the user's batch size counts, not the plan's."""
         if self._osdp is None:
             return super()._init_training_state(*args, **kwargs)
 
@@ -146,63 +157,41 @@ class TrainerCheckpoints:
         return begun
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """As stock; ranks that were not there get states of their own."""
+        """Load as the stock Trainer; ranks that were not there get states of their own."""
         if self._osdp is None or checkpoint is None:
             super()._load_rng_state(checkpoint)
         else:
             load_random_states(Path(checkpoint), self.args.process_index)
 
     def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
-        """The checkpoint that training begins with, sound and complete; the same on every rank.
+        """Return the checkpoint that training begins with, sound and complete; the same on every rank.
 
         Args:
             asked: `train`'s argument.
 
         Raises:
-            CheckpointError: the one that was asked for is damaged.
+            CheckpointError: the one that was asked for is damaged, or another run trains in the same folder.
             ValueError: the last was asked for, and there is none.
         """
-        folder = self.args.output_dir
-        (go_on if asked is True else begin_anew)(folder)
-        restarted = asked is not False and self._osdp.resume_after_restart and is_restart(folder)
-        if asked is True or restarted:
-            found = last_checkpoint(folder, marker=TRAINER_STATE)
-            if found is not None and (asked is True or _goes_on(found)):
-                self._warn_of_another_batch(found)
-                return str(found)
+        folder, after_restart = self.args.output_dir, self._osdp.resume_after_restart
+        found = checkpoint_to_resume(folder, None if asked == "" else asked, marker=TRAINER_STATE, after_restart=after_restart)
+        if found is None:
             if asked is True:
                 raise ValueError(f"There is no complete checkpoint in {folder}; leave resume_from_checkpoint out to begin.")
-        if not asked:
             return None
-        check_checkpoint(str(asked))
-        self._warn_of_another_batch(Path(str(asked)))
-        return str(asked)
+        warn_of_changes(found, self._settings(), self._run.plan)
+        return str(found)
 
-    def _warn_of_another_batch(self, folder: Path) -> None:
-        """Steps count samples: with more or fewer in each, data position and schedule are others than they were."""
-        found = Manifest.load(folder) if self.is_world_process_zero() else None
-        saved, now = None if found is None else found.global_batch_size, self._run.plan.global_batch_size
-        if saved is not None and saved != now:
-            _log.warning(
-                "%s was saved with a global batch of %d samples, this run has %d: data and schedule do not go on where they were. To keep"
-                " it, set OSDPConfig(global_batch_size=%d).",
-                folder, saved, now, saved,
-            )  # fmt: skip
+    def _settings(self) -> dict[str, str]:
+        """Return what a manifest records of this training."""
+        args, data_seed = self.args, self.args.data_seed
+        seed = f"{args.seed}" if data_seed is None else f"{args.seed} (data {data_seed})"
+        optimizer = "" if self.optimizer is None else type(unwrapped(self.optimizer)).__name__
+        texts = {"seed": seed, "precision": args.mixed_precision, "dataset": dataset_text(self.train_dataset), "optimizer": optimizer}
+        return {name: text for name, text in texts.items() if text}
 
-
-def _goes_on(folder: Path) -> bool:
-    """Whether a restart may take a checkpoint up: with `save_only_model` there is nothing to go on from."""
-
-    def has_optimizer() -> bool:
-        try:
-            find_optimizer(folder)
-        except CheckpointError as error:
-            _log.warning("%s; training begins anew.", str(error).rstrip("."))
-            return False
-        return True
-
-    return on_rank_zero(has_optimizer)
-
-
-def _of_one_process(folder: str | Path) -> bool:
-    return find_model(Path(folder)).layout is Layout.SINGLE
+    def _finish_checkpoints(self) -> None:
+        """Complete the last checkpoint, and let other runs write into the folder."""
+        self._writer.wait()
+        self._keep_limit(Path(self.args.output_dir))
+        unlock_checkpoints(Path(self.args.output_dir))

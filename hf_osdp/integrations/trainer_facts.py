@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-import transformers.trainer
 from torch import nn
 from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy
+from transformers.training_args import OptimizerNames
 
-from ..checkpoint.finding import recorded_batch
+from ..checkpoint.resume import recorded_batch
 from ..distributed.consensus import largest_of_ranks
 from ..modeling.batch import Inputs, without_adapters
 from ..modeling.batch_norm import has_running_statistics
@@ -37,7 +38,7 @@ _SINGLE_SAMPLE_LOSSES = ("SFTTrainer", "RewardTrainer")
 """Trainers with a loss of their own that is a sum over tokens or samples, whichever share a batch."""
 
 
-def facts_of_trainer(trainer: Any, config: OSDPConfig, plugin: OSDPPlugin) -> RunFacts:
+def facts_of_trainer(trainer: transformers.Trainer, config: OSDPConfig, plugin: OSDPPlugin) -> RunFacts:
     """Return what is known about a Trainer's run. Collective.
 
     Args:
@@ -78,6 +79,7 @@ def facts_of_trainer(trainer: Any, config: OSDPConfig, plugin: OSDPPlugin) -> Ru
 
 def trainer_folder(args: TrainingArguments, model: nn.Module | None) -> RunFolder:
     """Return where the Trainer writes, and what; of peft's models only adapters are saved."""
+    assert args.output_dir is not None
     return RunFolder(
         path=args.output_dir,
         saves=args.save_strategy != SaveStrategy.NO,
@@ -90,30 +92,32 @@ def trainer_folder(args: TrainingArguments, model: nn.Module | None) -> RunFolde
 def _global_batch_size(args: TrainingArguments, *, resumes: bool) -> int:
     """Return the samples of a step as the arguments have them; a restart, which may have fewer processes, keeps those it began with."""
     given = samples_of_step(args)
+    assert args.output_dir is not None
     begun = recorded_batch(args.output_dir) if resumes else None
-    if begun in (None, given) or begun % args.world_size:
+    if begun is None or begun == given or begun % args.world_size:
         return given
     if args.process_index == 0:
         _log.warning("This restart keeps the global batch of %d samples that training began with; the arguments make %d.", begun, given)
     return begun
 
 
-def _coupled_batch_size(trainer: Any) -> int | None:
+def _coupled_batch_size(trainer: transformers.Trainer) -> int | None:
     """Return the samples of a micro-batch where the loss may depend on which samples share one; None leaves them to the planner."""
     args, reason = trainer.args, batch_coupling(trainer)
     if reason is None:
         return None
-    size = samples_of_step(args) // (args.gradient_accumulation_steps * args.world_size)
+    size: int = samples_of_step(args) // (args.gradient_accumulation_steps * args.world_size)
     if args.process_index == 0:
         _log.warning("%s, so micro-batches stay at %d samples; OSDPConfig(micro_batch_size=...) sets another size.", reason, size)
     return size
 
 
-def batch_coupling(trainer: Any) -> str | None:
+def batch_coupling(trainer: transformers.Trainer) -> str | None:
     """Return why a loss may depend on which samples share a micro-batch; None where it does not.
 
     The planner then keeps the size of micro-batches: splitting one would train something else.
     """
+    assert isinstance(trainer.model, nn.Module)
     cls, model = type(trainer), without_adapters(trainer.model)
     owner = next(base.__name__ for base in cls.__mro__ if "compute_loss" in vars(base))  # a subclass may have a loss of its own again
     if "return_loss" in inspect.signature(model.forward).parameters:
@@ -131,7 +135,7 @@ def batch_coupling(trainer: Any) -> str | None:
     return None
 
 
-def _batches(trainer: Any, config: OSDPConfig) -> tuple[Inputs | None, int]:
+def _batches(trainer: transformers.Trainer, config: OSDPConfig) -> tuple[Inputs | None, int]:
     """Return batches as the data gives them, None where the data does not show them, and the tokens of a row. Collective."""
     if config.inputs is not None:
         return config.inputs, config.sequence_length or tokens_of(config.inputs(1)) or 1
@@ -151,7 +155,8 @@ def _batches(trainer: Any, config: OSDPConfig) -> tuple[Inputs | None, int]:
         length = config.sequence_length or tokens
         return replace(batches, row_tokens=length if batches.tokens else None), length
     generated = None if found is None else _tokens_to_generate(trainer, found[0].sample)
-    if config.sequence_length is None and generated is None:
+    generated = config.sequence_length or generated
+    if generated is None:
         raise ValueError("The sequence length cannot be read from the dataset; give OSDPConfig(sequence_length=...).")
     if found is not None and says_it:
         _log.warning(
@@ -161,25 +166,26 @@ def _batches(trainer: Any, config: OSDPConfig) -> tuple[Inputs | None, int]:
     return None, config.sequence_length or largest_of_ranks(generated)
 
 
-def _rows_and_collator(trainer: Any, dataset: Any) -> tuple[Any, Any]:
+def _rows_and_collator(trainer: transformers.Trainer, dataset: Any) -> tuple[Any, Any]:  # noqa: ANN401  of any library
     """Return a dataset with the columns that the Trainer keeps, and what makes batches of its rows."""
     if type(trainer).get_train_dataloader is not _Stock.get_train_dataloader:
         return dataset, trainer.data_collator
-    if transformers.trainer.is_datasets_available() and isinstance(dataset, transformers.trainer.datasets.Dataset):
+    datasets = sys.modules.get("datasets")  # a dataset of its class cannot be there without it
+    if datasets is not None and isinstance(dataset, datasets.Dataset):
         return trainer._remove_unused_columns(dataset), trainer.data_collator
     return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator)
 
 
-def _tokens_to_generate(trainer: Any, sample: Any) -> int | None:
+def _tokens_to_generate(trainer: transformers.Trainer, sample: object) -> int | None:
     """Return the tokens of a prompt and of what is generated for it, as TRL's online trainers name them; None elsewhere."""
-    completion = getattr(trainer.args, "max_completion_length", None)
-    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    completion: int | None = getattr(trainer.args, "max_completion_length", None)
+    tokenizer: Any = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     if completion is None or tokenizer is None or not isinstance(sample, Mapping) or "prompt" not in sample:
         return None
     return completion + len(tokenizer(str(sample["prompt"]))["input_ids"])
 
 
-def _optimizer_spec(trainer: Any) -> OptimizerSpec:
+def _optimizer_spec(trainer: transformers.Trainer) -> OptimizerSpec:
     """Return what the optimizer of this training will hold."""
     device_type = trainer.args.device.type
     if trainer.optimizer is not None:
@@ -187,4 +193,4 @@ def _optimizer_spec(trainer: Any) -> OptimizerSpec:
     if trainer.optimizer_cls_and_kwargs is not None:
         cls, options = trainer.optimizer_cls_and_kwargs
         return spec_of_optimizer(cls([nn.Parameter(torch.zeros(1))], **options), device_type=device_type)
-    return spec_of_trainer_name(trainer.args.optim.value, device_type=device_type)
+    return spec_of_trainer_name(OptimizerNames(trainer.args.optim).value, device_type=device_type)

@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..modeling.batch import Loss, without_adapters
@@ -22,7 +24,7 @@ _DATA = ("train_dataset", "eval_dataset")
 _MEANS = frozenset({"CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss", "L1Loss", "NLLLoss", "cross_entropy", "mse_loss"})
 
 
-def traced_loss(trainer: Any) -> Loss:
+def traced_loss(trainer: transformers.Trainer) -> Loss:
     """Return the trainer's `compute_loss` as a function of a fake model and a batch.
 
     Each call runs on a copy of the trainer: metrics that it keeps are the copy's, nothing is sent to other ranks, and modules
@@ -32,7 +34,7 @@ def traced_loss(trainer: Any) -> Loss:
         trainer: a `transformers.Trainer`, whose `__init__` has ended.
     """
 
-    def loss(fake_model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    def loss(fake_model: nn.Module, batch: Mapping[str, Any]) -> object:
         last: list[Any] = []
         copied = _copied(trainer, fake_model, last)
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
@@ -40,7 +42,7 @@ def traced_loss(trainer: Any) -> Loss:
         counted = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
         handle = fake_model.register_forward_hook(lambda module, args, output: last.__setitem__(slice(None), [output]))
         try:
-            return copied.compute_loss(fake_model, batch, num_items_in_batch=items if counted else None)
+            return copied.compute_loss(fake_model, batch, num_items_in_batch=items if counted else None)  # type: ignore[arg-type]
         finally:
             handle.remove()
             last.clear()  # the loss holds through backward what it needs
@@ -48,11 +50,12 @@ def traced_loss(trainer: Any) -> Loss:
     return loss
 
 
-def held_models(trainer: Any) -> dict[str, int]:
+def held_models(trainer: transformers.Trainer) -> dict[str, int]:
     """Return the bytes that other models take on this device, by the name of the trainer's attribute.
 
     Sharded ones count with their shards, and a root that stays gathered after forward whole beside them.
     """
+    assert isinstance(trainer.model, nn.Module)
     seen = {id(tensor) for tensor in _tensors(trainer.model)}
     found = {}
     for name, value in vars(trainer).items():
@@ -87,20 +90,21 @@ class _LocalAccelerator:
 
     device = DEVICE
 
-    def __init__(self, accelerator: Any) -> None:
+    def __init__(self, accelerator: object) -> None:
         self._accelerator = accelerator
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._accelerator, name)
 
-    def gather(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def gather(self, tensor: object, *args: object, **kwargs: object) -> object:
         return tensor
 
     gather_for_metrics = reduce = pad_across_processes = gather
 
 
-def _copied(trainer: Any, fake_model: nn.Module, last: list[Any]) -> Any:
+def _copied(trainer: transformers.Trainer, fake_model: nn.Module, last: list[Any]) -> transformers.Trainer:
     """Copy a trainer, with a fake model; `last` gets that model's last output."""
+    assert isinstance(trainer.model, nn.Module)
     copied = copy.copy(trainer)
     for name, value in vars(trainer).items():
         if value is trainer.model or name in ("model", "model_wrapped"):
@@ -119,7 +123,7 @@ class _LastOutput:
     def __init__(self, last: list[Any]) -> None:
         self._last = last
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         output = copy.copy(self._last[-1])
         for name, value in list(vars(output).items()) if not isinstance(output, Mapping) else []:
             if isinstance(value, torch.Tensor):
@@ -130,6 +134,7 @@ class _LastOutput:
 def _fake_beside(module: nn.Module, model: nn.Module, fake_model: nn.Module) -> nn.Module:
     """Copy a module with fake parameters; where it holds the trained model, as losses do, the copy holds the fake one."""
     mode = next(torch._guards.detect_fake_mode([p]) for p in fake_model.parameters())
+    assert mode is not None
     memo: dict[int, Any] = {id(model): fake_model}
     for tensor in _tensors(module):
         fake = fake_like(tensor, mode)
@@ -137,7 +142,7 @@ def _fake_beside(module: nn.Module, model: nn.Module, fake_model: nn.Module) -> 
     return copy.deepcopy(module, memo)
 
 
-def _modules_in(value: Any) -> Iterator[nn.Module]:
+def _modules_in(value: object) -> Iterator[nn.Module]:
     leaves = [value] if isinstance(value, nn.Module) else tree_leaves(value) if isinstance(value, (*_CONTAINERS, tuple)) else []
     return (leaf for leaf in leaves if isinstance(leaf, nn.Module))
 
@@ -167,6 +172,7 @@ def _gathered_bytes(module: nn.Module) -> int:
     return sum(_whole_bytes(parameter) for group in parameter_groups(module) for parameter in group.fsdp_params)
 
 
-def _whole_bytes(parameter: Any) -> int:
+def _whole_bytes(parameter: FSDPParam) -> int:
     dtype = getattr(parameter, "param_dtype", None) or parameter.sharded_param.dtype
-    return parameter.sharded_param.shape.numel() * dtype.itemsize
+    nbytes: int = parameter.sharded_param.shape.numel() * dtype.itemsize
+    return nbytes

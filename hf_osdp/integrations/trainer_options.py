@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from transformers import TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig, merged_config, stated_options
@@ -97,7 +98,7 @@ def own_arguments(args: TrainingArguments) -> TrainingArguments:
     """
     own = copy.copy(args)
     own.accelerator_config = copy.deepcopy(args.accelerator_config)
-    steps = (own.accelerator_config.gradient_accumulation_kwargs or {}).pop("num_steps", None)
+    steps = (_accelerator_config(own).gradient_accumulation_kwargs or {}).pop("num_steps", None)
     if steps is not None and args.gradient_accumulation_steps not in (1, steps):
         raise ValueError(
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} and num_steps={steps} of accelerator_config were both given;"
@@ -113,7 +114,7 @@ def samples_of_step(args: TrainingArguments) -> int:
     Raises:
         ValueError: a batch cannot be split over the processes.
     """
-    batch, splits = args.per_device_train_batch_size, args.accelerator_config.split_batches
+    batch, splits = args.per_device_train_batch_size, _accelerator_config(args).split_batches
     if splits and batch % args.world_size:
         raise ValueError(
             f"split_batches=True splits batches of {batch} over {args.world_size} processes; use a per_device_train_batch_size that"
@@ -124,7 +125,7 @@ def samples_of_step(args: TrainingArguments) -> int:
 
 def set_batch(args: TrainingArguments, plan: Plan) -> None:
     """Write the plan's batch sizes into the Trainer's own arguments, as `split_batches` needs them."""
-    parts = args.world_size if args.accelerator_config.split_batches else 1
+    parts = args.world_size if _accelerator_config(args).split_batches else 1
     args.per_device_train_batch_size = plan.micro_batch_size * parts
     args.gradient_accumulation_steps = plan.accumulation_steps
     if args.auto_find_batch_size and args.process_index == 0:
@@ -161,11 +162,16 @@ def refuse_unplanned(given: Mapping[str, Any]) -> None:
         )
 
 
+def _accelerator_config(args: TrainingArguments) -> AcceleratorConfig:
+    assert isinstance(args.accelerator_config, AcceleratorConfig)
+    return args.accelerator_config
+
+
 def _fsdp_config(args: TrainingArguments | None) -> dict[str, Any]:
     """Return `TrainingArguments.fsdp_config` as a dict; with `fsdp` unset, transformers leaves the path of a file unread."""
     config = None if args is None else args.fsdp_config
     if isinstance(config, str):
-        config = read_json(config, "fsdp_config", limit_bytes=_MOST_BYTES)
+        path, config = config, read_json(config, "fsdp_config", limit_bytes=_MOST_BYTES)
         if not isinstance(config, dict):
-            raise ValueError(f"fsdp_config={args.fsdp_config!r} holds a {type(config).__name__}; it must map option names to values.")
+            raise ValueError(f"fsdp_config={path!r} holds a {type(config).__name__}; it must map option names to values.")
     return {str(name).removeprefix("fsdp_"): value for name, value in (config or {}).items()}

@@ -58,7 +58,7 @@ class OSDPConfig:
     offload_activations: bool | None = None
     """True has what every block saves for backward wait in the host's memory, False of none; None lets the planner decide for each."""
     operator_splitting: bool = True
-    """The planner may cut blocks into operator units, and operators into slices, where memory binds and that pays."""
+    """The planner may split blocks into operator units, and operators into slices, where memory binds and that pays."""
     split_vocabulary: bool | None = None
     """Among these cuts may be the vocabulary projection with its loss, after which `outputs.logits` is None in training with labels.
     None allows it where the Trainer takes the loss from the model, and in no other loop."""
@@ -112,14 +112,7 @@ class OSDPConfig:
         for name, known in (("strategy", STRATEGIES), ("on_oom", ON_OOM)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known; use one of {', '.join(known)}.")
-        for name in ("sequence_length", "global_batch_size", "micro_batch_size", "nodes"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1, or left out.")
-        for name in (*_OPEN_SWITCHES, *_SWITCHES):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and (value is not None or name not in _OPEN_SWITCHES):
-                raise ValueError(f"{name}={value!r} is not a switch; use true or false.")
+        self._check_numbers_and_switches()
         for name, (types, remedy) in _TYPES.items():
             value = getattr(self, name)
             if value is not None and not isinstance(value, types):
@@ -129,6 +122,16 @@ class OSDPConfig:
                 f"inputs={self.inputs!r} is of type {type(self.inputs).__name__}; give a function from a number of samples to forward's"
                 " keyword arguments, which a file cannot hold: OSDPConfig(inputs=...) in the script."
             )
+
+    def _check_numbers_and_switches(self) -> None:
+        for name in ("sequence_length", "global_batch_size", "micro_batch_size", "nodes"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1, or left out.")
+        for name in (*_OPEN_SWITCHES, *_SWITCHES):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and (value is not None or name not in _OPEN_SWITCHES):
+                raise ValueError(f"{name}={value!r} is not a switch; use true or false.")
 
     def _check_beside_plan(self) -> None:
         """Refuse options that a given plan leaves without effect."""

@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from ..distributed import restart
 from ..errors import InfeasibleError
 from ..modeling.units import canonical_name, modules_by_name
-from ..planner.description import UnitDescription
+from ..planner.description import GatherSpan, UnitDescription
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem
 from ..planner.search.search import search
@@ -98,7 +98,9 @@ def place_of(error: BaseException, model: nn.Module, units: Sequence[UnitDescrip
     if not in_backward:
         return "what lies between model and optimizer"
     begun = [m for m in model.modules() if any(g._training_state is TrainingState.PRE_BACKWARD for g in parameter_groups(m))]
-    return f"backward of {labels[id(begun[-1])]}" if begun and id(begun[-1]) in labels else "backward"
+    blocks = {id(by_name[name]) for unit in units if unit.span is GatherSpan.USE for name in unit.module_names}
+    running = [labels[id(m)] for m in begun if id(m) in blocks]  # other units are in backward until the step ends
+    return f"backward of {running[-1]}" if running else "backward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,8 @@ from ..planner.hardware import Hardware
 from ..planner.job import TrainingJob
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem
-from ..planner.search.search import SearchResult, StrategyResult, compare_strategies, search
+from ..planner.search.result import SearchResult, StrategyResult
+from ..planner.search.search import compare_strategies, search
 from ..quantities import format_bytes
 from ..sharding.host_offload import uses_host
 from .config import OSDPConfig
@@ -171,13 +172,6 @@ def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
     given = config.plan
     assert given is not None
     plan = _from_rank_zero(lambda: given if isinstance(given, Plan) else Plan.load(Path(given)))
-    expected = {
-        "memory_limit_bytes": config.memory_limit_bytes,
-        "global_batch_size": facts.global_batch_size,
-        "micro_batch_size": facts.micro_batch_size,
-        "reduce_every_micro_step": facts.reduce_every_micro_step,
-        "sequence_length": facts.sequence_length,
-    }
     if facts.offloads_all and (stay := sum(not unit.on_host for unit in plan.units)):
         raise PlanError(
             f"cpu_offload asks for every unit on the host, but {stay} of the plan's stay on the device; leave it out, or plan again."
@@ -193,7 +187,15 @@ def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
         plan.check(description, facts.world_size)
         if config.memory_limit is not None:
             peak_bytes = estimate_plan(plan, description, job).memory.peak_bytes
-    check_given_plan(plan, peak_bytes=peak_bytes, **expected)
+    check_given_plan(
+        plan,
+        memory_limit_bytes=config.memory_limit_bytes,
+        peak_bytes=peak_bytes,
+        global_batch_size=facts.global_batch_size,
+        micro_batch_size=facts.micro_batch_size,
+        reduce_every_micro_step=facts.reduce_every_micro_step,
+        sequence_length=facts.sequence_length,
+    )
     here = find_topology().ranks_per_node
     if plan.devices_per_node not in (None, here) and not (dist.is_initialized() and dist.get_rank()):
         _log.warning("The plan was made for %d devices a node, here there are %d; plan again for these.", plan.devices_per_node, here)

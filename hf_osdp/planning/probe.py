@@ -10,7 +10,7 @@ import copy
 import gc
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -78,7 +78,7 @@ def probe(plan: Plan, trial: Trial, meshes: Meshes | None, *, timed_steps: int =
         Peak, step time and collectives, the same on every rank.
     """
     find_topology()  # now, while all ranks are here: what follows looks it up, and ranks may fail one by one
-    with _generators_kept(trial.device):
+    with random_states_kept([trial.device] if trial.device.type == "cuda" else []):
         seen = (_on_cuda if trial.device.type == "cuda" else _observe)(plan, trial, meshes, timed_steps)
     _give_back(trial.device)
     return seen
@@ -108,8 +108,8 @@ def _on_cuda(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int) 
     return seen if seen.peak_bytes is None else replace(seen, peak_bytes=seen.peak_bytes - before, reserved_bytes=None)
 
 
-def _observe(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int, *, summed: bool = True) -> Observation | None:
-    """Measure steps on a copy that is freed on return; `summed` asks for the figures over all ranks."""
+def _observe(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int, *, summed: bool = True) -> Observation:
+    """Measure steps on a copy that is freed on return, over all ranks; `summed=False` returns no figures, and asks no other rank."""
     model = sharded_copy(plan, trial, meshes)
     optimizer = make_optimizer(model, trial.job.optimizer)
     batch = batch_on(trial.inputs, plan.micro_batch_size, trial.device)
@@ -122,7 +122,7 @@ def _observe(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int, 
             meter.step_begins()
             train_step(model, optimizer, batch, plan, trial.job)
             meter.step_ends()
-        return meter.summary() if summed else None
+        return meter.summary() if summed else Observation(steps=0, median_step_s=None, peak_bytes=None)
     finally:
         meter.abandon()
         optimizer.zero_grad()
@@ -208,13 +208,12 @@ def _wrap_blocks(model: nn.Module, block_classes: tuple[str, ...]) -> None:
 
 
 @contextmanager
-def _generators_kept(device: torch.device) -> Iterator[None]:
-    """Restore the random number generators of Python, NumPy and torch: models draw from each of them."""
+def random_states_kept(devices: Sequence[torch.device | int]) -> Iterator[None]:
+    """Restore the random number generators of Python, NumPy and torch, with those of the given CUDA devices."""
     python, numpy = random.getstate(), sys.modules.get("numpy")
     array = None if numpy is None else numpy.random.get_state()
-    devices = [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=list(devices)):
             yield
     finally:
         random.setstate(python)

@@ -160,7 +160,7 @@ def _run_step(
     optimizer.step()
     optimizer.zero_grad()
     states = _states_of(optimizer, optimizer.state)
-    memory.relabel(Kind.OPTIMIZER, states)
+    memory.track(states, Kind.OPTIMIZER)
     memory.track(_states_of(optimizer, host), on_host=True)
     memory.track([*model.buffers(), *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))], Kind.MODEL_BUFFERS)
     memory.reset_peak()

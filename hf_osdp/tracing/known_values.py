@@ -235,11 +235,6 @@ def _scalar(known: KnownValues, tensor: torch.Tensor) -> bool | int | float:
     return False if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
 
 
-def _masked_select(known: KnownValues, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    shape: torch.Size = torch.broadcast_shapes(tensor.shape, mask.shape)  # type: ignore[no-untyped-call]
-    return tensor.new_empty(known.count(mask, shape))
-
-
 def _unique(known: KnownValues, tensor: torch.Tensor, *args: object, **kwargs: object) -> tuple[torch.Tensor, ...]:
     """Answer every element once, with the inverse and the counts, asked for or not."""
     return tensor.new_empty(tensor.numel()), _empty(*tensor.shape), _empty(tensor.numel())
@@ -249,11 +244,7 @@ def _unique_slices(known: KnownValues, tensor: torch.Tensor, dim: int, *args: ob
     return torch.empty_like(tensor), _empty(tensor.shape[dim]), _empty(tensor.shape[dim])
 
 
-def _repeated(known: KnownValues, repeats: torch.Tensor, *, output_size: int | None = None) -> torch.Tensor:
-    return _empty(repeats.numel() if output_size is None else output_size)
-
-
-def _counted(known: KnownValues, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+def _bincount(known: KnownValues, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
     return _empty(max(1, minlength)) if weights is None else weights.new_empty(max(1, minlength))
 
 
@@ -278,13 +269,13 @@ _ANSWERS: dict[object, Callable[..., object]] = {
     aten._local_scalar_dense: _scalar,
     aten.equal: lambda known, tensor, other: False,
     aten.nonzero: lambda known, tensor: _empty(tensor.numel(), tensor.dim()),
-    aten.masked_select: _masked_select,
+    aten.masked_select: lambda known, tensor, mask: tensor.new_empty(known.count(mask, torch.broadcast_shapes(tensor.shape, mask.shape))),  # type: ignore[no-untyped-call]
     aten._unique2: _unique,
     aten.unique_consecutive: _unique,
     aten.unique_dim: _unique_slices,
     aten.unique_dim_consecutive: _unique_slices,
-    aten.repeat_interleave: _repeated,
-    aten.bincount: _counted,
+    aten.repeat_interleave: lambda known, repeats, output_size=None: _empty(repeats.numel() if output_size is None else output_size),
+    aten.bincount: _bincount,
     aten._ctc_loss: _ctc_loss,
     aten._ctc_loss_backward: lambda known, grad, log_probs, *args: torch.empty_like(log_probs),
 }

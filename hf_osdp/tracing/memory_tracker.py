@@ -147,7 +147,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Args:
             tensors: tensors of any kind; None entries are skipped, storages already counted stay counted once.
-            kind: what they hold; None asks the calling functions.
+            kind: what they hold, also those already counted; None asks the calling functions.
             on_host: count them as the host's from now on, also where they counted as the device's.
             pinned: they lie in page-locked host memory.
         """
@@ -156,19 +156,16 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 storage = storage_of(local)
                 if storage is None or not self._counts(local):
                     continue
-                if on_host and (known := self._storages.get(storage._cdata)) is not None and not known.on_host:
-                    self._forget(storage._cdata)
+                known = self._storages.get(storage._cdata)
+                if known is not None and not known.on_host:
+                    if on_host:
+                        self._forget(storage._cdata)
+                    elif kind is not None:
+                        self._by_kind_bytes[known.kind] -= known.nbytes
+                        self._by_kind_bytes[kind] += known.nbytes
+                        known.kind = kind
                 with self._targeting(_Target(kind=kind, on_host=on_host or None, pinned=pinned)):
                     self._update(storage)
-
-    def relabel(self, kind: Kind, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors on the device under another kind from now on."""
-        for tensor in tensors:
-            for key in {storage._cdata for storage in storages_of(tensor)}:
-                if (storage := self._storages.get(key)) is not None and not storage.on_host:
-                    self._by_kind_bytes[storage.kind] -= storage.nbytes
-                    self._by_kind_bytes[kind] += storage.nbytes
-                    storage.kind = kind
 
     @contextmanager
     def host_copies(self) -> Iterator[None]:

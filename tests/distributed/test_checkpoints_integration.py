@@ -15,7 +15,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 from torch.distributed.fsdp import fully_shard
 
-from hf_osdp.checkpoint.finding import last_checkpoint
+from hf_osdp.checkpoint.resume import last_checkpoint
 from hf_osdp.checkpoint.states import load_model, load_optimizer, save_model, save_optimizer
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.distributed.stop import EXIT_CODE

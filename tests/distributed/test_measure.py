@@ -32,7 +32,7 @@ def measure(steps: int, seconds: float, elements: int, *, hold_all: bool = True)
     return meter
 
 
-def test_the_time_of_a_step_leaves_out_the_first_two_and_what_lies_between(monkeypatch):
+def test_step_meter_time_leaves_out_two_steps_and_what_lies_between(monkeypatch):
     clock = iter([0.0, 200.0, 400.0, 405.0, 500.0, 501.0, 600.0, 602.0])
     monkeypatch.setattr("hf_osdp.measurement.step_meter.now", lambda device: next(clock))
     meter = StepMeter("cpu")
@@ -42,14 +42,14 @@ def test_the_time_of_a_step_leaves_out_the_first_two_and_what_lies_between(monke
     assert (meter.steps, meter.median_step_s) == (5, 2.0)
 
 
-def test_nothing_is_told_before_it_is_known():
+def test_step_meter_gives_none_before_anything_is_measured():
     meter = measure(1, 0.0, 10)
     assert (meter.steps, meter.median_step_s, meter.peak_bytes) == (1, None, None)
     summary = meter.summary()
     assert (summary.steps, summary.median_step_s, summary.peak_bytes) == (1, None, None)
 
 
-def test_a_step_that_did_not_end_is_forgotten():
+def test_step_meter_forgets_a_step_that_did_not_end():
     meter = measure(1, 0.0, 10)
     meter.step_begins()
     meter.step_begins()

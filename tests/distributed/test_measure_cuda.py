@@ -41,7 +41,7 @@ def step(meter: StepMeter, allocator: Allocator, peak: int) -> None:
     meter.step_ends()
 
 
-def test_a_peak_between_steps_does_not_count(allocator):
+def test_step_meter_ignores_peaks_between_steps(allocator):
     meter = StepMeter("cuda")
     assert meter.peak_bytes is None
     allocator.reaches(900)  # loading the model
@@ -52,7 +52,7 @@ def test_a_peak_between_steps_does_not_count(allocator):
     assert meter.peak_bytes == 300
 
 
-def test_the_peak_is_the_largest_of_the_steps(allocator):
+def test_step_meter_peak_is_the_largest_of_the_steps(allocator):
     meter = StepMeter("cuda")
     for peak in (150, 400, 250):
         step(meter, allocator, peak)

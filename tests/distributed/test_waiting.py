@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from hf_osdp.checkpoint import writer as writer_module
-from hf_osdp.checkpoint.finding import check_checkpoint
 from hf_osdp.checkpoint.loop import load_loop, save_loop
+from hf_osdp.checkpoint.resume import check_checkpoint
 from hf_osdp.checkpoint.safe import SafeReader
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.consensus import largest_of_ranks, on_rank_zero
@@ -82,7 +82,7 @@ def checkpoints(folder: str, sharded: bool, in_background: bool) -> None:
     """One rank writes, hashes or reads long."""
     model, optimizer, plan = built(Leg(steps=0, layout="mixed"), 0)
     writer = CheckpointWriter(in_background=in_background)
-    save = partial(save_loop, writer, folder, model, optimizer, others={}, progress={"step": 1}, sharded=sharded, plan=plan)
+    save = partial(save_loop, writer, folder, model, optimizer, others={}, progress={"step": 1}, sharded=sharded)
     held = writer_module.HeldFileSystem if in_background else FileSystem
     with slow(held, "create_stream", 1) if sharded else slow(torch, "save", 0), slow(writer_module, "complete", 0):
         save()

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from hf_osdp.checkpoint.finding import check_checkpoint
-from hf_osdp.checkpoint.layouts import find_model, find_optimizer
+from hf_osdp.checkpoint.layouts import find_model, find_optimizer, read_weights
 from hf_osdp.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
+from hf_osdp.checkpoint.resume import check_checkpoint
 from hf_osdp.checkpoint.safe import load_file
-from hf_osdp.checkpoint.whole import read_weights
 
 from .bad_files import Change, set_to
 from .bad_inputs import BadInput, raised

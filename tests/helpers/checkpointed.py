@@ -78,8 +78,8 @@ def run_leg(leg: Leg, load: str | None, save: str, seed: int) -> tuple[list[floa
     others = {"scheduler.bin": scheduler}
     start = 0 if load is None else load_loop(load, model, optimizer, others=others)["step"]
     losses = [trained_step(model, optimizer, scheduler, step, plan) for step in range(start, start + leg.steps)]
-    writer = CheckpointWriter(in_background=leg.in_background)
-    save_loop(writer, save, model, optimizer, others=others, progress={"step": start + leg.steps}, sharded=leg.sharded, plan=plan)
+    writer = CheckpointWriter(plan=plan, in_background=leg.in_background)
+    save_loop(writer, save, model, optimizer, others=others, progress={"step": start + leg.steps}, sharded=leg.sharded)
     if leg.in_background:  # what is trained on meanwhile must not show in what is written
         trained_step(model, optimizer, scheduler, 99, plan)
         writer.wait()

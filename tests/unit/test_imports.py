@@ -10,7 +10,7 @@ import pytest
 
 import hf_osdp
 
-HEAVY = ("torch", "transformers", "accelerate", "datasets", "ortools", "pandas", "numpy", "rich", "pydantic")
+HEAVY = ("torch", "transformers", "accelerate", "datasets", "evaluate", "ortools", "pandas", "numpy", "rich", "pydantic")
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -49,6 +49,24 @@ def test_planner_plans_without_a_framework():
 
 def test_reports_load_no_framework():
     assert not loaded_by("import hf_osdp.report.tables, hf_osdp.report.content") & {"torch", "transformers", "accelerate", "ortools"}
+
+
+def test_no_module_of_ours_imports_what_only_recipes_need():
+    """`transformers.trainer` imports datasets by itself, so that the importing module counts."""
+    code = (
+        "import builtins\n"
+        "stock, ours = builtins.__import__, []\n"
+        "def spy(name, globals=None, locals=None, fromlist=(), level=0):\n"
+        "    importer = (globals or {}).get('__name__', '')\n"
+        "    if level == 0 and name.partition('.')[0] in ('datasets', 'evaluate') and importer.startswith('hf_osdp'):\n"
+        "        ours.append((importer, name))\n"
+        "    return stock(name, globals, locals, fromlist, level)\n"
+        "builtins.__import__ = spy\n"
+        "import hf_osdp\n"
+        "for name in hf_osdp.__all__: getattr(hf_osdp, name)\n"
+        "assert not ours, ours"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 @pytest.mark.parametrize("name", hf_osdp.__all__)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..problem import PlanningProblem
-from .search import SearchResult, least_memory, search
+from .result import SearchResult
+from .search import least_memory, search
 
 POINTS = 16
 """Searches of one front, unless the caller wants another number: enough for a curve, and a few seconds at most."""

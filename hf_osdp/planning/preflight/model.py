@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from ...modeling.batch import without_adapters
 from ...planner.description import DType, UnitDescription
 from ...planner.job import Precision
 from ...quantities import format_count
@@ -17,7 +18,7 @@ _HALF = (DType.BFLOAT16, DType.FLOAT16)
 
 
 def whole_in_one_unit(units: Sequence[UnitDescription]) -> Finding | None:
-    """Find a unit that holds more than half of the model, with repeated blocks in it: it is gathered at once, so sharding saves little."""
+    """Find a unit that holds more than half of the model, with repeated blocks in it: sharding then saves little."""
     total, largest = sum(unit.numel for unit in units), max(units, key=lambda unit: unit.numel)
     name, count = _repeated(largest)
     if 2 * largest.numel <= total or count < 2:
@@ -40,7 +41,7 @@ def _repeated(unit: UnitDescription) -> tuple[str, int]:
 
 
 def unused_block_classes(asked: Sequence[str] | None, found: Sequence[str]) -> Finding | None:
-    """Find classes that were asked for and make no unit. (Where none does, the model cannot be described.)"""
+    """Find classes that were asked for and make no unit; where none does, the model cannot be described."""
     if not (unused := [name for name in asked or () if name not in found]):
         return None
     return note(
@@ -66,9 +67,9 @@ def check_model(model: nn.Module, *, trains: bool = True) -> None:
 
 def split_ties(model: nn.Module) -> Finding | None:
     """Find weights that the configuration ties and the model holds twice: they would be trained apart, and loading keeps one of them."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_adapters(model)
     try:
-        ties = base.get_expanded_tied_weights_keys(all_submodels=True)
+        ties = base.get_expanded_tied_weights_keys(all_submodels=True)  # type: ignore[operator]
     except (AttributeError, ValueError):  # another module, or names that adapters have changed
         return None
     parameters = dict(base.named_parameters(remove_duplicate=False))

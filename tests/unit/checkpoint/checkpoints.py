@@ -26,5 +26,5 @@ def saved(folder: Path, *, sharded: bool = True, model=None, optimizer=None) -> 
     """Write a checkpoint; the same trained model unless one is given."""
     if model is None:
         model, optimizer = trained()
-    save_loop(CheckpointWriter(), folder, model, optimizer, others={}, progress={"step": 2}, sharded=sharded, plan=None)
+    save_loop(CheckpointWriter(), folder, model, optimizer, others={}, progress={"step": 2}, sharded=sharded)
     return folder

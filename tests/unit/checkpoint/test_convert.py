@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_osdp.checkpoint.convert import Target, convert
-from hf_osdp.checkpoint.finding import check_checkpoint
+from hf_osdp.checkpoint.resume import check_checkpoint
 from hf_osdp.checkpoint.states import load_model, load_optimizer
 from hf_osdp.cli.app import app
 from hf_osdp.errors import CheckpointError

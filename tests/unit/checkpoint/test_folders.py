@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import random
+import socket
+import threading
 
 import numpy as np
 import pytest
 import torch
 
-from hf_osdp.checkpoint.finding import check_checkpoint, last_checkpoint
+from hf_osdp.checkpoint import folders
 from hf_osdp.checkpoint.folders import prepare_staging, remove_checkpoint
-from hf_osdp.checkpoint.loop import load_loop
+from hf_osdp.checkpoint.loop import load_loop, load_random_states, save_loop, save_random_states
 from hf_osdp.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
-from hf_osdp.checkpoint.random_states import load_random_states, save_random_states
+from hf_osdp.checkpoint.resume import check_checkpoint, checkpoint_to_resume, last_checkpoint
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.errors import CheckpointError
 
@@ -28,12 +32,16 @@ def small(folder, name="checkpoint-1", content="x", **options):
     return folder / name
 
 
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
 def test_a_folder_appears_when_it_is_complete_with_a_sum_of_each_file(tmp_path):
     folder = small(tmp_path)
     manifest = Manifest.load(folder)
     assert manifest.files == {"inside/file": FileRecord.of(folder / "inside" / "file")}
     assert manifest.versions.keys() >= {"torch", "hf_osdp"} and manifest.world_size == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert names_in(tmp_path) == ["checkpoint-1"]
 
 
 def test_an_error_amid_writing_leaves_the_one_before(tmp_path):
@@ -42,9 +50,9 @@ def test_an_error_amid_writing_leaves_the_one_before(tmp_path):
         (staging.path / "half").write_text("x")
         raise KeyError
     assert last_checkpoint(tmp_path).name == "checkpoint-1"
-    assert [path.name for path in (tmp_path / ".partial").iterdir()] == []
+    assert names_in(tmp_path) == ["checkpoint-1"]
     small(tmp_path, "checkpoint-3")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-3"]
+    assert names_in(tmp_path) == ["checkpoint-1", "checkpoint-3"]
 
 
 def test_a_new_one_takes_the_place_of_an_old_one_and_leaves_what_is_not_its(tmp_path):
@@ -71,7 +79,7 @@ def test_a_new_one_takes_the_place_of_an_old_one_and_leaves_what_is_not_its(tmp_
 
 def test_a_replacement_that_was_interrupted_is_finished(tmp_path):
     folder, replaced = small(tmp_path), tmp_path / ".partial" / "checkpoint-1.replaced"
-    replaced.parent.mkdir()
+    replaced.parent.mkdir(exist_ok=True)
     folder.rename(replaced)  # as if the process ended between the two renames
     assert last_checkpoint(tmp_path) == folder
     small(tmp_path, "checkpoint-2").rename(tmp_path / "elsewhere")
@@ -120,13 +128,61 @@ def test_states_of_another_layout_do_not_stay(tmp_path):
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
 
 
-def test_what_is_written_in_the_background_stays_when_the_last_one_is_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    left = tmp_path / ".partial" / "checkpoint-3"
-    left.mkdir(parents=True)
-    staging = prepare_staging(tmp_path / "checkpoint-4")
-    assert last_checkpoint(tmp_path) is None
-    assert staging.is_dir() and not left.exists(), "only what the interrupted start left goes"
+def test_what_an_interrupted_run_left_is_removed_by_the_next_save_of_the_same_checkpoints(tmp_path):
+    left = [tmp_path / ".partial" / name for name in ("checkpoint-3", "0123abcd/checkpoint-4", "checkpoint-2.removed")]
+    others = [tmp_path / ".partial" / name for name in ("4567abcd/state", "training.json")]
+    for path in (*left, *others):
+        path.mkdir(parents=True)
+    first, second = prepare_staging(tmp_path / "checkpoint-4"), prepare_staging(tmp_path / "checkpoint-5")
+    assert first.is_dir() and second.is_dir() and not any(path.exists() for path in left) and all(path.exists() for path in others)
+
+
+# --------------------------------------------------------------------------------------------------------- one run at a time
+
+
+@pytest.fixture
+def other_run(tmp_path):
+    """A run in another process that has begun to write a checkpoint, and holds what it writes."""
+
+    def write(name: str, begun, end) -> None:
+        (prepare_staging(tmp_path / name) / "weights").write_text("the other's")
+        begun.set()
+        end.wait(60)
+
+    processes, context = [], multiprocessing.get_context("fork")
+    end = context.Event()
+
+    def start(name: str) -> None:
+        begun = context.Event()
+        processes.append(context.Process(target=write, args=(name, begun, end)))
+        processes[-1].start()
+        assert begun.wait(60)
+
+    start.end = end.set
+    yield start
+    end.set()
+    for process in processes:
+        process.join()
+
+
+def test_two_runs_in_one_folder_the_second_is_refused_in_one_line(tmp_path, monkeypatch, other_run):
+    monkeypatch.setattr(folders, "_LOCK_WAIT_S", 0.5)
+    other_run("checkpoint-1")
+    with pytest.raises(CheckpointError, match=r"Another run \(process \d+ on .*\) writes .*; give this run a folder of its own"):
+        small(tmp_path, "checkpoint-1")
+    with pytest.raises(CheckpointError, match="Another run"):
+        checkpoint_to_resume(tmp_path)
+    assert [path.read_text() for path in tmp_path.glob(".partial/*/checkpoint-1/weights")] == ["the other's"]
+    small(tmp_path, "state"), small(tmp_path / "own")  # other checkpoints
+
+
+def test_second_run_goes_on_when_the_first_has_ended(tmp_path, caplog, other_run):
+    other_run("checkpoint-1")
+    threading.Timer(1.0, other_run.end).start()
+    folder = small(tmp_path, "checkpoint-1")
+    assert Manifest.load(folder).files.keys() == {"inside/file"}, "nothing of the other's"
+    assert caplog.text.count("writes checkpoints into") == 1 and "waiting up to 60 s for its end" in caplog.text
+    assert not list(tmp_path.glob(".partial/*/checkpoint-1"))
 
 
 def test_what_is_half_removed_or_no_checkpoint_is_passed_over(tmp_path, caplog):
@@ -135,7 +191,7 @@ def test_what_is_half_removed_or_no_checkpoint_is_passed_over(tmp_path, caplog):
     (tmp_path / "checkpoint-9" / "trainer_state.json").write_text("{}")
     assert last_checkpoint(tmp_path).name == "checkpoint-1" and "has no weights" in caplog.text
     remove_checkpoint(tmp_path / "checkpoint-9")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1"]
+    assert names_in(tmp_path) == ["checkpoint-1"]
 
 
 def test_links_are_followed_and_the_current_folder_is_refused(tmp_path, monkeypatch):
@@ -188,6 +244,20 @@ def test_a_manifest_that_is_none_is_damage(tmp_path, change, line):
     assert last_checkpoint(tmp_path) is None
 
 
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+def test_special_file_in_a_checkpoint_is_damage_and_does_not_block(tmp_path, kind):
+    small(tmp_path, "checkpoint-1")
+    folder = small(tmp_path, "checkpoint-2")
+    if kind == "pipe":
+        os.mkfifo(folder / "pytorch_model_fsdp.bin")
+    else:
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(os.path.relpath(folder / "pytorch_model_fsdp.bin"))
+    assert last_checkpoint(tmp_path).name == "checkpoint-1"
+    with pytest.raises(CheckpointError, match=r"damaged: pytorch_model_fsdp.bin is a pipe, a socket or a device; take one before it"):
+        check_checkpoint(folder)
+
+
 def test_the_last_has_the_highest_number_and_its_marker(tmp_path, caplog):
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint_2", "other-99"):
         small(tmp_path, name)
@@ -211,9 +281,7 @@ def test_shards_are_written_while_training_goes_on(tmp_path):
     model, optimizer = trained()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     writer = CheckpointWriter(in_background=True)
-    from hf_osdp.checkpoint.loop import save_loop
-
-    save_loop(writer, tmp_path / "checkpoint-1", model, optimizer, others={}, progress={"step": 2}, sharded=True, plan=None)
+    save_loop(writer, tmp_path / "checkpoint-1", model, optimizer, others={}, progress={"step": 2}, sharded=True)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()

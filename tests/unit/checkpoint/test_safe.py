@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import time
+from io import BytesIO
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from hf_osdp.checkpoint.layouts import find_model, find_optimizer
+from hf_osdp.checkpoint.layouts import find_model, find_optimizer, read_optimizer, read_weights
 from hf_osdp.checkpoint.loop import load_loop
 from hf_osdp.checkpoint.manifest import check_inside
 from hf_osdp.checkpoint.safe import SafeReader, load_file
-from hf_osdp.checkpoint.whole import read_optimizer, read_weights
 from hf_osdp.errors import CheckpointError
 
 from .checkpoints import saved, trained
@@ -63,6 +66,90 @@ def test_an_index_runs_nothing(tmp_path, content):
         with pytest.raises(CheckpointError, match=r"index|cannot be read|is missing"):
             reader()
     assert not (tmp_path / "ran").exists()
+
+
+def nested(levels: int) -> tuple:
+    """A tuple that holds another twice, and so on: small as a pickle, twice as long to hash with every level."""
+    value: tuple = ()
+    for _ in range(levels):
+        value = (value, value)
+    return value
+
+
+class Pickled:
+    """Pickled as a call of `kind`."""
+
+    def __init__(self, kind, *arguments):
+        self.kind, self.arguments = kind, arguments
+
+    def __reduce__(self):
+        return self.kind, self.arguments
+
+
+class DeepKey:
+    """Pickled as a dict whose key is hashed when it is read."""
+
+    def __init__(self, key: object):
+        self.key = key
+
+
+class Pickler(pickle._Pickler):
+    """Writes a `DeepKey`, which no Python can hold as a dict."""
+
+    dispatch: ClassVar = dict(pickle._Pickler.dispatch)
+
+    def save_deep_key(self, value: DeepKey) -> None:
+        self.write(pickle.EMPTY_DICT)
+        self.save(value.key)
+        self.save(1)
+        self.write(pickle.SETITEM)
+
+    dispatch[DeepKey] = save_deep_key
+
+
+def pickled(value: object) -> bytes:
+    stream = BytesIO()
+    Pickler(stream).dump(value)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("place", ["key", "metadata index", "layout", "relative path", "planner data", "size"])
+def test_index_of_nested_tuples_is_refused_at_once(tmp_path, place):
+    folder = saved(tmp_path / "checkpoint-1") / "pytorch_model_fsdp_0"
+    index, deep = SafeReader(folder).read_metadata(), nested(64)
+    match place:
+        case "key":
+            index.planner_data = DeepKey(deep)
+        case "metadata index":
+            index.storage_data = DeepKey(MetadataIndex(deep))
+        case "layout":
+            index.planner_data = Pickled(torch.serialization._get_layout, deep)
+        case "relative path":
+            next(iter(index.storage_data.values())).relative_path = deep
+        case "planner data":
+            index.planner_data = dict.fromkeys(index.planner_data, ("model", deep))
+        case "size":
+            next(iter(index.state_dict_metadata.values())).chunks[0].offsets = deep
+    (folder / ".metadata").write_bytes(pickled(index))
+    begun = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"do not use it|cannot be read"):
+        read_weights(find_model(folder.parent))
+    assert time.monotonic() - begun < 5
+
+
+def test_pipe_in_the_place_of_a_file_does_not_block(tmp_path):
+    os.mkfifo(tmp_path / "optimizer.bin")
+    with pytest.raises(CheckpointError, match=r"optimizer.bin is a pipe, a socket or a device, no file; take another checkpoint"):
+        read_optimizer(find_optimizer(tmp_path))
+    folder = saved(tmp_path / "checkpoint-1") / "pytorch_model_fsdp_0"
+    (folder / "__0_0.distcp").unlink()
+    os.mkfifo(folder / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp is a pipe"):
+        read_weights(find_model(folder.parent))
+    os.mkfifo(tmp_path / "part.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "part.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"part.safetensors is a pipe"):
+        read_weights(find_model(tmp_path))
 
 
 def test_values_in_shards_run_nothing(tmp_path):

@@ -58,7 +58,7 @@ def test_a_restart_on_fewer_processes_keeps_the_global_batch(tmp_path, monkeypat
     by_hand = trainer(tmp_path, samples=2, max_steps=3)  # as half as many processes would have it
     by_hand.train(resume_from_checkpoint=True)
     assert by_hand.plan.global_batch_size == 2
-    assert "checkpoint-2 was saved with a global batch of 4 samples, this run has 2" in caplog.text
+    assert "checkpoint-2 was saved with global batch 4; this run has global batch 2" in caplog.text
     assert "set OSDPConfig(global_batch_size=4)" in caplog.text
     caplog.clear()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")

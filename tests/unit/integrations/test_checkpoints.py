@@ -10,7 +10,7 @@ from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file
 from transformers import TrainerCallback, TrainingArguments
 
-from hf_osdp.checkpoint.finding import check_checkpoint
+from hf_osdp.checkpoint.resume import check_checkpoint
 from hf_osdp.errors import CheckpointError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.trainer import Trainer
@@ -111,7 +111,7 @@ def test_accelerates_own_naming(tmp_path):
     accelerator.register_for_checkpointing(counter)
     for counter.value in range(4):
         assert accelerator.save_state() == str(tmp_path / "checkpoints" / f"checkpoint_{counter.value}")
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_2", "checkpoint_3"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("checkpoint_*")) == ["checkpoint_2", "checkpoint_3"]
     (tmp_path / "checkpoints" / "checkpoint_3" / "optimizer.bin").write_bytes(b"")
     accelerator.load_state()
     assert counter.value == 2

@@ -11,7 +11,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch.optim import lr_scheduler as schedulers
 from transformers import get_cosine_schedule_with_warmup
 
-from hf_osdp.integrations.schedules import StepSize, carry_over, own_schedule, positions_factor
+from hf_osdp.integrations.schedules import StepSize, own_schedule, position_factor, rescale_schedules
 
 STEPS, BREAK = 12, 5
 
@@ -70,8 +70,8 @@ def test_goes_on_as_if_it_had_never_stopped(kind, was, now):
     before = [own(scheduler)]
     optimizer.load_state_dict(saved[0])
     scheduler.load_state_dict(saved[1])
-    factor = positions_factor(StepSize(ranks=was, samples=24), StepSize(ranks=now, samples=24))
-    assert carry_over(before, factor, ranks=now, uncounted=0) == []
+    factor = position_factor(StepSize(ranks=was, samples=24), StepSize(ranks=now, samples=24))
+    assert rescale_schedules(before, factor, ranks=now, uncounted=0) == []
     assert scheduler.get_last_lr() == [rate for rate, _ in want[BREAK * now - 1]]
     assert [(group["lr"], group["betas"]) for group in optimizer.param_groups] == want[BREAK * now - 1]
     assert stepped(optimizer, scheduler, (STEPS - BREAK) * now) == want[BREAK * now :]
@@ -99,7 +99,7 @@ def test_two_on_one_optimizer():
     fresh.load_state_dict(optimizer.state_dict())
     for old, new in zip(of_old, of_new, strict=True):
         new.load_state_dict(old.state_dict())
-    assert carry_over(before, Fraction(1, 2), ranks=1, uncounted=0) == []
+    assert rescale_schedules(before, Fraction(1, 2), ranks=1, uncounted=0) == []
     assert [group["lr"] for group in fresh.param_groups] == pytest.approx(want, abs=1e-15)
 
 
@@ -116,7 +116,7 @@ def test_two_on_one_optimizer():
     ],
 )
 def test_the_factor_of_positions(was, now, factor):
-    assert positions_factor(*(StepSize(ranks=ranks, samples=samples) for ranks, samples in (was, now))) == factor
+    assert position_factor(*(StepSize(ranks=ranks, samples=samples) for ranks, samples in (was, now))) == factor
 
 
 def test_what_goes_by_the_loop_alone_is_left_out():
@@ -128,15 +128,15 @@ def test_what_goes_by_the_loop_alone_is_left_out():
 def test_what_cannot_be_carried_over_is_said_and_stays():
     plateau = schedulers.ReduceLROnPlateau
     optimizer, scheduler = made(lambda optimizer, _: plateau(optimizer, patience=3), 1)
-    assert carry_over([own(scheduler)], Fraction(1, 2), ranks=1, uncounted=0) == [
+    assert rescale_schedules([own(scheduler)], Fraction(1, 2), ranks=1, uncounted=0) == [
         "ReduceLROnPlateau (it goes by metrics or calls, not by a position)"
     ]
     optimizer, scheduler = made(KINDS["step"], 1)
     stepped(optimizer, scheduler, 6)
     before = [own(scheduler)]
     rates = scheduler.get_last_lr()
-    assert carry_over(before, Fraction(1, 2), ranks=1, uncounted=0) == ["StepLR (it begins at 6, past 3)"]
-    assert carry_over(before, None, ranks=1, uncounted=0) == ["StepLR (the samples of an optimizer step are not known)"]
+    assert rescale_schedules(before, Fraction(1, 2), ranks=1, uncounted=0) == ["StepLR (it begins at 6, past 3)"]
+    assert rescale_schedules(before, None, ranks=1, uncounted=0) == ["StepLR (the samples of an optimizer step are not known)"]
     assert scheduler.get_last_lr() == rates and scheduler.last_epoch == 6
 
 
@@ -145,7 +145,7 @@ def test_calls_that_accelerate_counts_and_the_end_of_one_cycle():
     optimizer, scheduler = made(KINDS["one cycle"], 2)
     before = [own(scheduler)]
     stepped(optimizer, scheduler, 20)
-    assert carry_over(before, Fraction(1, 2), ranks=2, uncounted=3) == []
+    assert rescale_schedules(before, Fraction(1, 2), ranks=2, uncounted=3) == []
     assert (scheduler.last_epoch, scheduler._step_count) == (10, 1 + 10 + 5 * 3)
-    assert carry_over(before, Fraction(10), ranks=2, uncounted=0) == []
+    assert rescale_schedules(before, Fraction(10), ranks=2, uncounted=0) == []
     assert scheduler.last_epoch == STEPS * 2

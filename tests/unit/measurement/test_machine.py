@@ -18,7 +18,7 @@ from hf_osdp.planner.presets import preset
 from tests.helpers.distributed import run_ranks
 
 
-def test_one_process():
+def test_measure_hardware_alone_is_plausible_and_leaves_the_random_state():
     state = torch.get_rng_state()
     hardware = measure_hardware(device_type="cpu", seconds=0.2)
     assert (hardware.world_size, hardware.backend, hardware.timings) == (1, Backend.GLOO, ())
@@ -36,7 +36,7 @@ def _measure_here():
     return repr(hardware), hardware.devices_per_node, hardware.nodes, sizes, positive
 
 
-def test_ranks_agree_on_every_figure():
+def test_measure_hardware_is_equal_on_all_ranks():
     results = run_ranks(_measure_here, 2)
     text, devices_per_node, nodes, sizes, positive = results[0]
     assert results[1][0] == text
@@ -56,7 +56,7 @@ def test_four_ranks_measure_every_divisor_and_two_nodes():
     assert sizes == pairs | {(collective, 4, True) for collective in Collective}
 
 
-def test_bad_requests_are_refused():
+def test_measure_hardware_raises_for_bad_requests():
     with pytest.raises(ValueError, match="device_type='tpu' is not known; use cpu or cuda"):
         measure_hardware(device_type="tpu")
     with pytest.raises(ValueError, match="group_sizes has 3, which does not divide the 1 processes"):

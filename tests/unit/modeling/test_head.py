@@ -167,14 +167,14 @@ def test_a_failed_forward_leaves_nothing_behind():
 
 def test_copies_are_whole_models():
     split = model_of("gpt2", 4)
-    twin = copy.deepcopy(split)
-    assert twin.lm_head.slices is twin.transformer.wte.slices and twin.lm_head.slices is not split.lm_head.slices
-    assert twin.loss_function.__self__ is twin.lm_head
+    copied = copy.deepcopy(split)
+    assert copied.lm_head.slices is copied.transformer.wte.slices and copied.lm_head.slices is not split.lm_head.slices
+    assert copied.loss_function.__self__ is copied.lm_head
     for parameter in split.parameters():
         parameter.data.zero_()
-    assert abs(twin(**batch()).loss - model_of("gpt2", 4)(**batch()).loss) < 1e-12
-    split.train(), twin.tie_weights()
-    assert twin.lm_head.slices is twin.transformer.wte.slices
+    assert abs(copied(**batch()).loss - model_of("gpt2", 4)(**batch()).loss) < 1e-12
+    split.train(), copied.tie_weights()
+    assert copied.lm_head.slices is copied.transformer.wte.slices
 
 
 class SliceSized(TorchDispatchMode):

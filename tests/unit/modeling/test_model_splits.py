@@ -1,4 +1,4 @@
-"""Cutting a model: which units there are then, which cuts are thought of, and that nothing happens to the model itself."""
+"""Splitting a model: its units then, the splits that are tried, and that nothing happens to the model itself."""
 
 from __future__ import annotations
 

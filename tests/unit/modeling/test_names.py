@@ -10,13 +10,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from hf_osdp.checkpoint.split_states import get_optimizer_state_dict
-from hf_osdp.checkpoint.split_tensors import SlicedTensor
 from hf_osdp.errors import OSDPError
 from hf_osdp.modeling.split.apply_split import split_operators
 from hf_osdp.modeling.split.names import SlicedName, merge_state_dict, split_state_dict
 from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.sharding.optimizer import parameter_names, rebind_parameters
+from hf_osdp.sharding.sliced_tensor import SlicedTensor
 from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict, load_full_state_dict
 from tests.helpers.models import VOCABULARY, tiny_batch, tiny_loss, tiny_model
 
@@ -109,14 +108,6 @@ def test_an_optimizers_state_of_another_model_does_not_load():
     optimizer = optimizer_of(model_in(4))
     with pytest.raises(ValueError, match="different number of parameter groups"):
         optimizer.load_state_dict(torch.optim.AdamW(nn.Linear(2, 2).parameters()).state_dict())
-
-
-def test_flat_optimizer_states_are_refused():
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-    model = model_in(2)
-    with pytest.raises(ValueError, match="flatten_optimizer_state_dict=True"):
-        get_optimizer_state_dict(model, optimizer_of(model), options=StateDictOptions(flatten_optimizer_state_dict=True))
 
 
 # ----------------------------------------------------------------------------------------------------- slices as one tensor

@@ -28,7 +28,7 @@ def parameters_of(*, mixed: bool, dtype: torch.dtype = torch.float64) -> list[to
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-def test_the_norm_is_that_of_both_devices(norm_type, monkeypatch):
+def test_clip_norm_is_that_of_both_devices(norm_type, monkeypatch):
     plain, mixed = parameters_of(mixed=False), parameters_of(mixed=True)
     assert _main_device([p.grad for p in mixed]) == ELSEWHERE, "the norm is where most of a model is"
     monkeypatch.setattr("hf_osdp.sharding.clip._main_device", lambda grads: torch.device("cpu"))  # the other is not real
@@ -41,7 +41,7 @@ def test_the_norm_is_that_of_both_devices(norm_type, monkeypatch):
 
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("overflows", [None, 0, 1])
-def test_both_devices_step_or_skip_together(unscales, overflows):
+def test_scaler_steps_or_skips_on_both_devices(unscales, overflows):
     """An optimizer that is said to unscale by itself, as with fused kernels, is given gradients that are unscaled already."""
     plain, mixed = parameters_of(mixed=False), parameters_of(mixed=True)
     before = [parameter.detach().clone() for parameter in mixed]
@@ -70,7 +70,7 @@ def places(optimizer: torch.optim.Optimizer) -> list[list[tuple]]:
     return seen[0]
 
 
-def test_each_device_is_a_group_while_the_optimizer_steps():
+def test_step_by_device_makes_a_group_for_each_device():
     mixed = parameters_of(mixed=True)
     groups = [{"params": mixed[:3], "lr": 1e-2}, {"params": mixed[3:], "lr": 1e-3}]
     optimizer = torch.optim.AdamW(groups, foreach=True)
@@ -79,14 +79,14 @@ def test_each_device_is_a_group_while_the_optimizer_steps():
     assert [len(group["params"]) for group in optimizer.param_groups] == [3, 1] and len(optimizer.state) == 4
 
 
-def test_one_device_stays_one_group():
+def test_step_by_device_keeps_groups_on_one_device():
     plain = parameters_of(mixed=False)
     optimizer = torch.optim.SGD(plain, lr=0.1, foreach=True)
     step_by_device(optimizer)
     assert places(optimizer) == [(4, 0.1, True, None)]
 
 
-def test_what_an_optimizer_counts_in_its_groups_stays():
+def test_step_by_device_keeps_what_an_optimizer_counts_in_its_groups():
     class Counting(torch.optim.SGD):
         @torch.no_grad()
         def step(self, closure=None):
@@ -101,7 +101,7 @@ def test_what_an_optimizer_counts_in_its_groups_stays():
     assert [group["k"] for group in optimizer.param_groups] == [2]
 
 
-def test_a_step_that_raised_leaves_nothing_behind():
+def test_step_by_device_restores_groups_after_a_step_that_raised():
     mixed = parameters_of(mixed=True)
     optimizer = torch.optim.AdamW(mixed, lr=0.1)
     step_by_device(optimizer)
@@ -111,7 +111,7 @@ def test_a_step_that_raised_leaves_nothing_behind():
     assert len(optimizer.param_groups) == 1 and len(optimizer.param_groups[0]["params"]) == len(SHAPES)
 
 
-def test_steps_counted_elsewhere_come_to_the_host():
+def test_step_by_device_moves_step_counts_to_the_host():
     mixed = parameters_of(mixed=False)
     optimizer = torch.optim.AdamW(mixed, lr=0.1)
     optimizer.step()

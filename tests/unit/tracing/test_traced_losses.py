@@ -127,11 +127,11 @@ def by_closure(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("replace", [by_method, by_partial, by_partial_of_a_bound_method, by_closure])
 def test_a_forward_that_was_replaced_on_the_instance_runs_on_the_copy(gpt2, replace):
-    stock = describe(gpt2, sequence_length=TOKENS, recomputation=False)
+    plain = describe(gpt2, sequence_length=TOKENS, recomputation=False)
     replace(gpt2)
     found = describe(gpt2, sequence_length=TOKENS, recomputation=False)
-    assert [s.saved_bytes for s in found.segments] == [s.saved_bytes for s in stock.segments]
-    assert found.trace == stock.trace and all(parameter.grad is None for parameter in gpt2.parameters())
+    assert [s.saved_bytes for s in found.segments] == [s.saved_bytes for s in plain.segments]
+    assert found.trace == plain.trace and all(parameter.grad is None for parameter in gpt2.parameters())
 
 
 def test_a_forward_that_was_replaced_inside_adapters_runs_on_the_copy(gpt2):
@@ -139,8 +139,8 @@ def test_a_forward_that_was_replaced_inside_adapters_runs_on_the_copy(gpt2):
     by_method(gpt2)
     model = peft.get_peft_model(gpt2, peft.LoraConfig(target_modules=["c_attn"]))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    twin = fake_copy(model, mode, untie=True)
-    assert twin.get_base_model().forward.__self__ is twin.get_base_model()
+    fake = fake_copy(model, mode, untie=True)
+    assert fake.get_base_model().forward.__self__ is fake.get_base_model()
     assert describe(model, sequence_length=TOKENS, recomputation=False).trace.startswith("fake tensors")
 
 

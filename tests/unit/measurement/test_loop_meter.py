@@ -36,7 +36,7 @@ def global_hooks() -> int:
     return len(torch_optimizer._global_optimizer_post_hooks)
 
 
-def test_a_loop_is_measured_and_left_alone():
+def test_loop_meter_measures_steps_and_removes_its_hooks():
     before, data, batch = global_hooks(), torch.zeros(50 * ELEMENTS), torch.zeros(ELEMENTS)
     model, optimizer, watch, told = watched()
     for step in range(6):
@@ -58,7 +58,7 @@ def test_a_loop_is_measured_and_left_alone():
     assert len(told) == 1
 
 
-def test_steps_that_a_scaler_skips_do_not_make_the_next_one_longer():
+def test_loop_meter_restarts_a_step_that_a_scaler_skipped():
     """Three passes beyond the plan's one: only the last belongs to the step."""
     model, optimizer, watch, told = watched(micro_steps=1)
     begun = []
@@ -70,7 +70,7 @@ def test_steps_that_a_scaler_skips_do_not_make_the_next_one_longer():
     assert len(begun) == 6 and told[0].steps == 4
 
 
-def test_other_optimizers_and_a_step_without_a_pass_are_none_of_ours():
+def test_loop_meter_ignores_other_optimizers_and_steps_without_a_pass():
     model, optimizer, watch, told = watched(steps=2)
     other = torch.nn.Parameter(torch.zeros(3, requires_grad=True))
     other.grad = torch.zeros(3)
@@ -85,7 +85,7 @@ def test_other_optimizers_and_a_step_without_a_pass_are_none_of_ours():
     watch.stop()
 
 
-def test_a_short_loop_tells_at_its_end_and_one_that_never_steps_tells_nothing():
+def test_finish_reports_a_short_loop_and_nothing_of_one_without_steps():
     model, optimizer, watch, told = watched()
     model(torch.ones(ELEMENTS)).backward()
     optimizer.step()
@@ -96,7 +96,7 @@ def test_a_short_loop_tells_at_its_end_and_one_that_never_steps_tells_nothing():
     assert not told
 
 
-def test_a_mode_of_the_users_own_is_not_disturbed():
+def test_loop_meter_leaves_a_dispatch_mode_of_the_user_in_place():
     """It is opened in one place and closed in another, around ours."""
     model, optimizer, _, told = watched(steps=3)
     for step in range(3):
@@ -112,7 +112,7 @@ def test_a_mode_of_the_users_own_is_not_disturbed():
     assert told and not _get_current_dispatch_mode_stack()
 
 
-def test_a_model_that_is_thrown_away_is_not_kept():
+def test_loop_meter_does_not_keep_a_deleted_model_alive():
     before = global_hooks()
     model, optimizer, watch, _ = watched()
     gone = weakref.ref(model)

@@ -15,11 +15,11 @@ from hf_osdp.report.run_tables import profile_tables
 HOST = HostSpec(memory_bytes=3 * 2**30, to_device_bytes_per_s=2e10, to_host_bytes_per_s=1e10, update_bytes_per_s=4.2e9, source="measured")
 
 
-def test_the_cpu_has_no_memory_beside_its_own():
+def test_measure_host_is_none_on_the_cpu():
     assert measure_host(torch.device("cpu"), 0.1) is None
 
 
-def test_rate_of_an_optimizer_step():
+def test_update_rate_is_plausible_and_leaves_the_random_state():
     state = torch.get_rng_state()
     assert 1e8 < update_rate(torch.device("cpu"), 0.02, elements=2**16) < 1e13
     assert torch.equal(torch.get_rng_state(), state)

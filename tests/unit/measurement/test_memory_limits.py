@@ -41,7 +41,7 @@ def told(root: Path) -> list[tuple[str, int, int]]:
     return [(limit.name, limit.total_bytes, limit.free_bytes) for limit in memory_limits(root)]
 
 
-def test_without_groups_it_is_the_machine_s(machine):
+def test_memory_limits_without_control_groups_are_the_machines(machine):
     assert told(machine("0::/\n", "", {})) == [("this machine", 64 * GIB, 32 * GIB)]
     assert told(machine("", "", {"sys/fs/cgroup": v2_group("max", GIB)}))[1:] == []
 
@@ -75,7 +75,7 @@ def test_a_container_sees_its_own_group_at_the_mount(machine, path, mounted):
     assert told(root)[1:] == [("sys/fs/cgroup/memory.max", 4 * GIB, 3 * GIB)]
 
 
-def test_what_cannot_be_read_is_left_out(machine):
+def test_memory_limits_leave_out_what_cannot_be_read(machine):
     broken = {"memory.max": "a lot", "memory.high": str(8 * GIB), "memory.current": "-"}
     assert told(machine("0::/x\nnonsense\n", V2.format(root="/"), {"sys/fs/cgroup/x": broken}))[1:] == []
 
@@ -90,7 +90,7 @@ def test_ranks_share_the_groups_that_they_are_in_together():
     assert share == (6 * GIB, "6.0 GiB of job/task0/memory.max less what others hold")
 
 
-def test_a_share_is_the_same_though_others_use_moves_a_little():
+def test_share_is_equal_for_small_changes_of_use():
     shares = {
         MemoryLimit(name="", total_bytes=16 * GIB, free_bytes=free).share_bytes(2)
         for free in (12 * GIB + 1, 12 * GIB + 2**28, 13 * GIB - 1)
@@ -99,7 +99,7 @@ def test_a_share_is_the_same_though_others_use_moves_a_little():
     assert MemoryLimit(name="", total_bytes=16 * GIB, free_bytes=0).share_bytes(2) == GIB // 2
 
 
-def test_the_cpu_as_a_device_has_what_its_groups_allow(monkeypatch):
+def test_measure_hardware_on_the_cpu_has_what_control_groups_allow(monkeypatch):
     small = MemoryLimit(name="job/memory.max", total_bytes=2 * GIB, free_bytes=2 * GIB)
     monkeypatch.setattr("hf_osdp.measurement.rates.memory_limits", lambda: (small,))
     device = measure_hardware(device_type="cpu", seconds=0.05).device

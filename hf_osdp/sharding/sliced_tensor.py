@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 from ..modeling.split.names import SlicedName
 
@@ -15,9 +15,8 @@ from ..modeling.split.names import SlicedName
 class SlicedTensor(torch.Tensor):
     """A tensor without data of its own, whose slices are DTensors or plain tensors; for saving and loading only.
 
-    Saving writes each rank's shards of every slice, loading reads into them: no communication, and nothing is ever whole. It
-    answers the protocol by which DTensor itself does so (`__create_write_items__`, `__create_chunk_list__`,
-    `__get_tensor_shard__`).
+    Saving writes each rank's shards of every slice, loading reads into them, without communication. It answers the protocol by which
+    DTensor itself does so (`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`).
 
     Attributes:
         parts: the slices.
@@ -28,17 +27,19 @@ class SlicedTensor(torch.Tensor):
     whole: SlicedName
 
     @staticmethod
-    def __new__(cls, parts: Sequence[torch.Tensor], whole: SlicedName) -> SlicedTensor:
+    def __new__(cls: type[SlicedTensor], parts: Sequence[torch.Tensor], whole: SlicedName) -> SlicedTensor:
         first = parts[0]
-        tensor = torch.Tensor._make_wrapper_subclass(cls, torch.Size(whole.shape), dtype=first.dtype, device=first.device)
+        tensor: SlicedTensor = torch.Tensor._make_wrapper_subclass(cls, torch.Size(whole.shape), dtype=first.dtype, device=first.device)
         tensor.parts, tensor.whole = tuple(part.detach() for part in parts), whole
         return tensor
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"SlicedTensor(shape={tuple(self.shape)}, slices={len(self.parts)})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: object, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise NotImplementedError(f"{func} on a tensor in slices, which can only be saved and loaded; take its parts.")
@@ -63,14 +64,13 @@ class SlicedTensor(torch.Tensor):
         raise ValueError(f"No shard of {index.fqn!r} begins at {tuple(index.offset or ())} on this rank.")
 
     def _chunks(self) -> Iterator[tuple[ChunkStorageMetadata, torch.Tensor]]:
-        """What this rank holds, with its place in the whole."""
+        """Yield what this rank holds, with its place in the whole."""
         for part, start in zip(self.parts, self.whole.starts, strict=True):
-            if not hasattr(part, "placements"):
-                chunks, local = [ChunkStorageMetadata(offsets=torch.Size([0] * part.ndim), sizes=part.size())], part
-            else:
-                chunks, local = part.__create_chunk_list__(), part.to_local()
-            for chunk in chunks:
-                if local.numel():
-                    offsets = list(chunk.offsets)
-                    offsets[self.whole.dim] += start
-                    yield ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=chunk.sizes), local
+            chunks = [ChunkStorageMetadata(offsets=torch.Size([0] * part.ndim), sizes=part.size())]
+            local = part
+            if isinstance(part, DTensor):
+                chunks, local = part.__create_chunk_list__(), part.to_local()  # type: ignore[no-untyped-call]
+            for chunk in chunks if local.numel() else ():
+                offsets = list(chunk.offsets)
+                offsets[self.whole.dim] += start
+                yield ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=chunk.sizes), local

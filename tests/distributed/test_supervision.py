@@ -1,0 +1,107 @@
+"""Faults of ranks under real launchers: the line that names them, and how long it takes (cases of benchmarks/supervision.py)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.supervision import run_case
+from benchmarks.two_machines import emulate
+
+ROOT = Path(__file__).parents[2]
+BUSY_S = 25.0
+"""What a case may take on cores that others use: starting a launcher anew takes most of it."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    before = {process.pid for process in psutil.process_iter()}
+    yield
+    left = [process for process in psutil.process_iter() if process.pid not in before and "--as-rank" in command_of(process)]
+    assert not left
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("case", "message", "within_s"),
+    [
+        pytest.param("raises", "KeyError: 'the reason'", BUSY_S, id="a rank raises"),
+        pytest.param("killed", "SIGKILL", BUSY_S, id="a rank is killed"),
+        pytest.param("sigterm-rank", "SIGTERM: saves after step", BUSY_S, id="SIGTERM to one rank"),
+        pytest.param("versions", "Ranks run different versions: transformers is", BUSY_S, id="versions differ"),
+        *(
+            pytest.param(*values, marks=pytest.mark.slow)
+            for values in (
+                ("raises-accelerate", "KeyError: 'the reason'", BUSY_S),
+                ("killed-none", "Connection reset by peer", BUSY_S),
+                ("sigterm-launcher", "SIGTERM: saves after step", BUSY_S),
+                ("restart", "Restarted and trained to the end", 60.0),
+                ("oom", "Restarted and trained to the end, limit 1073741824", 60.0),
+                ("missing", "1 of 3 ranks did not report within 20 s: rank 2", 60.0),
+                ("world", "the number of ranks is 2 on rank 0", BUSY_S),
+                ("twice", "Rank 1 on ", 60.0),
+                ("port", "another run may hold the port", 60.0),
+                ("address", "could not reach rank 0's machine at 127.0.0.2:9", 60.0),
+                ("interface", "nowhere0", BUSY_S),
+                ("models", "Ranks are about to run different things: the model is Linear", BUSY_S),
+                ("alone", "must be called on every rank, but ranks [0] called it and, within 20 s, ranks [1] did not", 60.0),
+                ("stopped", "has not been heard from for 30 s: it is stopped", 60.0),
+            )
+        ),
+    ],
+)
+def test_fault_is_named_and_all_ranks_end(case, message, within_s):
+    outcome = run_case(case, "ours", within_s)
+    assert message in outcome["message"] and not outcome["seconds"].startswith(">"), outcome
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "message"), [("cut-off", "has not been heard from for 30 s"), ("partition", "Timed out waiting")])
+def test_cut_network_is_named_and_ends_all_at_the_timeout_of_the_group(case, message):
+    try:
+        emulate.ways_in(emulate.UNLIMITED)
+    except emulate.NotPermitted as error:
+        pytest.skip(f"machines cannot be emulated here: {error}")
+    outcome = run_case(case, "ours", 100.0)
+    assert message in outcome["message"] and not outcome["seconds"].startswith(">"), outcome
+
+
+IN_A_NOTEBOOK = """
+from accelerate import notebook_launcher
+
+def train(fails):
+    import time
+    import torch.distributed as dist
+    from hf_osdp import OSDPAccelerator
+    accelerator = OSDPAccelerator(cpu=True, osdp={})
+    if fails and accelerator.process_index == 1:
+        raise KeyError("the reason")
+    time.sleep(60 if fails else 0.5 * accelerator.process_index)
+    print("trained", flush=True)
+
+notebook_launcher(train, (False,), num_processes=2, use_port="PORT")
+notebook_launcher(train, (True,), num_processes=2, use_port="PORT")
+"""
+
+
+@pytest.mark.slow
+def test_error_of_a_notebooks_rank_surfaces(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    (tmp_path / "script.py").write_text(IN_A_NOTEBOOK.replace("PORT", port))
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run([sys.executable, str(tmp_path / "script.py")], env=env, capture_output=True, text=True, timeout=100)
+    assert done.stdout.count("trained") == 2 and "KeyError: 'the reason'" in done.stderr
