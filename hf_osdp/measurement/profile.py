@@ -64,7 +64,7 @@ def measure_profile(*, device_type: str, seconds: float = 10.0, model: TimedMode
         versions=_versions(),
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
-    return on_rank_zero(lambda: profile)  # dates and versions may differ between ranks
+    return Profile.from_json(on_rank_zero(profile.to_json))  # dates and versions may differ between ranks
 
 
 def _versions() -> dict[str, str]:

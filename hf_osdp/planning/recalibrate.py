@@ -13,7 +13,8 @@ from ..planner.cost.evaluate import estimate_plan
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem
-from ..planner.search.search import SearchResult, search
+from ..planner.search.result import SearchResult
+from ..planner.search.search import search
 from ..quantities import format_bytes
 
 MOST_ROUNDS = 3

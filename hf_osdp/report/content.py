@@ -16,7 +16,7 @@ from ..planner.cost.evaluate import PlanEstimate
 from ..planner.files import plain
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
-from ..planner.search.search import SearchResult, StrategyResult
+from ..planner.search.result import SearchResult, StrategyResult
 from ..planner.search.what_if import Answer
 from .explain import Alternative, Explanation
 from .explain_tables import layout_text

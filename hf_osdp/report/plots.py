@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from ..planner.cost.memory import MemoryEstimate, Moment
 from ..planner.hardware import GIB
-from ..planner.search.search import SearchResult, StrategyResult
+from ..planner.search.result import SearchResult, StrategyResult
 from ..quantities import format_bytes, format_seconds
 from .explain import StreamTime
 from .tables import batch_cells, bytes_by_kind

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ..cost.correction import Correction
 from ..cost.evaluate import CLOSE, capacity_needed, capacity_of
 from ..cost.memory import estimate_memory
 from ..job import TrainingJob
 from ..problem import PlanningProblem
-
-if TYPE_CHECKING:
-    from .search import SearchResult
+from .result import SearchResult
 
 _ROUNDS = 6
 

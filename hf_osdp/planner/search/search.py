@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ...errors import InfeasibleError, OSDPError
 from ...quantities import format_bytes
 from ..cost.evaluate import capacity_needed, is_replayed
-from ..cost.memory import MemoryEstimate
-from ..cost.timing import TimeEstimate, estimate_time
+from ..cost.timing import estimate_time
 from ..decision import UnitLayout
 from ..description import GatherSpan, ModelDescription
 from ..job import TrainingJob
@@ -19,34 +18,8 @@ from ..problem import PlanningProblem, Strategy
 from .candidates import Candidate, possible_candidates
 from .remedies import infeasible_error
 from .reserved import within_reserved
+from .result import SearchResult, StrategyResult
 from .solver import Solution, any_within, fastest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchResult:
-    """A plan with what it is expected to need."""
-
-    plan: Plan
-    memory: MemoryEstimate
-    time: TimeEstimate
-
-    @property
-    def peak_bytes(self) -> int:
-        """The plan's peak, with what no tensor can have."""
-        assert self.plan.peak_bytes is not None
-        return self.plan.peak_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StrategyResult:
-    """What one strategy can do at its own best batch, or why it cannot run."""
-
-    strategy: Strategy
-    result: SearchResult | None
-    reason: str = ""
-    least_peak_bytes: int | None = None
-    """Where nothing fits: the tightest limit that it would meet."""
-
 
 _NEAR = 1.02
 """Times the first plan's step: closer to it, single strategies are not asked."""

@@ -11,7 +11,8 @@ from ..cost.evaluate import is_replayed
 from ..job import TrainingJob
 from ..problem import PlanningProblem
 from .remedies import fits_by_estimate
-from .search import SearchResult, least_memory, search
+from .result import SearchResult
+from .search import least_memory, search
 
 _PRECISION = 16
 """The largest size that fits is found to within one part in so many, or one step."""
