@@ -41,7 +41,7 @@ from .schedules import Schedule, StepSize, own_schedule, position_factor, rescal
 _log = logging.getLogger(__name__)
 
 
-class AcceleratorCheckpoints(Accelerator):  # type: ignore[misc]  # accelerate has no types
+class AcceleratorCheckpoints(Accelerator):
     """`Accelerator` with these checkpoints."""
 
     _run: PlannedRun | None
