@@ -145,9 +145,9 @@ class TrainerCheckpoints(_Base):
         if self._osdp is not None:
             self._writer.wait()  # stock looks for the best one, which may be the last
         if self._osdp is None or not self._stop.stopped:
-            return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
+            return super()._finalize_training(*args, **kwargs)
         with replaced(self.args, load_best_model_at_end=False, save_total_limit=None):
-            return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
+            return super()._finalize_training(*args, **kwargs)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as its base class
         """Start as the stock Trainer, which warns of changed arguments: the user's batch size counts, not the plan's."""
@@ -173,9 +173,6 @@ class TrainerCheckpoints(_Base):
 
     def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
         """Return the checkpoint that training begins with, sound and complete; the same on every rank.
-
-        Args:
-            asked: `train`'s argument.
 
         Raises:
             CheckpointError: the one that was asked for is damaged, or another run trains in the same folder.
