@@ -92,7 +92,10 @@ def find_model(folder: Path, index: int = 0) -> Place:
         names += ["model.safetensors.index.json", "adapter_model.safetensors"]
     places = [model_place(folder, layout, index) for layout in (Layout.SHARDED, Layout.WHOLE)]
     places += [Place(layout=Layout.SINGLE, path=folder / name) for name in names]
-    return _first(places, f"{folder} has no weights ({', '.join(('pytorch_model_fsdp_0/', 'pytorch_model_fsdp.bin', *names))})")
+    if (place := _first(places)) is not None:
+        return place
+    listed = ", ".join(("pytorch_model_fsdp_0/", "pytorch_model_fsdp.bin", *names))
+    raise CheckpointError(f"{folder} has no weights ({listed}); give another.")
 
 
 def find_optimizer(folder: Path, index: int = 0) -> Place:
@@ -103,14 +106,13 @@ def find_optimizer(folder: Path, index: int = 0) -> Place:
     """
     names = [_numbered("optimizer", index, ".bin"), *(["optimizer.pt"] if index == 0 else [])]
     places = [optimizer_place(folder, Layout.SHARDED, index), *(Place(layout=Layout.WHOLE, path=folder / name) for name in names)]
-    return _first(places, f"{folder} has no optimizer state ({', '.join(('optimizer_0/', *names))})")
+    if (place := _first(places)) is not None:
+        return place
+    raise CheckpointError(f"{folder} has no optimizer state ({', '.join(('optimizer_0/', *names))}); give another.")
 
 
-def _first(places: Sequence[Place], problem: str) -> Place:
-    for place in places:
-        if place.path.exists():
-            return place
-    raise CheckpointError(f"{problem}; give another.")
+def _first(places: Sequence[Place]) -> Place | None:
+    return next((place for place in places if place.path.exists()), None)
 
 
 # --------------------------------------------------------------------------------------------------------------- whole tensors
@@ -118,9 +120,6 @@ def _first(places: Sequence[Place], problem: str) -> Place:
 
 def read_weights(place: Place) -> dict[str, torch.Tensor]:
     """Return a model's weights by Hugging Face names. All of them are in memory then.
-
-    Args:
-        place: where, as `find_model` found it.
 
     Raises:
         CheckpointError: they cannot be read.
@@ -154,10 +153,6 @@ def is_positional(state: Mapping[str, Any]) -> bool:
 
 def named_state(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Return a state that goes by positions with names.
-
-    Args:
-        state: as `torch.optim.Optimizer.state_dict` gives it.
-        groups: the parameters' names in the optimizer's order, group by group.
 
     Raises:
         CheckpointError: it is of another number of groups or parameters.

@@ -82,8 +82,10 @@ class Manifest:
         content = read_json(path, "manifest", CheckpointError, limit_bytes=_MOST_BYTES)
         try:
             if content["format"] != VERSION:
-                problem = f"{path} has format {content['format']!r}, this version of hf_osdp reads {VERSION}"
-                raise CheckpointError(f"{problem}; update hf_osdp, or take another one.")
+                raise CheckpointError(
+                    f"{path} has format {content['format']!r}, this version of hf_osdp reads {VERSION};"
+                    " update hf_osdp, or take another one."
+                )
             samples, training = content.get("global_batch_size"), content.get("training")
             return cls(
                 files={name: FileRecord(size=int(file["size"]), crc32=int(file["crc32"])) for name, file in content["files"].items()},
@@ -96,12 +98,7 @@ class Manifest:
 
 
 def damage(folder: Path, files: Iterable[tuple[str, FileRecord]]) -> str | None:
-    """Return what is wrong with files of a checkpoint; None where all is as it was written.
-
-    Args:
-        folder: the checkpoint's.
-        files: names and records from its manifest, all or a rank's share.
-    """
+    """Return what is wrong with files of a checkpoint; None where all is as it was written."""
     for name, record in files:
         path = folder / name
         try:

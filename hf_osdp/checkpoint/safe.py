@@ -56,11 +56,7 @@ def _numpy_types() -> list[Any]:
 
 
 class SafeReader(FileSystemReader):
-    """torch.distributed.checkpoint's reader; its index, which is a pickle, may hold its own dataclasses and nothing else.
-
-    Args:
-        path: the folder of the shards.
-    """
+    """torch.distributed.checkpoint's reader; its index, which is a pickle, may hold its own dataclasses and nothing else."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the index.
@@ -118,6 +114,10 @@ def _check_index(index: Metadata) -> None:
             raise TypeError("a name is no text")
 
 
+def _refusal(what: str) -> CheckpointError:
+    return CheckpointError(f"The checkpoint's index asks for {what}, which no index holds; do not use it.")
+
+
 def _by_scalar(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return `make`, which looks its argument up, for numbers and text only."""
 
@@ -145,7 +145,7 @@ class _IndexUnpickler(pickle._Unpickler):
         if module == "torch" and isinstance(found := getattr(torch, name, None), (torch.dtype, torch.layout)):
             return found
         if f"{module}.{name}" not in _KNOWN:
-            raise CheckpointError(f"The checkpoint's index asks for {module}.{name}, which no index holds; do not use it.")
+            raise _refusal(f"{module}.{name}")
         return _KNOWN[f"{module}.{name}"]
 
     def load_setitems(self) -> None:
@@ -163,12 +163,12 @@ class _IndexUnpickler(pickle._Unpickler):
         parts = (key.fqn, key.index) if type(key) is MetadataIndex else (key,)
         plain = all(type(part) in (str, int, type(None)) for part in parts)
         if not plain or (type(key) is MetadataIndex and type(key.offset) not in (torch.Size, type(None))):
-            raise CheckpointError(f"The checkpoint's index has a {type(key).__name__} as a key, which no index has; do not use it.")
+            raise _refusal(f"a {type(key).__name__} as a key")
         self.stack[-1][key] = value
 
     def load_refused(self) -> None:
         """Refuse sets, and dicts of the oldest protocol."""
-        raise CheckpointError("The checkpoint's index holds a set, which no index has; do not use it.")
+        raise _refusal("a set")
 
     dispatch[pickle.SETITEMS[0]], dispatch[pickle.SETITEM[0]] = load_setitems, load_setitem
     dispatch |= dict.fromkeys((pickle.ADDITEMS[0], pickle.FROZENSET[0], pickle.DICT[0]), load_refused)

@@ -241,7 +241,7 @@ def load_config(model: str) -> PreTrainedConfig:
     from transformers import AutoConfig
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     if local:
         config = _read(AutoConfig, str(path), model)

@@ -29,7 +29,7 @@ def prefer_expandable_segments(environment: MutableMapping[str, str] = os.enviro
     Returns:
         Whether it was set by this call.
     """
-    if torch.version.cuda is None or sys.platform != "linux" or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.version.cuda is None or sys.platform != "linux" or torch.cuda.is_initialized():
         return False
     settings = allocator_settings(environment)
     if _EXPANDABLE in settings or settings.get(_BACKEND, _OWN_BACKEND) != _OWN_BACKEND:
@@ -50,7 +50,7 @@ def expands_segments(environment: MutableMapping[str, str] = os.environ) -> bool
     setting = allocator_settings(environment).get(_EXPANDABLE)
     if setting is not None:
         return setting == "True"
-    return torch.version.cuda is None or not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.version.cuda is None or not torch.cuda.is_initialized()
 
 
 def allocator_settings(environment: MutableMapping[str, str] = os.environ) -> dict[str, str]:

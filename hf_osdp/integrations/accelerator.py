@@ -52,7 +52,7 @@ Parameters = torch.Tensor | Iterable[torch.Tensor]
 _SIGNATURE = inspect.signature(Accelerator.__init__)
 
 
-class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):  # type: ignore[misc]  # accelerate has no types
+class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):  # accelerate has no types
     """An `Accelerator` that plans when a model is prepared, and shards each unit as the plan says.
 
     The plan is made at `prepare`, for the batch size of the first DataLoader given there. To let the planner choose the
@@ -91,7 +91,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):  # type: ignore[misc
         self._watch: LoopMeter | None = None
         self._out_of_memory: OutOfMemoryHandler | None = None
         self._measured: Observation | None = None
-        self._writer: CheckpointWriter | None = None  # type: ignore[assignment]
+        self._writer: CheckpointWriter | None = None
         self._earlier_error = id(sys.exc_info()[1])  # that is being handled: a training that failed before this one
         if dist.is_initialized() or not _meets_elsewhere(options.get("kwargs_handlers")):
             check_ranks()

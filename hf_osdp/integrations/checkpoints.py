@@ -136,7 +136,7 @@ class AcceleratorCheckpoints(Accelerator):
 
     def _checkpoint_writer(self) -> CheckpointWriter:
         if self._writer is None:
-            self._writer = CheckpointWriter(in_background=self.plugin.osdp.async_save)
+            self._writer = CheckpointWriter(in_background=bool(getattr(self.plugin.osdp, "async_save", False)))
         self._writer.plan = None if self._run is None else self._run.plan
         return self._writer
 
@@ -203,17 +203,14 @@ def own_states(files: FileSystem | None = None) -> Iterator[None]:
     """Let Accelerate and the Trainer write and read the states of sharded models, and registered objects, by our functions within.
 
     They call those functions by their names in their own modules, and have no argument for others.
-
-    Args:
-        files: where shards are written; None is the disk.
     """
 
     def save_fsdp_model(plugin: Any, _: object, model: nn.Module, output_dir: str, model_index: int = 0, **options: Any) -> None:  # noqa: ANN401
-        only = options.get("adapter_only") and is_adapted(model)
+        only = bool(options.get("adapter_only")) and is_adapted(model)
         save_model(Path(output_dir), model, sharded=writes_shards(plugin), index=model_index, trainable_only=only, files=files)
 
     def load_fsdp_model(plugin: object, _: object, model: nn.Module, input_dir: str, model_index: int = 0, **options: Any) -> object:
-        only = options.get("adapter_only") and is_adapted(model)
+        only = bool(options.get("adapter_only")) and is_adapted(model)
         load_model(Path(input_dir), model, index=model_index, trainable_only=only)
         return _IncompatibleKeys([], [])
 

@@ -152,7 +152,7 @@ class OptimalShardedDataParallel(nn.Module):
     def backward(self, loss: torch.Tensor, *, is_last: bool = True) -> None:
         """Run `loss.backward()` of one micro-batch, as `micro_step`. The loss is taken as it is: divide it by the number of micro-steps."""
         with self._out_of_memory.explained(), self.micro_step(is_last=is_last):
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip all gradients as one vector, and return the norm before clipping. Collective."""

@@ -169,7 +169,7 @@ def batches_of_loader(loader: DataLoader[Any], model: nn.Module, sequence_length
 
 def _random_states_kept() -> AbstractContextManager[None]:
     """Keep all generators: datasets and collators may draw."""
-    is_initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    is_initialized: bool = torch.cuda.is_initialized()
     return random_states_kept(range(torch.cuda.device_count()) if is_initialized else [])
 
 

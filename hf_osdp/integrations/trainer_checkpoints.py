@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import transformers.trainer
 from torch import nn
 from transformers import TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpoint.folders import numbered_checkpoints, remove_checkpoint, unlock_checkpoints
 from ..checkpoint.layouts import Layout, find_model
@@ -28,14 +29,20 @@ TRAINER_STATE = transformers.trainer.TRAINER_STATE_NAME
 """What the Trainer writes last into a checkpoint."""
 
 
-_Base = transformers.Trainer if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    _Base = transformers.Trainer
+else:
+    _Base = object
 
 
 class TrainerCheckpoints(_Base):
     """Mixin; must precede `transformers.Trainer` in the MRO."""
 
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
     _osdp: OSDPConfig | None
-    _run: PlannedRun
+    _run: PlannedRun | None
     _writer: CheckpointWriter
     _staging: Staging | None
     _stop: StopSignal
@@ -47,8 +54,8 @@ class TrainerCheckpoints(_Base):
             super()._save_checkpoint(model, trial)
             return
         run_dir = Path(super()._get_output_dir(trial))
-        folder = run_dir / f"{transformers.trainer.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        self._writer.plan = self._run.plan
+        folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        self._writer.plan = None if self._run is None else self._run.plan
         with self._writer.new(folder, **self._settings()) as staging:
             self._staging = staging
             try:
@@ -75,7 +82,7 @@ class TrainerCheckpoints(_Base):
     def _name_best(self, staged: Path, folder: Path) -> None:
         """Let the saved state name checkpoints by their final names."""
         if self.state.best_global_step:
-            best = folder.with_name(f"{transformers.trainer.PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
+            best = folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
             if best == folder or best.exists():
                 self.state.best_model_checkpoint = str(best)
                 if self.args.should_save:
@@ -115,7 +122,7 @@ class TrainerCheckpoints(_Base):
         load_optimizer(folder, self.model, self.optimizer)
         self.lr_scheduler.load_state_dict(load_file(folder / transformers.trainer.SCHEDULER_NAME))
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:  # noqa: ANN401
         """Load as the stock Trainer, weights from any layout."""
         model = self.model if model is None else model
         if self._osdp is None or (
@@ -129,8 +136,9 @@ class TrainerCheckpoints(_Base):
         if self._osdp is None:
             super()._load_best_model()
             return
-        check_checkpoint(self.state.best_model_checkpoint)
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
+        best = str(self.state.best_model_checkpoint)
+        check_checkpoint(best)
+        self._load_from_checkpoint(best)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as its base class
         """Finalize as the stock Trainer; after SIGTERM, with seconds left, the last checkpoint stays and the best is not loaded."""
@@ -141,7 +149,7 @@ class TrainerCheckpoints(_Base):
         with replaced(self.args, load_best_model_at_end=False, save_total_limit=None):
             return super()._finalize_training(*args, **kwargs)
 
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as its base class
         """Start as the stock Trainer, which warns of changed arguments: the user's batch size counts, not the plan's."""
         if self._osdp is None:
             return super()._init_training_state(*args, **kwargs)
@@ -150,7 +158,7 @@ class TrainerCheckpoints(_Base):
             with replaced(own, per_device_train_batch_size=self._asked_batch):
                 stock(own, state)
 
-        stock = transformers.trainer.compare_trainer_and_checkpoint_args
+        stock: Any = vars(transformers.trainer)["compare_trainer_and_checkpoint_args"]
         with replaced(transformers.trainer, compare_trainer_and_checkpoint_args=compare):
             begun = super()._init_training_state(*args, **kwargs)
         self.state.train_batch_size = self._asked_batch
@@ -166,20 +174,17 @@ class TrainerCheckpoints(_Base):
     def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
         """Return the checkpoint that training begins with, sound and complete; the same on every rank.
 
-        Args:
-            asked: `train`'s argument.
-
         Raises:
             CheckpointError: the one that was asked for is damaged, or another run trains in the same folder.
             ValueError: the last was asked for, and there is none.
         """
-        folder, after_restart = self.args.output_dir, self._osdp.resume_after_restart
+        folder, after_restart = str(self.args.output_dir), self._osdp is None or self._osdp.resume_after_restart
         found = checkpoint_to_resume(folder, None if asked == "" else asked, marker=TRAINER_STATE, after_restart=after_restart)
         if found is None:
             if asked is True:
                 raise ValueError(f"There is no complete checkpoint in {folder}; leave resume_from_checkpoint out to begin.")
             return None
-        warn_of_changes(found, self._settings(), self._run.plan)
+        warn_of_changes(found, self._settings(), None if self._run is None else self._run.plan)
         return str(found)
 
     def _settings(self) -> dict[str, str]:
@@ -193,5 +198,5 @@ class TrainerCheckpoints(_Base):
     def _finish_checkpoints(self) -> None:
         """Complete the last checkpoint, and let other runs write into the folder."""
         self._writer.wait()
-        self._keep_limit(Path(self.args.output_dir))
-        unlock_checkpoints(Path(self.args.output_dir))
+        self._keep_limit(Path(str(self.args.output_dir)))
+        unlock_checkpoints(Path(str(self.args.output_dir)))

@@ -130,7 +130,7 @@ class _Runner:
         self._stopwatch.start()
         loss = loss_of(self._model(**batch))
         self._stopwatch.turn()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return self._stopwatch.stop()
 
     def _by_segment(self, sections: Pairs) -> Pairs:

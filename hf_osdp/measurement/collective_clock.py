@@ -42,7 +42,7 @@ class CollectiveCall:
     seconds: float
 
 
-class CollectiveClock(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CollectiveClock(TorchDispatchMode):
     """Times all-gathers, reduce-scatters and all-reduces that are issued inside the context.
 
     Several calls that are announced as one collective (`distributed/announce.py`) are timed as one. On the CPU each is waited for
@@ -52,7 +52,7 @@ class CollectiveClock(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, device: torch.device) -> None:
         """Make a clock for tensors on a device. Collective where the topology is not known yet."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._device = device
         self._ranks_per_node = find_topology().ranks_per_node
         self._seen: list[tuple[CollectiveCall, Moment, Moment]] = []
@@ -62,11 +62,11 @@ class CollectiveClock(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> CollectiveClock:
         self._listening.append(listening(self))
         self._listening[-1].__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        super().__exit__(*exception)
         self._listening.pop().__exit__(*exception)
 
     def begins(self, collective: Collective, group: dist.ProcessGroup, nbytes: int) -> None:

@@ -139,7 +139,7 @@ class _Unit(nn.Module):
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         """Pass the value on."""
-        passed: torch.Tensor = _Pass.apply(value, self, *self.tensors)  # type: ignore[no-untyped-call]
+        passed: torch.Tensor = _Pass.apply(value, self, *self.tensors)
         return passed
 
 

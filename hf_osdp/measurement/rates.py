@@ -67,7 +67,7 @@ def operator_seconds(device: torch.device, seconds: float) -> float:
     A GPU runs behind the CPU that queues its kernels: there it is the CPU's time alone, of the quickest run.
     """
     run = _tiny_step(device)
-    with _Counter() as counter:  # type: ignore[no-untyped-call]
+    with _Counter() as counter:
         run()
     taken_s = (least_issue_seconds if device.type == "cuda" else median_seconds)(run, device, seconds)
     return taken_s / int(counter.operators)
@@ -86,7 +86,7 @@ def _tiny_step(device: torch.device) -> Callable[[], None]:
     return run
 
 
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Counter(TorchDispatchMode):
     """Counts operators."""
 
     operators = 0

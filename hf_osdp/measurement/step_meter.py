@@ -180,7 +180,7 @@ class StepMeter:
             self._left.append(self._mode)
             self._mode = None
         while self._left and _get_current_dispatch_mode() is self._left[-1]:
-            self._left.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._left.pop().__exit__(None, None, None)
 
 
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

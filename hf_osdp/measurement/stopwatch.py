@@ -64,7 +64,7 @@ class Stopwatch:
                 stack.enter_context(forward_replaced(module, self._timed(unit, module.forward)))
             for parameter in self._model.parameters():
                 if parameter.requires_grad:
-                    handle = parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+                    handle = parameter.register_post_accumulate_grad_hook(_drop_gradient)
                     stack.callback(handle.remove)
             yield
 
@@ -134,7 +134,7 @@ class Stopwatch:
 
         for leaf in tree_leaves(value):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
-                leaf.register_hook(enter)  # type: ignore[no-untyped-call]
+                leaf.register_hook(enter)
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ def now(device: torch.device) -> Moment:
     """Return the time: the CPU's clock, or an event that is recorded on the current stream, which nothing waits for."""
     if device.type == "cpu":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
 

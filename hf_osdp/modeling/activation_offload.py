@@ -253,7 +253,7 @@ def host_memory(allocate: Callable[[torch.Tensor], torch.Tensor | None]) -> Iter
 @functools.lru_cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Return the stream for copies to and from a device; None for the CPU, whose memory the host's is."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 def _is_its_storage(tensor: torch.Tensor) -> bool:

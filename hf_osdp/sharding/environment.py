@@ -38,7 +38,7 @@ def form_process_group(*, needed: bool) -> None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend)
     elif needed:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def training_device() -> torch.device:

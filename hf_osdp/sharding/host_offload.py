@@ -62,5 +62,5 @@ def _convert(model: nn.Module, device: torch.device, convert: Callable[[torch.Te
     """Convert every parameter and buffer for the place where it belongs; torch calls with the parameters themselves."""
     host = {id(parameter) for parameter in host_parameters(model)}
     cpu = torch.device("cpu")
-    model._apply(lambda tensor: convert(tensor, cpu if id(tensor) in host else device))  # type: ignore[no-untyped-call]
+    model._apply(lambda tensor: convert(tensor, cpu if id(tensor) in host else device))
     return model

@@ -69,7 +69,7 @@ class SlicedTensor(torch.Tensor):
             chunks = [ChunkStorageMetadata(offsets=torch.Size([0] * part.ndim), sizes=part.size())]
             local = part
             if isinstance(part, DTensor):
-                chunks, local = part.__create_chunk_list__(), part.to_local()  # type: ignore[no-untyped-call]
+                chunks, local = part.__create_chunk_list__(), part.to_local()
             for chunk in chunks if local.numel() else ():
                 offsets = list(chunk.offsets)
                 offsets[self.whole.dim] += start

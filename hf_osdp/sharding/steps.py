@@ -67,7 +67,7 @@ def train_step(
             loss = loss_of(output)
             if not job.holds_outputs:
                 output = None
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             del loss
     if job.clips_gradients:
         clip_grad_norm_(model.parameters(), 1.0)

@@ -132,7 +132,7 @@ class WeightReads:
                 "retain_graph=True lets backward run again through a weight that the loss reads, but it is freed after the first; add the"
                 " losses up and call backward once."
             )
-        self._root_state._register_root_post_backward_final_callback()  # type: ignore[no-untyped-call]
+        self._root_state._register_root_post_backward_final_callback()
 
     def _backward_ends(self, state: FSDPState) -> None:
         """Run FSDP2's end of backward for the units of `state`'s root, when all gradients are there; then check them."""
@@ -185,7 +185,7 @@ class WeightReads:
         for parameter in group.fsdp_params:
             tensor: torch.Tensor = getattr(parameter, attribute)
             if tensor.requires_grad and self._hooked.get((id(parameter), attribute)) is not tensor:
-                tensor.register_hook(make(parameter))  # type: ignore[no-untyped-call]
+                tensor.register_hook(make(parameter))
                 self._hooked[id(parameter), attribute] = tensor
 
 

@@ -87,7 +87,7 @@ class CudaKernels(TorchFunctionMode):
             query, key, value = (F.pad(tensor, (0, -size % 8)) for tensor in (query, key, value))
         if attn_mask is not None and kernel is Kernel.EFFICIENT and (short := -attn_mask.shape[-1] % 16):
             attn_mask = F.pad(attn_mask, (0, short))
-        output: torch.Tensor = _FusedAttention.apply(query, key, value, attn_mask, kernel, self._count_flops)  # type: ignore[no-untyped-call]
+        output: torch.Tensor = _FusedAttention.apply(query, key, value, attn_mask, kernel, self._count_flops)
         return output[..., :size]
 
 

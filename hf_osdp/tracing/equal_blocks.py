@@ -94,7 +94,7 @@ class RecordedCall(NamedTuple):
         inputs, _ = tree_flatten((args, kwargs))
         differentiable = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         specs = tuple(leaf for leaf in self.leaves if isinstance(leaf, _TensorSpec) and leaf.requires_grad)
-        made = iter(_AllocateOutputs.apply(specs, anchor, *differentiable) if specs else ())  # type: ignore[no-untyped-call]
+        made = iter(_AllocateOutputs.apply(specs, anchor, *differentiable) if specs else ())
         return tree_unflatten([self._leaf(leaf, inputs, made) for leaf in self.leaves], self.spec)
 
     @staticmethod

@@ -36,7 +36,7 @@ _INDEXED = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_p
 """Their second argument is a list of indices."""
 
 
-class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class KnownValues(TorchDispatchMode):
     """Answers data-dependent operators on fake tensors.
 
     Enter it right after the `FakeTensorMode`, so that the modes above see each operator once, with the memory of its result.
@@ -46,7 +46,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, *, alone: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._alone = alone
         self._values: dict[int, torch.UntypedStorage] = {}
         """By fake storage, so that views and what is written through them are right by themselves."""
@@ -184,7 +184,7 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             yield from tensors_in(args[number] if number < len(args) else kwargs.get(argument.name))
 
 
-class FakeifyTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FakeifyTensors(TorchDispatchMode):
     """Put fake tensors in the place of real ones, wherever they are. They were there before the trace and count nowhere.
 
     Enter it last, so that the modes below see fake tensors alone.
@@ -195,7 +195,7 @@ class FakeifyTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, mode: FakeTensorMode, known: KnownValues) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._mode, self._known = mode, known
         self._fakes = WeakIdKeyDictionary()
 
@@ -269,7 +269,7 @@ _ANSWERS: dict[object, Callable[..., object]] = {
     aten._local_scalar_dense: _scalar,
     aten.equal: lambda known, tensor, other: False,
     aten.nonzero: lambda known, tensor: _empty(tensor.numel(), tensor.dim()),
-    aten.masked_select: lambda known, tensor, mask: tensor.new_empty(known.count(mask, torch.broadcast_shapes(tensor.shape, mask.shape))),  # type: ignore[no-untyped-call]
+    aten.masked_select: lambda known, tensor, mask: tensor.new_empty(known.count(mask, torch.broadcast_shapes(tensor.shape, mask.shape))),
     aten._unique2: _unique,
     aten.unique_consecutive: _unique,
     aten.unique_dim: _unique_slices,

@@ -74,7 +74,7 @@ class _Storage:
     """Number of its allocation among the device's events; None while it has no memory."""
 
 
-class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MemoryTracker(TorchDispatchMode):
     """Count the bytes of live storages that operators make inside the context.
 
     Storages that existed before count only if they were given to `track`; views never count twice. A `DTensor` counts by
@@ -107,7 +107,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         if block_bytes < 1:
             raise ValueError(f"block_bytes={block_bytes} must be at least 1; use 1 for no rounding.")
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._block_bytes, self._device_type, self._by_kind = block_bytes, device_type, by_kind
         self._locks_pages, self._stream = locks_pages, stream
         self._storages: dict[int, _Storage] = {}
@@ -197,11 +197,11 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._undo_patches:
             self._fake_mode = active_fake_mode()
         self._undo_patches.append(self._patch_resize())
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        super().__exit__(*exception)
         self._undo_patches.pop()()
 
     def __torch_dispatch__(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._ops import OpOverload
-from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
+from torch.autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..planner.allocator.replay import Event
@@ -62,7 +62,7 @@ class SegmentRecord:
     backward: PhaseRecord = field(default_factory=PhaseRecord)
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(TorchDispatchMode):
     """Split a forward and backward pass into segments.
 
     Enter it inside the tracker that it reads. Call `enter` and `leave` around each unit's module, `begin_backward` between
@@ -74,7 +74,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, memory: MemoryTracker, root_unit: int = 0) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._memory, self._root_unit = memory, root_unit
         self.records: list[SegmentRecord] = []
         """In forward order."""

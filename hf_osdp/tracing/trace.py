@@ -188,7 +188,7 @@ class _Tracer:
             self.output_bytes.append(_bytes_beside(output, loss))
             del output
             recorder.begin_backward()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             del loss
             recorder.finish()
         return recorder.records
@@ -204,7 +204,7 @@ class _Tracer:
             for position, (name, parameter) in enumerate(self._fake.named_parameters()):
                 if parameter.requires_grad:
                     note = functools.partial(recorder.note_gradient, name=self._step_names.get(canonical_name(name)), position=position)
-                    handle = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+                    handle = parameter.register_post_accumulate_grad_hook(note)
                     stack.callback(handle.remove)
             yield
 

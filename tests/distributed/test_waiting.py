@@ -80,7 +80,7 @@ def agreements() -> None:
 
 def checkpoints(folder: str, sharded: bool, in_background: bool) -> None:
     """One rank writes, hashes or reads long."""
-    model, optimizer, plan = built(Leg(steps=0, layout="mixed"), 0)
+    model, optimizer, _plan = built(Leg(steps=0, layout="mixed"), 0)
     writer = CheckpointWriter(in_background=in_background)
     save = partial(save_loop, writer, folder, model, optimizer, others={}, progress={"step": 1}, sharded=sharded)
     held = writer_module.HeldFileSystem if in_background else FileSystem

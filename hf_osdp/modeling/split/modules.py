@@ -77,7 +77,7 @@ class VocabularySlice(LinearSlice):
             `[..., features]`; or log-sum-exp and target's logit, each `[...]`; or `[..., in]`.
         """
         if not x.is_floating_point():
-            return _Lookup.apply(self.weight, x, other, self.padding)  # type: ignore[no-untyped-call]
+            return _Lookup.apply(self.weight, x, other, self.padding)
         if other is None:
             return self.project(x)
         if not torch.is_grad_enabled():
@@ -87,7 +87,7 @@ class VocabularySlice(LinearSlice):
     def _statistics(self, hidden: torch.Tensor, targets: torch.Tensor) -> object:
         """Return log-sum-exp and the targets' logits; low-precision logits go to float32 first, as in transformers' losses."""
         logits = self.project(hidden)
-        return _Statistics.apply(logits.float() if logits.itemsize < 4 else logits, targets)  # type: ignore[no-untyped-call]
+        return _Statistics.apply(logits.float() if logits.itemsize < 4 else logits, targets)
 
 
 class SplitOperator(nn.Module):

@@ -199,8 +199,8 @@ def keep_names(model: nn.Module) -> None:
     """Let `state_dict` and `load_state_dict` of a model that is not sharded have Hugging Face names and shapes."""
     if any(hook is _merge_hook for hook in model._state_dict_hooks.values()):
         return
-    model.register_state_dict_post_hook(_merge_hook)  # type: ignore[no-untyped-call]
-    model.register_load_state_dict_pre_hook(_split_hook)  # type: ignore[no-untyped-call]
+    model.register_state_dict_post_hook(_merge_hook)
+    model.register_load_state_dict_pre_hook(_split_hook)
 
 
 def _merge_hook(model: nn.Module, state: dict[str, Any], prefix: str, local_metadata: object) -> None:

@@ -16,7 +16,7 @@ _NEAR = 1.01
 """Plans nearer than this ratio of memory are the same to a person."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Gap:
     """Limits between which the front is not known: `low` is the fastest up to `low_bytes`, `high` from its own peak."""
 
@@ -61,12 +61,13 @@ def frontier(problem: PlanningProblem, *, points: int = POINTS, at: Sequence[int
     last = search(problem)
     least = least_memory(problem)
     found = [fastest(least), last]
-    gaps = [_Gap(least, *found)]
+    gaps = [_Gap(low_bytes=least, low=found[0], high=last)]
 
     def split(gap: _Gap, limit: int) -> None:
         found.append(fastest(limit))
         gaps.remove(gap)
-        gaps.extend((_Gap(gap.low_bytes, gap.low, found[-1]), _Gap(limit, found[-1], gap.high)))
+        below = _Gap(low_bytes=gap.low_bytes, low=gap.low, high=found[-1])
+        gaps.extend((below, _Gap(low_bytes=limit, low=found[-1], high=gap.high)))
 
     for limit in at:
         if gap := next((g for g in gaps if g.low_bytes < limit < g.high.peak_bytes), None):

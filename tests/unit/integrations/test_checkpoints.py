@@ -50,7 +50,7 @@ def planned(folder, **options) -> Trainer:
     data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, VOCABULARY, (16, 12), generator=generator)]
     arguments = TrainingArguments(
         str(folder), per_device_train_batch_size=4, max_steps=4, save_strategy="steps", save_steps=1, use_cpu=True, report_to=[],
-        disable_tqdm=True, learning_rate=1e-2, seed=1, **options,
+        disable_tqdm=True, learning_rate=1e-2, **{"seed": 1, **options},
     )  # fmt: skip
     osdp = {"hardware": preset("cpu", devices_per_node=1), "compare": False}
     return Trainer(model=tiny_model("gpt2", layers=1), args=arguments, train_dataset=data, eval_dataset=data, osdp=osdp)
@@ -88,6 +88,18 @@ def test_a_checkpoint_that_was_asked_for_must_be_sound(tmp_path):
     assert again.state.global_step == 4 and len(again.state.log_history) == 1, "went on from checkpoint-3"
     with pytest.raises(ValueError, match=r"There is no complete checkpoint in .*; leave resume_from_checkpoint out to begin"):
         planned(tmp_path / "empty").train(resume_from_checkpoint=True)
+
+
+def test_trainer_names_seed_dataset_and_precision_that_changed_in_one_line(tmp_path, caplog):
+    planned(tmp_path).train()
+    planned(tmp_path).train(resume_from_checkpoint=True)
+    assert "was saved with" not in caplog.text
+    again = planned(tmp_path, seed=2, bf16=True)
+    again.train_dataset = again.train_dataset[::-1]
+    again.train(resume_from_checkpoint=True)
+    lines = [record.getMessage() for record in caplog.records if "was saved with" in record.getMessage()]
+    assert len(lines) == 1 and "checkpoint-4 was saved with seed 1, precision no, dataset of 16 rows (" in lines[0]
+    assert "this run has seed 2, precision bf16, dataset of 16 rows (" in lines[0] and "To continue it, set what was saved." in lines[0]
 
 
 class Counter:
