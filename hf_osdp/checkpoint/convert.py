@@ -13,19 +13,8 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..modeling.split.positions import at_positions
-from .layouts import (
-    Layout,
-    Place,
-    find_model,
-    find_optimizer,
-    is_positional,
-    is_state,
-    model_place,
-    named_state,
-    optimizer_place,
-    read_optimizer,
-    read_weights,
-)
+from . import layouts
+from .layouts import Layout
 from .manifest import MANIFEST_NAME
 from .resume import check_checkpoint
 from .states import write_shards
@@ -69,19 +58,21 @@ def convert(source: Path, target: Path, *, to: Target, model: nn.Module | None =
     check_checkpoint(source)
     if several := [path.name for path in source.iterdir() if path.name.startswith(_SEVERAL)]:
         raise ValueError(f"{source} holds several models ({several[0]}); load it in the training script, which reads every layout.")
-    weights, optimizer = find_model(source), None if to is Target.WEIGHTS else _optimizer_of(source)
+    weights, optimizer = layouts.find_model(source), None if to is Target.WEIGHTS else _optimizer_of(source)
     own = {MANIFEST_NAME, weights.path.name, *((optimizer.path.name,) if optimizer else ())}
     with CheckpointWriter().new(target) as staging:
-        _write_weights(staging.path, read_weights(weights), to)
+        _write_weights(staging.path, layouts.read_weights(weights), to)
         if optimizer is not None:
-            _write_optimizer(staging.path, _named(read_optimizer(optimizer), model), to, beside_trainer=(source / _TRAINER).is_file())
+            _write_optimizer(
+                staging.path, _named(layouts.read_optimizer(optimizer), model), to, beside_trainer=(source / _TRAINER).is_file()
+            )
         _copy_rest(source, staging.path, own, to)
 
 
-def _optimizer_of(source: Path) -> Place | None:
+def _optimizer_of(source: Path) -> layouts.Place | None:
     """Return where the optimizer's state is; a checkpoint of weights has none."""
     try:
-        return find_optimizer(source)
+        return layouts.find_optimizer(source)
     except CheckpointError:
         return None
 
@@ -91,9 +82,9 @@ def _write_weights(folder: Path, weights: dict[str, torch.Tensor], to: Target) -
         raise ValueError(f"The checkpoint holds peft's adapters ({adapted}); save them by save_pretrained in the training script.")
     match to:
         case Target.SHARDED:
-            write_shards(model_place(folder, Layout.SHARDED).path, {"model": weights}, None)
+            write_shards(layouts.model_place(folder, Layout.SHARDED).path, {"model": weights}, None)
         case Target.WHOLE:
-            torch.save(weights, model_place(folder, Layout.WHOLE).path)
+            torch.save(weights, layouts.model_place(folder, Layout.WHOLE).path)
         case Target.SINGLE | Target.WEIGHTS:
             from huggingface_hub import save_torch_state_dict  # knows tied weights, and splits what is too large for one file
 
@@ -103,11 +94,11 @@ def _write_weights(folder: Path, weights: dict[str, torch.Tensor], to: Target) -
 def _write_optimizer(folder: Path, state: dict[str, Any], to: Target, *, beside_trainer: bool) -> None:
     match to:
         case Target.SHARDED:
-            write_shards(optimizer_place(folder, Layout.SHARDED).path, {"optimizer": state}, None)
+            write_shards(layouts.optimizer_place(folder, Layout.SHARDED).path, {"optimizer": state}, None)
         case Target.WHOLE:
-            torch.save(state, optimizer_place(folder, Layout.WHOLE).path)
+            torch.save(state, layouts.optimizer_place(folder, Layout.WHOLE).path)
         case Target.SINGLE:
-            path = folder / "optimizer.pt" if beside_trainer else optimizer_place(folder, Layout.SINGLE).path
+            path = folder / "optimizer.pt" if beside_trainer else layouts.optimizer_place(folder, Layout.SINGLE).path
             torch.save(at_positions(state), path)
 
 
@@ -116,7 +107,7 @@ def _copy_rest(source: Path, target: Path, own: set[str], to: Target) -> None:
     for path in sorted(source.iterdir()):
         name = path.name
         is_weights = name.startswith(("model", "pytorch_model")) and name.endswith((".safetensors", ".bin", ".index.json"))
-        skipped = name in own or is_weights or name.startswith(".") or (to is Target.WEIGHTS and is_state(path))
+        skipped = name in own or is_weights or name.startswith(".") or (to is Target.WEIGHTS and layouts.is_state(path))
         if path.is_file() and not skipped and not (target / name).exists():
             shutil.copyfile(path, target / name)
     if to is Target.SINGLE and (target / "rng_state_0.pth").is_file():
@@ -132,7 +123,7 @@ def _named(state: dict[str, Any], model: nn.Module | None) -> dict[str, Any]:
     Raises:
         CheckpointError: it goes by position, and the model is not known or has other parameters.
     """
-    if not is_positional(state):
+    if not layouts.is_positional(state):
         return state
     if model is None:
         raise CheckpointError(
@@ -142,7 +133,7 @@ def _named(state: dict[str, Any], model: nn.Module | None) -> dict[str, Any]:
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for groups in _possible_groups(model):
         if _fits(state, groups, shapes):
-            return named_state(state, groups)
+            return layouts.named_state(state, groups)
     sizes = [len(group["params"]) for group in state["param_groups"]]
     raise CheckpointError(
         f"The optimizer's parameter groups of {sizes} are neither all of the model's {len(shapes)} parameters nor those of the Trainer;"
@@ -165,7 +156,7 @@ def _fits(state: Mapping[str, Any], groups: Sequence[Sequence[str]], shapes: Map
     """Return whether every state tensor has its parameter's shape."""
     if [len(group["params"]) for group in state["param_groups"]] != [len(names) for names in groups]:
         return False
-    states = named_state(state, groups)["state"]
+    states = layouts.named_state(state, groups)["state"]
     return all(
         tuple(value.shape) == shapes[name]
         for name, own in states.items()

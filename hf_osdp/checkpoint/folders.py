@@ -168,12 +168,6 @@ def discard_staging(staging: Path) -> None:
 def complete(folder: Path, staging: Path, manifest: Manifest, parts: Iterable[Mapping[str, FileRecord]]) -> None:
     """Write the manifest of a staging folder whose files are all there, and let the checkpoint appear.
 
-    Args:
-        folder: the checkpoint's final name.
-        staging: where it was written.
-        manifest: of the run; files and versions are filled in.
-        parts: what ranks have summed already, by path inside the folder; the rest is summed here.
-
     Raises:
         CheckpointError: it cannot be written.
     """

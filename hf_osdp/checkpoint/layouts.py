@@ -121,9 +121,6 @@ def _first(places: Sequence[Place]) -> Place | None:
 def read_weights(place: Place) -> dict[str, torch.Tensor]:
     """Return a model's weights by Hugging Face names. All of them are in memory then.
 
-    Args:
-        place: where, as `find_model` found it.
-
     Raises:
         CheckpointError: they cannot be read.
     """
@@ -156,10 +153,6 @@ def is_positional(state: Mapping[str, Any]) -> bool:
 
 def named_state(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Return a state that goes by positions with names.
-
-    Args:
-        state: as `torch.optim.Optimizer.state_dict` gives it.
-        groups: the parameters' names in the optimizer's order, group by group.
 
     Raises:
         CheckpointError: it is of another number of groups or parameters.

@@ -79,13 +79,6 @@ def load_loop(
 ) -> dict[str, Any]:  # fmt: skip
     """Resume from a checkpoint, whatever plan and however many ranks wrote it. Collective.
 
-    Args:
-        folder: of the checkpoint.
-        model: sharded or not.
-        optimizer: of its parameters, with the parameter groups that it was saved with.
-        others: as `save_loop`.
-        writer: of this run, whose settings are compared with the checkpoint's.
-
     Returns:
         What was saved as progress.
 
@@ -126,10 +119,6 @@ def load_random_states(folder: Path, rank: int) -> None:
     """Set this process's generators as they were when the checkpoint was written.
 
     A rank that was not there then gets states of its own, which rank 0's and its number determine: no two ranks draw the same.
-
-    Args:
-        folder: of the checkpoint. Without random states in it nothing happens.
-        rank: of this process.
 
     Raises:
         CheckpointError: the file cannot be read.

@@ -98,12 +98,7 @@ class Manifest:
 
 
 def damage(folder: Path, files: Iterable[tuple[str, FileRecord]]) -> str | None:
-    """Return what is wrong with files of a checkpoint; None where all is as it was written.
-
-    Args:
-        folder: the checkpoint's.
-        files: names and records from its manifest, all or a rank's share.
-    """
+    """Return what is wrong with files of a checkpoint; None where all is as it was written."""
     for name, record in files:
         path = folder / name
         try:

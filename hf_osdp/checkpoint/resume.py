@@ -107,11 +107,7 @@ def last_checkpoint(folder: str | Path, *, marker: str | None = None) -> Path | 
 
 
 def recorded_batch(folder: str | Path) -> int | None:
-    """Return the samples of an optimizer step in the training that this start resumes after a restart; None without one. Collective.
-
-    Args:
-        folder: the training's output.
-    """
+    """Return the samples of an optimizer step in the training that this start resumes after a restart; None without one. Collective."""
 
     def newest() -> int | None:
         for path in own_checkpoints(Path(folder)):
@@ -124,13 +120,7 @@ def recorded_batch(folder: str | Path) -> int | None:
 
 
 def warn_of_changes(folder: Path, settings: Mapping[str, str], plan: Plan | None) -> None:
-    """Log on rank 0, in one line, what is set otherwise than when a checkpoint was saved.
-
-    Args:
-        folder: the checkpoint's.
-        settings: of this run, as its own checkpoints record them.
-        plan: of this run.
-    """
+    """Log on rank 0, in one line, what is set otherwise than when a checkpoint was saved."""
     if rank() or (manifest := Manifest.load(folder)) is None:
         return
     saved = {"global batch": manifest.global_batch_size, **manifest.settings}
@@ -241,9 +231,6 @@ def is_restart(folder: str | Path) -> bool:
     torchrun counts restarts on each machine for itself, SLURM counts how often it requeued a job, and hf_osdp how often it began again
     after running out of memory: one count above 0 is enough. Where machines come and go torchrun counts nothing; then the training was
     started by a torchrun that is still the same.
-
-    Args:
-        folder: the training's output.
     """
     counts, launches = zip(*gather((restart_count(), _launch()), waiting_group()), strict=True)
 

@@ -56,11 +56,7 @@ def _numpy_types() -> list[Any]:
 
 
 class SafeReader(FileSystemReader):
-    """torch.distributed.checkpoint's reader; its index, which is a pickle, may hold its own dataclasses and nothing else.
-
-    Args:
-        path: the folder of the shards.
-    """
+    """torch.distributed.checkpoint's reader; its index, which is a pickle, may hold its own dataclasses and nothing else."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the index.

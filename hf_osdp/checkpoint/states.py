@@ -32,18 +32,8 @@ from ..sharding.state import (
     set_optimizer_state,
     states_problem,
 )
-from .layouts import (
-    Layout,
-    cause_of,
-    find_model,
-    find_optimizer,
-    is_positional,
-    model_place,
-    named_state,
-    optimizer_place,
-    read_optimizer,
-    read_weights,
-)
+from . import layouts
+from .layouts import Layout
 from .safe import SafePlanner, SafeReader
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
@@ -74,9 +64,9 @@ def save_model(
     names = _trainable(model) if trainable_only else weights.keys()
     state = {name: value.detach() if torch.is_tensor(value) else value for name, value in weights.items() if name in names}
     if sharded:
-        write_shards(model_place(folder, Layout.SHARDED, index).path, {_MODEL: state}, files)
+        write_shards(layouts.model_place(folder, Layout.SHARDED, index).path, {_MODEL: state}, files)
     else:
-        on_rank_zero(lambda: torch.save(state, model_place(folder, Layout.WHOLE, index).path))
+        on_rank_zero(lambda: torch.save(state, layouts.model_place(folder, Layout.WHOLE, index).path))
 
 
 def save_optimizer(
@@ -84,10 +74,10 @@ def save_optimizer(
 ) -> None:
     """Write an optimizer's state by its parameters' Hugging Face names. Collective. As `save_model`."""
     if sharded:
-        write_shards(optimizer_place(folder, Layout.SHARDED, index).path, {_OPTIMIZER: optimizer_state(model, optimizer)}, files)
+        write_shards(layouts.optimizer_place(folder, Layout.SHARDED, index).path, {_OPTIMIZER: optimizer_state(model, optimizer)}, files)
         return
     whole = full_optimizer_state_dict(model, optimizer)
-    on_rank_zero(lambda: torch.save(whole, optimizer_place(folder, Layout.WHOLE, index).path))
+    on_rank_zero(lambda: torch.save(whole, layouts.optimizer_place(folder, Layout.WHOLE, index).path))
 
 
 def write_shards(path: Path, state: dict[str, Any], files: FileSystem | None) -> None:
@@ -104,7 +94,7 @@ def write_shards(path: Path, state: dict[str, Any], files: FileSystem | None) ->
         try:
             save_shards(state, storage_writer=writer, process_group=waiting_group())
         except CheckpointException as failed:  # of any rank, on every rank
-            raise CheckpointError(f"{path} cannot be written ({cause_of(failed)}); the checkpoint before it is the last.") from None
+            raise CheckpointError(f"{path} cannot be written ({layouts.cause_of(failed)}); the checkpoint before it is the last.") from None
 
 
 # ----------------------------------------------------------------------------------------------------------------- loading
@@ -113,21 +103,15 @@ def write_shards(path: Path, state: dict[str, Any], files: FileSystem | None) ->
 def load_model(folder: Path, model: nn.Module, *, index: int = 0, trainable_only: bool = False) -> None:
     """Load weights, whatever wrote them. Collective.
 
-    Args:
-        folder: of the checkpoint.
-        model: sharded or not.
-        index: of the model, where there are several.
-        trainable_only: the checkpoint may lack what is frozen.
-
     Raises:
         CheckpointError: they are missing, damaged, or of another model; on every rank.
     """
     free_gathered(model)
-    place = on_rank_zero(lambda: find_model(folder, index))
+    place = on_rank_zero(lambda: layouts.find_model(folder, index))
     if place.layout is Layout.SHARDED and isinstance(model, FSDPModule):
         _load_sharded_model(place.path, model, strict=not trainable_only)
         return
-    state = _read_on_rank_zero(lambda: _fitting(read_weights(place), model, strict=not trainable_only))
+    state = _read_on_rank_zero(lambda: _fitting(layouts.read_weights(place), model, strict=not trainable_only))
     try:
         load_full_state_dict(model, state, strict=False)
     except RuntimeError as error:
@@ -138,16 +122,10 @@ def load_model(folder: Path, model: nn.Module, *, index: int = 0, trainable_only
 def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, index: int = 0) -> None:
     """Load an optimizer's state, whatever wrote it. Collective.
 
-    Args:
-        folder: of the checkpoint.
-        model: sharded or not.
-        optimizer: of this model's parameters, with the parameter groups that it was saved with.
-        index: of the optimizer, where there are several.
-
     Raises:
         CheckpointError: it is missing, damaged, or of another model, optimizer or groups; on every rank.
     """
-    place = on_rank_zero(lambda: find_optimizer(folder, index))
+    place = on_rank_zero(lambda: layouts.find_optimizer(folder, index))
     try:
         if place.layout is Layout.SHARDED and isinstance(model, FSDPModule):
             _load_sharded_optimizer(place.path, model, optimizer)
@@ -155,8 +133,8 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
         groups = [group["params"] for group in optimizer_state(model, optimizer)["param_groups"]]
 
         def read() -> dict[str, Any]:
-            state = read_optimizer(place)
-            return named_state(state, groups) if is_positional(state) else state
+            state = layouts.read_optimizer(place)
+            return layouts.named_state(state, groups) if layouts.is_positional(state) else state
 
         load_full_optimizer_state_dict(model, optimizer, _read_on_rank_zero(read))
     except (RuntimeError, ValueError, KeyError) as error:
@@ -204,7 +182,7 @@ def _read_shards(path: Path, state: dict[str, Any]) -> None:
     try:
         read_shards(state, storage_reader=SafeReader(path), planner=SafePlanner(), process_group=waiting_group())
     except CheckpointException as failed:  # of any rank, on every rank
-        raise CheckpointError(f"{path} cannot be read ({cause_of(failed)}); take another checkpoint.") from None
+        raise CheckpointError(f"{path} cannot be read ({layouts.cause_of(failed)}); take another checkpoint.") from None
 
 
 def _read_on_rank_zero(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:

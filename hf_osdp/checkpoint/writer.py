@@ -103,10 +103,6 @@ class CheckpointWriter:
         The one before must be complete first. In the background only shards are written: other files are to be there at the end. Where one
         rank raises inside, the launcher ends all; the checkpoint stays invisible.
 
-        Args:
-            folder: the checkpoint's name.
-            **settings: further settings of the training.
-
         Raises:
             CheckpointError: this one, or the one before, cannot be written, or another run writes there; on every rank.
         """

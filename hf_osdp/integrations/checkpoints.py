@@ -203,9 +203,6 @@ def own_states(files: FileSystem | None = None) -> Iterator[None]:
     """Let Accelerate and the Trainer write and read the states of sharded models, and registered objects, by our functions within.
 
     They call those functions by their names in their own modules, and have no argument for others.
-
-    Args:
-        files: where shards are written; None is the disk.
     """
 
     def save_fsdp_model(plugin: Any, _: object, model: nn.Module, output_dir: str, model_index: int = 0, **options: Any) -> None:  # noqa: ANN401

@@ -46,12 +46,7 @@ class Schedule:
 
 
 def position_factor(before: StepSize, now: StepSize) -> Fraction | None:
-    """Return what positions of a checkpoint are to be multiplied by; None where nobody knows.
-
-    Args:
-        before: of the run that wrote it.
-        now: of this run.
-    """
+    """Return what positions of a checkpoint are to be multiplied by; None where nobody knows."""
     if before.samples is not None and now.samples is not None:
         return Fraction(before.samples * now.ranks, before.ranks * now.samples)
     return Fraction(1) if before.ranks == now.ranks else None
@@ -59,9 +54,6 @@ def position_factor(before: StepSize, now: StepSize) -> Fraction | None:
 
 def own_schedule(prepared: object) -> Schedule | None:
     """Return a scheduler that goes by the number of processes, with what loading would overwrite.
-
-    Args:
-        prepared: Accelerate's, before its first step.
 
     Returns:
         None for one that steps once in an optimizer step, or when the loop says.
@@ -75,12 +67,6 @@ def own_schedule(prepared: object) -> Schedule | None:
 
 def rescale_schedules(schedules: Sequence[Schedule], factor: Fraction | None, *, ranks: int, uncounted: int) -> list[str]:
     """Set schedulers, and rates of their optimizers, to where this run would have them, after a checkpoint was loaded.
-
-    Args:
-        schedules: this run's own.
-        factor: of positions.
-        ranks: of this run.
-        uncounted: calls in an optimizer step that Accelerate counts without a step.
 
     Returns:
         Of each scheduler that stays as it was saved, which and why.

@@ -174,9 +174,6 @@ class TrainerCheckpoints(_Base):
     def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
         """Return the checkpoint that training begins with, sound and complete; the same on every rank.
 
-        Args:
-            asked: `train`'s argument.
-
         Raises:
             CheckpointError: the one that was asked for is damaged, or another run trains in the same folder.
             ValueError: the last was asked for, and there is none.

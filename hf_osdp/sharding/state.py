@@ -150,14 +150,7 @@ def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, stat
 def states_problem(
     saved: Mapping[str, Mapping[str, Sequence[int]]], group_keys: set[str], mine: OptimizerState, optimizer: torch.optim.Optimizer
 ) -> str | None:
-    """Return why saved states cannot be loaded into an optimizer; None where they can.
-
-    Args:
-        saved: shapes of the states that have dimensions, by parameter and key.
-        group_keys: of the saved parameter groups.
-        mine: the optimizer's own state.
-        optimizer: for its name.
-    """
+    """Return why saved states cannot be loaded into an optimizer; None where they can."""
     for name, shapes in saved.items():
         if name not in mine["state"]:
             return f"it has a state of {name!r}, which this optimizer does not update"
@@ -192,10 +185,6 @@ def _has_dims(value: object) -> bool:
 def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
     """Return an optimizer's whole state by its parameters' Hugging Face names. Collective; one tensor at a time is whole on the device.
 
-    Args:
-        model: a sharded or a plain model, between steps.
-        optimizer: of this model's parameters.
-
     Returns:
         On rank 0 `{"state": {name: {...}}, "param_groups": [...]}` with CPU copies, on other ranks an empty dict.
     """
@@ -210,11 +199,6 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
 @torch.no_grad()
 def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load what `full_optimizer_state_dict` gave, whatever the layout and the slices were. Collective.
-
-    Args:
-        model: a sharded or a plain model.
-        optimizer: of this model's parameters, with the same parameter groups.
-        state: only rank 0's content counts.
 
     Raises:
         RuntimeError: it is of another model, another optimizer, or other groups; on every rank.
