@@ -104,7 +104,7 @@ def _replace(stock: type, ours: type) -> None:
     Raises:
         ValueError: a class was made from the stock one already.
     """
-    early = [cls for cls in stock.__subclasses__() if not cls.__module__.startswith("hf_osdp.")]
+    early: list[type] = [cls for cls in stock.__subclasses__() if not cls.__module__.startswith("hf_osdp.")]
     if early:
         made = f"{early[0].__module__}.{early[0].__qualname__}"
         raise ValueError(

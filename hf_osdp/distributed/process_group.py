@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import platform
 import re
@@ -28,6 +29,7 @@ from ..quantities import whole_number
 from .allocator_settings import prefer_expandable_segments
 from .restart import LIMIT_VARIABLE, lowered_limit
 
+_log = logging.getLogger(__name__)
 COMPARED = ("hf_osdp", "torch", "accelerate", "transformers")
 """Packages that all ranks must have in one version."""
 TIMEOUT_VARIABLE = "OSDP_LAUNCH_TIMEOUT_S"
@@ -85,6 +87,9 @@ def check_ranks(*, timeout_s: float | None = None) -> None:
     limit_s = launch_timeout_s(timeout_s)
     if are_several_ranks():
         rank, size, store = dist.get_rank(), dist.get_world_size(), _store("start")
+        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        if rank == 0 and shared and not _launchers_store.cache_info().currsize:  # pytorch issue 135712; else `_collect` has cleared it
+            _log.warning("A restart may hang, since torchrun keeps its store: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun.")
     elif dist.is_initialized() or not all(map(os.environ.get, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))):
         return
     else:

@@ -52,7 +52,7 @@ Parameters = torch.Tensor | Iterable[torch.Tensor]
 _SIGNATURE = inspect.signature(Accelerator.__init__)
 
 
-class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):  # accelerate has no types
+class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     """An `Accelerator` that plans when a model is prepared, and shards each unit as the plan says.
 
     The plan is made at `prepare`, for the batch size of the first DataLoader given there. To let the planner choose the

@@ -40,7 +40,7 @@ _WITHOUT_EFFECT = {"limit_all_gathers": True}
 
 
 @dataclass
-class OSDPPlugin(FullyShardedDataParallelPlugin):  # accelerate has no types
+class OSDPPlugin(FullyShardedDataParallelPlugin):
     """FSDP2 under a plan, which decides for each unit over how many ranks it is sharded and when it is freed.
 
     All other fields are those of `FullyShardedDataParallelPlugin` (`state_dict_type`, `activation_checkpointing`,
