@@ -62,39 +62,6 @@ def on_rank_zero(fn: Callable[[], T]) -> T:
     return result
 
 
-def broadcast_plan(plan: Plan | None) -> Plan:
-    """Give every rank rank 0's plan, as JSON text. Collective.
-
-    Args:
-        plan: rank 0's plan; on other ranks None, or a plan of their own that must then run the same.
-
-    Returns:
-        The plan, parsed anew on every rank but the first.
-
-    Raises:
-        PlanError: rank 0 has no plan.
-        PlanMismatchError: some ranks have another plan; on every rank, naming them.
-    """
-    text = on_rank_zero(lambda: _text_of(plan))
-    if world_size() == 1:
-        assert plan is not None
-        return plan
-    mine = plan or Plan.from_json(text, source="the plan from rank 0")
-    fingerprints = _of_all_ranks(mine.fingerprint)
-    if different := [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]:
-        raise PlanMismatchError(
-            f"Ranks {different} hold another plan than rank 0 ({fingerprints[different[0]]} instead of {fingerprints[0]});"
-            " plan on rank 0 only, or give every rank the same file."
-        )
-    return mine
-
-
-def _text_of(plan: Plan | None) -> str:
-    if plan is None:
-        raise PlanError("Rank 0 has no plan to broadcast; plan or load one there.")
-    return plan.to_json()
-
-
 def _outcome(fn: Callable[[], Any]) -> tuple[bytes, BaseException | None]:
     """Return result or error as bytes. Whatever happens here must not leave the other ranks waiting, hence BaseException."""
     try:

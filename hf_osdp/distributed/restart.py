@@ -16,7 +16,6 @@ from pathlib import Path
 
 import psutil
 
-ON_OOM = ("raise", "replan")
 LIMIT_VARIABLE = "OSDP_MEMORY_LIMIT_AFTER_OOM"
 """Bytes under which to plan; it only lowers what was asked for."""
 COUNT_VARIABLE = "OSDP_RESTART_COUNT"
@@ -35,18 +34,6 @@ def restart_count(environment: Mapping[str, str] | None = None) -> int:
         environment: variables to read; None reads this process's.
     """
     return max(_count(os.environ if environment is None else environment, name) for name in _COUNTS)
-
-
-def check_on_oom(on_oom: str, *, planning: bool) -> None:
-    """Refuse a value that is not known, or has no effect.
-
-    Raises:
-        ValueError: it is not one of `ON_OOM`, or there is to be no other plan than a given one.
-    """
-    if on_oom not in ON_OOM:
-        raise ValueError(f"on_oom={on_oom!r} is not known; use one of {', '.join(ON_OOM)}.")
-    if on_oom == "replan" and not planning:
-        raise ValueError('plan runs a given plan as it is, so on_oom="replan" would have no effect; leave one of the two out.')
 
 
 def limit_after_oom(limit_bytes: int) -> int:

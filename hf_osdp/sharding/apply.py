@@ -55,7 +55,7 @@ def apply_plan(
 
     Args:
         model: the unsharded model; blocks may be in torch's `checkpoint_wrapper`.
-        plan: the same on every rank (`broadcast_plan`).
+        plan: the same on every rank.
         units: the model's units, as `find_units` gives them for this model.
         meshes: meshes of the process group; made for the default device where None.
         mp_policy: FSDP2's mixed precision, for every unit but those of batch norms.

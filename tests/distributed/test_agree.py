@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 
-from hf_osdp.distributed.consensus import broadcast_plan, on_rank_zero
-from hf_osdp.errors import DescriptionError, HardwareError, InfeasibleError, OSDPError, PlanError, PlanMismatchError
-from hf_osdp.planner.plan import Plan, UnitDecision
+from hf_osdp.distributed.consensus import on_rank_zero
+from hf_osdp.errors import DescriptionError, HardwareError, InfeasibleError, OSDPError, PlanError
 from tests.helpers.distributed import run_ranks
-
-PLAN = Plan(
-    world_size=3, strategy="osdp", units=(UnitDecision(fqn="", shard_size=3, reshard_after_forward=False),), micro_batch_size=2,
-    accumulation_steps=1, model_fingerprint="abc", peak_bytes=12345, step_s=0.25,
-)  # fmt: skip
-OTHER = replace(PLAN, micro_batch_size=1)
 
 
 class OwnPlanError(PlanError):
@@ -43,13 +35,9 @@ def run_cases():
     results = {
         "result": on_rank_zero(lambda: calls.append(rank) or {"a": (1, 2)}),
         "calls": calls,
-        "received": broadcast_plan(PLAN if rank == 0 else None),
-        "own": broadcast_plan(PLAN),
     }
     for name, error in ERRORS.items():
         results[name] = caught(functools.partial(on_rank_zero, functools.partial(fail, error)))
-    results["none"] = caught(functools.partial(broadcast_plan, None))
-    results["different"] = caught(functools.partial(broadcast_plan, OTHER if rank == 2 else PLAN))
     results["still in step"] = on_rank_zero(lambda: "yes")
     return results
 
@@ -75,11 +63,6 @@ def outcome():
 def test_only_rank_0_runs_the_function():
     assert [found["result"] for found in outcome()] == [{"a": (1, 2)}] * 3
     assert [found["calls"] for found in outcome()] == [[0], [], []]
-
-
-def test_every_rank_gets_the_plan():
-    assert [found["received"] for found in outcome()] == [PLAN] * 3
-    assert [found["own"] for found in outcome()] == [PLAN] * 3
 
 
 @pytest.mark.parametrize(
@@ -112,20 +95,7 @@ def test_what_cannot_travel_and_interrupts_end_every_rank():
         assert found["still in step"] == "yes"
 
 
-def test_without_a_plan_every_rank_is_told():
-    assert [found["none"][:2] for found in outcome()] == [(PlanError, "Rank 0 has no plan to broadcast; plan or load one there.")] * 3
-
-
-def test_different_plans_are_caught_on_every_rank():
-    for found in outcome():
-        assert found["different"][0] is PlanMismatchError
-        assert found["different"][1].startswith("Ranks [2] hold another plan than rank 0")
-
-
 def test_one_process_needs_no_group():
     assert on_rank_zero(lambda: 3) == 3
-    assert broadcast_plan(PLAN) == PLAN
-    with pytest.raises(PlanError, match="no plan to broadcast"):
-        broadcast_plan(None)
     with pytest.raises(KeyError):
         on_rank_zero(lambda: {}["missing"])

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from hf_osdp.distributed import restart
-from hf_osdp.distributed.restart import COUNT_VARIABLE, LIMIT_VARIABLE, check_on_oom, hindrance, limit_after_oom, restart_count
+from hf_osdp.distributed.restart import COUNT_VARIABLE, LIMIT_VARIABLE, hindrance, limit_after_oom, restart_count
 from hf_osdp.planning.config import OSDPConfig
 
 UNDER_TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_RESTART_COUNT": "1", "WORLD_SIZE": "2"}
@@ -100,7 +100,7 @@ def test_restart_count_takes_the_largest(name):
 
 def test_on_oom_is_checked():
     with pytest.raises(ValueError, match=r"on_oom='retry' is not known; use one of raise, replan\."):
-        check_on_oom("retry", planning=True)
+        OSDPConfig(on_oom="retry")
     with pytest.raises(ValueError, match="plan runs a given plan as it is"):
         OSDPConfig(plan="plan.json", on_oom="replan")
     assert OSDPConfig(on_oom="replan").on_oom == "replan"
