@@ -21,7 +21,7 @@ SOURCES = sorted(path for folder in ("hf_osdp", "recipes", "benchmarks") for pat
 REFERENCES = {
     f"{module}.{name}"
     for module, names in {
-        "pickle": ("load", "loads", "Unpickler"), "_pickle": ("load", "loads", "Unpickler"), "dill": ("load", "loads"),
+        "pickle": ("load", "loads", "Unpickler", "_Unpickler"), "_pickle": ("load", "loads", "Unpickler"), "dill": ("load", "loads"),
         "joblib": ("load",), "marshal": ("load", "loads"), "shelve": ("open",), "pandas": ("read_pickle",),
         "yaml": ("load", "load_all", "full_load", "unsafe_load", "Loader", "FullLoader", "UnsafeLoader"),
         "os": ("system", "popen"), "subprocess": ("getoutput", "getstatusoutput"),
@@ -39,7 +39,7 @@ ALLOWED = {
     ("benchmarks/compatibility/saving_rows.py", "weights_only=False"): "a file that the row has just written",
     ("benchmarks/compatibility/saving_rows.py", "torch.load without weights_only=True"): "the same",
     ("benchmarks/gpu_suite/memory.py", "pickle.load"): "torch's snapshot of memory, which the step has just written",
-    ("hf_osdp/checkpoint/safe.py", "pickle.Unpickler"): "base of one that knows torch's own dataclasses and refuses all else",
+    ("hf_osdp/checkpoint/safe.py", "pickle._Unpickler"): "base of one that knows torch's own dataclasses and refuses all else",
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from benchmarks import gpu_memory
 from benchmarks.gpu_memory import LayoutRow, LimitRow, Model, headline, lowest_limit, measure, setting_of
@@ -56,11 +55,6 @@ def test_the_walk_goes_down_from_what_fits_and_up_from_what_does_not():
     assert lowest_limit(lambda limit: True, 1000, 1500, fits=True) <= 1 + 1000 * gpu_memory.RESOLUTION
 
 
-def test_plans_are_held_against_the_limit_itself():
-    hardware = gpu_memory.hardware_of(CountedMemory())
-    assert (hardware.free_share, hardware.unavoidable_bytes) == (0.0, CountedMemory.workspace_bytes)
-
-
 def layout(estimated: int, allocated: int | None) -> LayoutRow:
     return LayoutRow(
         model="m", precision="no", layout="ddp", estimated_bytes=estimated, allocated_bytes=allocated, reserved_bytes=allocated
@@ -86,10 +80,3 @@ def test_the_headline_tells_a_missed_aim():
         line, met = headline(layouts, limits)
         assert not met and part.replace(" %", "%") in line, line
     assert headline([layout(1000, 1000)], [limit(500, size=1000)])[1], "a small limit cannot be filled"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_without_a_device_it_claims_nothing(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["gpu_memory.py", "--quick"])
-    assert gpu_memory.main() == 0
-    assert "nothing is claimed" in capsys.readouterr().out

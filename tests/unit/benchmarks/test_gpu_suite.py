@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 from dataclasses import replace
@@ -15,7 +14,6 @@ import torch
 from benchmarks.gpu_suite import __main__ as suite
 from benchmarks.gpu_suite import runner
 from benchmarks.gpu_suite.page import WIDTH, page, records_of
-from benchmarks.gpu_suite.processes import apart
 from benchmarks.gpu_suite.runner import RESULTS, keep, run_step
 from benchmarks.gpu_suite.step import PARTS, STEPS, Bench, Status
 
@@ -50,12 +48,6 @@ def test_a_rehearsed_step_is_recorded_and_on_the_page(tmp_path, capsys):
     assert "Rehearsal on the CPU; no GPU yet" in text and "| all-reduce | False | 1 | right |" in text
     assert max(map(len, text.splitlines())) <= WIDTH
     assert "No step went wrong" in capsys.readouterr().out
-
-
-def test_what_needs_a_gpu_is_listed_and_no_failure(tmp_path):
-    assert suite.main(["--rehearse", "--minutes", "1", "--out", str(tmp_path), "--only", "walk", "headline-4"]) == 0
-    assert [one["status"] for one in results(tmp_path)] == ["needs a GPU"] * 2
-    assert f"**walk**: needs a GPU. {STEPS['walk'].proves[:20]}" in (tmp_path / "results.md").read_text()
 
 
 def test_what_does_not_fit_into_the_minutes_is_not_run(tmp_path):
@@ -96,13 +88,6 @@ def test_a_step_that_takes_too_long_is_ended(child, tmp_path):
     assert "It was ended after 1 s" in page([one], [HEAD])
 
 
-def test_a_step_that_the_minutes_end_is_not_run_and_keeps_what_it_found(child, tmp_path):
-    child(FINDS + "import time; time.sleep(60)")
-    one = run_step(STEPS["clock"], tmp_path, rehearses=True, limit_s=1.0)
-    assert (one["status"], one["rows"], one["notes"]) == ("not run", [{"a": "1"}], ["the minutes ended after 1 s of it"])
-    assert not Status(one["status"]).is_bad and "the minutes ended after 1 s of it" in page([one], [HEAD])
-
-
 def test_a_missed_aim_makes_the_exit_code_one(tmp_path, monkeypatch):
     def runs(step, out, **options):
         return record(out, step.name, Status.MISSED, misses=["3 % off"])
@@ -127,17 +112,6 @@ def test_results_of_several_calls_are_one_page(tmp_path):
     assert "| clock | done |" in text and "Rehearsal on the CPU" not in text, "what was not run does not undo a result"
 
 
-def test_no_table_is_wider_than_the_page(tmp_path):
-    one = record(tmp_path, "clock", rows=[{"name": "x" * 150, "text": "a | b <c>", **{f"column {n}": "1.5 GiB" for n in range(5)}}])
-    lines = page([one], [HEAD]).splitlines()
-    assert max(map(len, lines)) <= WIDTH and any("…" in line and "a / b &lt;c>" in line for line in lines)
-
-
-def test_what_runs_apart_has_its_variables_and_leaves_none():
-    assert apart(os.getenv, "SUITE_TEST", SUITE_TEST="1") == "1"
-    assert "SUITE_TEST" not in os.environ
-
-
 def test_findings_are_written_as_they_come(tmp_path):
     bench = Bench(
         device=torch.device("cpu"), rehearses=True, folder=tmp_path, out=tmp_path, found=tmp_path / "found.jsonl", limit_s=10.0
@@ -152,27 +126,6 @@ def test_findings_are_written_as_they_come(tmp_path):
         "misses": ["not met"],
     }
     assert 0 < bench.left_s <= 10
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_without_a_device_it_claims_nothing(tmp_path, capsys):
-    assert suite.main(["--minutes", "1", "--out", str(tmp_path)]) == suite.NOTHING_MEASURED
-    assert "nothing was measured" in capsys.readouterr().err and not (tmp_path / "results.md").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "give --out"),
-        (["--out", "x", "--only", "clock", "--from", "walk"], "not both"),
-        (["--out", "x", "--minutes", "0"], "must be above 0"),
-        (["--out", "x", "--merge", "/no/such"], "is no folder"),
-    ],
-)
-def test_wrong_options_are_refused(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        suite.parse(arguments)
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 
@@ -10,8 +9,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_memory import LAYOUTS, LayoutRow, LimitRow
-from benchmarks.gpu_suite import faults, headlines, memory, runner
-from benchmarks.gpu_suite.attention import cases
+from benchmarks.gpu_suite import faults, memory, runner
 from benchmarks.gpu_suite.step import STEPS, Bench
 
 GIB = 2**30
@@ -67,63 +65,11 @@ def test_twenty_limits_are_tried_and_each_plan_that_runs_out_is_a_missed_aim(ben
     assert {row["outcome"] for row in result["rows"]} == {"fits", "OUT OF MEMORY"}
 
 
-def test_the_walk_is_asked_for(bench, monkeypatch):
-    asked = []
-    monkeypatch.setattr(memory, "apart", lambda fn, *args: (asked.append(args[-1]), ([], [limit(True)]))[1])
-    assert not found(bench, "walk")["misses"] and set(asked) == {True}
-
-
 @pytest.mark.parametrize(("estimated", "missed"), [(1005, False), (1050, True)])
 def test_layouts_are_judged_by_their_mean_error(bench, monkeypatch, estimated, missed):
     monkeypatch.setattr(memory, "apart", lambda fn, name, precision, layouts, *args: ([layout(estimated)] * len(layouts), []))
     result = found(bench, "layouts")
     assert len(result["rows"]) == len(LAYOUTS) * 2 * len(memory.gpu_memory.MODELS) and bool(result["misses"]) == missed
-
-
-def test_errors_of_a_full_device_are_listed(bench, monkeypatch):
-    def apart(fn, name, **variables):
-        assert set(variables.values()) == {"expandable_segments:False"}
-        return "torch.AcceleratorError", f"{name}: out of memory"
-
-    monkeypatch.setattr(faults, "apart", apart)
-    assert [row["raises"] for row in found(bench, "full-device")["rows"]] == ["torch.AcceleratorError"] * 3
-
-
-def test_a_device_is_filled_by_halves_where_whole_pages_do_not_fit(monkeypatch):
-    page, free = 20 * 2**20, [GIB + 7]
-
-    def empty(size, **options):
-        taken = -(-size // page) * page
-        if taken > free[0]:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        free[0] -= taken
-        return size
-
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], GIB))
-    monkeypatch.setattr(torch, "empty", empty)
-    assert faults.fill_device() and free[0] < page
-
-
-def test_a_headline_experiment_has_its_rows_and_verdicts(bench, monkeypatch):
-    row = {
-        "case": "c", "rule": "equal batch", "contender": "OSDP", "global_batch_size": 8, "estimated_step_s": 0.1, "measured_step_s": 0.11,
-        "measured_gain": 1.2, "out_of_memory": False, "measured_peak_bytes": GIB, "estimated_peak_bytes": GIB,
-    }  # fmt: skip
-    content = {
-        "rows": [row, row | {"out_of_memory": True}],
-        "remarks": ["r"],
-        "verdicts": [{"text": "t", "met": True}, {"text": "u", "met": False}],
-    }
-
-    def run(command, **options):
-        assert command[-5:-1] == ["--quick", "--experiments", "2", "--json"]
-        Path(command[-1]).write_text(json.dumps(content))
-        return subprocess.CompletedProcess(command, 1)
-
-    monkeypatch.setattr(headlines.subprocess, "run", run)
-    result = found(bench, "headline-2")
-    assert [one["memory"] for one in result["rows"]] == ["1.00 GiB", "OUT OF MEMORY"]
-    assert (result["notes"], result["misses"]) == (["r", "t"], ["u"])
 
 
 @pytest.mark.parametrize(
@@ -144,16 +90,3 @@ def test_what_a_run_that_lacks_memory_must_show(code, stdout, stderr, ranks, on_
     )
     done = subprocess.CompletedProcess([], code, stdout, stderr.format(said=said))
     assert bool(faults.problem_of(done, ranks, on_oom)) == wrong
-
-
-def test_attention_is_asked_in_every_way_that_decides_its_kernel(bench):
-    found = cases(bench)
-    assert len(found) == len(set(found)) == 54
-    for name, values in {
-        "shared": {1, 4},
-        "mask": {"causal", "bool", "bias"},
-        "dropout": {0.0, 0.1},
-        "head_size": {64, 80, 128, 256},
-    }.items():
-        assert {getattr(case, name) for case in found} == values
-    assert {case.dtype for case in found} == {torch.float32, torch.bfloat16, torch.float16}

@@ -13,13 +13,13 @@ import torch
 from rich.console import Console
 
 from benchmarks import headline
-from benchmarks.headline_parts.cases import CASES, TWINS, Case
+from benchmarks.headline_parts.cases import Case
 from benchmarks.headline_parts.emulated import hold_link
 from benchmarks.headline_parts.gpu import GpuEffort, Runner
 from benchmarks.headline_parts.lineup import CONTENDERS, OFFLOADERS, SAMPLES, BatchRule, job_of, line_up, run_name
-from benchmarks.headline_parts.machines import as_one_of, named_machine
+from benchmarks.headline_parts.machines import named_machine
 from benchmarks.headline_parts.rows import Measured, Row, rows_of
-from benchmarks.headline_parts.tables import WIDTH, groups, markdown, table_of, verdicts
+from benchmarks.headline_parts.tables import WIDTH, groups, table_of, verdicts
 from benchmarks.headline_parts.twins import TwinEffort, measure_twin
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.batch import training_batch
@@ -117,17 +117,6 @@ def test_entries_are_at_one_batch_or_at_their_own_best(devices):
         assert best["OSDP"] >= max(best.values()) * (1 - 1e-9)
 
 
-def test_the_own_best_batch_is_not_bound_to_round_numbers():
-    lineup = line_up(FOUR, MODEL, named_machine(FOUR))
-    tried = [e.plan.micro_batch_size for e in lineup.entries if e.rule is BatchRule.OWN and e.plan]
-    assert any(count not in SAMPLES for count in tried), tried
-
-
-def test_the_equal_batch_can_be_given():
-    lineup = planned(replace(FOUR, equal_batch_size=24))
-    assert {e.plan.global_batch_size for e in lineup.entries if e.rule is BatchRule.EQUAL and e.plan} == {24}
-
-
 def test_gains_are_round_by_round_and_memory_that_did_not_suffice_shows():
     lineup = planned()
     base = next(e.plan for e in lineup.entries if e.rule is BatchRule.OWN and e.contender.baseline)
@@ -222,15 +211,6 @@ def test_plans_run_on_a_device_under_a_limit_and_one_that_does_not_fit_runs_out_
     assert verdicts(rows_of(lineup, found))[1].met
 
 
-def test_only_one_device_has_states_on_its_host():
-    assert named_machine(replace(TINY, devices=8)).host is None
-    assert named_machine(replace(TINY, devices=1)).host is not None
-    measured = named_machine(replace(TINY, devices=1))
-    assert as_one_of(measured, 8, workspace_bytes=5).host is None
-    assert as_one_of(measured, 1, workspace_bytes=5).host == measured.host
-    assert as_one_of(measured, 8, workspace_bytes=5).device.reserved_bytes == 5
-
-
 def test_an_emulated_link_of_one_node_refuses_two_stages():
     description = transformer(layers=1)
     plan = Plan.of(
@@ -241,19 +221,6 @@ def test_an_emulated_link_of_one_node_refuses_two_stages():
     )
     with pytest.raises(ValueError, match="'\\(root\\)' has collectives in two stages"):
         hold_link(torch.nn.Linear(1, 1), plan, named_machine(replace(TINY, devices=8)), lambda *_: None)
-
-
-@pytest.mark.parametrize("case", [*CASES, *TWINS], ids=lambda case: case.name)
-def test_models_have_the_sizes_of_their_names(case):
-    numel = sum(p.numel() for p in build_on_meta(case.config()).parameters())
-    wanted = {"GPT-2, 48": 1.44e9, "OPT-30B": 5.31e9, "deep and narrow, GPT-2": 1.26e9, "shallow and wide, GPT-2": 3.64e9,
-              "a mix, Swin": 3.0e9, "OPT-6.7B": 6.66e9}  # fmt: skip
-    size = next((size for name, size in wanted.items() if case.name.startswith(name)), None)
-    assert numel < 1e7 if size is None else numel == pytest.approx(size, rel=0.01)
-    assert (size is None) == (case in TWINS)
-    if case.config_class == "SwinConfig":
-        stages = len(case.sizes["depths"]) - 1
-        assert case.sizes["image_size"] // case.sizes["patch_size"] // 2**stages >= case.sizes["window_size"]
 
 
 def test_plan_only_shows_and_writes_what_was_planned(monkeypatch, tmp_path, capsys):
@@ -282,41 +249,3 @@ def test_models_may_be_split_where_they_are_planned():
     assert fits == {"OSDP"}
     (row, *_) = [row for row in rows_of(lineup) if row.run]
     assert row.layout.startswith("operator units: ")
-
-
-def test_a_link_that_is_emulated_is_said_to_be_in_every_table():
-    rows = twin()
-    head = {"title": "t", "command": "c", "date": "d", "commit": "e", "versions": {}, "hardware": "h", "remarks": []}
-    text = markdown([(TINY, rows)], head, headline.LINKS["cuda"])
-    assert text.count("EMULATED link") == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        ([], "give --device cuda, --device cpu or --plan-only"),
-        (["--plan-only", "--device", "cpu"], "give --device cuda, --device cpu or --plan-only"),
-        (["--device", "cpu", "--experiments", "4"], "give --device cuda or --plan-only"),
-        (["--plan-only", "--experiments", "7"], "'7' is no experiment; there are 1, 2, 3, 4"),
-        (["--plan-only", "--quick"], "planning is quick"),
-        (["--device", "cpu", "--splits"], "--splits is for --plan-only"),
-        (["--plan-only", "--ranks", "2"], "--ranks is for --device cpu"),
-        (["--plan-only", "--json", "/nowhere/at/all.json"], "the folder /nowhere/at does not exist"),
-    ],
-)
-def test_wrong_options_are_one_line(arguments, part, capsys):
-    with pytest.raises(SystemExit) as ended:
-        headline.parse(arguments)
-    assert ended.value.code == 2
-    assert part in capsys.readouterr().err.strip().splitlines()[-1]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_without_a_gpu_nothing_is_claimed(capsys):
-    assert headline.main(["--device", "cuda"]) == headline.NOTHING_MEASURED
-    assert "nothing was measured" in capsys.readouterr().err
-
-
-def test_a_machine_without_git_is_no_error(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert headline.commit() == "unknown"

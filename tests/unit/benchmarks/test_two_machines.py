@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.two_machines import emulate, run
+from benchmarks.two_machines import emulate
 from benchmarks.two_machines.counters import sent_bytes
 from benchmarks.two_machines.lineup import ALONE, STOCK, Sends, line_up, with_stock_reduce_scatter
 from benchmarks.two_machines.tables import cell_table, cells_of, remarks, verdicts
-from benchmarks.two_machines.theory import bytes_sent, with_headers
+from benchmarks.two_machines.theory import bytes_sent
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, Hardware, Link
 from hf_osdp.planner.job import TrainingJob
@@ -75,11 +75,6 @@ def test_groups_inside_a_node_send_nothing_and_micro_steps_gather_again():
     assert (held - once, reduced - once) == (2 * gathers, 2 * gathers + 2 * 0.75 * (ROOT + BLOCKS))
 
 
-def test_headers_are_those_of_whole_packets_and_their_acknowledgements():
-    assert with_headers(10**6, mtu=1500, packet_bytes=16384) == pytest.approx(1.00829e6, rel=1e-5)
-    assert with_headers(10**6, mtu=1500, packet_bytes=1514) == pytest.approx(1.0912e6, rel=1e-4)  # one frame each
-
-
 def test_sent_bytes_are_the_ninth_number_of_the_interface():
     assert (sent_bytes("veth0", DEVICES), sent_bytes("lo", DEVICES)) == (77509000, 200)
     with pytest.raises(ValueError, match="no interface 'eth7'"):
@@ -123,12 +118,6 @@ def test_estimates_of_stock_and_of_the_plain_model(lineup):
     assert lineup.entrants[STOCK].sends is Sends.STOCK
     with pytest.raises(ValueError, match="was not timed"):
         with_stock_reduce_scatter(replace(two_nodes(), timings=()))
-
-
-def test_without_room_for_a_full_shard_there_is_nothing_to_compare_with():
-    results = compare_strategies(problem(MODEL, two_nodes(), TrainingJob(global_batch_size=8, micro_batch_size=2), 4096))
-    with pytest.raises(ValueError, match=r"needs 1\.9 MiB; give --limits above"):
-        line_up([results], (4096,))
 
 
 def found(**changes) -> dict:
@@ -187,40 +176,6 @@ def test_tables_name_what_does_not_fit_and_what_the_planner_chose():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rates", "100mbit,fast"], "'fast' is not a rate"),
-        (["--limits", "600 elephants"], "is not a number of bytes"),
-        (["--rounds", "0"], "at least 1"),
-        (["--heads", "3"], "does not divide by --heads 3"),
-        (["--nodes", "1", "--ranks", "1"], "one rank sends nothing"),
-    ],
-)
-def test_wrong_options_are_refused(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        run.parse(arguments)
-    assert message in capsys.readouterr().err
-
-
-def test_quick_is_one_rate_and_fewer_rounds():
-    assert (run.parse(["--quick"]).rates, run.parse(["--quick"]).rounds, run.parse([]).rates) == (("100mbit",), 3, run.RATES)
-    assert run.parse(["--quick", "--rates", "1gbit", "--rounds", "9"]).rounds == 9
-
-
-@pytest.mark.parametrize("text", ["100", "0mbit", "-1mbit", "100 mbit", "1e3mbit"])
-def test_rates_are_written_as_tc_reads_them(text, capsys):
-    with pytest.raises(SystemExit):
-        emulate.main([f"--rate={text}", "--", "x"])
-    assert "is not a rate" in capsys.readouterr().err
-
-
-def test_where_tools_are_missing_it_says_which(monkeypatch, capsys):
-    monkeypatch.setattr(emulate.shutil, "which", lambda tool: None if tool == "tc" else tool)
-    assert emulate.main(["--", "x"]) == emulate.NOT_PERMITTED
-    assert "tc (iproute2) not found" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("refuses", "message"),
     [
         ('echo "unshare: Operation not permitted" >&2; exit 1', "namespaces are not permitted here (unshare: Operation not permitted)"),
@@ -237,10 +192,3 @@ def test_where_it_is_not_permitted_it_says_what_is_missing(refuses, message, tmp
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (emulate.NOT_PERMITTED, "")
     assert message in done.stderr and done.stderr.count("\n") == 1
-
-
-def test_nothing_measured_is_no_success(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["run.py", "--quick"])
-    monkeypatch.setattr(run.subprocess, "run", lambda *args, **kwargs: subprocess.CompletedProcess(args, emulate.NOT_PERMITTED, ""))
-    assert run.main() == emulate.NOT_PERMITTED
-    assert "nothing was measured" in capsys.readouterr().err
