@@ -1,4 +1,4 @@
-"""The step meter, alone and over ranks."""
+"""The step meter: alone, over ranks, and on CUDA, where no device is needed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_osdp.distributed.consensus import largest_of_ranks
 from hf_osdp.measurement.collective_clock import CollectiveCall
 from hf_osdp.measurement.step_meter import StepMeter, _timings, _totals, training_tensors
 from hf_osdp.planner.hardware import Collective
-from tests.helpers.distributed import run_ranks
 
 ELEMENTS = 1_000_000
 
@@ -60,25 +60,16 @@ def test_step_meter_forgets_a_step_that_did_not_end():
         meter.step_ends()
 
 
-def measure_on_each_rank():
-    rank = dist.get_rank()
-    data = torch.zeros(5 * ELEMENTS)
+@pytest.mark.on_ranks(2)
+def test_step_meter_counts_its_ranks_peak_and_sums_up_the_worst_rank():
+    rank, data = dist.get_rank(), torch.zeros(5 * ELEMENTS)
     with_data = measure(4, 0.02 + 0.05 * rank, ELEMENTS * (rank + 1))
     without = measure(2, 0.0, ELEMENTS, hold_all=False)
-    return with_data.peak_bytes, with_data.summary(), without.peak_bytes, data.numel()
-
-
-def test_peaks_and_the_summary_of_the_worst_rank():
-    found = run_ranks(measure_on_each_rank, 2)
-    arrays = [[count / (4 * ELEMENTS) for count in (peak, without)] for peak, _, without, _ in found]
-    assert arrays == [
-        [pytest.approx(5 + 3, abs=0.1), pytest.approx(3, abs=0.1)],
-        [pytest.approx(5 + 6, abs=0.1), pytest.approx(3, abs=0.1)],
-    ]
-    assert found[0][1] == found[1][1]
-    summary = found[0][1]
-    assert (summary.steps, summary.peak_bytes) == (4, found[1][0])
-    assert summary.median_step_s >= 0.07
+    assert data.numel() and with_data.peak_bytes / (4 * ELEMENTS) == pytest.approx(5 + 3 * (rank + 1), abs=0.1)
+    assert without.peak_bytes / (4 * ELEMENTS) == pytest.approx(3, abs=0.1)
+    summary = with_data.summary()
+    assert summary.steps == 4 and summary.median_step_s >= 0.07
+    assert summary.peak_bytes == largest_of_ranks(with_data.peak_bytes) and (rank == 0 or summary.peak_bytes == with_data.peak_bytes)
 
 
 def test_collectives_inside_and_across_nodes_are_told_apart():
@@ -90,3 +81,52 @@ def test_collectives_inside_and_across_nodes_are_told_apart():
     assert across.seconds_per_byte == pytest.approx(10 * inside.seconds_per_byte)
     (total,) = _totals([call(False, 1e-3), call(True, 1e-2)], steps=1)
     assert (total.calls, total.nbytes) == (2, 2**21)
+
+
+# ------------------------------------------------------------------------------- CUDA, its counters played by numbers
+
+
+class Allocator:
+    """Counts as the caching allocator does: what is held now, and the most since the last reset."""
+
+    def __init__(self):
+        self.held = self.most = 100
+
+    def reaches(self, peak: int) -> None:
+        """Hold `peak` bytes for a moment."""
+        self.most = max(self.most, peak)
+
+    def reset(self, device: torch.device) -> None:
+        self.most = self.held
+
+    def peak(self, device: torch.device) -> int:
+        return self.most
+
+
+@pytest.fixture
+def allocator(monkeypatch) -> Allocator:
+    played = Allocator()
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", played.reset)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", played.peak)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2 * played.most)
+    monkeypatch.setattr("hf_osdp.measurement.step_meter.now", lambda device: 0.0)
+    return played
+
+
+def cuda_step(meter: StepMeter, allocator: Allocator, peak: int) -> None:
+    meter.step_begins()
+    allocator.reaches(peak)
+    meter.step_ends()
+
+
+def test_step_meter_peak_on_cuda_is_the_largest_of_steps_that_ended(allocator):
+    meter = StepMeter("cuda")
+    assert meter.peak_bytes is None
+    for peak, between in ((150, 900), (300, 1000), (200, 2000)):  # loading the model, an evaluation, a checkpoint
+        allocator.reaches(between)
+        cuda_step(meter, allocator, peak)
+    assert (meter.peak_bytes, meter.reserved_bytes) == (300, 600)
+    meter.step_begins()
+    allocator.reaches(700)  # a step that does not end
+    cuda_step(meter, allocator, 250)
+    assert (meter.steps, meter.peak_bytes) == (4, 300)

@@ -1,4 +1,4 @@
-"""The rows of docs/bad_inputs.md, and how each section's inputs are given; `python -m tests.faults.bad_inputs` writes lines that differ anew."""
+"""The rows of docs/bad_inputs.md. `python -m tests.faults.bad_inputs` writes lines anew that are no longer what is said."""
 
 from __future__ import annotations
 

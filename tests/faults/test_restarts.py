@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,18 +13,14 @@ from safetensors.torch import load_file
 
 from tests.faults.kills import _uninterrupted
 from tests.faults.training import FINAL, SAVE_EVERY, STEPS, Training
+from tests.helpers.distributed import ROOT, TORCHRUN, environment, run_program
 
-ROOT = Path(__file__).parents[2]
 ENDS_WITHIN_S = 150.0
 
 
 def command(loop: str, folder: Path, *words: object, restarts: int = 0) -> list[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
+    torchrun = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
     return [*torchrun, "-m", "tests.faults.launched", loop, str(folder), *map(str, words)]
-
-
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", **more}
 
 
 def assert_as_uninterrupted(loop: str, folder: Path, tmp_path: Path) -> None:
@@ -45,9 +39,7 @@ def test_torchrun_starts_ranks_again_and_they_go_on(tmp_path, loop):
     folder.mkdir()
     # TrainingArguments form the group before hf_osdp can clear torchrun's store: docs/fault_tolerance.md
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if loop == "trainer" else {}
-    done = subprocess.run(
-        command(loop, folder, 6, restarts=1), cwd=ROOT, env=environment(**own_store), timeout=ENDS_WITHIN_S, capture_output=True, text=True
-    )  # fmt: skip
+    done = run_program(command(loop, folder, 6, restarts=1), timeout_s=ENDS_WITHIN_S, **own_store)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "resume checkpoint-4" in marks(folder) and marks(folder)[-1] == "done"
     assert_as_uninterrupted(loop, folder, tmp_path)
@@ -68,7 +60,7 @@ def test_a_job_that_gets_sigterm_saves_and_a_requeued_one_goes_on(tmp_path):
     saved = sorted(int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*"))
     assert saved and saved[-1] < STEPS, errors[-2000:]
     assert "SIGTERM: training saves checkpoint-" in errors
-    requeued = subprocess.run(command("trainer", folder), cwd=ROOT, env=environment(SLURM_RESTART_COUNT="1"), timeout=ENDS_WITHIN_S)
+    requeued = run_program(command("trainer", folder), timeout_s=ENDS_WITHIN_S, SLURM_RESTART_COUNT="1")
     assert requeued.returncode == 0 and f"resume checkpoint-{saved[-1]}" in marks(folder)
     assert saved[-1] % SAVE_EVERY or marks(folder).count("step") < 2 * STEPS
     assert_as_uninterrupted("trainer", folder, tmp_path)

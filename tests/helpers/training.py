@@ -46,6 +46,13 @@ class Trained:
         }
 
 
+def assert_trained_alike(found: Trained, reference: Callable[[], Trained], tolerance: float = 1e-12) -> None:
+    """Compare loss, norm and every parameter with the reference, on rank 0: the others hold no whole parameters."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        errors = found.worst_error(reference())
+        assert max(errors.values()) < tolerance, errors
+
+
 def _on_device_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Units on the host are gathered where the loss's labels belong, too."""
     device = torch.device("cuda", torch.cuda.current_device()) if _is_on_cuda(model) else torch.device("cpu")
