@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..distributed.mesh import collective_device, world_size
-from ..distributed.topology import find_topology
-from ..distributed.two_stage import listening
+from ..distributed.collectives import listening
+from ..distributed.mesh import collective_device, find_topology, world_size
 from ..planner.hardware import Collective
 from .timing import Moment, now, seconds_between
 

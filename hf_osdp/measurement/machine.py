@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..distributed.device import own_gpu
-from ..distributed.mesh import world_size
-from ..distributed.topology import find_topology
+from ..distributed.mesh import find_topology, world_size
 from ..errors import HardwareError
 from ..planner.description import DType
 from ..planner.hardware import Backend, DeviceSpec, Hardware

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..distributed.topology import find_topology
+from ..distributed.mesh import find_topology
 from ..planner.description import DType
 from ..planner.hardware import HostSpec
 from ..planner.job import OptimizerSpec

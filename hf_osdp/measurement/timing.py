@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from ..distributed.mesh import world_size
-from ..distributed.topology import find_topology
+from ..distributed.mesh import find_topology, world_size
 
 Moment = float | torch.cuda.Event
 _MIN_RUNS, _MAX_RUNS = 3, 20
