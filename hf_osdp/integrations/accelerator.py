@@ -32,12 +32,11 @@ from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun, plan_run
 from ..planning.preflight.checks import RunFolder
 from ..planning.problem import RunFacts
-from ..sharding.accumulation import micro_step
-from ..sharding.clip import clip_grad_norm_
 from ..sharding.environment import form_process_group, prepare_model
+from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
 from ..sharding.host_offload import uses_host
-from ..sharding.scaler import OSDPGradScaler
 from ..sharding.state import full_state_dict
+from ..sharding.steps import micro_step
 from .announce import announce_plan, announce_result, planning_status
 from .checkpoints import AcceleratorCheckpoints
 from .launch import launch_request, launched_world_size

@@ -31,14 +31,13 @@ from ..planning.preflight.checks import Severity
 from ..planning.problem import RunFacts
 from ..planning.recalibrate import Round
 from ..quantities import format_bytes, format_seconds
-from ..sharding.accumulation import micro_step
 from ..sharding.apply import apply_plan
-from ..sharding.clip import clip_grad_norm_
 from ..sharding.environment import form_process_group, mp_policy, prepare_model, training_device
+from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
 from ..sharding.host_offload import move_to_device
 from ..sharding.optimizer import prepare_new_optimizers
-from ..sharding.scaler import OSDPGradScaler
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
+from ..sharding.steps import micro_step
 from ..sharding.verify import verify_applied
 
 _log = logging.getLogger(__name__)
