@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_osdp.checkpoint import resume
 from hf_osdp.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hf_osdp.checkpoint.resume import checkpoint_to_resume, is_restart, last_checkpoint, recorded_batch, start_fresh, warn_of_changes
+from hf_osdp.checkpoint.resume import checkpoint_to_resume, last_checkpoint, recorded_batch, start_fresh, warn_of_changes
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.errors import CheckpointError
 
@@ -92,25 +91,6 @@ def test_damaged_note_of_the_training_is_not_taken_for_none(tmp_path, restarted)
     small(tmp_path, "checkpoint-2")  # is not lost for it
     note.unlink()
     assert last_checkpoint(tmp_path).name == "checkpoint-2"
-
-
-def test_torchrun_that_starts_again_without_counting_resumes(tmp_path, monkeypatch):
-    """torchrun where machines come and go counts no restarts."""
-    small(tmp_path, "checkpoint-9")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/torchelastic_a/none_1/attempt_0/0/error.json")
-    start_fresh(tmp_path)
-    small(tmp_path, "checkpoint-2")
-    assert not is_restart(tmp_path), "another training of the same process"
-    monkeypatch.setattr(resume, "_process", lambda: "a new process")
-    assert is_restart(tmp_path)
-    start_fresh(tmp_path)
-    assert last_checkpoint(tmp_path).name == "checkpoint-2"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/torchelastic_b/none_2/attempt_0/0/error.json")
-    assert not is_restart(tmp_path), "another torchrun"
-    start_fresh(tmp_path)
-    monkeypatch.setattr(resume, "_process", lambda: "a newer process")
-    assert is_restart(tmp_path) and last_checkpoint(tmp_path) is None
 
 
 def test_start_without_anything_to_note_writes_nothing(tmp_path):
