@@ -29,7 +29,7 @@ from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
 from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun, plan_run
-from ..planning.preflight.folder import RunFolder
+from ..planning.preflight.checks import RunFolder
 from ..planning.problem import RunFacts
 from ..sharding.accumulation import micro_step
 from ..sharding.clip import clip_grad_norm_

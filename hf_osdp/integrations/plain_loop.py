@@ -26,7 +26,7 @@ from ..planner.search.result import SearchResult
 from ..planning.config import OSDPConfig, merged_config
 from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun, plan_run
-from ..planning.preflight.findings import Severity
+from ..planning.preflight.checks import Severity
 from ..planning.problem import RunFacts
 from ..planning.recalibrate import Round
 from ..quantities import format_bytes, format_seconds

@@ -26,7 +26,7 @@ from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..quantities import format_bytes
 from ..tracing.describe import describe, is_by_formula
 from .config import OSDPConfig
-from .preflight.folder import RunFolder
+from .preflight.checks import RunFolder
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
