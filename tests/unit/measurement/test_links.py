@@ -81,7 +81,8 @@ def test_group_sizes_raises_for_a_size_that_does_not_divide_the_world():
 def test_links_of_measured_gathers_predict_rings_of_every_size(nodes, local):
     inside, across = Link(latency_s=1e-5, bytes_per_s=1e11, source=""), Link(latency_s=1e-3, bytes_per_s=1e10, source="")
     known = Hardware(
-        device=preset("cpu").device, nodes=nodes, devices_per_node=local, backend=preset("cpu").backend, intra_node=inside, inter_node=across
+        device=preset("cpu").device, backend=preset("cpu").backend, nodes=nodes, devices_per_node=local,
+        intra_node=inside, inter_node=across,
     )  # fmt: skip
     world = nodes * local
 
