@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from hf_osdp.distributed.two_stage import RingReduceScatter
+from hf_osdp.distributed.collectives import RingReduceScatter
 from hf_osdp.measurement.timing import barrier, over_ranks, rounds
 
 SIZES_BYTES = (2**16, 2**20, 2**24, 2**26)

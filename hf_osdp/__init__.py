@@ -34,7 +34,7 @@ _PUBLIC = {
     "last_checkpoint": "checkpoint.resume",
     "describe": "tracing.describe",
     "measure_hardware": "measurement.machine",
-    "measure_profile": "measurement.profile",
+    "measure_profile": "measurement.machine",
     "TimedModel": "measurement.block_times",
     "OptimalShardedDataParallel": "integrations.plain_loop",
     "OSDPGradScaler": "sharding.scaler",

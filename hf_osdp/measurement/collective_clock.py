@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..distributed.topology import find_topology
-from ..distributed.two_stage import listening
+from ..distributed.collectives import listening
+from ..distributed.mesh import find_topology
 from ..planner.affine import linear_fit
 from ..planner.hardware import Collective, CollectiveTiming
 from .timing import Moment, now, over_ranks, seconds_between
@@ -61,7 +61,7 @@ class CollectiveTotal:
 class CollectiveClock(TorchDispatchMode):
     """Times all-gathers, reduce-scatters and all-reduces that are issued inside the context.
 
-    Several calls that are announced as one collective (`distributed/two_stage.py`) are timed as one. On the CPU each is waited for
+    Several calls that are announced as one collective (`distributed/collectives.py`) are timed as one. On the CPU each is waited for
     where it is issued, as FSDP2 does on gloo anyway. On CUDA events are recorded on the stream that waits for it, and nothing blocks.
     A profiler would tell the same, but on CUDA it takes device memory, of which a run near its limit has none.
     """

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
-from ..distributed.two_stage import Stages, flat_collectives, two_stage_collectives
+from ..distributed.collectives import Stages, flat_collectives, two_stage_collectives
 from ..planner.affine import linear_fit
 from ..planner.hardware import Collective, CollectiveTiming, DeviceSpec, Link
 from ..planner.job import divisors

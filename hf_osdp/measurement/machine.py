@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from ..distributed.consensus import on_rank_zero
 from ..distributed.device import own_gpu
-from ..distributed.mesh import world_size
-from ..distributed.topology import find_topology
+from ..distributed.mesh import find_topology, world_size
 from ..errors import HardwareError
 from ..planner.description import DType
 from ..planner.hardware import Backend, DeviceSpec, Hardware

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 
-from ..distributed.topology import find_topology
+from ..distributed.mesh import find_topology
 from ..quantities import format_bytes
 
 _STEPS = 16

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from ..distributed.mesh import collective_device, world_size
-from ..distributed.topology import find_topology
+from ..distributed.mesh import collective_device, find_topology, world_size
 
 Moment = float | torch.cuda.Event
 _MIN_CALLS, _MAX_CALLS = 3, 20
