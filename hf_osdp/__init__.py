@@ -34,7 +34,7 @@ _PUBLIC = {
     "last_checkpoint": "checkpoint.resume",
     "describe": "tracing.describe",
     "measure_hardware": "measurement.machine",
-    "measure_profile": "measurement.profile",
+    "measure_profile": "measurement.machine",
     "TimedModel": "measurement.block_times",
     "OptimalShardedDataParallel": "integrations.plain_loop",
     "OSDPGradScaler": "sharding.scaler",
@@ -80,8 +80,7 @@ if TYPE_CHECKING:
     from .integrations.plugin import OSDPPlugin
     from .integrations.trainer import Trainer, with_osdp
     from .measurement.block_times import TimedModel
-    from .measurement.machine import measure_hardware
-    from .measurement.profile import measure_profile
+    from .measurement.machine import measure_hardware, measure_profile
     from .planner.description import ModelDescription
     from .planner.hardware import Hardware
     from .planner.job import TrainingJob

@@ -23,8 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..distributed.mesh import Meshes, collective_device, destroy_mesh, world_size
-from ..distributed.topology import find_topology
+from ..distributed.mesh import Meshes, collective_device, destroy_mesh, find_topology, world_size
 from ..measurement.step_meter import Observation, StepMeter, training_tensors
 from ..modeling.batch import Inputs
 from ..modeling.build import checkpoint_blocks

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from ..distributed.collectives import flat_collectives, two_stage_collectives
 from ..distributed.consensus import require_same
 from ..distributed.mesh import SHARD_AXIS, Meshes, collective_device, world_size
-from ..distributed.two_stage import flat_collectives, two_stage_collectives
 from ..errors import OSDPError, PlanError
 from ..modeling.activation_offload import offload
 from ..modeling.batch_norm import has_running_statistics

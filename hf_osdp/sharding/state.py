@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from ..distributed.collectives import all_gather_single
 from ..distributed.consensus import on_rank_zero, require_same
 from ..distributed.mesh import collective_device, rank, world_size
-from ..distributed.transport import all_gather_single
 from ..modeling.split.names import is_split, merge_optimizer_state, merge_state_dict, split_optimizer_state
 from ..modeling.split.positions import own_positions
 from ..modeling.units import canonical_name

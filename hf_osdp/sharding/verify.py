@@ -7,8 +7,8 @@ from dataclasses import replace
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from ..distributed.collectives import TwoStageAllGather, TwoStageReduceScatter, flat_collectives
 from ..distributed.mesh import world_size
-from ..distributed.two_stage import TwoStageAllGather, TwoStageReduceScatter, flat_collectives
 from ..errors import PlanMismatchError
 from ..modeling.activation_offload import is_offloaded
 from ..modeling.units import modules_by_name
@@ -109,7 +109,7 @@ def _stage_size(group: FSDPParamGroup) -> int:
     gather, scatter = group._all_gather_comm, group._reduce_scatter_comm
     if isinstance(gather, TwoStageAllGather) and isinstance(scatter, TwoStageReduceScatter):
         if gather.stages == scatter.stages and gather.stages.covers(shards):
-            return gather.stages.per_node
+            return gather.stages.within.size()
     flat = tuple(type(collective) for collective in flat_collectives(shards, mesh.device_type))
     if shards.size() > 1 and (type(gather), type(scatter)) != flat:
         raise PlanMismatchError(

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_osdp.distributed.collectives import BackendTransport, TwoStageAllGather, TwoStageReduceScatter, transport_of
 from hf_osdp.distributed.mesh import Meshes
-from hf_osdp.distributed.transport import BackendTransport, transport_of
-from hf_osdp.distributed.two_stage import TwoStageAllGather, TwoStageReduceScatter
 from hf_osdp.measurement.collective_clock import CollectiveClock, of_last_rank
 from hf_osdp.measurement.machine import measure_hardware
 from hf_osdp.planner.presets import preset
