@@ -33,8 +33,8 @@ from torch import nn
 
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.measurement.block_times import TimedModel
-from hf_osdp.measurement.profile import measure_profile
-from hf_osdp.measurement.rates import median_seconds
+from hf_osdp.measurement.machine import measure_profile
+from hf_osdp.measurement.timing import median_seconds
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.description import GatherSpan, ModelDescription

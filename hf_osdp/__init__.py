@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from .integrations.plugin import OSDPPlugin
     from .integrations.trainer import Trainer, with_osdp
     from .measurement.block_times import TimedModel
-    from .measurement.machine import measure_hardware
-    from .measurement.profile import measure_profile
+    from .measurement.machine import measure_hardware, measure_profile
     from .planner.description import ModelDescription
     from .planner.hardware import Hardware
     from .planner.job import TrainingJob
@@ -51,7 +50,7 @@ _MODULES = {
     "Hardware": "planner.hardware",
     "last_checkpoint": "checkpoint.resume",
     "measure_hardware": "measurement.machine",
-    "measure_profile": "measurement.profile",
+    "measure_profile": "measurement.machine",
     "ModelDescription": "planner.description",
     "OptimalShardedDataParallel": "integrations.plain_loop",
     "OSDPAccelerator": "integrations.accelerator",

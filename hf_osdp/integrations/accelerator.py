@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.process_group import check_ranks, wait_for_ranks
 from ..distributed.stop import Stopped
-from ..measurement.loop_meter import LoopMeter
-from ..measurement.step_meter import Observation
+from ..measurement.step_meter import LoopMeter, Observation
 from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig

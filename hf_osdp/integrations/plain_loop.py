@@ -18,8 +18,7 @@ from ..checkpoint.loop import Stateful, load_loop, save_loop
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import world_size
-from ..measurement.loop_meter import LoopMeter
-from ..measurement.step_meter import Observation
+from ..measurement.step_meter import LoopMeter, Observation
 from ..planner.description import DType
 from ..planner.job import OptimizerSpec, OptimizerStep, Precision
 from ..planner.plan import Plan

@@ -23,10 +23,10 @@ from ..modeling.wrapping import recompute
 from ..planner.decision import UnitDecision
 from ..planner.description import Activations, DType, GatherSpan, ModelDescription, UnitDescription
 from ..planner.plan import Plan
-from .broadcast import broadcast_parameters
 from .environment import form_process_group
 from .host_offload import offload_policy, uses_host
 from .sharded_class import keep_class
+from .state import broadcast_parameters
 from .weight_reads import WeightReads
 
 
