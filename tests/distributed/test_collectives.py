@@ -9,11 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_osdp.distributed import transport
-from hf_osdp.distributed.mesh import Meshes
-from hf_osdp.distributed.topology import find_topology
-from hf_osdp.distributed.transport import BackendTransport, PieceTransport
-from hf_osdp.distributed.two_stage import RingReduceScatter, TwoStageAllGather, TwoStageReduceScatter, listening
+from hf_osdp.distributed import collectives
+from hf_osdp.distributed.collectives import (
+    BackendTransport,
+    PieceTransport,
+    RingReduceScatter,
+    TwoStageAllGather,
+    TwoStageReduceScatter,
+    listening,
+)
+from hf_osdp.distributed.mesh import Meshes, find_topology
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planning.simulate import fake_process_group
 
@@ -70,7 +75,7 @@ def scattered(scatter, dtype: torch.dtype, op: str) -> float:
     "world_size", [pytest.param(4, marks=pytest.mark.on_ranks(nodes=2)), pytest.param(6, marks=pytest.mark.on_ranks(nodes=3))]
 )
 def test_two_stages_and_rings_put_every_byte_in_its_place_and_tell_their_begin_and_end(world_size):
-    transport.PIECE_BYTES = 64  # several pieces a shard, the last one shorter
+    collectives.PIECE_BYTES = 64  # several pieces a shard, the last one shorter
     topology, rank = find_topology(), dist.get_rank()
     assert (topology.nodes, topology.ranks_per_node) == (world_size // 2, 2)
     stages = Meshes("cpu").stages(topology.world_size, topology.ranks_per_node)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hf_osdp.errors import OSDPError, PreflightError
-from hf_osdp.planning.preflight.findings import Check, error, note
+from hf_osdp.planning.preflight.checks import Check, Finding, Severity
 from hf_osdp.planning.preflight.run import merged_findings
 from hf_osdp.sharding.optimizer import parameter_names, prepare_new_optimizers, rebind_parameters, release_parameters
 from hf_osdp.sharding.optimizer_check import _ELEMENT_WISE, check_optimizer, difference_on_shards
@@ -165,9 +165,13 @@ def test_others_are_stopped_before_their_first_step_in_a_plain_loop():
     train(model, SignOfMomentum(matrices, lr=0.1))
 
 
+def note(text: str) -> Finding:
+    return Finding(Check.PLAN, Severity.NOTE, text)
+
+
 @pytest.mark.on_ranks(2)
 def test_findings_of_one_rank_stop_all_and_notes_stand_once():
     rank = dist.get_rank()
     with pytest.raises(PreflightError, match=r"^On rank 1: Bad here\.$"):
-        merged_findings([error(Check.MODEL, "Bad here.")] if rank else [note(Check.PLAN, "Fine.")])
-    assert [finding.message for finding in merged_findings([note(Check.PLAN, f"Fine on {rank}.")])] == ["Fine on 0."]
+        merged_findings([Finding(Check.MODEL, Severity.ERROR, "Bad here.") if rank else note("Fine.")])
+    assert [finding.message for finding in merged_findings([note(f"Fine on {rank}.")])] == ["Fine on 0."]

@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from hf_osdp.distributed.consensus import on_rank_zero
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.distributed.process_group import waiting_group
+from hf_osdp.measurement.step_meter import Observation
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.planner.cost.evaluate import PlanEstimate, estimate_plan
 from hf_osdp.planner.hardware import Collective
@@ -25,8 +26,6 @@ from hf_osdp.planning import probe as module
 from hf_osdp.planning.probe import SilentMeshes, Trial, _observe, probe
 from hf_osdp.tracing.describe import describe
 from tests.helpers.layouts import mixed_plan
-
-from ..measurement.step_meter import Observation
 
 LENGTH = 32
 HELD_BEFORE = 1_000_000
