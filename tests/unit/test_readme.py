@@ -18,7 +18,7 @@ def test_the_first_two_commands_are_one_line_each():
     main_job, tests = commands()[:2]
     assert "\n" not in main_job and "\n" not in tests
     assert main_job.endswith(MAIN_JOB)
-    assert tests.endswith("-m pytest")
+    assert tests.endswith("-m pytest -n 2 --dist loadfile")
 
 
 def test_ci_runs_the_test_command():
