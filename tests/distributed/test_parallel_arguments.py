@@ -55,35 +55,12 @@ def refusal(error: type[Exception], make, **arguments: Any) -> str:
 # ------------------------------------------------------------------------------------------------------- a given plan
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"strategy": "fsdp"}, {"hardware": "cpu"}, {"optimizer": OptimizerSpec()}, {"inputs": lambda samples: {}}, {"recompute": False},
-        {"operator_splitting": False},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_what_only_planning_uses_is_refused_beside_a_plan(arguments):
-    assert f"so {next(iter(arguments))}" in refusal(ValueError, given, **arguments)
-
-
-def test_plan_for_another_run_is_refused_and_one_that_meets_what_is_asked_for_runs():
-    for arguments, said in (
-        ({"memory_limit": 2**20 - 1}, "needs 1.0 MiB, more than memory_limit"),
-        ({"global_batch_size": 4}, "takes 2 samples a step, but 4 are asked for"),
-        ({"micro_batch_size": 2}, "runs 1 samples at once, but batches hold 2"),
-        ({"sequence_length": SEQUENCE_LENGTH + 1}, "is for 12 tokens a sample, but samples have 13"),
-    ):
-        message = refusal(PlanError, given, **arguments)
-        assert said in message and "Plan again" in message
+def test_plan_takes_no_arguments_of_planning_and_is_held_against_those_of_the_run():
+    """The lines of those that `OSDPConfig` refuses, and of other batches and limits, are on docs/bad_inputs.md."""
+    for arguments in ({"optimizer": OptimizerSpec()}, {"inputs": lambda samples: {}}, {"recompute": False}):
+        assert f"so {next(iter(arguments))}" in refusal(ValueError, given, **arguments)
+    assert "runs 1 samples at once, but batches hold 2. Plan again" in refusal(PlanError, given, micro_batch_size=2)
     given(memory_limit="1MiB", global_batch_size=2, micro_batch_size=1, sequence_length=SEQUENCE_LENGTH - 1)
-
-
-def test_a_plan_without_a_peak_cannot_be_held_against_a_limit():
-    plan = plan_of(find_units(tiny_model("gpt2")), 1, "replicate")
-    with pytest.raises(PlanError, match="states no peak"):
-        check_given_plan(plan, memory_limit_bytes=2**30)
-    check_given_plan(plan, memory_limit_bytes=2**30, peak_bytes=2**20)
 
 
 def test_reducing_otherwise_than_the_plan_is_refused():
@@ -225,9 +202,6 @@ def test_decisions_that_are_fixed_are_the_plans():
     assert all(unit.reduce_every_micro_step for unit in plan.units) and plan.split == WHOLE_BLOCKS
 
 
-def test_what_has_no_effect_on_the_cpu_or_in_a_plain_loop_is_refused():
+def test_offloading_to_the_host_is_refused_on_the_cpu():
     for name in ("host_offload", "offload_activations"):
         assert f"{name}=True, but the CPU trains in the host's own memory" in refusal(ValueError, planned, **{name: True})
-    assert "use save_checkpoint(in_background=True)" in refusal(ValueError, planned, async_save=True)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    assert "type SGD; give an OptimizerSpec" in refusal(ValueError, planned, optimizer=optimizer)

@@ -47,7 +47,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("name", "pick", "world", "g", "precision"),
-    slow_but(CASES, daily=CASES[1:4]),
+    slow_but(CASES, daily=CASES[1:3]),
 )  # fmt: skip
 def test_peaks_of_device_and_host(name, pick, world, g, precision):
     estimate, simulated = both(name, pick, world=world, g=g, precision=precision)
@@ -55,7 +55,7 @@ def test_peaks_of_device_and_host(name, pick, world, g, precision):
     assert -0.005 <= estimate.host_bytes / simulated.host_bytes - 1 <= 0.01
 
 
-@pytest.mark.parametrize(("hold", "g"), [(True, 1), (True, 4), (False, 1), (False, 4)])
+@pytest.mark.parametrize(("hold", "g"), slow_but([(True, 1), (True, 4), (False, 1), (False, 4)], daily=[(True, 4), (False, 1)]))
 def test_peaks_with_accumulation(hold, g):
     batch = Batch(micro_batch_size=1, accumulation_steps=3)
     estimate, simulated = both("gpt2", "all", world=4, g=g, batch=batch, hold=hold)

@@ -14,6 +14,7 @@ from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planning.simulate import simulate
 from hf_osdp.tracing.describe import describe
+from tests.helpers.sampling import slow_but
 from tests.helpers.simulation import choices_of_layout
 
 WORLD, TOKENS = 8, 32
@@ -31,7 +32,10 @@ def relative_error(model, layout: str, precision: str, **options) -> float:
     return estimate_memory(description, choices, WORLD, job, BATCH).peak_bytes / simulated - 1
 
 
-@pytest.mark.parametrize(("layout", "precision"), [("hsdp", "bf16"), ("ddp", "no"), ("two_stage", "bf16"), ("mixed", "bf16")])
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    slow_but([("hsdp", "bf16"), ("ddp", "no"), ("two_stage", "bf16"), ("mixed", "bf16")], daily=[("ddp", "no"), ("mixed", "bf16")]),
+)
 def test_reduce_buffers_of_experts_are_padded_to_their_shard_group(layout, precision):
     experts = MixtralConfig(
         hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
