@@ -19,7 +19,7 @@ from .output import Output
 
 if TYPE_CHECKING:
     from ..planner.cost.memory import Moment
-    from ..planning.simulated_search import SimulatedRound
+    from ..planning.simulate import SimulatedRound
     from ..report.plan_file import PlanInputs
 
 _RANKS = "missing ones, and those with other versions, models, plans or devices than rank 0: looked at when a run starts"
@@ -73,7 +73,7 @@ def plan(
 
 def _simulated(request: Request, problem: PlanningProblem, config: object) -> tuple[SimulatedRound, ...]:
     """Search, simulate, and search again where the simulation passes the limit."""
-    from ..planning.simulated_search import search_and_simulate
+    from ..planning.simulate import search_and_simulate
 
     return search_and_simulate(
         model_of(request, config),
