@@ -11,8 +11,8 @@ import typer
 
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
-from ..planner.search.frontier import POINTS, frontier
-from ..planner.search.search import compare_strategies, search
+from ..planner.search.compare import POINTS, compare_strategies, frontier
+from ..planner.search.search import search
 from .cases import case_of, describer, device_type_of, hardware_of, job_of, load_config, model_of, plain_of, timed
 from .options import JsonFile, PlotFile, Request, stated
 from .output import Output

@@ -22,8 +22,8 @@ from ..planner.hardware import Backend, Hardware
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
-from ..planner.search.result import SearchResult, StrategyResult
-from ..planner.search.search import search
+from ..planner.search.compare import StrategyResult
+from ..planner.search.search import SearchResult, search
 from ..planner.split import WHOLE_BLOCKS
 from ..planning.plan_run import check_given_plan
 from ..planning.preflight.devices import DeviceMemory, native_bf16

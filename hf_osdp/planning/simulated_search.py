@@ -10,8 +10,7 @@ from ..planner.cost.correction import Correction
 from ..planner.hardware import Hardware
 from ..planner.job import TrainingJob
 from ..planner.problem import PlanningProblem
-from ..planner.search.result import SearchResult
-from ..planner.search.search import search
+from ..planner.search.search import SearchResult, search
 from ..quantities import format_bytes
 from .simulate import Simulation, simulate
 

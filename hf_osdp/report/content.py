@@ -16,7 +16,8 @@ from ..planner.cost.evaluate import PlanEstimate
 from ..planner.files import plain
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
-from ..planner.search.result import SearchResult, StrategyResult
+from ..planner.search.compare import StrategyResult
+from ..planner.search.search import SearchResult
 from ..planner.search.what_if import Answer
 from .explain import Alternative, Explanation
 from .explain_tables import layout_text

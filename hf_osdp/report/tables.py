@@ -17,7 +17,8 @@ from ..planner.cost.memory import MemoryBreakdown, Moment
 from ..planner.description import ModelDescription, UnitDescription
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
-from ..planner.search.result import SearchResult, StrategyResult
+from ..planner.search.compare import StrategyResult
+from ..planner.search.search import SearchResult
 from ..planner.search.what_if import Answer
 from ..quantities import format_bytes, format_count, format_seconds
 

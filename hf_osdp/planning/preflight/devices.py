@@ -11,7 +11,7 @@ from ...planner.hardware import DeviceSpec, Hardware
 from ...planner.job import Precision
 from ...planner.plan import Plan
 from ...planner.presets import COMMUNICATOR_BYTES, CONTEXT_BYTES
-from ...planner.search.result import StrategyResult
+from ...planner.search.compare import StrategyResult
 from ...quantities import format_bytes, format_seconds
 from .findings import Check, Finding, error, warning
 

@@ -18,7 +18,7 @@ from ...planner.description import UnitDescription
 from ...planner.hardware import DeviceSpec, Hardware
 from ...planner.job import OptimizerSpec, Precision
 from ...planner.plan import Plan
-from ...planner.search.result import StrategyResult
+from ...planner.search.compare import StrategyResult
 from .devices import DeviceMemory, fp16_for_bf16, memory_now, native_bf16, slow_link
 from .findings import Finding, refuse_errors
 from .folder import RunFolder, not_writable, too_small

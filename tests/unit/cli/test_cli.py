@@ -17,8 +17,8 @@ from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
-from hf_osdp.planner.search.frontier import frontier
-from hf_osdp.planner.search.search import compare_strategies, search
+from hf_osdp.planner.search.compare import compare_strategies, frontier
+from hf_osdp.planner.search.search import search
 from hf_osdp.report.content import comparison_content, explanation_content
 from hf_osdp.report.explain import explain
 from hf_osdp.report.plan_file import read_plan_file

@@ -6,8 +6,8 @@ import pytest
 
 from hf_osdp.errors import InfeasibleError
 from hf_osdp.planner.job import TrainingJob
-from hf_osdp.planner.search.frontier import frontier, not_dominated
-from hf_osdp.planner.search.search import compare_strategies, least_memory, search
+from hf_osdp.planner.search.compare import compare_strategies, frontier, not_dominated
+from hf_osdp.planner.search.search import least_memory, search
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem

@@ -14,9 +14,7 @@ from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.search.reserved import within_reserved
-from hf_osdp.planner.search.result import SearchResult
-from hf_osdp.planner.search.search import least_memory, search
+from hf_osdp.planner.search.search import SearchResult, least_memory, search, within_reserved
 from hf_osdp.tracing.describe import describe
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset

@@ -13,7 +13,8 @@ from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
-from hf_osdp.planner.search.search import compare_strategies, fastest_without_limit, least_memory, search, search_or_floor
+from hf_osdp.planner.search.compare import compare_strategies
+from hf_osdp.planner.search.search import fastest_without_limit, least_memory, search, search_or_floor
 from hf_osdp.planner.search.solver import fastest
 from hf_osdp.quantities import format_bytes
 from tests.helpers.descriptions import at_random, transformer

@@ -10,7 +10,7 @@ from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
-from hf_osdp.planner.search.result import StrategyResult
+from hf_osdp.planner.search.compare import StrategyResult
 from hf_osdp.planner.search.search import search
 from hf_osdp.planning.preflight.devices import DeviceMemory, fp16_for_bf16, memory_now, native_bf16, slow_link
 from hf_osdp.planning.preflight.findings import Severity

@@ -6,7 +6,7 @@ import pytest
 
 from hf_osdp.planner.cost.memory import MemoryBreakdown
 from hf_osdp.planner.job import TrainingJob
-from hf_osdp.planner.search.frontier import frontier
+from hf_osdp.planner.search.compare import frontier
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planner.search.what_if import Answer, answer, twice_the_memory
 from hf_osdp.quantities import format_bytes, format_seconds

@@ -10,8 +10,8 @@ from functools import cache
 import pytest
 
 from hf_osdp.planner.job import TrainingJob
-from hf_osdp.planner.search.frontier import frontier
-from hf_osdp.planner.search.search import compare_strategies, least_memory, search
+from hf_osdp.planner.search.compare import compare_strategies, frontier
+from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.report.explain import stream_times
 from hf_osdp.report.plots import check_plot_path, frontier_chart, moment_rows, plan_chart, save_chart
 from tests.helpers.descriptions import transformer

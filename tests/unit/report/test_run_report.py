@@ -12,7 +12,8 @@ from hf_osdp.planner.hardware import Collective, CollectiveTiming
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.search.search import compare_strategies, search
+from hf_osdp.planner.search.compare import compare_strategies
+from hf_osdp.planner.search.search import search
 from hf_osdp.report.content import REPORT_FILE, report_content, write_report
 from hf_osdp.report.plan_file import PlanInputs
 from tests.helpers.descriptions import transformer

@@ -15,7 +15,7 @@ from hf_osdp.planner.description import Activations, ModelDescription
 from hf_osdp.planner.hardware import HostSpec
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
-from hf_osdp.planner.search.search import compare_strategies
+from hf_osdp.planner.search.compare import compare_strategies
 from hf_osdp.quantities import format_seconds
 from hf_osdp.report.run_tables import outcome_table
 from hf_osdp.report.tables import comparison_table, describe_moment, plan_caption, plan_rows, plan_table, reserved_text
