@@ -18,11 +18,10 @@ from ..planner.hardware import Hardware
 from ..planner.plan import Plan
 from ..planner.search.compare import StrategyResult
 from ..planner.search.search import SearchResult
-from ..planner.search.what_if import Answer
 from .explain import Alternative, Explanation
 from .explain_tables import layout_text
 from .plan_file import PlanInputs, write_json
-from .tables import PlanRow, layouts_text, plan_rows
+from .tables import Answer, PlanRow, layouts_text, plan_rows
 
 REPORT_FILE = "osdp_report.json"
 Content = dict[str, Any]
