@@ -19,7 +19,6 @@ from ..planner.plan import Plan
 from ..planner.search.compare import StrategyResult
 from ..planner.search.search import SearchResult
 from .explain import Alternative, Explanation
-from .explain_tables import layout_text
 from .plan_file import PlanInputs, write_json
 from .tables import Answer, PlanRow, layouts_text, plan_rows
 
@@ -197,7 +196,7 @@ def _row(explanation: Explanation, row: PlanRow) -> Content:
     reason = next((reason for reason in explanation.reasons if reason.row.units == row.units), None)
 
     def alternative(other: Alternative | None) -> Content | None:
-        return None if other is None else {"layout": layout_text(other.choice, plan.world_size), **asdict(other)}
+        return None if other is None else {"layout": other.choice.describe(plan.world_size), **asdict(other)}
 
     return {
         "units": [explanation.description.units[i].fqn for i in row.units],

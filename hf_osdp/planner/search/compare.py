@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -61,27 +62,11 @@ def _best_of(problem: PlanningProblem) -> StrategyResult:
         return StrategyResult(strategy=strategy, result=None, reason="no group size between 1 and all")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Gap:
-    """Limits between which the front is not known: `low` is the fastest up to `low_bytes`, `high` from its own peak."""
-
-    low_bytes: int
-    low: SearchResult
-    high: SearchResult
-
-    @property
-    def size(self) -> float:
-        """How much is not known: the gap's area by ratios, 0 where it is too narrow to ask."""
-        memory, rate = self.high.peak_bytes / self.low_bytes, self.low.time.step_s / self.high.time.step_s
-        return 0.0 if memory < _NEAR or rate <= 1 else math.log(memory) * math.log(rate)
-
-
 def frontier(problem: PlanningProblem, *, points: int = POINTS, at: Sequence[int] = ()) -> tuple[SearchResult, ...]:
     """Return points of the Pareto front of peak memory and throughput, from the least memory that any plan needs to the problem's limit.
 
     Each point is the fastest plan under some limit (the ε-constraint method: Haimes, Lasdon, Wismer 1971). Limits are put
     where most is not known yet: in the middle, by ratio, of the gap with the largest product of memory and throughput.
-
     Limits are here what a plan may fill: the margin is left out of them.
 
     Args:
@@ -100,29 +85,29 @@ def frontier(problem: PlanningProblem, *, points: int = POINTS, at: Sequence[int
         raise ValueError(f"points={points} must be at least 2, the two ends of the front.")
     problem = replace(problem, hardware=problem.hardware.with_margin(0.0))
 
-    def fastest(limit: int) -> SearchResult:
-        return search(replace(problem, memory_limit_bytes=limit))
+    def fastest(limit: int) -> tuple[int, SearchResult]:
+        return limit, search(replace(problem, memory_limit_bytes=limit))
 
-    last = search(problem)
-    least = least_memory(problem)
-    found = [fastest(least), last]
-    gaps = [_Gap(low_bytes=least, low=found[0], high=last)]
-
-    def split(gap: _Gap, limit: int) -> None:
-        found.append(fastest(limit))
-        gaps.remove(gap)
-        below = _Gap(low_bytes=gap.low_bytes, low=gap.low, high=found[-1])
-        gaps.extend((below, _Gap(low_bytes=limit, low=found[-1], high=gap.high)))
-
+    last, least = fastest(problem.memory_limit_bytes), least_memory(problem)
+    known = [fastest(least), last]
     for limit in at:
-        if gap := next((g for g in gaps if g.low_bytes < limit < g.high.peak_bytes), None):
-            split(gap, limit)
+        for gap, ((low, _), (_, high)) in enumerate(itertools.pairwise(known)):
+            if low < limit < high.peak_bytes:
+                known.insert(gap + 1, fastest(limit))
+                break
     for _ in range(points - 2):
-        widest = max(gaps, key=lambda gap: gap.size)
-        if widest.size == 0:
+        sizes = [_unknown(low, below, above) for (low, below), (_, above) in itertools.pairwise(known)]
+        if not any(sizes):
             break
-        split(widest, int(math.sqrt(widest.low_bytes * widest.high.peak_bytes)))
-    return not_dominated(found)
+        gap = sizes.index(max(sizes))
+        known.insert(gap + 1, fastest(int(math.sqrt(known[gap][0] * known[gap + 1][1].peak_bytes))))
+    return not_dominated([result for _, result in known])
+
+
+def _unknown(low_bytes: int, below: SearchResult, above: SearchResult) -> float:
+    """Return the area, by ratios, in which the front may lie between a limit and a later plan; 0 where it is too narrow to ask."""
+    memory, rate = above.peak_bytes / low_bytes, below.time.step_s / above.time.step_s
+    return 0.0 if memory < _NEAR or rate <= 1 else math.log(memory) * math.log(rate)
 
 
 def not_dominated(results: Sequence[SearchResult]) -> tuple[SearchResult, ...]:
@@ -140,15 +125,12 @@ def choose_description(
     """Return the description, out of those of the plain and the split model, whose best plan is fastest.
 
     Splits are for memory: they are tried only where the limit keeps the plain model from running as fast as without one. Where
-    nothing fits, the one that needs least.
+    nothing fits, the one that needs least. Single strategies take the plain model.
 
     Args:
-        problem: of the model as it is; single strategies take the plain model.
+        problem: of the model as it is.
         splits: ways to split it.
         describe: from a split to the description of the model that is split so; a DescriptionError leaves the split out.
-
-    Returns:
-        The description to search.
     """
 
     def rank(description: ModelDescription) -> tuple[bool, float]:
@@ -159,10 +141,10 @@ def choose_description(
     plain = problem.description
     if problem.strategy is not Strategy.OSDP:
         return plain
-    over, step_s = rank(plain)
+    ranked = [(rank(plain), plain)]
+    (over, step_s), _ = ranked[0]
     if not over and step_s <= _NEAR * fastest_without_limit(problem):
         return plain
-    ranked = [((over, step_s), plain)]
     for split in splits():
         try:
             description = describe(split)
