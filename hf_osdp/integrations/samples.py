@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
-from ..distributed.consensus import largest_of_ranks
+from ..distributed.process_group import of_all_ranks
 from ..planning.probe import random_states_kept
 
 _MOST_OF_A_STREAM = 256
@@ -160,7 +160,7 @@ def batches_of_loader(loader: DataLoader[Any], model: nn.Module, sequence_length
     if found is None:
         return None, sequence_length
     batches = found[0]
-    tokens = None if batches.tokens is None else largest_of_ranks(batches.tokens)
+    tokens = None if batches.tokens is None else max(of_all_ranks(batches.tokens))
     length = sequence_length or tokens
     if not takes_keywords(model, batches(1)):
         return None, length

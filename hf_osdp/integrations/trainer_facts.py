@@ -18,7 +18,7 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
 from ..checkpoint.resume import recorded_batch
-from ..distributed.consensus import largest_of_ranks
+from ..distributed.process_group import of_all_ranks
 from ..modeling.batch import Inputs, without_adapters
 from ..modeling.batch_norm import has_running_statistics
 from ..planner.job import OptimizerSpec, Precision
@@ -146,7 +146,7 @@ def _batches(trainer: transformers.Trainer, config: OSDPConfig) -> tuple[Inputs 
     says_it = trainer.args.process_index == 0
     if found is not None and isinstance(found[0](1), Mapping):
         batches, looked = found
-        tokens = largest_of_ranks(batches.tokens or 1)
+        tokens = max(of_all_ranks(batches.tokens or 1))
         if config.sequence_length is None and not looked.is_whole and batches.tokens and says_it:
             _log.warning(
                 "Planned for %d tokens, the longest of %d samples that were looked at; where longer ones come, give"
@@ -163,7 +163,7 @@ def _batches(trainer: transformers.Trainer, config: OSDPConfig) -> tuple[Inputs 
             "%s makes its batches in the step itself, as by generation: the estimate is that of the model's own loss, without what it"
             " takes to make them; a lower memory_limit leaves room.", type(trainer).__name__,
         )  # fmt: skip
-    return None, config.sequence_length or largest_of_ranks(generated)
+    return None, config.sequence_length or max(of_all_ranks(generated))
 
 
 def _rows_and_collator(trainer: transformers.Trainer, dataset: Any) -> tuple[Any, Any]:  # noqa: ANN401  of any library
