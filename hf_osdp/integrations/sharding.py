@@ -21,17 +21,9 @@ from .plugin import OSDPPlugin, offloads
 def shard_model(
     model: nn.Module, run: PlannedRun, plugin: OSDPPlugin, optimizers: Sequence[torch.optim.Optimizer], *, device: torch.device
 ) -> nn.Module:
-    """Apply the plan to the model and give the optimizers its sharded parameters. Collective.
+    """Apply the plan to the model, and give the optimizers, which have no state, its sharded parameters. Collective.
 
-    Args:
-        model: unsharded; on ranks other than 0 it may be on the meta device, then weights come from rank 0.
-        run: the planned run.
-        plugin: mixed precision and offload.
-        optimizers: made from the model's parameters, without state.
-        device: where the model is to run.
-
-    Returns:
-        The same model.
+    On ranks other than 0 the model may be on the meta device, then weights come from rank 0.
 
     Raises:
         OSDPError: an optimizer cannot work on shards, or was not made from this model.
@@ -60,13 +52,8 @@ def shard_model(
 def apply_alone(model: nn.Module, run: PlannedRun, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Apply a plan to a model that one process trains without FSDP2: blocks that are recomputed, operators in slices.
 
-    Args:
-        model: not wrapped by anything.
-        run: the planned run of one process, with no unit on the host.
-        optimizers: made from the model's parameters, without state.
-
     Raises:
-        OSDPError: an optimizer was not made from this model.
+        OSDPError: an optimizer was not made from this model, or has state.
         PlanError: the plan is not for this model.
     """
     names = parameter_names(model)
