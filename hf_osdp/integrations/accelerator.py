@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -94,7 +95,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         """Measurement of the loop's first optimizer steps, the same on every process; None before they ended."""
         self._writer: CheckpointWriter | None = None
         self._earlier_error = id(sys.exc_info()[1])  # that is being handled: a training that failed before this one
-        if dist.is_initialized() or not _meets_elsewhere(options.get("kwargs_handlers")):
+        methods = {getattr(handler, "init_method", None) for handler in options.get("kwargs_handlers") or ()}
+        if dist.is_initialized() or methods <= {None, "env://"}:  # else ranks meet elsewhere than the launcher's variables say
             check_ranks()
         super().__init__(fsdp_plugin=plugin, cpu=cpu, **options)
         if self.num_processes == 1 and launched_world_size() > 1:
@@ -147,13 +149,9 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             InfeasibleError: no plan meets the memory limit.
         """
         config = self._config
-        plan = self._make_plan(
-            model,
-            optimizer,
-            sequence_length=sequence_length or config.sequence_length,
-            global_batch_size=global_batch_size or config.global_batch_size,
-            micro_batch_size=config.micro_batch_size,
-        )
+        length, samples = sequence_length or config.sequence_length, global_batch_size or config.global_batch_size
+        config = replace(config, sequence_length=length, global_batch_size=samples)
+        plan = self._make_plan(model, config, optimizer)
         self.gradient_accumulation_steps = plan.accumulation_steps
         return plan
 
@@ -172,44 +170,31 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             self._choose_scaler()
         self.gradient_state.plugin_kwargs["sync_each_batch"] = False
 
-    def _plan_for(self, model: nn.Module, loader: DataLoader[Any] | None, optimizer: torch.optim.Optimizer | None) -> None:
-        """Plan for what was given to `prepare`."""
+    def _plan_for(self, model: nn.Module, loader: DataLoader[Any], optimizer: torch.optim.Optimizer | None) -> None:
+        """Plan for the loader's batches."""
         config = self._config
-        length, micro, inputs, global_batch = config.sequence_length, config.micro_batch_size, None, config.global_batch_size
-        if loader is not None:
-            inputs, length = batches_of_loader(loader, model, length)
-            size = self._batch_size(loader)
-            if micro not in (None, size):
-                raise ValueError(f"micro_batch_size={micro}, but the DataLoader's batches hold {size}; make them agree.")
-            micro = size
-            if micro is not None:
-                steps = micro * self.num_processes * self.gradient_accumulation_steps
-                if global_batch not in (None, steps):
-                    raise ValueError(
-                        f"global_batch_size={global_batch}, but batches of {micro} on {self.num_processes} processes with"
-                        f" {self.gradient_accumulation_steps} accumulation steps make {steps}; make them agree."
-                    )
-                global_batch = steps
-        plan = self._make_plan(
-            model, optimizer, sequence_length=length, global_batch_size=global_batch, micro_batch_size=micro, inputs=inputs
-        )
-        if loader is None:
-            self.gradient_accumulation_steps = plan.accumulation_steps
+        inputs, length = batches_of_loader(loader, model, config.sequence_length)
+        size, micro, global_batch = self._batch_size(loader), config.micro_batch_size, config.global_batch_size
+        if micro not in (None, size):
+            raise ValueError(f"micro_batch_size={micro}, but the DataLoader's batches hold {size}; make them agree.")
+        if size is not None:
+            samples = size * self.num_processes * self.gradient_accumulation_steps
+            if global_batch not in (None, samples):
+                raise ValueError(
+                    f"global_batch_size={global_batch}, but batches of {size} on {self.num_processes} processes with"
+                    f" {self.gradient_accumulation_steps} accumulation steps make {samples}; make them agree."
+                )
+            global_batch = samples
+        config = replace(config, sequence_length=length, micro_batch_size=size, global_batch_size=global_batch)
+        self._make_plan(model, config, optimizer, inputs)
 
     def _make_plan(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | OptimizerSpec | None,
-        *,
-        sequence_length: int | None,
-        global_batch_size: int | None,
-        micro_batch_size: int | None,
-        inputs: Inputs | None = None,
+        self, model: nn.Module, config: OSDPConfig, optimizer: torch.optim.Optimizer | OptimizerSpec | None, inputs: Inputs | None = None
     ) -> Plan:
         """Plan, print the plan, and adopt it; a size that is not known is an error with the way to state it."""
-        if sequence_length is None:
+        if config.sequence_length is None:
             raise ValueError("The sequence length is not known; give OSDPConfig(sequence_length=...) or accelerator.plan(...).")
-        if global_batch_size is None:
+        if config.global_batch_size is None:
             raise ValueError("The batch size is not known; give prepare a DataLoader, or give OSDPConfig(global_batch_size=...).")
         device_type, checkpointing = self.device.type, bool(self.plugin.activation_checkpointing)
         syncs_each_batch = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
@@ -218,11 +203,11 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             device_type=device_type,
             precision=precision_of(self.mixed_precision, self.plugin.mixed_precision_policy, alone=not self.is_fsdp2),
             optimizer=optimizer if isinstance(optimizer, OptimizerSpec) else spec_of_optimizer(optimizer, device_type=device_type),
-            sequence_length=sequence_length,
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
+            sequence_length=config.sequence_length,
+            global_batch_size=config.global_batch_size,
+            micro_batch_size=config.micro_batch_size,
             inputs=inputs,
-            reduce_every_micro_step=True if syncs_each_batch else self._config.reduce_every_micro_step,
+            reduce_every_micro_step=True if syncs_each_batch else config.reduce_every_micro_step,
             holds_outputs=True,  # the usual loop names them: `out = model(**batch); accelerator.backward(out.loss)`
             activation_checkpointing=checkpointing,
             checkpoint_wrapper=checkpointing,
@@ -232,7 +217,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             folder=project_folder(self.project_configuration),
         )
         prepare_model(model, facts.precision)
-        run = plan_and_announce(model, self._config, facts, is_rank_zero=self.is_main_process)
+        run = plan_and_announce(model, config, facts, is_rank_zero=self.is_main_process)
         self.adopt(run)
         return run.plan
 
@@ -252,10 +237,13 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         self._check_models(models)
         if models and not isinstance(model := models[0], FSDPModule):
             loader = next(iter(_of_type(args, DataLoader)), None)
-            if self._run is None:
-                self._plan_for(model, loader, optimizers[0] if optimizers else None)
-            elif loader is not None:
+            optimizer = optimizers[0] if optimizers else None
+            if self._run is not None:
                 self._check_loader(loader)
+            elif loader is not None:
+                self._plan_for(model, loader, optimizer)
+            else:
+                self.plan(model, optimizer=optimizer)
             if not self.is_fsdp2 and not any(known is model for known in self._models):
                 apply_alone(model, self._planned, optimizers)
                 self._explain_memory_of(model)
@@ -279,9 +267,9 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
                 " a model that is not trained to accelerator.device by hand."
             )
 
-    def _check_loader(self, loader: DataLoader[Any]) -> None:
+    def _check_loader(self, loader: DataLoader[Any] | None) -> None:
         """Refuse training batches of another size than the plan's. The first loader trains; others may be for evaluation."""
-        size, planned = self._batch_size(loader), self._planned.plan.micro_batch_size
+        size, planned = None if loader is None else self._batch_size(loader), self._planned.plan.micro_batch_size
         if size not in (None, planned):
             raise ValueError(
                 f"The plan runs {planned} samples at once, but the first DataLoader gives {size};"
@@ -362,15 +350,12 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         with self.out_of_memory_explained():
             super().backward(loss, **kwargs)
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Run one micro-step that is not the last: the plan decides what is reduced in it."""
         if not self.is_fsdp2:
-            with super().no_sync(model):
-                yield
-            return
-        with micro_step(model, is_last=False, plan=None if self._run is None else self._run.plan):
-            yield
+            stock: AbstractContextManager[None] = super().no_sync(model)
+            return stock
+        return micro_step(model, is_last=False, plan=None if self._run is None else self._run.plan)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """Return whole weights under their Hugging Face names, as copies; empty on ranks other than 0."""
@@ -408,11 +393,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
         self.scaler = OSDPGradScaler(device=self.device.type, **options)
         self.native_amp = True
-
-
-def _meets_elsewhere(handlers: Iterable[Any] | None) -> bool:
-    """Whether `InitProcessGroupKwargs(init_method=...)` names another place than the launcher's variables."""
-    return any(getattr(handler, "init_method", None) not in (None, "env://") for handler in handlers or ())
 
 
 def _of_type(objects: Iterable[Any], cls: type[T]) -> list[T]:
