@@ -55,17 +55,14 @@ _SIGNATURE = inspect.signature(Accelerator.__init__)
 
 
 class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
-    """An `Accelerator` that plans when a model is prepared, and shards each unit as the plan says.
+    """An `Accelerator` that plans when a model is prepared, for the first DataLoader's batch size, and shards each unit as the plan says.
 
-    The plan is made at `prepare`, for the batch size of the first DataLoader given there. To let the planner choose the
-    batch size as well, call `plan` first and build the DataLoader with `batch_size=plan.micro_batch_size`. The first
-    DataLoader is the one to train with; others, for evaluation, may have batches of any size.
+    To let the planner choose the batch size as well, call `plan` first and build the DataLoader with `batch_size=plan.micro_batch_size`.
+    The first DataLoader given to `prepare` is the one to train with; others, for evaluation, may have batches of any size.
 
     The first 8 optimizer steps of the loop are measured (`measured`), and the estimate is printed beside them; with a `project_dir`
-    it goes into `osdp_report.json` there. `end_training` tells it where a loop is shorter.
-
-    A single process without a process group has nobody to share with: its plan sets the batch size, and which units live on the
-    host.
+    it goes into `osdp_report.json` there. `end_training` tells it where a loop is shorter. A single process without a process group has
+    nobody to share with: its plan sets the batch size, and which units live on the host.
 
     Args:
         *args: as for `Accelerator`.
@@ -197,7 +194,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         if config.global_batch_size is None:
             raise ValueError("The batch size is not known; give prepare a DataLoader, or give OSDPConfig(global_batch_size=...).")
         device_type, checkpointing = self.device.type, bool(self.plugin.activation_checkpointing)
-        syncs_each_batch = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        sync_each_batch = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         facts = RunFacts(
             world_size=self.num_processes,
             device_type=device_type,
@@ -207,7 +204,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             global_batch_size=config.global_batch_size,
             micro_batch_size=config.micro_batch_size,
             inputs=inputs,
-            reduce_every_micro_step=True if syncs_each_batch else config.reduce_every_micro_step,
+            reduce_every_micro_step=True if sync_each_batch else config.reduce_every_micro_step,
             holds_outputs=True,  # the usual loop names them: `out = model(**batch); accelerator.backward(out.loss)`
             activation_checkpointing=checkpointing,
             checkpoint_wrapper=checkpointing,
@@ -221,15 +218,10 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         self.adopt(run)
         return run.plan
 
-    @property
-    def _batch_share(self) -> int:
-        """Processes that share a batch of a DataLoader."""
-        return self.num_processes if self.split_batches else 1
-
     def _batch_size(self, loader: DataLoader[Any]) -> int | None:
         """Return the samples that one process gets at once from a loader; None where it does not say."""
         size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-        return None if size is None else size // self._batch_share
+        return size if size is None or not self.split_batches else size // self.num_processes
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:  # noqa: ANN401  as stock
         """As `Accelerator.prepare`; a model may also come without an optimizer, for evaluation."""
@@ -273,7 +265,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         if size not in (None, planned):
             raise ValueError(
                 f"The plan runs {planned} samples at once, but the first DataLoader gives {size};"
-                f" use batch_size={planned * self._batch_share} for training, and give that DataLoader first."
+                f" use batch_size={planned * (self.num_processes if self.split_batches else 1)} for training, and give that"
+                " DataLoader first."
             )
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
@@ -400,12 +393,7 @@ def _of_type(objects: Iterable[Any], cls: type[T]) -> list[T]:
 
 
 def _by_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of `Accelerator` by name.
-
-    Raises:
-        TypeError: `Accelerator` has no such argument.
-        ValueError: an argument lays the model out in another way than a plan.
-    """
+    """Return the arguments of a call of `Accelerator` by name; refuse those that lay the model out in another way than a plan."""
     options = dict(_SIGNATURE.bind(None, *args, **kwargs).arguments)
     del options["self"]
     if other := next((name for name in _REFUSED if options.get(name) is not None), None):

@@ -14,10 +14,10 @@ _TRAINER_NAMES = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "
 
 
 def spec_of_optimizer(optimizer: torch.optim.Optimizer | None, *, device_type: str) -> OptimizerSpec:
-    """Return what an optimizer of `torch.optim` will hold, plain or wrapped by Accelerate; None stands for `AdamW(model.parameters())`.
+    """Return what a known optimizer of `torch.optim` will hold, plain or wrapped by Accelerate; None stands for AdamW's defaults.
 
     Raises:
-        ValueError: the optimizer is not one that is known to work on sharded parameters.
+        ValueError: its memory is not known.
     """
     if optimizer is None:
         return spec_of_trainer_name("adamw_torch", device_type=device_type)

@@ -66,8 +66,8 @@ class OptimalShardedDataParallel(nn.Module):
     `scaler.unscale_(optimizer)` before clipping, `scaler.step(optimizer)` and `scaler.update()`. It is an `OSDPGradScaler`;
     torch's own GradScaler asks one mesh only, so that where units lie on several, some ranks step and others skip.
 
-    Under torchrun the process group is formed if there is none: NCCL with CUDA, else gloo. The optimizer is made afterwards,
-    from `model.parameters()`. Parameters and state dicts have the model's own names.
+    Under torchrun the process group is formed if there is none: NCCL with CUDA, else gloo. The optimizer is made afterwards, from
+    `model.parameters()`. Parameters and state dicts have the model's own names.
 
     Attributes:
         module: the model, sharded in place.
@@ -98,8 +98,7 @@ class OptimalShardedDataParallel(nn.Module):
         Raises:
             InfeasibleError: no plan meets the limit.
             PlanError: the given plan cannot be read, is for another model, number of processes or batch, or does not fit.
-            HardwareError: the hardware's name is not known.
-            ProfileError: the profile cannot be read, or holds times of another model.
+            HardwareError, ProfileError: the hardware is not known, or the profile is of another model.
             PreflightError: the run would fail, or train something else than was meant.
             ValueError: an option is missing, out of range, or has no effect here.
         """
@@ -243,11 +242,7 @@ class OptimalShardedDataParallel(nn.Module):
         )  # fmt: skip
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until the checkpoint that is written in the background is complete. Collective.
-
-        Raises:
-            CheckpointError: it could not be written; on every rank.
-        """
+        """Wait until the checkpoint that is written in the background is complete; all ranks raise if it could not be. Collective."""
         self._writer.wait()
 
     def load_checkpoint(

@@ -82,11 +82,7 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
 
 
 def plugin_for(osdp: OSDPConfig | Mapping[str, object] | None, osdp_plugin: object, fsdp_plugin: object) -> OSDPPlugin:
-    """Return the plugin given under either name, or one for the configuration given, or for what the launcher was told.
-
-    Raises:
-        ValueError: more than one was given, another kind of plugin, or none where the launcher was told `osdp: false`.
-    """
+    """Return the plugin given under either name, or one for the configuration given, or for what the launcher was told."""
     if osdp_plugin is not None and fsdp_plugin is not None:
         raise ValueError("Both osdp_plugin and fsdp_plugin were given; they name the same thing, give osdp_plugin only.")
     name, plugin = ("fsdp_plugin", fsdp_plugin) if osdp_plugin is None else ("osdp_plugin", osdp_plugin)
@@ -120,11 +116,7 @@ def precision_of(mixed_precision: str, policy: MixedPrecisionPolicy | None, *, a
 
 
 def refuse_decided(options: Mapping[str, Any]) -> None:
-    """Refuse an option, by FSDP's name, that would be accepted and ignored; wrapping by class is what OSDP does anyway.
-
-    Raises:
-        ValueError: the plan decides it.
-    """
+    """Refuse an option, by FSDP's name, that would be accepted and ignored; wrapping by class is what OSDP does anyway."""
     for name, remedy in DECIDED.items():
         value = options.get(name)
         by_class = name == "auto_wrap_policy" and str(value).lower() == "transformer_based_wrap"
@@ -135,11 +127,7 @@ def refuse_decided(options: Mapping[str, Any]) -> None:
 def with_block_classes(
     asked: OSDPConfig | Mapping[str, object] | None, names: str | Sequence[str] | None, *, option: str
 ) -> dict[str, object]:
-    """Return what was asked for, with the class names that FSDP's `option` has as `block_classes`.
-
-    Raises:
-        ValueError: `block_classes` are set as well.
-    """
+    """Return what was asked for, with the class names that FSDP's `option` has as `block_classes`, which may not be set as well."""
     stated = stated_options(asked)
     if not names:
         return stated

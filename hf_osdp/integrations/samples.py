@@ -120,11 +120,7 @@ def takes_keywords(model: nn.Module, batch: object) -> bool:
 
 
 def batches_of_loader(loader: DataLoader[Any], model: nn.Module, sequence_length: int | None) -> tuple[Batches | None, int | None]:
-    """Find the batches that a loop gives to the model by keywords, from a loader that is not yet prepared. Collective.
-
-    Returns:
-        The batches, None where the loop cannot give them by keywords, and the tokens of a row, None where they are not known.
-    """
+    """Find the batches that a loop gives to the model by keywords, if it can, and the tokens of a row, if they are known. Collective."""
     found = None if loader.collate_fn is None else find_batches(loader.dataset, loader.collate_fn)
     if found is None:
         return None, sequence_length

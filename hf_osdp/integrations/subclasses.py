@@ -16,11 +16,7 @@ from ..modeling.units import canonical_name
 
 
 def check_order(cls: type, ours: type) -> None:
-    """Refuse a class that lists our Trainer before another one, whose methods would then be hidden.
-
-    Raises:
-        TypeError: names the other class and the right order.
-    """
+    """Refuse a class that lists our Trainer before another one, whose methods would then be hidden."""
     order = cls.__mro__
     between = order[order.index(ours) + 1 : order.index(StockTrainer)]
     hidden = next((other for other in between if issubclass(other, StockTrainer)), None)

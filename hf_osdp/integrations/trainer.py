@@ -90,7 +90,7 @@ class Trainer(TrainerCheckpoints, StockTrainer):
             return
         args = self.args
         try:
-            facts = facts_of_trainer(self, self._osdp, self._plugin())
+            facts = facts_of_trainer(self, self._osdp)
             hold_master_weights(self._module, facts.precision)
             self._run = plan_and_announce(self._module, self._osdp, facts, is_rank_zero=args.process_index == 0)
         except Exception:
@@ -141,16 +141,11 @@ class Trainer(TrainerCheckpoints, StockTrainer):
         assert isinstance(self.model, torch.nn.Module)
         return self.model
 
-    def _plugin(self) -> OSDPPlugin:
-        """Return the plugin as arguments and launcher set it."""
-        assert self._osdp is not None
-        return OSDPPlugin(osdp=self._osdp.options(), **plugin_options(self.args))
-
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """As stock, with the plan's plugin."""
         options = super()._build_accelerator_args(**kwargs)
         if self._osdp is not None:
-            options["fsdp_plugin"] = self._plugin()
+            options["fsdp_plugin"] = OSDPPlugin(osdp=self._osdp.options(), **plugin_options(self.args))
             options["cpu"] = self.args.device.type == "cpu"
         return options
 
@@ -177,7 +172,7 @@ class Trainer(TrainerCheckpoints, StockTrainer):
             wait_for_ranks()  # stock goes on to collectives while rank 0 writes
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As stock; then the estimate is printed beside what was measured, and `osdp_report.json` is written.
+        """As stock; then estimate and measurement are printed, and `osdp_report.json` is written.
 
         A restart by `torchrun --max-restarts` or a SLURM requeue goes on from the last complete checkpoint. After SIGTERM on any rank
         a checkpoint is saved, and the process ends with exit code 143.

@@ -24,7 +24,7 @@ from ..planning.config import OSDPConfig
 from ..planning.preflight.checks import RunFolder
 from ..planning.problem import RunFacts
 from .optimizers import frozen_parameters, spec_of_optimizer, spec_of_trainer_name
-from .plugin import OSDPPlugin, offloads
+from .plugin import offloads
 from .samples import find_batches, tokens_of
 from .trainer_loss import held_models, traced_loss
 from .trainer_options import samples_of_step
@@ -34,13 +34,13 @@ _SINGLE_SAMPLE_LOSSES = ("SFTTrainer", "RewardTrainer")
 """Trainers with a loss of their own that is a sum over tokens or samples, whichever share a batch."""
 
 
-def facts_of_trainer(trainer: Trainer, config: OSDPConfig, plugin: OSDPPlugin) -> RunFacts:
+def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> RunFacts:
     """Return what is known about the run of a Trainer whose `__init__` has ended. Collective.
 
     Raises:
         ValueError: the sequence length, or the optimizer's memory, is not known.
     """
-    args = trainer.args
+    args, plugin = trainer.args, trainer.accelerator.plugin
     batches, sequence_length = _batches(trainer, config)
     stock_loss = type(trainer).compute_loss is Trainer.compute_loss
     model_makes_loss = stock_loss and trainer.compute_loss_func is None and trainer.label_smoother is None

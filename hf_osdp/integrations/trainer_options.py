@@ -32,11 +32,7 @@ def asked_config(
 ) -> OSDPConfig | None:
     """Return what was asked for: by the Trainer's argument, then by `fsdp_config`, then by the launcher; None for the stock Trainer.
 
-    The first that says so switches it on or off, and each option comes from the first that sets it. Where none of them says so, it is on
-    if `unasked`.
-
-    Raises:
-        ValueError: an option cannot be read.
+    The first that says so switches it on or off, and each option comes from the first that sets it. `unasked`: on where none says so.
     """
     if osdp is False:
         return None
@@ -56,11 +52,7 @@ def asked_config(
 
 
 def _refuse_ignored(beside: Mapping[str, Any]) -> None:
-    """Refuse entries of `fsdp_config` that would have no effect; those that transformers adds itself, switched off, are accepted.
-
-    Raises:
-        ValueError: the plan decides it, or it is not known.
-    """
+    """Refuse entries of `fsdp_config` that would have no effect; those that transformers adds itself, switched off, are accepted."""
     if beside.get("version", 2) not in (2, "2"):
         raise ValueError(f"fsdp_config has version={beside['version']!r}, which cannot run a plan; leave it out or use 2.")
     set_here = {name: value for name, value in beside.items() if name not in _ADDED or value not in (0, None)}
@@ -83,11 +75,7 @@ def plugin_options(args: TrainingArguments) -> dict[str, Any]:
 
 
 def own_arguments(args: TrainingArguments) -> TrainingArguments:
-    """Return a copy of the training arguments that the planner may write into, with one number of accumulation steps in it.
-
-    Raises:
-        ValueError: the accumulation steps are set twice.
-    """
+    """Return a copy of the training arguments that the planner may write into, with one number of accumulation steps in it."""
     own = copy.copy(args)
     own.accelerator_config = copy.deepcopy(args.accelerator_config)
     steps = (_accelerator_config(own).gradient_accumulation_kwargs or {}).pop("num_steps", None)
@@ -101,11 +89,7 @@ def own_arguments(args: TrainingArguments) -> TrainingArguments:
 
 
 def samples_of_step(args: TrainingArguments) -> int:
-    """Return the samples of one optimizer step over all processes; `split_batches` divides each batch among them.
-
-    Raises:
-        ValueError: a batch cannot be split over the processes.
-    """
+    """Return the samples of one optimizer step over all processes; `split_batches` divides each batch among them."""
     batch, splits = args.per_device_train_batch_size, _accelerator_config(args).split_batches
     if splits and batch % args.world_size:
         raise ValueError(
@@ -130,11 +114,7 @@ def set_batch(args: TrainingArguments, plan: Plan) -> None:
 
 
 def refuse_unplanned(given: Mapping[str, Any]) -> None:
-    """Refuse arguments of a Trainer, by name, that a plan made beforehand cannot take into account.
-
-    Raises:
-        ValueError: for `model_init`, DeepSpeed, torch.compile, or weights that are converted for evaluation.
-    """
+    """Refuse arguments of a Trainer, by name, that a plan made beforehand cannot take into account."""
     args: TrainingArguments | None = given.get("args")
     if given.get("model") is None:
         raise ValueError("OSDP plans for one model when the Trainer is made; pass model=... instead of model_init.")
