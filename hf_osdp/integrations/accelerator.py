@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.process_group import check_ranks, wait_for_ranks
 from ..distributed.stop import Stopped
-from ..measurement.loop_meter import LoopMeter
-from ..measurement.step_meter import Observation
+from ..measurement.step_meter import LoopMeter, Observation
 from ..modeling.batch import Inputs
 from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
@@ -33,12 +32,11 @@ from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun
 from ..planning.preflight.checks import RunFolder
 from ..planning.problem import RunFacts
-from ..sharding.accumulation import micro_step
-from ..sharding.clip import clip_grad_norm_
 from ..sharding.environment import form_process_group, prepare_model
+from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
 from ..sharding.host_offload import uses_host
-from ..sharding.scaler import OSDPGradScaler
 from ..sharding.state import full_state_dict
+from ..sharding.steps import micro_step
 from .announce import announce_result, plan_and_announce
 from .checkpoints import AcceleratorCheckpoints
 from .launch import launch_request, launched_world_size

@@ -14,8 +14,7 @@ from torch import nn
 
 from ..distributed.consensus import on_rank_zero, require_same_run
 from ..distributed.device import own_gpu
-from ..distributed.mesh import Meshes
-from ..distributed.topology import find_topology
+from ..distributed.mesh import Meshes, find_topology
 from ..errors import PlanError
 from ..modeling.batch import check_inputs, training_batch
 from ..modeling.split_candidates import split_units

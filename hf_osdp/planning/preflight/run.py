@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ...distributed.device import own_gpu
+from ...distributed.mesh import find_topology
 from ...distributed.process_group import waiting_group
-from ...distributed.topology import find_topology
 from ...measurement.memory_limits import memory_limits, tightest
 from ...planner.cost.timing import TimeEstimate
 from ...planner.description import UnitDescription
