@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
-from ..modeling.split.positions import at_positions
+from ..modeling.split.names import at_positions
 from . import layouts
 from .layouts import Layout
 from .manifest import MANIFEST_NAME

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import ProfileError
 from ..modeling.batch import Inputs, loss_of, training_batch
-from ..modeling.batch_norm import batch_norm_parameters
 from ..modeling.build import build_on_meta, checkpoint_blocks
 from ..modeling.units import find_units, modules_by_name
+from ..modeling.wrapping import batch_norm_parameters
 from ..planner.description import DType, GatherSpan, ModelDescription, UnitDescription
 from ..planner.profile import SegmentTimes, SegmentWork, TimePoint
 from ..tracing.describe import describe

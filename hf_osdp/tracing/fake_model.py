@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..modeling.batch_norm import batch_norm_parameters
 from ..modeling.units import unwrapped
+from ..modeling.wrapping import batch_norm_parameters
 from ..planner.description import GatherSpan, UnitDescription
 from .tensors import fake_like
 

@@ -151,7 +151,7 @@ class MemoryTracker(TorchDispatchMode):
                         self._live[known.kind] -= known.nbytes
                         self._live[kind] += known.nbytes
                         known.kind = kind
-                with self._targeting(kind and _Target(kind, pinned)):
+                with self._targeting(None if kind is None else _Target(kind, pinned)):
                     self._update(storage)
 
     @contextmanager
@@ -183,7 +183,7 @@ class MemoryTracker(TorchDispatchMode):
     def __enter__(self) -> MemoryTracker:
         self._fake_mode = active_fake_mode()
         self._stock_resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._resizing(self._stock_resize)  # type: ignore[method-assign,assignment]
+        torch.UntypedStorage.resize_ = self._resizing(self._stock_resize)  # type: ignore[method-assign]
         super().__enter__()
         return self
 

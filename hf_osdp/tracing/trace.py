@@ -110,7 +110,7 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
         if [segment.unit for segment in segments] != order:
             raise DescriptionError("The model runs other units where its blocks are recomputed or offloaded.")
         tracers.append(tracer)
-        traces = allocation_traces(*records[1:], options.samples[1], kept, lambda i: units[i].span is GatherSpan.USE)
+        traces = allocation_traces(records[1], records[2], options.samples[1], kept, lambda i: units[i].span is GatherSpan.USE)
         numbers = [None if trace is None else allocations.setdefault(trace, len(allocations)) for trace in traces]
         return [replace(segment, allocations=number) for segment, number in zip(segments, numbers, strict=True)]
 
