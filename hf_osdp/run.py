@@ -13,7 +13,7 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
-from types import ModuleType, TracebackType
+from types import ModuleType
 
 from .errors import OSDPError
 
@@ -39,7 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(_USER_ERROR)
     sys.argv = given[is_module:]
-    sys.excepthook = _show
     from .distributed.process_group import check_ranks
 
     check_ranks()
@@ -118,18 +117,6 @@ def _replace(stock: type, ours: type) -> None:
         for name in [name for name, value in vars(module).items() if value is stock]:
             if (module.__name__, name) != ("transformers.trainer", "Accelerator"):  # the stock Trainer's, with osdp=False
                 setattr(module, name, ours)
-
-
-def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Show an error as Python would have: from the script's first line on."""
-    while trace is not None and _is_before_the_script(trace):
-        trace = trace.tb_next
-    error.__traceback__ = trace
-    sys.__excepthook__(kind, error, trace)
-
-
-def _is_before_the_script(trace: TracebackType) -> bool:
-    return trace.tb_frame.f_code.co_filename == __file__ or trace.tb_frame.f_globals.get("__name__") == "runpy"
 
 
 if __name__ == "__main__":

@@ -233,7 +233,7 @@ def doctor(
     if save_total_limit is not None and output_dir is None:
         raise ValueError(f"--save-total-limit {save_total_limit} has no effect without --output-dir; give both, or neither.")
     with screen.working("Looking at model, devices, plan and folder"):
-        from ..planning.preflight.folder import RunFolder
+        from ..planning.preflight.checks import RunFolder
         from .examination import Examination, machine_line
 
         folder = None if output_dir is None else RunFolder(path=output_dir, limit=save_total_limit, adapters=request.lora_rank is not None)
@@ -260,19 +260,13 @@ def convert(
             help="For Accelerate's FSDP2 (SHARDED_STATE_DICT or FULL_STATE_DICT), for one process, or safetensors alone.",
         ),
     ],
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="Hub id, local folder or config.json; needed where one process wrote the optimizer's state."),
-    ] = None,
 ) -> None:
     """Write a checkpoint again, for plain Accelerate, one process, or from_pretrained. The training script itself reads every layout."""
     from ..checkpoint.convert import Target
     from ..checkpoint.convert import convert as write
-    from ..modeling.build import build_on_meta
 
     screen = Output()
     with screen.working("Converting"):
-        known = model is not None or (source / "config.json").is_file()
-        write(source, target, to=Target(to), model=build_on_meta(load_config(model or str(source))) if known else None)
+        write(source, target, to=Target(to))
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
     screen.print(f"{target}: {to}, {size / 2**20:.1f} MiB")

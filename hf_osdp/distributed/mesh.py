@@ -1,21 +1,43 @@
-"""Device meshes of a plan, and the device that collectives of the whole world run on."""
+"""Device meshes of a plan, the nodes that ranks lie on, and the device that collectives of the whole world run on."""
 
 from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ..errors import HardwareError
 from ..planner.job import divisors
 from ..planner.plan import Plan
+from .collectives import Stages
 from .device import own_gpu
-from .two_stage import Stages
+from .process_group import of_all_ranks
 
 REPLICATE_AXIS = "replicate"
 SHARD_AXIS = "shard"
 NODES_AXIS = "nodes"
 Layout = tuple[int, int]
 """Shard size and stage size."""
+_topologies: WeakKeyDictionary[dist.ProcessGroup, Topology] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Equal nodes; ranks are numbered node by node."""
+
+    nodes: int
+    ranks_per_node: int
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
 
 
 class Meshes:
@@ -162,3 +184,42 @@ def collective_device() -> torch.device:
     if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
         return own_gpu()
     return torch.device("cpu")
+
+
+def find_topology() -> Topology:
+    """Return the nodes of the process group, the same on every rank; without a process group there is one rank on one node.
+
+    A node is what torchrun's number of its agent says, else the host's name. Collective the first time; found once for each process group.
+
+    Raises:
+        HardwareError: nodes hold different numbers of ranks, or a node's ranks are not numbered one after the other.
+    """
+    if (world := dist.group.WORLD) is None:
+        return Topology(nodes=1, ranks_per_node=1)
+    if world not in _topologies:
+        by_launcher = "LOCAL_WORLD_SIZE" in os.environ and "GROUP_RANK" in os.environ
+        _topologies[world] = topology_of(of_all_ranks(f"node {os.environ['GROUP_RANK']}" if by_launcher else socket.gethostname()))
+    return _topologies[world]
+
+
+def topology_of(names: Sequence[str]) -> Topology:
+    """Return the topology of ranks that lie on nodes of these names, in rank order.
+
+    Raises:
+        HardwareError: see `find_topology`.
+    """
+    runs = [(name, len(list(ranks))) for name, ranks in groupby(names)]
+    if len(runs) != len(set(names)):
+        split = next(name for name, _ in runs if sum(other == name for other, _ in runs) > 1)
+        raise HardwareError(
+            f"Ranks of {split} are not numbered one after the other; start the ranks of a node together (with srun:"
+            " --distribution=block), because groups are neighbouring ranks."
+        )
+    counts = [count for _, count in runs]
+    if len(set(counts)) > 1:
+        listed = ", ".join(f"{name}: {count}" for name, count in runs)
+        raise HardwareError(
+            f"Nodes hold different numbers of processes ({listed}); start equally many on each, for example {min(counts)},"
+            " because groups follow the nodes."
+        )
+    return Topology(nodes=len(runs), ranks_per_node=counts[0])

@@ -84,18 +84,26 @@ class StopSignal:
 
     def start(self) -> None:
         """Listen. Collective."""
-        self.received = self.stopped = False
+        self.received = self.stopped = self._ends = False
         if dist.is_initialized() and dist.get_world_size() > 1:
             backend = dist.distributed_c10d._get_default_group()._get_backend(collective_device())
             timeout = getattr(getattr(backend, "options", None), "_timeout", None)  # new groups do not take it over
             self._group = dist.new_group(backend="gloo", timeout=timeout)
         if threading.current_thread() is threading.main_thread():
-            self._process = os.getpid()
-            before = signal.getsignal(signal.SIGTERM)
-            ended = getattr(before, "__self__", None)  # a loop that SIGTERM ended, though the process lives on
-            self._before = ended._before if isinstance(ended, StopSignal) and ended._ends else before
-            self._ends = False
-            signal.signal(signal.SIGTERM, self._note)
+            self._process, self._before = os.getpid(), signal.signal(signal.SIGTERM, self._note)
+
+    def agreed(self) -> bool:
+        """Return whether a rank had its signal before the step before this one ended; the same on every rank. Collective, once a step."""
+        if self._group is None:
+            self.stopped = self.received
+            return self.stopped
+        if self._pending is not None:
+            flag, work = self._pending
+            work.wait()
+            self.stopped = self.stopped or bool(flag.item())
+        flag = torch.tensor([self.received], dtype=torch.int32)
+        self._pending = (flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
+        return self.stopped
 
     def finish(self) -> None:
         """Listen no more; where SIGTERM ended the loop, it does nothing more until the process ends. Collective."""
@@ -128,19 +136,6 @@ class StopSignal:
             for wait in list(_background):
                 wait()
             raise Stopped(EXIT_CODE)
-
-    def agreed(self) -> bool:
-        """Return whether a rank had its signal before the step before this one ended; the same on every rank. Collective, once a step."""
-        if self._group is None:
-            self.stopped = self.received
-            return self.stopped
-        if self._pending is not None:
-            flag, work = self._pending
-            work.wait()
-            self.stopped = self.stopped or bool(flag.item())
-        flag = torch.tensor([self.received], dtype=torch.int32)
-        self._pending = (flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
-        return self.stopped
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """Note the signal; a fork, which is no rank, ends by it."""

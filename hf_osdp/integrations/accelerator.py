@@ -23,21 +23,19 @@ from torch.utils.data import DataLoader
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.process_group import check_ranks, wait_for_ranks
 from ..distributed.stop import Stopped
-from ..measurement.loop_meter import LoopMeter
-from ..measurement.step_meter import Observation
+from ..measurement.step_meter import LoopMeter, Observation
 from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
 from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun, plan_run
-from ..planning.preflight.folder import RunFolder
+from ..planning.preflight.checks import RunFolder
 from ..planning.problem import RunFacts
-from ..sharding.accumulation import micro_step
-from ..sharding.clip import clip_grad_norm_
 from ..sharding.environment import form_process_group, prepare_model
+from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
 from ..sharding.host_offload import uses_host
-from ..sharding.scaler import OSDPGradScaler
 from ..sharding.state import full_state_dict
+from ..sharding.steps import micro_step
 from .announce import announce_plan, announce_result, planning_status
 from .checkpoints import AcceleratorCheckpoints
 from .launch import launch_request, launched_world_size

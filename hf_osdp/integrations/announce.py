@@ -9,7 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..measurement.step_meter import CollectiveTotal, Observation
+from ..measurement.collective_clock import CollectiveTotal
+from ..measurement.step_meter import Observation
 from ..planner.cost.evaluate import PlanEstimate, estimate_plan
 from ..planner.description import ModelDescription
 from ..planner.hardware import Collective

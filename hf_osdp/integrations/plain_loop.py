@@ -18,8 +18,7 @@ from ..checkpoint.loop import Stateful, load_loop, save_loop
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import world_size
-from ..measurement.loop_meter import LoopMeter
-from ..measurement.step_meter import Observation
+from ..measurement.step_meter import LoopMeter, Observation
 from ..planner.description import DType
 from ..planner.job import OptimizerSpec, OptimizerStep, Precision
 from ..planner.plan import Plan
@@ -27,18 +26,17 @@ from ..planner.search.result import SearchResult
 from ..planning.config import OSDPConfig, merged_config
 from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun, plan_run
-from ..planning.preflight.findings import Severity
+from ..planning.preflight.checks import Severity
 from ..planning.problem import RunFacts
 from ..planning.recalibrate import Round
 from ..quantities import format_bytes, format_seconds
-from ..sharding.accumulation import micro_step
 from ..sharding.apply import apply_plan
-from ..sharding.clip import clip_grad_norm_
 from ..sharding.environment import form_process_group, mp_policy, prepare_model, training_device
+from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
 from ..sharding.host_offload import move_to_device
 from ..sharding.optimizer import prepare_new_optimizers
-from ..sharding.scaler import OSDPGradScaler
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
+from ..sharding.steps import micro_step
 from ..sharding.verify import verify_applied
 
 _log = logging.getLogger(__name__)

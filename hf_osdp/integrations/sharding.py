@@ -10,7 +10,7 @@ from torch import nn
 
 from ..planning.plan_run import PlannedRun
 from ..sharding.apply import apply_plan
-from ..sharding.host_offload import empty_on_device, move_to_device
+from ..sharding.host_offload import move_to_device
 from ..sharding.optimizer import parameter_names, rebind_parameters, release_parameters
 from ..sharding.optimizer_check import check_optimizer
 from ..sharding.state import free_gathered, load_full_state_dict
@@ -107,7 +107,7 @@ def _take_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def _give_weights(model: nn.Module, weights: dict[str, torch.Tensor], device: torch.device) -> None:
     """Give every rank its shards of rank 0's weights."""
     others = {name for name, _ in model.named_buffers()} - set(model.state_dict())
-    empty_on_device(model, device)
+    move_to_device(model, device, empty=True)
     # Not by the sharded model's own names: what is in slices was taken out under its Hugging Face name.
     load_full_state_dict(model, {name: value for name, value in weights.items() if name not in others})
     for name, buffer in model.named_buffers():

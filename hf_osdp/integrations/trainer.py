@@ -29,9 +29,8 @@ from .accelerator import OSDPAccelerator
 from .announce import announce_plan, announce_result, planning_status
 from .launch import launched_world_size
 from .plugin import OSDPPlugin
-from .stopping import StopCallback
 from .subclasses import check_order, planning_at_the_end, with_whole_weights
-from .trainer_checkpoints import TrainerCheckpoints
+from .trainer_checkpoints import StopCallback, TrainerCheckpoints
 from .trainer_facts import facts_of_trainer
 from .trainer_loss import ignores_item_count
 from .trainer_options import asked_config, own_arguments, plugin_options, refuse_unplanned, set_batch

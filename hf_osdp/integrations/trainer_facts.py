@@ -23,7 +23,7 @@ from ..modeling.batch import Inputs, without_adapters
 from ..modeling.wrapping import has_running_statistics
 from ..planner.job import OptimizerSpec, Precision
 from ..planning.config import OSDPConfig
-from ..planning.preflight.folder import RunFolder
+from ..planning.preflight.checks import RunFolder
 from ..planning.problem import RunFacts
 from .optimizers import frozen_parameters, spec_of_optimizer, spec_of_trainer_name
 from .plugin import OSDPPlugin, offloads

@@ -22,7 +22,7 @@ from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.split import WHOLE_BLOCKS
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.plan_run import check_given_plan
-from hf_osdp.sharding.scaler import OSDPGradScaler
+from hf_osdp.sharding.gradients import OSDPGradScaler
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import SAMPLES, SEQUENCE_LENGTH, tiny_batch, tiny_loss, tiny_model

@@ -21,8 +21,8 @@ from hf_osdp.checkpoint.resume import check_checkpoint
 from hf_osdp.checkpoint.safe import SafeReader
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.consensus import largest_of_ranks, on_rank_zero
+from hf_osdp.distributed.mesh import find_topology
 from hf_osdp.distributed.process_group import waiting_group
-from hf_osdp.distributed.topology import find_topology
 from hf_osdp.errors import LaunchError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.trainer import Trainer

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from hf_osdp.errors import OSDPError
 from hf_osdp.modeling.split.apply_split import split_operators
@@ -138,5 +137,3 @@ def test_tensor_in_slices_cannot_be_computed_with():
     assert "slices=2" in repr(tensor)
     with pytest.raises(NotImplementedError, match="take its parts"):
         tensor + 1
-    with pytest.raises(ValueError, match=r"No shard of 'w' begins at \(1, 0\)"):
-        tensor.__get_tensor_shard__(MetadataIndex("w", torch.Size((1, 0))))

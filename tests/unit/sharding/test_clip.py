@@ -9,8 +9,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hf_osdp.sharding import clip
-from hf_osdp.sharding.clip import clip_grad_norm_, total_norm
+from hf_osdp.sharding import gradients as clip
+from hf_osdp.sharding.gradients import clip_grad_norm_, total_norm
 
 WORLDS = [2, 4]
 NORM_TYPES = [1.0, 2.0, 3.0, math.inf]

@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from hf_osdp.sharding.clip import _main_device, clip_grad_norm_
+from hf_osdp.sharding.gradients import OSDPGradScaler, _main_device, clip_grad_norm_
 from hf_osdp.sharding.optimizer import step_by_device
-from hf_osdp.sharding.scaler import OSDPGradScaler
 from tests.helpers.elsewhere import ELSEWHERE, There, two_devices
 
 SHAPES = [(3, 2), (4,), (2, 2), (5,)]
@@ -31,7 +30,7 @@ def parameters_of(*, mixed: bool, dtype: torch.dtype = torch.float64) -> list[to
 def test_clip_norm_is_that_of_both_devices(norm_type, monkeypatch):
     plain, mixed = parameters_of(mixed=False), parameters_of(mixed=True)
     assert _main_device([p.grad for p in mixed]) == ELSEWHERE, "the norm is where most of a model is"
-    monkeypatch.setattr("hf_osdp.sharding.clip._main_device", lambda grads: torch.device("cpu"))  # the other is not real
+    monkeypatch.setattr("hf_osdp.sharding.gradients._main_device", lambda grads: torch.device("cpu"))  # the other is not real
     wanted = torch.nn.utils.clip_grad_norm_(plain, 0.5, norm_type)
     with two_devices():
         norm = clip_grad_norm_(mixed, 0.5, norm_type)
