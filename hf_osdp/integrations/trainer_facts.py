@@ -18,7 +18,7 @@ from transformers.training_args import OptimizerNames
 from ..checkpoint.resume import recorded_batch
 from ..distributed.consensus import largest_of_ranks
 from ..modeling.batch import Inputs, without_adapters
-from ..modeling.batch_norm import has_running_statistics
+from ..modeling.wrapping import has_running_statistics
 from ..planner.job import OptimizerSpec, Precision
 from ..planning.config import OSDPConfig
 from ..planning.preflight.checks import RunFolder
