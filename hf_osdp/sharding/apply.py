@@ -15,11 +15,10 @@ from ..distributed.consensus import require_same
 from ..distributed.mesh import SHARD_AXIS, Meshes, collective_device, world_size
 from ..errors import OSDPError, PlanError
 from ..modeling.activation_offload import offload
-from ..modeling.batch_norm import has_running_statistics
 from ..modeling.split.apply_split import split_operators
 from ..modeling.split.names import is_split
 from ..modeling.units import canonical_name, modules_by_name
-from ..modeling.wrapping import recompute
+from ..modeling.wrapping import has_running_statistics, recompute
 from ..planner.decision import UnitDecision
 from ..planner.description import Activations, DType, GatherSpan, ModelDescription, UnitDescription
 from ..planner.plan import Plan

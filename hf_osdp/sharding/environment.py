@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from ..distributed.device import own_gpu
 from ..distributed.mesh import collective_device
 from ..distributed.process_group import check_ranks
-from ..modeling.batch_norm import has_running_statistics
+from ..modeling.wrapping import has_running_statistics
 from ..planner.description import DType
 from ..planner.job import Precision
 
