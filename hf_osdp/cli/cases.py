@@ -149,13 +149,11 @@ class Case:
         request = self.request
         if request.lora_rank is None and request.lora_targets:
             raise ValueError(f"--lora-targets {request.lora_targets} has no effect without --lora-rank; give both, or neither.")
-        from ..modeling.build import build_on_meta
+        from ..modeling.build import build_on_meta, with_lora
         from ..sharding.environment import hold_master_weights
 
         model = build_on_meta(model_config or self.model_config, request.auto_class)
         if request.lora_rank is not None:
-            from ..modeling.adapters import with_lora
-
             model = with_lora(model, request.lora_rank, names_in(request.lora_targets))
         hold_master_weights(model, Precision.named(request.precision))
         return model

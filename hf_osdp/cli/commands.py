@@ -23,7 +23,7 @@ from ..report.explain_tables import explanation_tables
 from ..report.plan_file import PlanInputs, plan_file_content, read_plan_file, write_json
 from ..report.run_tables import checks_table, simulation_table
 from ..report.tables import comparison_table, frontier_table, plan_caption, plan_table
-from .cases import Case, load_config
+from .cases import Case
 from .options import JsonFile, PlotFile, Request, stated
 from .output import Output
 
@@ -204,7 +204,7 @@ def doctor(
     if save_total_limit is not None and output_dir is None:
         raise ValueError(f"--save-total-limit {save_total_limit} has no effect without --output-dir; give both, or neither.")
     with screen.working("Looking at model, devices, plan and folder"):
-        from ..planning.preflight.folder import RunFolder
+        from ..planning.preflight.checks import RunFolder
         from .examination import Examination, machine_line
 
         folder = None if output_dir is None else RunFolder(path=output_dir, limit=save_total_limit, adapters=request.lora_rank is not None)
@@ -227,19 +227,13 @@ def convert(
             help="For Accelerate's FSDP2 (SHARDED_STATE_DICT or FULL_STATE_DICT), for one process, or safetensors alone.",
         ),
     ],
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="Hub id, local folder or config.json; needed where one process wrote the optimizer's state."),
-    ] = None,
 ) -> None:
     """Write a checkpoint again, for plain Accelerate, one process, or from_pretrained. The training script itself reads every layout."""
     from ..checkpoint.convert import Target
     from ..checkpoint.convert import convert as write
-    from ..modeling.build import build_on_meta
 
     screen = Output()
     with screen.working("Converting"):
-        known = model is not None or (source / "config.json").is_file()
-        write(source, target, to=Target(to), model=build_on_meta(load_config(model or str(source))) if known else None)
+        write(source, target, to=Target(to))
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
     screen.print(f"{target}: {to}, {size / 2**20:.1f} MiB")

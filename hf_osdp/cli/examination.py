@@ -26,10 +26,7 @@ from ..planner.search.compare import StrategyResult
 from ..planner.search.search import SearchResult, search
 from ..planner.split import WHOLE_BLOCKS
 from ..planning.plan_run import check_given_plan
-from ..planning.preflight.devices import DeviceMemory, native_bf16
-from ..planning.preflight.findings import Check, Finding, error
-from ..planning.preflight.folder import RunFolder, checkpoint_bytes
-from ..planning.preflight.model import split_ties
+from ..planning.preflight.checks import Check, DeviceMemory, Finding, RunFolder, Severity, checkpoint_bytes, native_bf16, split_ties
 from ..planning.preflight.run import KnownRun, findings_of
 from ..quantities import format_bytes, format_count, format_seconds
 from .cases import OPTIMIZERS, Case, names_in
@@ -94,7 +91,7 @@ class Examination:
         try:
             found = look()
         except (OSDPError, ValueError, OSError) as problem:
-            self._findings.append(error(check, " ".join(str(problem).split())))
+            self._findings.append(Finding(check, Severity.ERROR, " ".join(str(problem).split())))
             return None
         if sound is not None:
             self._sound[check] = sound(found)
@@ -157,10 +154,9 @@ class Examination:
             asked_classes=names_in(request.block_classes) or None,
             found_classes=description.block_classes,
             plan=None if found is None else found.plan,
-            chosen=chosen,
             hardware=hardware,
             bf16_on=hardware.device.name if native_bf16(hardware.device) else None,
-            time=None if found is None else found.time,
+            time=None if found is None or chosen else found.time,
             others=best,
             needed_bytes=None if found is None else found.memory.peak_bytes,
             memory=_memory_here(hardware),

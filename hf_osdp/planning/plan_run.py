@@ -14,8 +14,7 @@ from torch import nn
 
 from ..distributed.consensus import on_rank_zero, require_same_run
 from ..distributed.device import own_gpu
-from ..distributed.mesh import Meshes
-from ..distributed.topology import find_topology
+from ..distributed.mesh import Meshes, find_topology
 from ..errors import PlanError
 from ..modeling.batch import check_inputs, training_batch
 from ..modeling.split_candidates import split_units
@@ -30,9 +29,8 @@ from ..planner.search.search import SearchResult, search
 from ..quantities import format_bytes
 from ..sharding.host_offload import uses_host
 from .config import OSDPConfig
-from .preflight.findings import Finding
-from .preflight.model import check_model
-from .preflight.run import KnownRun, check_run
+from .preflight.checks import Finding
+from .preflight.run import KnownRun, check_model, check_run
 from .probe import Trial, probe
 from .problem import Describer, ProblemBuilder, RunFacts, first_feasible, precision_attempts, training_job
 from .recalibrate import Round, estimated, recalibrate
@@ -281,9 +279,8 @@ def _known(run: PlannedRun, config: OSDPConfig, facts: RunFacts) -> KnownRun:
         found_classes=classes,
         frozen_in_optimizer=facts.frozen_in_optimizer,
         plan=run.plan,
-        chosen=config.plan is None and config.strategy == "osdp",
         hardware=run.hardware,
-        time=None if run.search is None else run.search.time,
+        time=None if run.search is None or config.strategy == "osdp" else run.search.time,
         others=run.comparison or (),
         needed_bytes=needed,
         folder=facts.folder,

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from torch import nn
 
-from ..distributed.allocator_settings import expands_segments
 from ..distributed.consensus import on_rank_zero
+from ..distributed.device import expands_segments
 from ..distributed.restart import limit_after_oom
 from ..errors import CheckpointingError, DescriptionError, HardwareError, InfeasibleError
 from ..measurement.machine import hardware_of_run
@@ -26,7 +26,7 @@ from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..quantities import format_bytes
 from ..tracing.describe import describe, is_by_formula
 from .config import OSDPConfig
-from .preflight.folder import RunFolder
+from .preflight.checks import RunFolder
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
