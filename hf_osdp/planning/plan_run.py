@@ -24,8 +24,8 @@ from ..planner.hardware import Hardware
 from ..planner.job import TrainingJob
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem
-from ..planner.search.result import SearchResult, StrategyResult
-from ..planner.search.search import compare_strategies, search
+from ..planner.search.compare import StrategyResult, compare_strategies
+from ..planner.search.search import SearchResult, search
 from ..quantities import format_bytes
 from ..sharding.host_offload import uses_host
 from .config import OSDPConfig

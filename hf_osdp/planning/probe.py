@@ -33,7 +33,7 @@ from ..planner.job import TrainingJob
 from ..planner.plan import Plan
 from ..sharding.apply import apply_plan, needs_process_group
 from ..sharding.environment import mp_policy
-from ..sharding.host_offload import empty_on_device
+from ..sharding.host_offload import move_to_device
 from ..sharding.steps import batch_on, make_optimizer, train_step
 from .out_of_memory import is_out_of_memory
 
@@ -140,7 +140,7 @@ def sharded_copy(plan: Plan, trial: Trial, meshes: Meshes | None) -> nn.Module:
         checkpoint_blocks(model, trial.block_classes)
     apply_plan(model, plan, trial.units, meshes=meshes, mp_policy=policy, broadcast=False)
     if isinstance(model, FSDPModule):
-        empty_on_device(model, trial.device)
+        move_to_device(model, trial.device, empty=True)
     fill(model, trial.model)
     return model
 

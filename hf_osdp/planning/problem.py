@@ -21,7 +21,7 @@ from ..planner.hardware import DeviceSpec, Hardware
 from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.profile import Profile, with_block_times
-from ..planner.search.split_search import choose_description
+from ..planner.search.compare import choose_description
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..quantities import format_bytes
 from ..tracing.describe import describe, is_by_formula

@@ -13,8 +13,7 @@ from ..planner.cost.evaluate import estimate_plan
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem
-from ..planner.search.result import SearchResult
-from ..planner.search.search import search
+from ..planner.search.search import SearchResult, search
 from ..quantities import format_bytes
 
 MOST_ROUNDS = 3

@@ -31,8 +31,7 @@ from ..planner.hardware import Hardware
 from ..planner.job import TrainingJob
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem
-from ..planner.search.result import SearchResult
-from ..planner.search.search import search
+from ..planner.search.search import SearchResult, search
 from ..quantities import format_bytes
 from ..sharding.apply import apply_plan
 from ..sharding.environment import mp_policy
@@ -122,7 +121,7 @@ def simulate(model_or_config: object, plan: Plan, *, description: ModelDescripti
     reserved = replay_steps(events, expandable_segments=job.expandable_segments).peak_reserved_bytes if on_cuda else None
     return Simulation(
         peak_bytes=memory.peak_bytes,
-        breakdown=MemoryBreakdown(**{kind.value: nbytes for kind, nbytes in memory.peak_by_kind.items()}),
+        breakdown=MemoryBreakdown(**{kind.value: n for kind, n in memory.peak_by_kind.items() if kind is not Kind.HOST}),
         host_bytes=memory.host_peak_bytes,
         reserved_bytes=reserved,
         seconds=time.perf_counter() - started,
@@ -183,7 +182,7 @@ def _run_step(
     """Run one tracked optimizer step, with optimizer states as after an earlier one; return what it allocates."""
     optimizer = make_optimizer(model, job.optimizer)
     host = host_parameters(model)
-    memory.track(host, on_host=True, pinned=True)
+    memory.track(host, Kind.HOST, pinned=True)
     memory.track(model.parameters(), Kind.PARAMETERS)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -192,7 +191,7 @@ def _run_step(
     optimizer.zero_grad()
     states = _states_of(optimizer, optimizer.state)
     memory.track(states, Kind.OPTIMIZER)
-    memory.track(_states_of(optimizer, host), on_host=True)
+    memory.track(_states_of(optimizer, host), Kind.HOST)
     memory.track([*model.buffers(), *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))], Kind.MODEL_BUFFERS)
     memory.reset_peak()
     of_states = frozenset(map(memory.allocation_of, states))
