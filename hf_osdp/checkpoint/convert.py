@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..modeling.split.positions import at_positions
+from ..modeling.split.names import at_positions
 from . import layouts
 from .layouts import Layout
 from .manifest import MANIFEST_NAME

@@ -13,8 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..distributed.mesh import world_size
 from ..errors import OSDPError
-from ..modeling.split.names import split_names
-from ..modeling.split.positions import keep_positions
+from ..modeling.split.names import keep_positions, split_names
 from ..modeling.units import canonical_name
 from .gradients import local
 from .host_offload import host_parameters

@@ -78,7 +78,7 @@ def test_two_stages_and_rings_put_every_byte_in_its_place_and_tell_their_begin_a
     collectives.PIECE_BYTES = 64  # several pieces a shard, the last one shorter
     topology, rank = find_topology(), dist.get_rank()
     assert (topology.nodes, topology.ranks_per_node) == (world_size // 2, 2)
-    stages = Meshes("cpu").stages(topology.world_size, topology.ranks_per_node)
+    stages = Meshes("cpu").stages(world_size, topology.ranks_per_node)
     assert dist.get_process_group_ranks(stages.between) == [r for r in range(world_size) if r % 2 == rank % 2]
     assert dist.get_process_group_ranks(stages.within) == [rank - rank % 2, rank - rank % 2 + 1]
     heard = Heard()

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_osdp.distributed.consensus import largest_of_ranks
+from hf_osdp.distributed.process_group import of_all_ranks
 from hf_osdp.measurement.collective_clock import CollectiveCall, timings_of, totals_of
 from hf_osdp.measurement.step_meter import StepMeter, training_tensors
 from hf_osdp.planner.hardware import Collective
@@ -69,7 +69,7 @@ def test_step_meter_counts_its_ranks_peak_and_sums_up_the_worst_rank():
     assert without.peak_bytes / (4 * ELEMENTS) == pytest.approx(3, abs=0.1)
     summary = with_data.summary()
     assert summary.steps == 4 and summary.median_step_s >= 0.07
-    assert summary.peak_bytes == largest_of_ranks(with_data.peak_bytes) and (rank == 0 or summary.peak_bytes == with_data.peak_bytes)
+    assert summary.peak_bytes == max(of_all_ranks(with_data.peak_bytes)) and (rank == 0 or summary.peak_bytes == with_data.peak_bytes)
 
 
 def test_collectives_inside_and_across_nodes_are_told_apart():

@@ -15,8 +15,8 @@ from torch import nn
 
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.batch import training_batch
-from hf_osdp.modeling.batch_norm import has_running_statistics
 from hf_osdp.modeling.units import find_units
+from hf_osdp.modeling.wrapping import has_running_statistics
 from hf_osdp.planner.description import UnitDescription
 from hf_osdp.planner.plan import Plan
 from hf_osdp.sharding.apply import apply_plan

@@ -14,7 +14,7 @@ from hf_osdp.checkpoint.loop import load_loop, save_loop
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.split.apply_split import split_operators
-from hf_osdp.modeling.split.positions import keep_positions
+from hf_osdp.modeling.split.names import keep_positions
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.sharding.apply import apply_plan

@@ -18,27 +18,9 @@ from ...planner.description import UnitDescription
 from ...planner.hardware import DeviceSpec, Hardware
 from ...planner.job import OptimizerSpec, Precision
 from ...planner.plan import Plan
-from ...planner.search.result import StrategyResult
-from .checks import (
-    Check,
-    DeviceMemory,
-    Finding,
-    RunFolder,
-    Severity,
-    fp16_for_bf16,
-    frozen,
-    memory_now,
-    native_bf16,
-    no_masters,
-    not_writable,
-    nothing_to_train,
-    refuse_errors,
-    slow_link,
-    split_ties,
-    too_small,
-    unused_block_classes,
-    whole_in_one_unit,
-)
+from ...planner.search.compare import StrategyResult
+from . import checks
+from .checks import Check, DeviceMemory, Finding, RunFolder, Severity, native_bf16, refuse_errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +49,7 @@ class KnownRun:
 
 
 def check_run(known: KnownRun, model: nn.Module, device_type: str) -> tuple[Finding, ...]:
-    """Return what all ranks find before a run on their devices. Collective.
-
-    Args:
-        known: of the run; device memory and bfloat16 support are looked up here.
-        model: not yet sharded.
-        device_type: `"cpu"` or `"cuda"`.
+    """Return what all ranks find before a run; device memory and bfloat16 support are looked up here. Collective.
 
     Raises:
         PreflightError: the run would fail, or train something else than was meant; the same line on every rank.
@@ -88,25 +65,21 @@ def findings_of(known: KnownRun) -> tuple[Finding, ...]:
 
 
 def _findings(known: KnownRun) -> Iterator[Finding | None]:
-    yield whole_in_one_unit(known.units)
-    yield unused_block_classes(known.asked_classes, known.found_classes)
-    yield no_masters(known.units, known.precision)
-    yield fp16_for_bf16(known.precision, known.bf16_on)
-    yield frozen(known.units, in_optimizer=known.frozen_in_optimizer)
+    yield checks.whole_in_one_unit(known.units)
+    yield checks.unused_block_classes(known.asked_classes, known.found_classes)
+    yield checks.no_masters(known.units, known.precision)
+    yield checks.fp16_for_bf16(known.precision, known.bf16_on)
+    yield checks.frozen(known.units, in_optimizer=known.frozen_in_optimizer)
     if known.plan is not None:
-        yield slow_link(known.plan, known.hardware, known.time, known.others)
+        yield checks.slow_link(known.plan, known.hardware, known.time, known.others)
         if known.memory is not None and known.needed_bytes is not None:
-            yield memory_now(known.memory, known.needed_bytes, known.plan.communicators)
+            yield checks.memory_now(known.memory, known.needed_bytes, known.plan.communicators)
     if known.folder is not None:
-        yield not_writable(known.folder) or too_small(known.folder, known.units, known.optimizer)
+        yield checks.not_writable(known.folder) or checks.too_small(known.folder, known.units, known.optimizer)
 
 
 def merged_findings(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Return the findings of all ranks, each once: rank 0's, else those of the first rank that has them. Collective.
-
-    Raises:
-        PreflightError: there is an error among them; the same line on every rank.
-    """
+    """Return the findings of all ranks, each once: rank 0's, else the first rank's; all raise if an error is among them. Collective."""
     by_rank: list[Sequence[Finding]] = [tuple(findings)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         by_rank = [()] * dist.get_world_size()
@@ -126,7 +99,7 @@ def check_model(model: nn.Module, *, trains: bool = True) -> None:
     Raises:
         PreflightError: its tied weights are separate parameters, or it is to be trained and all parameters are frozen.
     """
-    found = (split_ties(model), nothing_to_train(model) if trains else None)
+    found = (checks.split_ties(model), checks.nothing_to_train(model) if trains else None)
     refuse_errors(finding for finding in found if finding is not None)
 
 
