@@ -58,7 +58,7 @@ def assert_trained_alike(found: Trained, reference: Callable[[], Trained], toler
 def _on_device_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Units on the host are gathered where the loss's labels belong, too."""
     device = torch.device("cuda", torch.cuda.current_device()) if _is_on_cuda(model) else torch.device("cpu")
-    return {name: value.to(device) for name, value in batch.items()}
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
 def _is_on_cuda(model: nn.Module) -> bool:

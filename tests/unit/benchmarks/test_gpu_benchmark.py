@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import gpu_memory
 from benchmarks.gpu_memory import LAYOUTS, LayoutRow, LimitRow, Model, headline, lowest_limit, measure, setting_of
-from benchmarks.gpu_suite import faults, memory, runner
+from benchmarks.gpu_suite import catalogue, faults, memory, runner  # noqa: F401  (the catalogue has the order of steps)
 from benchmarks.gpu_suite.step import STEPS, Bench
 from hf_osdp.planning.simulate import fake_process_group
 from tests.helpers.counted_memory import CountedMemory
