@@ -6,11 +6,12 @@ import random
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank
@@ -24,16 +25,6 @@ from .writer import CheckpointWriter, on_every_rank
 PROGRESS_NAME = "custom_checkpoint_0.pkl"
 
 
-class Stateful(Protocol):
-    """A scheduler, or a loss scaler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return numbers, text, lists, dicts and tensors."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
-
-
 def save_loop(
     writer: CheckpointWriter, folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, *,
     others: Mapping[str, Stateful], progress: Mapping[str, Any], sharded: bool,
@@ -45,7 +36,7 @@ def save_loop(
         folder: the checkpoint's name.
         model: sharded by a plan, or as it is.
         optimizer: of its parameters.
-        others: what else has a state, by the file's name.
+        others: schedulers, scalers and what else has a state, by the file's name.
         progress: numbers, text and tensors of the loop's own; rank 0's count.
         sharded: each rank writes its shards; else rank 0 writes whole tensors.
 
@@ -95,9 +86,6 @@ def load_loop(
         owner.load_state_dict(rest[name])
     load_random_states(folder, rank())
     return dict(rest.get(PROGRESS_NAME, {}))
-
-
-# ------------------------------------------------------------------------------------------------------------ random states
 
 
 def save_random_states(folder: Path, rank: int) -> None:

@@ -22,7 +22,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoint.folders import numbered_checkpoints, remove_checkpoint
-from ..checkpoint.layouts import Layout, find_model
+from ..checkpoint.layouts import find_model, is_of_one_process
 from ..checkpoint.loop import Stateful, load_random_states
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.resume import check_checkpoint, last_checkpoint, warn_of_changes
@@ -90,7 +90,7 @@ class AcceleratorCheckpoints(Accelerator):
         """
         folder = Path(os.path.expanduser(input_dir)) if input_dir is not None else self._last_folder()
         check_checkpoint(folder)
-        alone = not self.is_fsdp2 and on_rank_zero(lambda: find_model(folder)).layout is not Layout.SINGLE
+        alone = not self.is_fsdp2 and not is_of_one_process(on_rank_zero(lambda: find_model(folder)))
         if self.is_fsdp2 or alone:
             _refuse_unused("load_state", kwargs.keys() - {"map_location"})
         warn_of_changes(folder, self._settings(), None if self._run is None else self._run.plan)
@@ -192,9 +192,6 @@ def dataset_text(dataset: Any) -> str:  # noqa: ANN401  # anything that a loader
         return f"of {size} rows"
     texts = [str(row.to_pydict() if arrow is not None else row) for row in (rows[index] for index in (0, size // 2, size - 1))]
     return f"of {size} rows ({zlib.crc32(repr(texts).encode()):08x})"
-
-
-# ------------------------------------------------------------------------------------- in the place of the stock functions
 
 
 @contextmanager
