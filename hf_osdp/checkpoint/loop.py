@@ -114,25 +114,24 @@ def load_random_states(folder: Path, rank: int) -> None:
 
 def _set_random_states(path: Path, *, of_other_rank: int | None) -> None:
     states = load_file(path, numpy=True)
+
+    def state(accelerates_name: str, trainers_name: str) -> Any:  # noqa: ANN401  # each generator's own
+        return states.get(accelerates_name, states.get(trainers_name))
+
     try:
-        python, numpy, cpu, cuda = (
-            states.get(accelerates, states.get(trainers))
-            for accelerates, trainers in (
-                ("random_state", "python"), ("numpy_random_seed", "numpy"), ("torch_manual_seed", "cpu"), ("torch_cuda_manual_seed", "cuda")
-            )
-        )  # fmt: skip
+        cpu, cuda = state("torch_manual_seed", "cpu"), state("torch_cuda_manual_seed", "cuda")
         if of_other_rank is not None:
             seed = zlib.crc32(cpu.numpy().tobytes() + of_other_rank.to_bytes(8, "little"))
             random.seed(seed)
             np.random.seed(seed)
             torch.manual_seed(seed)  # CUDA's generators too
             return
-        version, internal, gauss = python
+        version, internal, gauss = state("random_state", "python")
         random.setstate((version, tuple(internal), gauss))
-        np.random.set_state(numpy)
+        np.random.set_state(state("numpy_random_seed", "numpy"))
         torch.set_rng_state(cpu)
         if cuda is not None and torch.cuda.is_available():
-            for device, state in zip(range(torch.cuda.device_count()), [cuda] if torch.is_tensor(cuda) else cuda, strict=False):
-                torch.cuda.set_rng_state(state, device)
+            for device, own in zip(range(torch.cuda.device_count()), [cuda] if torch.is_tensor(cuda) else cuda, strict=False):
+                torch.cuda.set_rng_state(own, device)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise CheckpointError(f"{path} holds no random states ({error}); take another checkpoint.") from None
