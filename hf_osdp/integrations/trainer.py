@@ -39,15 +39,14 @@ from .trainer_options import asked_config, own_arguments, plugin_options, refuse
 class Trainer(TrainerCheckpoints, StockTrainer):
     """`transformers.Trainer` that shards each unit of the model as a plan says.
 
-    The plan is made when the Trainer is. The samples of one optimizer step stay as the arguments have them
-    (`per_device_train_batch_size` × `gradient_accumulation_steps` × processes); how many of them run at once is the
-    planner's choice, and goes into a copy of the arguments.
+    The plan is made when the Trainer is. The samples of one optimizer step stay as the arguments have them (`per_device_train_batch_size` ×
+    `gradient_accumulation_steps` × processes); how many of them run at once is the planner's choice, and goes into a copy of the arguments.
 
     Args:
         *args: as for `transformers.Trainer`.
-        osdp: None is on where the launcher or `TrainingArguments(fsdp_config={"osdp": {...}})` asks for it; True is on;
-            False is the stock Trainer; an `OSDPConfig` or a mapping of its fields is on with those options. What it leaves
-            open comes from `fsdp_config`, then from the launcher.
+        osdp: None is on where the launcher or `TrainingArguments(fsdp_config={"osdp": {...}})` asks for it; True is on; False is the stock
+            Trainer; an `OSDPConfig` or a mapping of its fields is on with those options. What it leaves open comes from `fsdp_config`,
+            then from the launcher.
         **kwargs: as for `transformers.Trainer`.
 
     Raises:
