@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
-from ..distributed.consensus import largest_of_ranks
+from ..distributed.process_group import of_all_ranks
 from ..planning.probe import random_states_kept
 
 _MOST_OF_A_STREAM = 256
@@ -59,7 +59,7 @@ class Batches:
 
     def with_rows(self, sequence_length: int | None) -> tuple[Batches, int]:
         """Return batches with rows of this many tokens, None for those of the longest that any rank found; and that number. Collective."""
-        length = sequence_length or largest_of_ranks(self.tokens or 1)
+        length = sequence_length or max(of_all_ranks(self.tokens or 1))
         return replace(self, row_tokens=length if self.tokens else None), length
 
 

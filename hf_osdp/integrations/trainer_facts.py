@@ -16,7 +16,7 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
 from ..checkpoint.resume import recorded_batch
-from ..distributed.consensus import largest_of_ranks
+from ..distributed.process_group import of_all_ranks
 from ..modeling.batch import Inputs, without_adapters
 from ..modeling.wrapping import has_running_statistics
 from ..planner.job import OptimizerSpec, Precision
@@ -152,7 +152,7 @@ def _batches(trainer: Trainer, config: OSDPConfig) -> tuple[Inputs | None, int]:
             "%s makes its batches in the step itself, as by generation: the estimate is that of the model's own loss, without what it"
             " takes to make them; a lower memory_limit leaves room.", type(trainer).__name__,
         )  # fmt: skip
-    return None, config.sequence_length or largest_of_ranks(generated)
+    return None, config.sequence_length or max(of_all_ranks(generated))
 
 
 def _rows_and_collator(trainer: Trainer, dataset: Any) -> tuple[Any, Any]:  # noqa: ANN401  of any library

@@ -20,7 +20,7 @@ from ...planner.hardware import DeviceSpec, Hardware
 from ...planner.job import OptimizerSpec, Precision
 from ...planner.plan import Plan
 from ...planner.presets import COMMUNICATOR_BYTES, CONTEXT_BYTES
-from ...planner.search.result import StrategyResult
+from ...planner.search.compare import StrategyResult
 from ...quantities import format_bytes, format_count, format_seconds
 
 _NUMBERED = re.compile(r"\.(\d+)(?=\.)")

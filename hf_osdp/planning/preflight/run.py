@@ -18,7 +18,7 @@ from ...planner.description import UnitDescription
 from ...planner.hardware import DeviceSpec, Hardware
 from ...planner.job import OptimizerSpec, Precision
 from ...planner.plan import Plan
-from ...planner.search.result import StrategyResult
+from ...planner.search.compare import StrategyResult
 from . import checks
 from .checks import Check, DeviceMemory, Finding, RunFolder, Severity, native_bf16, refuse_errors
 

@@ -21,7 +21,7 @@ from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
-from hf_osdp.planner.search.result import StrategyResult
+from hf_osdp.planner.search.compare import StrategyResult
 from hf_osdp.planner.search.search import search
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.plan_run import plan_run
