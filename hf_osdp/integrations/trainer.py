@@ -90,7 +90,7 @@ class Trainer(TrainerCheckpoints, StockTrainer):
         try:
             facts = facts_of_trainer(self, self._osdp)
             hold_master_weights(self._module, facts.precision)
-            self._run = plan_and_announce(self._module, self._osdp, facts, is_rank_zero=args.process_index == 0)
+            self._run = plan_and_announce(self._module, self._osdp, facts)
         except Exception:
             if self._makes_folder:
                 with suppress(OSError):  # it is gone, or holds something
@@ -189,8 +189,7 @@ class Trainer(TrainerCheckpoints, StockTrainer):
         self._finish_checkpoints()
         assert self._run is not None
         if self._meter.steps:
-            measured = self._meter.summary()
-            announce_result(self._run, measured, output_dir=self.args.output_dir, is_rank_zero=self.is_world_process_zero())
+            announce_result(self._run, self._meter.summary(), self.args.output_dir)
         self._stop.exit()
         return output
 

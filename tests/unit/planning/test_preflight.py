@@ -260,22 +260,23 @@ def test_sound_run_prints_and_writes_nothing_and_given_plan_is_checked(tmp_path,
     model = tiny_model("gpt2", dtype=torch.float32, layers=2)
     run = plan_run(model, CONFIG, facts(folder=RunFolder(path=tmp_path / "out")))
     assert run.findings == () and not list(tmp_path.iterdir())
-    announce_plan(run, is_rank_zero=True)
+    announce_plan(run)
     assert not any(severity.value in capsys.readouterr().out for severity in Severity)
     (tmp_path / "file").write_text("")
     with pytest.raises(PreflightError, match="is a file; give a folder"):
         plan_run(model, OSDPConfig(plan=run.plan), facts(folder=RunFolder(path=tmp_path / "file")))
 
 
-def test_findings_stand_once_after_the_plan_each_in_a_line(capsys):
+def test_findings_stand_once_after_the_plan_each_in_a_line(capsys, monkeypatch):
     model = tiny_model("gpt2", dtype=torch.bfloat16, layers=2)
     model.transformer.wpe.requires_grad_(False)
     run = plan_run(model, replace(CONFIG, block_classes="GPT2Block,[red]"), facts())
-    announce_plan(run, is_rank_zero=True)
+    announce_plan(run)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("warning: ", "note: "))]
     assert [line.split()[0] for line in lines] == ["note:", "warning:", "note:"]
     assert "[red]" in lines[0] and "mixed_precision=bf16" in lines[1] and "frozen" in lines[2]
-    announce_plan(run, is_rank_zero=False)
+    monkeypatch.setattr("hf_osdp.integrations.announce.rank", lambda: 1)
+    announce_plan(run)
     assert capsys.readouterr().out == ""
 
 
