@@ -42,9 +42,9 @@ from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.profile import with_block_times
 from hf_osdp.quantities import format_seconds
-from hf_osdp.sharding.accumulation import micro_step
 from hf_osdp.sharding.apply import apply_plan
-from hf_osdp.sharding.clip import clip_grad_norm_
+from hf_osdp.sharding.gradients import clip_grad_norm_
+from hf_osdp.sharding.steps import micro_step
 from hf_osdp.tracing.describe import describe
 
 AIM = 0.10

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..modeling.split.positions import at_positions
+from ..modeling.split.names import at_positions
 from . import layouts
 from .manifest import MANIFEST_NAME
 from .resume import check_checkpoint

@@ -31,8 +31,7 @@ from ..checkpoint.states import load_model, load_optimizer, save_model, save_opt
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.consensus import on_rank_zero
 from ..errors import CheckpointError
-from ..modeling.split.names import is_split
-from ..modeling.split.positions import keep_positions
+from ..modeling.split.names import is_split, keep_positions
 from ..planning.plan_run import PlannedRun
 from ..sharding.optimizer_check import unwrapped
 from .plugin import OSDPPlugin, writes_shards

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..modeling.batch_norm import batch_norm_parameters
 from ..modeling.units import modules_by_name
+from ..modeling.wrapping import batch_norm_parameters
 from ..planner.description import GatherSpan, UnitDescription
 from ..tracing.equal_blocks import block_key
 

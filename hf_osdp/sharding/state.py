@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from ..distributed.collectives import all_gather_single
 from ..distributed.consensus import on_rank_zero, require_same
 from ..distributed.mesh import collective_device, rank, world_size
-from ..modeling.split.names import is_split, merge_optimizer_state, merge_state_dict, split_optimizer_state
-from ..modeling.split.positions import own_positions
+from ..modeling.split.names import is_split, merge_optimizer_state, merge_state_dict, own_positions, split_optimizer_state
 from ..modeling.units import canonical_name
 from .optimizer_check import unwrapped
 from .sliced_tensor import SlicedTensor

@@ -17,9 +17,8 @@ from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import OSDPError, PlanError, PlanMismatchError
 from hf_osdp.modeling.units import find_units
 from hf_osdp.sharding.apply import apply_plan
-from hf_osdp.sharding.clip import clip_grad_norm_
+from hf_osdp.sharding.gradients import OSDPGradScaler, clip_grad_norm_
 from hf_osdp.sharding.optimizer import parameter_names, rebind_parameters, release_parameters
-from hf_osdp.sharding.scaler import OSDPGradScaler
 from hf_osdp.sharding.state import broadcast_parameters, full_state_dict, load_full_state_dict
 from hf_osdp.sharding.verify import read_back, verify_applied
 from tests.helpers.distributed import run_ranks
