@@ -21,7 +21,7 @@ from ..measurement.step_meter import LoopMeter, Observation
 from ..planner.description import DType
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
-from ..planner.search.result import SearchResult
+from ..planner.search.search import SearchResult
 from ..planning.config import OSDPConfig, merged_config
 from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun, plan_run
