@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import CheckpointingError, DescriptionError
 from ..modeling.batch import Inputs, Loss, check_sequence_length, plain_batch, training_batch
 from ..modeling.build import build_on_meta, is_checkpointed
-from ..modeling.split_candidates import split_copy
+from ..modeling.split.apply_split import split_copy
 from ..modeling.units import class_of, embedding_and_head, find_units, modules_by_name
 from ..modeling.wrapping import has_running_statistics
 from ..planner.affine import Affine
@@ -167,11 +167,7 @@ class _Describer:
         return max(elements, key=lambda dtype: elements[dtype], default=DType.FLOAT32)
 
     def _refuse_running_statistics(self) -> None:
-        """Refuse to recompute blocks whose forward counts what it sees.
-
-        Raises:
-            CheckpointingError: one of the blocks does.
-        """
+        """Raise CheckpointingError if a block's forward counts what it sees: it cannot be recomputed."""
         blocks = (name for unit in self._units if unit.class_name in self._blocks for name in unit.module_names)
         if (name := next((name for name in blocks if has_running_statistics(self._modules[name])), None)) is not None:
             raise CheckpointingError(

@@ -134,7 +134,7 @@ class MemoryTracker(TorchDispatchMode):
         """Count tensors that were made outside, for example parameters and optimizer states.
 
         Args:
-            tensors: tensors of any kind; None entries are skipped, storages already counted stay counted once.
+            tensors: None entries are skipped, storages already counted stay counted once.
             kind: what they hold, also those already counted, but what is on the host stays there; None asks the calling functions.
             pinned: they lie in page-locked host memory.
         """
