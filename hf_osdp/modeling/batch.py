@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -158,19 +159,16 @@ def without_packing() -> Iterator[None]:
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
     """Let a model draw the same numbers at each run, as all ranks have to see the same; afterwards every state is as it was."""
-    numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), numpy and numpy.random.get_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         random.seed(0)
-        if numpy:
-            numpy.random.seed(0)
+        np.random.seed(0)
         torch.default_generator.manual_seed(0)
         try:
             yield
         finally:
             random.setstate(python_state)
-            if numpy:
-                numpy.random.set_state(numpy_state)
+            np.random.set_state(numpy_state)
 
 
 def check_sequence_length(model: nn.Module, sequence_length: int) -> None:
