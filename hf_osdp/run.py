@@ -73,12 +73,12 @@ def _prepare() -> None:
     from .integrations.launch import launch_request, launched_rank
 
     request = launch_request()
-    if request is not None and not request.osdp:
+    if request.osdp is False:
         if launched_rank() == 0:
             print("hf_osdp: the launcher's file has osdp: false; the script runs as it stands.", file=sys.stderr)
         return
     for variable, name in _OTHERS.items():
-        if request is None and os.environ.get(variable, "false").lower() in ("1", "true", "yes"):
+        if request.osdp is None and os.environ.get(variable, "false").lower() in ("1", "true", "yes"):
             raise ValueError(
                 f"The launcher's file asks for {name}; start with torchrun, or with accelerate_configs/osdp.yaml, whose fsdp_config has"
                 " `fsdp_sharding_strategy: {osdp: true}`."
@@ -90,7 +90,7 @@ def _prepare() -> None:
     from .integrations.accelerator import OSDPAccelerator
     from .integrations.trainer import Trainer
 
-    if (request is not None and request.use_cpu) or not torch.accelerator.is_available():
+    if request.use_cpu or not torch.accelerator.is_available():
         os.environ["ACCELERATE_USE_CPU"] = "true"  # for TrainingArguments; accelerate does not hand it to FSDP processes
     _replace(accelerate.Accelerator, OSDPAccelerator)
     _replace(transformers.Trainer, Trainer)

@@ -33,7 +33,7 @@ from hf_osdp.planner.hardware import CollectiveTiming
 from hf_osdp.planner.job import TrainingJob, divisors
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.profile import Profile, with_block_times
-from hf_osdp.planner.search.search import compare_strategies
+from hf_osdp.planner.search.compare import compare_strategies
 from hf_osdp.tracing.describe import describe
 
 ROUNDS_A_PROFILE = 2

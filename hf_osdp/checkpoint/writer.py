@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank, world_size
 from ..distributed.process_group import wait_for_ranks, waiting_group
-from ..distributed.stop import register_background, unregister_background
+from ..distributed.stop import waits_in_background
 from ..errors import CheckpointError
 from ..planner.plan import Plan
 from .folders import complete, discard_staging, flush, lock_name, prepare_staging, unlock_checkpoints
@@ -124,7 +124,7 @@ class CheckpointWriter:
             group = self._group = self._group or dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)  # the thread's own
         self._thread = threading.Thread(target=self._write, args=(staging, folder, manifest, group, rank()), name="checkpoint")
         self._thread.start()
-        register_background(self.wait)
+        waits_in_background[self.wait] = None
         if not self.in_background:
             self.wait()
 
@@ -137,7 +137,7 @@ class CheckpointWriter:
         if self._thread is None:  # the same on every rank
             return
         self._thread.join()
-        unregister_background(self.wait)
+        waits_in_background.pop(self.wait, None)
         error, self._thread, self._error = self._error, None, None
         _sound(gather(error, waiting_group()))
 
@@ -171,11 +171,7 @@ class CheckpointWriter:
 
 
 def on_every_rank(act: Callable[[], T]) -> list[T]:
-    """Return what `act` gives on each rank. Collective.
-
-    Raises:
-        CheckpointError: it failed on one; on every rank.
-    """
+    """Return what `act` gives on each rank. Collective; every rank raises CheckpointError where one fails."""
     return _sound(gather(_or_line(act), waiting_group()))
 
 

@@ -241,10 +241,6 @@ class Stages:
     within: dist.ProcessGroup
     """Ranks of this node."""
 
-    def covers(self, group: dist.ProcessGroup) -> bool:
-        """FSDP2 hands the same object smaller groups where `reshard_after_forward` is a number."""
-        return group.size() == self.between.size() * self.within.size()
-
 
 class TwoStageAllGather(DefaultAllocMixin, AllGather):
     """Between nodes first, so that each byte crosses the slow link once a node, then inside the node, into place.
@@ -259,8 +255,6 @@ class TwoStageAllGather(DefaultAllocMixin, AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        if not self.stages.covers(group):
-            return self._transport.all_gather([output_tensor], [input_tensor], group, async_op=async_op)
         with _announced(Collective.TWO_STAGE_ALL_GATHER, group, output_tensor):
             nodes = self.stages.between.size()
             of_my_place = input_tensor.new_empty(nodes * input_tensor.numel())
@@ -279,9 +273,6 @@ class TwoStageReduceScatter(DefaultAllocMixin, ReduceScatter):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool = False
     ) -> None:
         """Done on the current stream when it returns: FSDP2 waits for nothing else."""
-        if not self.stages.covers(group):
-            self._transport.reduce_scatter([output_tensor], [input_tensor], op, group)
-            return
         with _announced(Collective.TWO_STAGE_REDUCE_SCATTER, group, input_tensor):
             nodes = self.stages.between.size()
             of_my_place = output_tensor.new_empty(nodes * output_tensor.numel())

@@ -72,11 +72,6 @@ def _as_sent(error: BaseException) -> tuple[type[Exception], str, dict[str, Any]
     return OSDPError, f"Rank 0 failed with {type(error).__name__}: {text}", {}
 
 
-def largest_of_ranks(value: int) -> int:
-    """Return the largest of all ranks' values. Collective."""
-    return max(of_all_ranks(value))
-
-
 def require_same(mine: Mapping[str, str], hint: str = "") -> None:
     """Stop all ranks where they are about to run different things. Collective.
 

@@ -24,7 +24,7 @@ REPLICATE_AXIS = "replicate"
 SHARD_AXIS = "shard"
 NODES_AXIS = "nodes"
 Layout = tuple[int, int]
-"""Shard size and stage size."""
+"""Stage size, 1 for a single stage, and shard size."""
 _topologies: WeakKeyDictionary[dist.ProcessGroup, Topology] = WeakKeyDictionary()
 
 
@@ -35,13 +35,9 @@ class Topology:
     nodes: int
     ranks_per_node: int
 
-    @property
-    def world_size(self) -> int:
-        return self.nodes * self.ranks_per_node
-
 
 class Meshes:
-    """The meshes of one process group, one for each shard size, each made when first asked for.
+    """The meshes of one process group, each made when first asked for.
 
     Making a mesh forms process groups, which is collective: every rank must ask for the same sizes in the same order
     (`prepare` does). Shard groups are neighbouring ranks, so that they stay inside a node where the size allows it. Groups of
@@ -61,8 +57,7 @@ class Meshes:
             raise ValueError("Meshes need a process group; start the program with torchrun, or call torch.distributed.init_process_group.")
         self.device_type = device_type
         self.world_size = dist.get_world_size()
-        self._by_shard_size: dict[int, DeviceMesh] = {}
-        self._staged: dict[Layout, DeviceMesh] = {}
+        self._formed: dict[Layout, DeviceMesh] = {}
 
     def mesh(self, shard_size: int) -> DeviceMesh:
         """Return the mesh whose shard axis has `shard_size` ranks.
@@ -74,10 +69,7 @@ class Meshes:
         Raises:
             ValueError: `shard_size` does not divide the world size.
         """
-        axes = mesh_axes(self.world_size, shard_size)
-        if shard_size not in self._by_shard_size:
-            self._by_shard_size[shard_size] = self.form(tuple(axes.values()), tuple(axes))
-        return self._by_shard_size[shard_size]
+        return self._mesh((1, shard_size), mesh_axes(self.world_size, shard_size))
 
     def stages(self, shard_size: int, stage_size: int) -> Stages:
         """Return this rank's groups between nodes and inside its node, for collectives over `shard_size` ranks.
@@ -93,10 +85,7 @@ class Meshes:
         nodes = self.mesh(stage_size)
         if shard_size == self.world_size:  # replicas of node groups are the ranks of the same place
             return Stages(between=nodes.get_group(REPLICATE_AXIS), within=nodes.get_group(SHARD_AXIS))
-        key = (shard_size, stage_size)
-        if key not in self._staged:
-            self._staged[key] = self.form(tuple(axes.values()), tuple(axes))
-        return Stages(between=self._staged[key].get_group(NODES_AXIS), within=nodes.get_group(SHARD_AXIS))
+        return Stages(between=self._mesh((stage_size, shard_size), axes).get_group(NODES_AXIS), within=nodes.get_group(SHARD_AXIS))
 
     def form(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         """Make one mesh. Collective."""
@@ -104,19 +93,13 @@ class Meshes:
 
     def prepare(self, plan: Plan) -> None:
         """Make all that the plan needs, in the same order on every rank. Collective."""
-        sizes, staged = self._needed(plan)
-        for shard_size in sizes:
-            self.mesh(shard_size)
-        for layout in staged:
-            self.stages(*layout)
+        for stage_size, shard_size in sorted(self._needed(plan)):
+            self.mesh(shard_size) if stage_size == 1 else self.stages(shard_size, stage_size)
 
     def keep(self, plan: Plan) -> None:
         """Give back the process groups that the plan does not need: each holds memory on the device. Collective."""
-        sizes, staged = self._needed(plan)
-        for shard_size in sorted(set(self._by_shard_size) - set(sizes)):
-            destroy_mesh(self._by_shard_size.pop(shard_size))
-        for layout in sorted(set(self._staged) - set(staged)):
-            destroy_mesh(self._staged.pop(layout))
+        for layout in sorted(set(self._formed) - self._needed(plan)):
+            destroy_mesh(self._formed.pop(layout))
 
     def groups(self, plan: Plan) -> list[dist.ProcessGroup]:
         """Return the process groups in which units of the plan communicate, each once, in the same order on every rank. Collective.
@@ -135,11 +118,15 @@ class Meshes:
                 found.append(mesh.get_group(SHARD_AXIS))
         return list(dict.fromkeys(found))
 
-    def _needed(self, plan: Plan) -> tuple[list[int], list[Layout]]:
-        """Shard sizes of meshes, and layouts in two stages; ascending."""
-        staged = sorted({(unit.shard_size, unit.stage_size) for unit in plan.units if unit.two_stage})
-        sizes = {plan.world_size, *(unit.shard_size for unit in plan.units), *(stage_size for _, stage_size in staged)}
-        return sorted(sizes), staged
+    def _mesh(self, layout: Layout, axes: dict[str, int]) -> DeviceMesh:
+        if layout not in self._formed:
+            self._formed[layout] = self.form(tuple(axes.values()), tuple(axes))
+        return self._formed[layout]
+
+    def _needed(self, plan: Plan) -> set[Layout]:
+        staged = {(unit.stage_size, unit.shard_size) for unit in plan.units if unit.two_stage}
+        sizes = {plan.world_size, *(unit.shard_size for unit in plan.units), *(stage_size for stage_size, _ in staged)}
+        return staged | {(1, size) for size in sizes}
 
 
 def mesh_axes(world_size: int, shard_size: int) -> dict[str, int]:

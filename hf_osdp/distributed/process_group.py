@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import platform
-import re
 import socket
 import sys
 import time
@@ -48,17 +47,14 @@ _calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class RankReport(TypedDict):
-    """What a rank tells the others at the start, as JSON."""
+    """What a rank tells the others at the start, as JSON. `token` is of this call, so that a restart is told from the start before."""
 
     rank: int
     ranks: int
-    """How many it was started as one of."""
     host: str
     process: int
     token: str
-    """Of this call, so that a restart is told from the start before."""
     limit: int | None
-    """Bytes from `lowered_limit`."""
     versions: dict[str, str]
 
 
@@ -95,7 +91,7 @@ def check_ranks() -> None:
         reports = (_collect if rank == 0 else _report)(store, mine, limit_s)
     except RuntimeError as error:  # torch's errors of stores
         raise LaunchError(
-            f"Rank {rank} on {mine['host']} lost rank 0's machine at {_address()} while ranks came together ({_first_sentence(error)}):"
+            f"Rank {rank} on {mine['host']} lost rank 0's machine at {_address()} while ranks came together ({_reason(error)}):"
             " a process there ended, and its own output says why."
         ) from error
     if line := refusal(reports, waited_s=limit_s):
@@ -107,8 +103,9 @@ def check_ranks() -> None:
 
 
 def own_versions() -> dict[str, str]:
-    """Return this process's version of each of `COMPARED`, and of Python (major.minor)."""
-    return {**{name: _version(name) for name in COMPARED}, "python": ".".join(platform.python_version_tuple()[:2])}
+    """Return this process's version of each of `COMPARED`, as imported or else as installed, and of Python (major.minor)."""
+    found = {name: str(getattr(sys.modules.get(name), "__version__", None) or metadata.version(name)) for name in COMPARED}
+    return {**found, "python": ".".join(platform.python_version_tuple()[:2])}
 
 
 def launch_timeout_s() -> float:
@@ -192,7 +189,7 @@ def _launchers_store(rank: int, port: int, limit_s: float) -> Store:
         if hosts:
             failed = f"cannot wait for the others at {_address()}"
             remedy = "another run may hold the port: end it, or set MASTER_PORT to a free one on every machine"
-        raise LaunchError(f"Rank {rank} on {socket.gethostname()} {failed} ({_first_sentence(error)}); {remedy}.") from error
+        raise LaunchError(f"Rank {rank} on {socket.gethostname()} {failed} ({_reason(error)}); {remedy}.") from error
 
 
 def refusal(reports: Sequence[RankReport], *, waited_s: float) -> str | None:
@@ -254,7 +251,7 @@ def waiting_group() -> dist.ProcessGroup | None:
             _waiting_groups[world] = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
         except RuntimeError as error:
             raise LaunchError(
-                f"Rank {dist.get_rank()} on {socket.gethostname()} cannot connect to other ranks over gloo ({_first_sentence(error)}). Set"
+                f"Rank {dist.get_rank()} on {socket.gethostname()} cannot connect to other ranks over gloo ({_reason(error)}). Set"
                 f" GLOO_SOCKET_IFNAME (now {os.environ.get('GLOO_SOCKET_IFNAME', 'not set')}) on each machine to the interface that faces"
                 " the others, as `ip -br addr` lists them."
             ) from error
@@ -305,7 +302,6 @@ def require_all(what: str) -> None:
 
 
 def _store(name: str) -> Store:
-    """Return a part of the process group's store."""
     return PrefixStore(f"hf_osdp/{name}", dist.distributed_c10d._get_default_store())
 
 
@@ -325,10 +321,9 @@ def _address() -> str:
     return f"{os.environ.get('MASTER_ADDR', 'unknown')}:{os.environ.get('MASTER_PORT', 'unknown')}"
 
 
-def _first_sentence(error: Exception) -> str:
-    """Return torch's message without its C++ stack and source files, short enough for one line."""
-    text = " ".join(re.sub(r"\[[^\]]*\.cc:\d+\]", "", str(error).split("Exception raised from")[0]).split()).rstrip(". ")
-    return text if len(text) <= 160 else f"{text[:157]}..."
+def _reason(error: Exception) -> str:
+    """Return torch's message without its C++ stack, short enough for one line."""
+    return " ".join(str(error).split("Exception raised from")[0].split())[:160].rstrip(". ")
 
 
 def _ranks(ranks: Iterable[int]) -> str:
@@ -336,11 +331,3 @@ def _ranks(ranks: Iterable[int]) -> str:
     found = sorted(set(ranks))
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(found), key=lambda pair: pair[1] - pair[0])]
     return f"rank{'' if len(found) == 1 else 's'} " + ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-
-
-def _version(name: str) -> str:
-    """Return the version as imported, else as installed."""
-    try:
-        return str(getattr(sys.modules.get(name), "__version__", None) or metadata.version(name))
-    except metadata.PackageNotFoundError:
-        return "not installed"

@@ -32,14 +32,7 @@ def restart_count() -> int:
 
 
 def limit_after_oom(limit_bytes: int) -> int:
-    """Return a memory limit, lowered where the run started again because it was too high.
-
-    Args:
-        limit_bytes: what was asked for, or what the device has.
-
-    Raises:
-        ValueError: the variable is not a number of bytes.
-    """
+    """Return a memory limit, lowered where the run started again because it was too high; see `lowered_limit`."""
     return min(limit_bytes, lowered_limit() or limit_bytes)
 
 
@@ -78,10 +71,6 @@ def hindrance() -> str | None:
 
 def restart(limit_bytes: int, message: str) -> None:
     """Have the next start plan under a lower limit. Return where a launcher starts it, once this process fails; else do not return.
-
-    Args:
-        limit_bytes: the limit to plan under.
-        message: to print where this process is replaced at once.
 
     Raises:
         OSError: the system does not do it.

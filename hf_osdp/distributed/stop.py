@@ -15,28 +15,12 @@ from .mesh import collective_device
 
 EXIT_CODE = 128 + signal.SIGTERM
 """What a shell reports of a process that SIGTERM ended: the launcher knows that the run is not over."""
-
-
-_background: dict[Callable[[], None], None] = {}
-"""Waits for what this process still does in the background, in the order in which it began."""
+waits_in_background: dict[Callable[[], None], None] = {}
+"""What `StopSignal.exit` waits for, on every rank in the same order: collective calls that return, or raise, when something is done."""
 
 
 class Stopped(SystemExit):
     """SIGTERM ended the loop, at the same step on every rank."""
-
-
-def register_background(wait: Callable[[], None]) -> None:
-    """Have `StopSignal.exit` wait for something that goes on in the background, on every rank in the same order.
-
-    Args:
-        wait: collective; returns when it is done, and raises what it failed with.
-    """
-    _background[wait] = None
-
-
-def unregister_background(wait: Callable[[], None]) -> None:
-    """Undo `register_background`: it is done."""
-    _background.pop(wait, None)
 
 
 class StopSignal:
@@ -133,7 +117,7 @@ class StopSignal:
         """
         if self.stopped:
             self._ends = True
-            for wait in list(_background):
+            for wait in list(waits_in_background):
                 wait()
             raise Stopped(EXIT_CODE)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from ..distributed.collectives import flat_collectives, two_stage_collectives
 from ..distributed.consensus import require_same
@@ -23,7 +23,7 @@ from ..planner.decision import UnitDecision
 from ..planner.description import Activations, DType, GatherSpan, ModelDescription, UnitDescription
 from ..planner.plan import Plan
 from .environment import form_process_group
-from .host_offload import offload_policy, uses_host
+from .host_offload import uses_host
 from .sharded_class import keep_class
 from .state import broadcast_parameters
 from .weight_reads import WeightReads
@@ -120,12 +120,14 @@ def _fully_shard(
 ) -> None:
     """Call `fully_shard` for each unit, bottom-up, and for the root."""
     policy = mp_policy or MixedPrecisionPolicy()
+    # Copies beside compute need page-locked memory; on the CPU FSDP2 fails with it.
+    pins = meshes.device_type != "cpu" if pin_memory is None else pin_memory
     for unit in units:
         fully_shard(
             unit.modules if len(unit.modules) > 1 else unit.modules[0],
             mesh=meshes.mesh(unit.decision.shard_size),
             reshard_after_forward=unit.decision.reshard_after_forward,
-            offload_policy=offload_policy(on_host=unit.decision.on_host, device_type=meshes.device_type, pin_memory=pin_memory),
+            offload_policy=CPUOffloadPolicy(pin_memory=pins) if unit.decision.on_host else OffloadPolicy(),
             mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False) if unit.description.keeps_dtype else policy,
             ignored_params=ignored,
         )

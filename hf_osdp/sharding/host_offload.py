@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ..planner.plan import Plan
-
-
-def offload_policy(*, on_host: bool, device_type: str, pin_memory: bool | None = None) -> OffloadPolicy:
-    """Return FSDP2's offload policy for one unit.
-
-    Copies beside compute need page-locked memory: None takes it unless the device is the CPU, where FSDP2 fails with it.
-    """
-    if not on_host:
-        return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=device_type != "cpu" if pin_memory is None else pin_memory)
 
 
 def uses_host(plan: Plan) -> bool:

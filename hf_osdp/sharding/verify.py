@@ -107,8 +107,9 @@ def _stage_size(group: FSDPParamGroup) -> int:
     shards = mesh.get_group(mesh.ndim - 1)
     gather, scatter = group._all_gather_comm, group._reduce_scatter_comm
     if isinstance(gather, TwoStageAllGather) and isinstance(scatter, TwoStageReduceScatter):
-        if gather.stages == scatter.stages and gather.stages.covers(shards):
-            return gather.stages.within.size()
+        stages = gather.stages
+        if stages == scatter.stages and shards.size() == stages.between.size() * stages.within.size():
+            return stages.within.size()
     flat = tuple(type(collective) for collective in flat_collectives(shards, mesh.device_type))
     if shards.size() > 1 and (type(gather), type(scatter)) != flat:
         raise PlanMismatchError(

@@ -76,7 +76,7 @@ def check_here(nodes: int) -> dict:
     collectives.PIECE_BYTES = 64  # several pieces a shard, the last one shorter
     topology = find_topology()
     assert (topology.nodes, topology.ranks_per_node) == (nodes, 2)
-    stages = Meshes("cpu").stages(topology.world_size, topology.ranks_per_node)
+    stages = Meshes("cpu").stages(dist.get_world_size(), topology.ranks_per_node)
     places = (dist.get_process_group_ranks(stages.between), dist.get_process_group_ranks(stages.within))
     found: dict = {"places": places, "gather": {}, "scatter": {}}
     heard = Heard()

@@ -11,8 +11,8 @@ from hf_osdp.modeling.units import find_units
 from hf_osdp.modeling.wrapping import is_recomputed, recompute
 from hf_osdp.planner.description import Activations, GatherSpan
 from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.search.compare import choose_description
 from hf_osdp.planner.search.search import fastest_without_limit, least_memory, search
-from hf_osdp.planner.search.split_search import choose_description
 from hf_osdp.planner.split import WHOLE_BLOCKS, ModelSplit, OperatorSplit
 from hf_osdp.tracing.describe import describe
 from tests.helpers.hardware import bare_preset
