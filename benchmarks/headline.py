@@ -136,7 +136,7 @@ def no_device() -> str:
 def planned_by(options: argparse.Namespace, sections: list, console: Console) -> tuple[str, list[str]]:
     """Estimates of the real sizes."""
     from hf_osdp.modeling.build import build_on_meta
-    from hf_osdp.modeling.split.apply_split import possible_splits
+    from hf_osdp.modeling.split_candidates import possible_splits
     from hf_osdp.tracing.describe import describe
 
     _quiet()

@@ -17,7 +17,7 @@ from ..distributed.device import own_gpu
 from ..distributed.mesh import Meshes, find_topology
 from ..errors import InfeasibleError, PlanError
 from ..modeling.batch import check_inputs, training_batch
-from ..modeling.split.apply_split import split_units
+from ..modeling.split_candidates import split_units
 from ..planner.cost.evaluate import estimate_plan
 from ..planner.description import Activations, DType, ModelDescription, UnitDescription
 from ..planner.hardware import Hardware

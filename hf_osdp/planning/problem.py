@@ -15,7 +15,7 @@ from ..distributed.restart import limit_after_oom
 from ..errors import CheckpointingError, DescriptionError, HardwareError
 from ..measurement.machine import hardware_of_run
 from ..modeling.batch import Inputs, Loss, training_batch
-from ..modeling.split.apply_split import possible_splits
+from ..modeling.split_candidates import possible_splits
 from ..planner.description import ModelDescription
 from ..planner.hardware import DeviceSpec, Hardware
 from ..planner.job import OptimizerSpec, Precision, TrainingJob

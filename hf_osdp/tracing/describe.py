@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import CheckpointingError, DescriptionError
 from ..modeling.batch import Inputs, Loss, check_sequence_length, plain_batch, training_batch
 from ..modeling.build import build_on_meta, is_checkpointed
-from ..modeling.split.apply_split import split_copy
+from ..modeling.split_candidates import split_copy
 from ..modeling.units import class_of, embedding_and_head, find_units, modules_by_name
 from ..modeling.wrapping import has_running_statistics
 from ..planner.affine import Affine

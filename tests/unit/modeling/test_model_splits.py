@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_osdp.errors import DescriptionError
-from hf_osdp.modeling.split.apply_split import SHALLOW, possible_splits, split_units
+from hf_osdp.modeling.split_candidates import SHALLOW, possible_splits, split_units
 from hf_osdp.modeling.units import find_units
 from hf_osdp.modeling.wrapping import is_recomputed, recompute
 from hf_osdp.planner.description import Activations, GatherSpan
