@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -25,7 +25,7 @@ MIXED = search(problem(MODEL, HARDWARE, JOB, LIMIT)).plan
 
 def with_row(plan: Plan, units, choice) -> Plan:
     """Return the plan with another layout for some units."""
-    return replace(plan, units=tuple(UnitDecision.of(u.fqn, choice) if i in units else u for i, u in enumerate(plan.units)))
+    return replace(plan, units=tuple(UnitDecision(fqn=u.fqn, **asdict(choice)) if i in units else u for i, u in enumerate(plan.units)))
 
 
 def explained(plan: Plan, hardware=HARDWARE, job=JOB):
