@@ -1,6 +1,6 @@
 """A plan's JSON form, fingerprint, diff, checks and export; damaged files give one clear line.
 
-`tests/property/test_plan_properties.py` and `test_file_properties.py` damage plans in every way.
+`tests/property/test_file_properties.py` damages plans in every way.
 """
 
 from __future__ import annotations
