@@ -30,8 +30,7 @@ from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
-from hf_osdp.planner.search.result import SearchResult
-from hf_osdp.planner.search.search import least_memory, search
+from hf_osdp.planner.search.search import SearchResult, least_memory, search
 from hf_osdp.quantities import format_bytes
 from hf_osdp.report.content import package_versions
 from hf_osdp.tracing.describe import describe

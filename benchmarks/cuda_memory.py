@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from hf_osdp.distributed.allocator_settings import prefer_expandable_segments
+from hf_osdp.distributed.device import prefer_expandable_segments
 from hf_osdp.planner.job import Precision
 
 

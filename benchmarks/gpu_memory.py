@@ -36,7 +36,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from benchmarks.cuda_memory import CudaMemory, Memory, Reading  # noqa: E402
-from hf_osdp.distributed.allocator_settings import expands_segments  # noqa: E402
+from hf_osdp.distributed.device import expands_segments  # noqa: E402
 from hf_osdp.distributed.mesh import Meshes  # noqa: E402
 from hf_osdp.modeling.batch import training_batch  # noqa: E402
 from hf_osdp.modeling.build import build_on_meta  # noqa: E402

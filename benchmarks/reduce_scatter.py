@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from hf_osdp.distributed.two_stage import RingReduceScatter
-from hf_osdp.measurement.timing import barrier, max_over_ranks, rounds
+from hf_osdp.distributed.collectives import RingReduceScatter
+from hf_osdp.measurement.timing import barrier, over_ranks, rounds
 
 SIZES_BYTES = (2**16, 2**20, 2**24, 2**26)
 CPU = torch.device("cpu")
@@ -75,7 +75,7 @@ def row_of(nbytes: int, seconds: float) -> dict:
     kinds = {"gloo": DefaultReduceScatter(), "ring": RingReduceScatter()}
     taken: dict[str, list[float]] = {name: [] for name in kinds}
     sent: dict[str, list[int]] = {name: [] for name in kinds}
-    for _ in rounds(seconds, CPU, least=5, most=200):
+    for _ in rounds(seconds, least=5, most=200):
         for name, scatter in kinds.items():
             took, crossed = timed(scatter, nbytes)
             taken[name].append(took)
@@ -97,7 +97,7 @@ def timed(scatter: Callable, nbytes: int) -> tuple[float, int]:
     scatter(part, whole, dist.group.WORLD, dist.ReduceOp.SUM)
     took = time.perf_counter() - start
     barrier(CPU)
-    return max_over_ranks([took], CPU)[0], loopback_bytes() - before
+    return over_ranks([took])[0], loopback_bytes() - before
 
 
 def loopback_bytes() -> int:

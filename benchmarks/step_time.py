@@ -33,8 +33,8 @@ from torch import nn
 
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.measurement.block_times import TimedModel
-from hf_osdp.measurement.profile import measure_profile
-from hf_osdp.measurement.rates import median_seconds
+from hf_osdp.measurement.machine import measure_profile
+from hf_osdp.measurement.timing import median_seconds
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.description import GatherSpan, ModelDescription
@@ -42,9 +42,9 @@ from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.profile import with_block_times
 from hf_osdp.quantities import format_seconds
-from hf_osdp.sharding.accumulation import micro_step
 from hf_osdp.sharding.apply import apply_plan
-from hf_osdp.sharding.clip import clip_grad_norm_
+from hf_osdp.sharding.gradients import clip_grad_norm_
+from hf_osdp.sharding.steps import micro_step
 from hf_osdp.tracing.describe import describe
 
 AIM = 0.10

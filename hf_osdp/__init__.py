@@ -8,80 +8,29 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
-
-_PUBLIC = {
-    "CheckpointError": "errors",
-    "DescriptionError": "errors",
-    "HardwareError": "errors",
-    "InfeasibleError": "errors",
-    "LaunchError": "errors",
-    "OSDPError": "errors",
-    "PlanError": "errors",
-    "PlanMismatchError": "errors",
-    "PreflightError": "errors",
-    "ProfileError": "errors",
-    "UnreducedGradientError": "errors",
-    "Hardware": "planner.hardware",
-    "ModelDescription": "planner.description",
-    "Plan": "planner.plan",
-    "Profile": "planner.profile",
-    "PlanningProblem": "planner.problem",
-    "TrainingJob": "planner.job",
-    "preset": "planner.presets",
-    "search": "planner.search.search",
-    "checkpoint_to_resume": "checkpoint.resume",
-    "last_checkpoint": "checkpoint.resume",
-    "describe": "tracing.describe",
-    "measure_hardware": "measurement.machine",
-    "measure_profile": "measurement.profile",
-    "TimedModel": "measurement.block_times",
-    "OptimalShardedDataParallel": "integrations.plain_loop",
-    "OSDPGradScaler": "sharding.scaler",
-    "StopSignal": "distributed.stop",
-    "OSDPAccelerator": "integrations.accelerator",
-    "OSDPConfig": "planning.config",
-    "OSDPPlugin": "integrations.plugin",
-    "Trainer": "integrations.trainer",
-    "with_osdp": "integrations.trainer",
-}
-
-__all__ = [*sorted(_PUBLIC), "__version__"]
-
-
-def __getattr__(name: str) -> object:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
-
+from .errors import (
+    CheckpointError,
+    DescriptionError,
+    HardwareError,
+    InfeasibleError,
+    LaunchError,
+    OSDPError,
+    PlanError,
+    PlanMismatchError,
+    PreflightError,
+    ProfileError,
+    UnreducedGradientError,
+)
 
 if TYPE_CHECKING:
     from .checkpoint.resume import checkpoint_to_resume, last_checkpoint
     from .distributed.stop import StopSignal
-    from .errors import (
-        CheckpointError,
-        DescriptionError,
-        HardwareError,
-        InfeasibleError,
-        LaunchError,
-        OSDPError,
-        PlanError,
-        PlanMismatchError,
-        PreflightError,
-        ProfileError,
-        UnreducedGradientError,
-    )
     from .integrations.accelerator import OSDPAccelerator
     from .integrations.plain_loop import OptimalShardedDataParallel
     from .integrations.plugin import OSDPPlugin
     from .integrations.trainer import Trainer, with_osdp
     from .measurement.block_times import TimedModel
-    from .measurement.machine import measure_hardware
-    from .measurement.profile import measure_profile
+    from .measurement.machine import measure_hardware, measure_profile
     from .planner.description import ModelDescription
     from .planner.hardware import Hardware
     from .planner.job import TrainingJob
@@ -91,5 +40,43 @@ if TYPE_CHECKING:
     from .planner.profile import Profile
     from .planner.search.search import search
     from .planning.config import OSDPConfig
-    from .sharding.scaler import OSDPGradScaler
+    from .sharding.gradients import OSDPGradScaler
     from .tracing.describe import describe
+
+__version__ = "0.1.0"
+_MODULES = {
+    "checkpoint_to_resume": "checkpoint.resume",
+    "describe": "tracing.describe",
+    "Hardware": "planner.hardware",
+    "last_checkpoint": "checkpoint.resume",
+    "measure_hardware": "measurement.machine",
+    "measure_profile": "measurement.machine",
+    "ModelDescription": "planner.description",
+    "OptimalShardedDataParallel": "integrations.plain_loop",
+    "OSDPAccelerator": "integrations.accelerator",
+    "OSDPConfig": "planning.config",
+    "OSDPGradScaler": "sharding.gradients",
+    "OSDPPlugin": "integrations.plugin",
+    "Plan": "planner.plan",
+    "PlanningProblem": "planner.problem",
+    "preset": "planner.presets",
+    "Profile": "planner.profile",
+    "search": "planner.search.search",
+    "StopSignal": "distributed.stop",
+    "TimedModel": "measurement.block_times",
+    "Trainer": "integrations.trainer",
+    "TrainingJob": "planner.job",
+    "with_osdp": "integrations.trainer",
+}
+"""Where names that are loaded when first used come from."""
+__all__ = [*sorted(_MODULES), *(name for name in dir() if name.endswith("Error")), "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

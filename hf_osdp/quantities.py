@@ -11,8 +11,6 @@ _UNIT_BYTES = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
-_MOST_DIGITS = 9
-"""Of a variable of the launcher."""
 
 
 def parse_bytes(value: int | float | str, *, name: str = "memory_limit") -> int:
@@ -29,16 +27,11 @@ def parse_bytes(value: int | float | str, *, name: str = "memory_limit") -> int:
         ValueError: the text is not a number with a known unit, or the amount is not positive.
     """
     remedy = "write it as bytes or with a unit, for example 8GiB or 500MB"
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+    amount = None if isinstance(value, (bool, str)) or not isinstance(value, (int, float)) else value  # an int as it is
+    if isinstance(value, str) and (match := _QUANTITY.fullmatch(value)) and (unit := match[2].lower() or "b") in _UNIT_BYTES:
+        amount = float(match[1]) * _UNIT_BYTES[unit]
+    if amount is None:
         raise ValueError(f"{name}={value!r} is not a number of bytes; {remedy}.")
-    if isinstance(value, str):
-        match = _QUANTITY.fullmatch(value)
-        unit = match.group(2).lower() or "b" if match else ""
-        if match is None or unit not in _UNIT_BYTES:
-            raise ValueError(f"{name}={value!r} is not a number of bytes; {remedy}.")
-        amount = float(match.group(1)) * _UNIT_BYTES[unit]
-    else:
-        amount = value  # an int as it is: a float rounds above 2**53
     if not 1 <= amount < 2**60:
         raise ValueError(f"{name}={value!r} must be between 1 byte and 2**60 bytes; {remedy}.")
     return int(amount)
@@ -50,12 +43,9 @@ def whole_bytes(value: int | float, *, name: str = "memory_limit_bytes") -> int:
     Raises:
         ValueError: it is not a finite number, or not between 1 byte and 2**60 bytes.
     """
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 1 <= value < 2**60:
-        raise ValueError(
-            f'{name}={value!r} must be a number of bytes from 1 to 2**60; give one, for example 8 * 2**30 or parse_bytes("8GiB").'
-        )
-    return int(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 1 <= value < 2**60:
+        return int(value)
+    raise ValueError(f'{name}={value!r} must be a number of bytes from 1 to 2**60; give one, for example 8 * 2**30 or parse_bytes("8GiB").')
 
 
 def format_bytes(count: int | float) -> str:
@@ -75,9 +65,7 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.0f} s"
     if magnitude >= 1:
         return f"{seconds:.2f} s"
-    if magnitude >= 1e-3:
-        return f"{seconds * 1e3:.1f} ms"
-    return f"{seconds * 1e6:.1f} us"
+    return f"{seconds * 1e3:.1f} ms" if magnitude >= 1e-3 else f"{seconds * 1e6:.1f} us"
 
 
 def format_count(count: int | float) -> str:
@@ -100,7 +88,6 @@ def whole_number(environment: Mapping[str, str], name: str, default: int) -> int
         ValueError: it is not a whole number of at least 0.
     """
     text = environment.get(name, str(default))
-    number = int(text) if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS else -1
-    if number < 0:
-        raise ValueError(f"{name}={text[:40]!r} is not a whole number of at least 0; it is for the launcher to set.")
-    return number
+    if re.fullmatch("[0-9]{1,9}", text):
+        return int(text)
+    raise ValueError(f"{name}={text[:40]!r} is not a whole number of at least 0; it is for the launcher to set.")

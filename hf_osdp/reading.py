@@ -6,8 +6,10 @@ Refused are: keys that stand twice, NaN, numbers beyond 2**63 or 1e30, control c
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,10 +49,8 @@ def read_bytes(path: str | Path, what: str, error: MakeError = ValueError, *, li
     try:
         found = path.stat()
         endless = not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode))
-        content = b""
-        if not endless:
-            with path.open("rb") as file:
-                content = file.read(limit_bytes + 1)
+        with open(os.devnull if endless else path, "rb") as file:
+            content = file.read(limit_bytes + 1)
     except (OSError, ValueError) as problem:  # ValueError: the path has a zero byte
         reason = getattr(problem, "strerror", None) or problem
         raise error(f"Cannot read the {what} {path}: {reason}; give a file that can be read.") from None
@@ -74,7 +74,7 @@ def parse_json(text: str | bytes, error: MakeError = ValueError) -> Any:  # noqa
     """
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8-sig")  # some editors write a byte order mark
-        value = json.loads(decoded, object_pairs_hook=_unique, parse_int=_whole, parse_float=_real, parse_constant=_not_a_number)
+        value = json.loads(decoded, object_pairs_hook=_unique, parse_constant=_not_a_number)
         _check_values(value)
         return value
     except _Refused as problem:
@@ -83,6 +83,8 @@ def parse_json(text: str | bytes, error: MakeError = ValueError) -> Any:  # noqa
         raise error(f"is not JSON (byte {problem.start} is not UTF-8: {problem.reason})") from None
     except json.JSONDecodeError as problem:
         raise error(f"is not JSON (line {problem.lineno}, column {problem.colno}: {problem.msg})") from None
+    except ValueError as problem:  # an integer of more digits than Python reads
+        raise error(f"is not JSON ({problem})") from None
     except RecursionError:
         raise error(f"is JSON that is nested more than {MOST_DEPTH} deep") from None
 
@@ -105,24 +107,11 @@ def problem_of_text(text: str) -> str | None:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for name, value in pairs:
-        if name in found:
-            raise _Refused(f"has the key {_short(name)} twice in one object")
-        found[name] = value
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise _Refused(f"has the key {_short(twice)} twice in one object")
     return found
-
-
-def _whole(text: str) -> int:
-    if len(text) > 20 or abs(int(text)) > _MOST_WHOLE:
-        raise _Refused(f"has the number {_short(text)}, which is beyond 2**63")
-    return int(text)
-
-
-def _real(text: str) -> float:
-    if abs(float(text)) > _MOST_REAL:
-        raise _Refused(f"has the number {_short(text)}, which is beyond {_MOST_REAL:g}")
-    return float(text)
 
 
 def _not_a_number(text: str) -> NoReturn:
@@ -130,13 +119,16 @@ def _not_a_number(text: str) -> NoReturn:
 
 
 def _check_values(value: object) -> None:
-    """Check depth and texts, level by level: without recursion."""
+    """Check depth, texts and numbers, level by level: without recursion."""
     level, depth = [value], 0
     while level:
         inside: list[object] = []
         for item in level:
             if isinstance(item, str) and (problem := problem_of_text(item)):
                 raise _Refused(f"has the text {_short(item)}, which {problem}")
+            most = _MOST_REAL if isinstance(item, float) else _MOST_WHOLE
+            if isinstance(item, (int, float)) and not abs(item) <= most:
+                raise _Refused(f"has the number {_short(str(item))}, which is beyond {most:g}")
             if isinstance(item, (dict, list)):
                 if depth >= MOST_DEPTH:
                     raise _Refused(f"is JSON that is nested more than {MOST_DEPTH} deep")

@@ -13,7 +13,7 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
-from types import ModuleType, TracebackType
+from types import ModuleType
 
 from .errors import OSDPError
 
@@ -39,7 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(_USER_ERROR)
     sys.argv = given[is_module:]
-    sys.excepthook = _show
     from .distributed.process_group import check_ranks
 
     check_ranks()
@@ -74,12 +73,12 @@ def _prepare() -> None:
     from .integrations.launch import launch_request, launched_rank
 
     request = launch_request()
-    if request is not None and not request.osdp:
+    if request.osdp is False:
         if launched_rank() == 0:
             print("hf_osdp: the launcher's file has osdp: false; the script runs as it stands.", file=sys.stderr)
         return
     for variable, name in _OTHERS.items():
-        if request is None and os.environ.get(variable, "false").lower() in ("1", "true", "yes"):
+        if request.osdp is None and os.environ.get(variable, "false").lower() in ("1", "true", "yes"):
             raise ValueError(
                 f"The launcher's file asks for {name}; start with torchrun, or with accelerate_configs/osdp.yaml, whose fsdp_config has"
                 " `fsdp_sharding_strategy: {osdp: true}`."
@@ -91,7 +90,7 @@ def _prepare() -> None:
     from .integrations.accelerator import OSDPAccelerator
     from .integrations.trainer import Trainer
 
-    if (request is not None and request.use_cpu) or not torch.accelerator.is_available():
+    if request.use_cpu or not torch.accelerator.is_available():
         os.environ["ACCELERATE_USE_CPU"] = "true"  # for TrainingArguments; accelerate does not hand it to FSDP processes
     _replace(accelerate.Accelerator, OSDPAccelerator)
     _replace(transformers.Trainer, Trainer)
@@ -118,18 +117,6 @@ def _replace(stock: type, ours: type) -> None:
         for name in [name for name, value in vars(module).items() if value is stock]:
             if (module.__name__, name) != ("transformers.trainer", "Accelerator"):  # the stock Trainer's, with osdp=False
                 setattr(module, name, ours)
-
-
-def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Show an error as Python would have: from the script's first line on."""
-    while trace is not None and _is_before_the_script(trace):
-        trace = trace.tb_next
-    error.__traceback__ = trace
-    sys.__excepthook__(kind, error, trace)
-
-
-def _is_before_the_script(trace: TracebackType) -> bool:
-    return trace.tb_frame.f_code.co_filename == __file__ or trace.tb_frame.f_globals.get("__name__") == "runpy"
 
 
 if __name__ == "__main__":

@@ -225,8 +225,7 @@ class OSDPArguments:
         Raises:
             ValueError: `grouping` was given for the stock Trainer, which has none.
         """
-        request = launch_request()
-        if self.osdp is False or (self.osdp is None and request is not None and not request.osdp):
+        if self.osdp is False or (self.osdp is None and launch_request().osdp is False):
             if self.grouping is not None:
                 raise ValueError(f"grouping={self.grouping} has no effect with osdp false; leave one of the two out.")
             return False
@@ -258,8 +257,7 @@ def parse_arguments(types: Sequence[type], argv: Sequence[str]) -> tuple[Any, ..
         ValueError: a key, a flag or a value cannot be used.
     """
     parser = RecipeParser(types)
-    request = launch_request()
-    if TrainingArguments in types and (not torch.accelerator.is_available() or (request is not None and request.use_cpu)):
+    if TrainingArguments in types and (not torch.accelerator.is_available() or launch_request().use_cpu):
         parser.set_defaults(use_cpu=True)
     argv = list(argv)
     if argv and Path(argv[0]).suffix in SUFFIXES:

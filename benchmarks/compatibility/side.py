@@ -21,7 +21,7 @@ from transformers import TrainingArguments
 import hf_osdp
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.problem import PlanningProblem
-from hf_osdp.planner.search.result import SearchResult
+from hf_osdp.planner.search.search import SearchResult
 from hf_osdp.planning import plan_run
 
 from .row import Figures, Oracle

@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu_memory import MODELS, Model
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.measurement.block_times import TimedModel
-from hf_osdp.measurement.profile import measure_profile
+from hf_osdp.measurement.machine import measure_profile
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.cost.evaluate import estimate_plan

@@ -16,7 +16,7 @@ from benchmarks.headline_parts.machines import as_one_of
 from benchmarks.headline_parts.rows import Measured, Row, rows_of
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.measurement.block_times import TimedModel
-from hf_osdp.measurement.profile import measure_profile
+from hf_osdp.measurement.machine import measure_profile
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.description import ModelDescription

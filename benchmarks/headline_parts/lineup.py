@@ -14,8 +14,7 @@ from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.problem import PlanningProblem, Strategy
-from hf_osdp.planner.search.result import SearchResult
-from hf_osdp.planner.search.search import least_memory, search
+from hf_osdp.planner.search.search import SearchResult, least_memory, search
 
 SAMPLES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Samples of one device that are tried for the own best batch, and between the last that fits and the next the largest that does."""

@@ -12,7 +12,7 @@ from hf_osdp.planner.hardware import Collective, Hardware
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.problem import Strategy
-from hf_osdp.planner.search.result import StrategyResult
+from hf_osdp.planner.search.compare import StrategyResult
 from hf_osdp.quantities import format_bytes
 
 STOCK, ALONE = "stock", "alone"

@@ -26,14 +26,14 @@ from hf_osdp.distributed.consensus import on_rank_zero
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.measurement.block_times import TimedModel
 from hf_osdp.measurement.links import measure_collectives
-from hf_osdp.measurement.profile import measure_profile
+from hf_osdp.measurement.machine import measure_profile
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.files import plain
 from hf_osdp.planner.hardware import CollectiveTiming
-from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.job import TrainingJob, divisors
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.profile import Profile, with_block_times
-from hf_osdp.planner.search.search import compare_strategies
+from hf_osdp.planner.search.compare import compare_strategies
 from hf_osdp.tracing.describe import describe
 
 ROUNDS_A_PROFILE = 2
@@ -61,9 +61,7 @@ def measure(experiment: Experiment) -> dict:
     samples = experiment.micro_batch_size
     job = TrainingJob(global_batch_size=dist.get_world_size() * samples, micro_batch_size=samples)
     began = time.monotonic()
-    timings = measure_collectives(
-        torch.device("cpu"), group_sizes(), experiment.links_s, local_world_size=ranks_per_node()
-    )  # fmt: skip
+    timings = measure_collectives(torch.device("cpu"), experiment.links_s, local=ranks_per_node(), sizes=divisors(dist.get_world_size()))
     profile = with_timings(profiled(experiment), timings)
     say(experiment, f"profile in {time.monotonic() - began:.0f} s")
     lineup = on_rank_zero(lambda: planned(experiment, with_block_times(description, profile), profile, job))
@@ -131,12 +129,6 @@ def profiled(experiment: Experiment) -> Profile:
 def with_timings(profile: Profile, timings: tuple[CollectiveTiming, ...]) -> Profile:
     """The profile with links that were measured for longer."""
     return replace(profile, hardware=replace(profile.hardware, timings=timings))
-
-
-def group_sizes() -> list[int]:
-    """Of all groups that a plan may use."""
-    world = dist.get_world_size()
-    return [size for size in range(2, world + 1) if world % size == 0]
 
 
 def ranks_per_node() -> int:

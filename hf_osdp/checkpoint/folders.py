@@ -45,10 +45,18 @@ _staged: set[Path] = set()
 """Folders in which this process writes checkpoints."""
 
 
+def numbered_checkpoints(folder: Path) -> list[Path]:
+    """Return folders named `checkpoint-N` or `checkpoint_N`, the newest first."""
+    if not folder.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in folder.iterdir() if path.is_dir() and (match := _NUMBERED.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
 # --------------------------------------------------------------------------------------------------------- one run at a time
 
 
-def lock_checkpoints(parent: Path, name: str | None = None, *, wait_s: float | None = None) -> None:
+def lock_checkpoints(parent: Path, name: str | None = None) -> None:
     """Keep other runs from writing the same checkpoints, until `unlock_checkpoints` or the end of this process.
 
     What an interrupted run left of them is finished or removed.
@@ -56,22 +64,20 @@ def lock_checkpoints(parent: Path, name: str | None = None, *, wait_s: float | N
     Args:
         parent: the output folder.
         name: of one checkpoint; None is all of `checkpoint-N`.
-        wait_s: how long to wait for another run to end; None is a minute.
 
     Raises:
-        CheckpointError: another run writes them.
+        CheckpointError: another run writes them, and did not end within a minute.
     """
     path = _lock_path(parent, name)
     if path in _locks:
         return
-    wait_s = _LOCK_WAIT_S if wait_s is None else wait_s
-    deadline, waiting = time.monotonic() + wait_s, False
+    deadline, is_waiting = time.monotonic() + _LOCK_WAIT_S, False
     while (holder := _try_lock(path)) is not None:
         if time.monotonic() > deadline:
             raise CheckpointError(f"Another run ({holder}) writes checkpoints into {parent}; give this run a folder of its own.")
-        if not waiting:
-            _log.warning("Another run (%s) writes checkpoints into %s; waiting up to %g s for its end.", holder, parent, wait_s)
-        waiting = True
+        if not is_waiting:
+            _log.warning("Another run (%s) writes checkpoints into %s; waiting up to %g s for its end.", holder, parent, _LOCK_WAIT_S)
+        is_waiting = True
         time.sleep(_LOCK_POLL_S)
     pattern = "checkpoint[-_]*" if name is None else glob.escape(name)
     restore_replaced(parent, pattern)
@@ -112,14 +118,11 @@ def _lock_path(parent: Path, name: str | None) -> Path:
 
 
 def _try_lock(path: Path) -> str | None:
-    """Lock a file, or return who has locked it. Where there are no locks nothing is locked."""
+    """Lock a file, or return who has locked it. Where files cannot be locked or written, nothing is locked."""
+    handle = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = path.open("a+")
-    except OSError:  # the first checkpoint tells of it
-        _locks[path] = os.getpid(), None
-        return None
-    try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(handle.fileno()).st_ino == path.stat().st_ino:  # else the other run has just removed it
             handle.truncate(0)
@@ -127,11 +130,11 @@ def _try_lock(path: Path) -> str | None:
             handle.flush()
             _locks[path] = os.getpid(), handle
             return None
-    except (BlockingIOError, PermissionError, FileNotFoundError):
-        handle.seek(0)
-    except OSError:
-        _locks[path] = os.getpid(), None
-        return None
+    except OSError as error:
+        if handle is None or not isinstance(error, (BlockingIOError, PermissionError, FileNotFoundError)):
+            _locks[path] = os.getpid(), None  # the first checkpoint tells of a folder that cannot be written
+            return None
+    handle.seek(0)
     holder = handle.read(200) or "another process"
     handle.close()
     return holder if holder.isprintable() else ascii(holder)
@@ -150,13 +153,13 @@ def prepare_staging(folder: Path) -> Path:
     if Path.cwd().is_relative_to(folder):
         raise ValueError(f"A checkpoint cannot take the place of {folder}, in which this program runs; give a folder inside it.")
     lock_checkpoints(folder.parent, lock_name(folder))
+    staging = folder.parent / PARTIAL / uuid.uuid4().hex[:8] / folder.name
     try:
-        staging = folder.parent / PARTIAL / uuid.uuid4().hex[:8] / folder.name
         staging.mkdir(parents=True)
-        _staged.add(staging.parent)
-        return staging
     except OSError as error:
         raise _unwritable(folder, error) from None
+    _staged.add(staging.parent)
+    return staging
 
 
 def discard_staging(staging: Path) -> None:
@@ -253,11 +256,3 @@ def remove_checkpoint(folder: Path) -> None:
         _log.warning("The old checkpoint %s cannot be removed (%s); remove it by hand.", folder, error)
     with suppress(OSError):
         hidden.parent.rmdir()
-
-
-def numbered_checkpoints(folder: Path) -> list[Path]:
-    """Return folders named `checkpoint-N` or `checkpoint_N`, the newest first."""
-    if not folder.is_dir():
-        return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if path.is_dir() and (match := _NUMBERED.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True)]

@@ -28,9 +28,9 @@ class Layout(Enum):
     """How states lie in a checkpoint."""
 
     SHARDED = "sharded"
-    """A folder of torch.distributed.checkpoint."""
+    """A folder of torch.distributed.checkpoint, as Accelerate's FSDP2 with `SHARDED_STATE_DICT` has it."""
     WHOLE = "whole"
-    """One file of whole tensors by name, written from a sharded model."""
+    """One file of whole tensors by name, as Accelerate's FSDP2 with `FULL_STATE_DICT` writes it."""
     SINGLE = "single"
     """As one process writes it: safetensors; optimizer states by position."""
 
@@ -41,29 +41,6 @@ class Place:
 
     layout: Layout
     path: Path
-
-
-def _numbered(stem: str, index: int, suffix: str) -> str:
-    """Return `optimizer.bin`, or `optimizer_1.bin`."""
-    return f"{stem}{f'_{index}' if index else ''}{suffix}"
-
-
-def model_place(folder: Path, layout: Layout, index: int = 0) -> Place:
-    """Return where a model's weights are written."""
-    match layout:
-        case Layout.SHARDED:
-            name = f"pytorch_model_fsdp_{index}"
-        case Layout.WHOLE:
-            name = _numbered("pytorch_model_fsdp", index, ".bin")
-        case Layout.SINGLE:
-            name = _numbered("model", index, ".safetensors")
-    return Place(layout=layout, path=folder / name)
-
-
-def optimizer_place(folder: Path, layout: Layout, index: int = 0) -> Place:
-    """Return where an optimizer's state is written."""
-    name = f"optimizer_{index}" if layout is Layout.SHARDED else _numbered("optimizer", index, ".bin")
-    return Place(layout=layout, path=folder / name)
 
 
 _STATE_FILE = re.compile(
@@ -81,21 +58,23 @@ def is_state(path: Path) -> bool:
     return (_STATE_FOLDER if path.is_dir() else _STATE_FILE).fullmatch(path.name) is not None
 
 
+def model_path(folder: Path, layout: Layout, index: int = 0) -> Path:
+    """Return where the weights of the model of this number are written."""
+    return folder / _model_names(index)[layout][0]
+
+
+def optimizer_path(folder: Path, layout: Layout, index: int = 0) -> Path:
+    """Return where the state of the optimizer of this number is written."""
+    return folder / _optimizer_names(index)[layout][0]
+
+
 def find_model(folder: Path, index: int = 0) -> Place:
     """Return where a checkpoint's weights are.
 
     Raises:
         CheckpointError: nowhere.
     """
-    names = [_numbered("model", index, ".safetensors"), _numbered("pytorch_model", index, ".bin")]
-    if index == 0:
-        names += ["model.safetensors.index.json", "adapter_model.safetensors"]
-    places = [model_place(folder, layout, index) for layout in (Layout.SHARDED, Layout.WHOLE)]
-    places += [Place(layout=Layout.SINGLE, path=folder / name) for name in names]
-    if (place := _first(places)) is not None:
-        return place
-    listed = ", ".join(("pytorch_model_fsdp_0/", "pytorch_model_fsdp.bin", *names))
-    raise CheckpointError(f"{folder} has no weights ({listed}); give another.")
+    return _found(folder, _model_names(index), "weights")
 
 
 def find_optimizer(folder: Path, index: int = 0) -> Place:
@@ -104,15 +83,29 @@ def find_optimizer(folder: Path, index: int = 0) -> Place:
     Raises:
         CheckpointError: nowhere.
     """
-    names = [_numbered("optimizer", index, ".bin"), *(["optimizer.pt"] if index == 0 else [])]
-    places = [optimizer_place(folder, Layout.SHARDED, index), *(Place(layout=Layout.WHOLE, path=folder / name) for name in names)]
-    if (place := _first(places)) is not None:
-        return place
-    raise CheckpointError(f"{folder} has no optimizer state ({', '.join(('optimizer_0/', *names))}); give another.")
+    return _found(folder, _optimizer_names(index), "optimizer state")
 
 
-def _first(places: Sequence[Place]) -> Place | None:
-    return next((place for place in places if place.path.exists()), None)
+def _model_names(index: int) -> dict[Layout, list[str]]:
+    number = f"_{index}" if index else ""
+    single = [f"model{number}.safetensors", f"pytorch_model{number}.bin"]
+    if index == 0:
+        single += ["model.safetensors.index.json", "adapter_model.safetensors"]
+    return {Layout.SHARDED: [f"pytorch_model_fsdp_{index}"], Layout.WHOLE: [f"pytorch_model_fsdp{number}.bin"], Layout.SINGLE: single}
+
+
+def _optimizer_names(index: int) -> dict[Layout, list[str]]:
+    whole = [f"optimizer_{index}.bin"] if index else ["optimizer.bin", "optimizer.pt"]
+    return {Layout.SHARDED: [f"optimizer_{index}"], Layout.WHOLE: whole}
+
+
+def _found(folder: Path, names: Mapping[Layout, Sequence[str]], what: str) -> Place:
+    for layout, own in names.items():
+        for name in own:
+            if (folder / name).exists():
+                return Place(layout=layout, path=folder / name)
+    listed = ", ".join(f"{name}/" if layout is Layout.SHARDED else name for layout, own in names.items() for name in own)
+    raise CheckpointError(f"{folder} has no {what} ({listed}); give another.")
 
 
 # --------------------------------------------------------------------------------------------------------------- whole tensors
@@ -163,11 +156,11 @@ def named_state(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> di
             f"The checkpoint's optimizer has parameter groups of {saved} parameters, this one of {own};"
             " make the optimizer with the groups that it was saved with."
         )
-    pairs = [(group["params"], names) for group, names in zip(state["param_groups"], groups, strict=True)]
-    names = {position: name for positions, own_names in pairs for position, name in zip(positions, own_names, strict=True)}
+    pairs = list(zip(state["param_groups"], groups, strict=True))
+    names = {position: name for group, own_names in pairs for position, name in zip(group["params"], own_names, strict=True)}
     return {
-        "state": {names[position]: own for position, own in state["state"].items()},
-        "param_groups": [{**group, "params": list(own)} for group, own in zip(state["param_groups"], groups, strict=True)],
+        "state": {names[position]: values for position, values in state["state"].items()},
+        "param_groups": [{**group, "params": list(own_names)} for group, own_names in pairs],
     }
 
 
@@ -186,10 +179,7 @@ def _of_several_files(index: Path) -> dict[str, torch.Tensor]:
         names = sorted(set(content["weight_map"].values()))
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} cannot be read ({type(error).__name__}: {error}); take another checkpoint.") from None
-    weights: dict[str, torch.Tensor] = {}
-    for name in names:
-        weights |= _safetensors(index.parent / check_inside(name))
-    return weights
+    return {name: value for file in names for name, value in _safetensors(index.parent / check_inside(file)).items()}
 
 
 def _unsharded(path: Path, key: str) -> Any:  # noqa: ANN401  # what the checkpoint has

@@ -22,13 +22,6 @@ from .states import load_model, load_optimizer, save_model, save_optimizer
 from .writer import CheckpointWriter, on_every_rank
 
 PROGRESS_NAME = "custom_checkpoint_0.pkl"
-_RANDOM_KEYS = {
-    "python": ("python", "random_state"),
-    "numpy": ("numpy", "numpy_random_seed"),
-    "cpu": ("cpu", "torch_manual_seed"),
-    "cuda": ("cuda", "torch_cuda_manual_seed"),
-}
-"""What the Trainer and Accelerate call each generator's state."""
 
 
 class Stateful(Protocol):
@@ -116,42 +109,42 @@ def save_random_states(folder: Path, rank: int) -> None:
 
 
 def load_random_states(folder: Path, rank: int) -> None:
-    """Set this process's generators as they were when the checkpoint was written.
+    """Set this process's generators as they were when the checkpoint was written, by Accelerate or the Trainer.
 
     A rank that was not there then gets states of its own, which rank 0's and its number determine: no two ranks draw the same.
 
     Raises:
         CheckpointError: the file cannot be read.
     """
-
-    def file_of(number: int) -> Path | None:
-        names = [f"random_states_{number}.pkl", f"rng_state_{number}.pth", *(["rng_state.pth"] if number == 0 else [])]
-        return next((folder / name for name in names if (folder / name).is_file()), None)
-
-    if (path := file_of(rank)) is not None:
-        _set_random_states(_by_generator(path), path)
-    elif (first := file_of(0)) is not None:
-        state = _by_generator(first)["cpu"]
-        seed = zlib.crc32((b"" if state is None else state.numpy().tobytes()) + rank.to_bytes(8, "little"))
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)  # CUDA's generators too
+    names = {rank: (f"random_states_{rank}.pkl", f"rng_state_{rank}.pth"), 0: ("random_states_0.pkl", "rng_state_0.pth", "rng_state.pth")}
+    for number in (rank, 0):
+        for path in (folder / name for name in names[number]):
+            if path.is_file():
+                _set_random_states(path, of_other_rank=None if number == rank else rank)
+                return
 
 
-def _by_generator(path: Path) -> dict[str, Any]:
+def _set_random_states(path: Path, *, of_other_rank: int | None) -> None:
     states = load_file(path, numpy=True)
-    return {kind: next((states[key] for key in keys if key in states), None) for kind, keys in _RANDOM_KEYS.items()}
-
-
-def _set_random_states(states: Mapping[str, Any], path: Path) -> None:
     try:
-        version, internal, gauss = states["python"]
+        python, numpy, cpu, cuda = (
+            states.get(accelerates, states.get(trainers))
+            for accelerates, trainers in (
+                ("random_state", "python"), ("numpy_random_seed", "numpy"), ("torch_manual_seed", "cpu"), ("torch_cuda_manual_seed", "cuda")
+            )
+        )  # fmt: skip
+        if of_other_rank is not None:
+            seed = zlib.crc32(cpu.numpy().tobytes() + of_other_rank.to_bytes(8, "little"))
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.manual_seed(seed)  # CUDA's generators too
+            return
+        version, internal, gauss = python
         random.setstate((version, tuple(internal), gauss))
-        np.random.set_state(states["numpy"])
-        torch.set_rng_state(states["cpu"])
-        if (on_devices := states["cuda"]) is not None and torch.cuda.is_available():
-            several = [on_devices] if torch.is_tensor(on_devices) else on_devices
-            for device, state in zip(range(torch.cuda.device_count()), several, strict=False):
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if cuda is not None and torch.cuda.is_available():
+            for device, state in zip(range(torch.cuda.device_count()), [cuda] if torch.is_tensor(cuda) else cuda, strict=False):
                 torch.cuda.set_rng_state(state, device)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise CheckpointError(f"{path} holds no random states ({error}); take another checkpoint.") from None

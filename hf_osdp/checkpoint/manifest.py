@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 
 from ..errors import CheckpointError
+from ..planner.files import validated
 from ..reading import read_json
 
 MANIFEST_NAME = "osdp_checkpoint.json"
@@ -21,12 +22,10 @@ _MOST_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """A file as it was written."""
+    """A file as it was written: bytes, and `zlib.crc32`, which finds damage, not forgery."""
 
     size: int
-    """In bytes."""
     crc32: int
-    """Of its content, as `zlib.crc32` has it: finds damage, not forgery."""
 
     @classmethod
     def of(cls, path: Path) -> FileRecord:
@@ -40,18 +39,14 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What stands in a checkpoint's folder.
-
-    Raises:
-        CheckpointError: at construction, where a file's name leaves the folder.
-    """
+    """The content of `osdp_checkpoint.json`."""
 
     files: Mapping[str, FileRecord]
     """By path inside the folder, with `/`."""
     world_size: int
     """Ranks that wrote it."""
     plan: str | None = None
-    """Fingerprint of the plan that ran; None without one."""
+    """Fingerprint of the plan that ran."""
     global_batch_size: int | None = None
     """Samples of an optimizer step of that plan."""
     versions: Mapping[str, str] | None = None
@@ -60,10 +55,6 @@ class Manifest:
     """Which training wrote it, see `resume.py`; None for the first in its folder."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """What continues the same training only if it stays: seed, dataset, precision, optimizer."""
-
-    def __post_init__(self) -> None:
-        for name in self.files:
-            check_inside(name)
 
     def to_json(self) -> str:
         """Return the file's text."""
@@ -74,27 +65,20 @@ class Manifest:
         """Return a folder's manifest; None where it has none.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: it cannot be read, or names a file outside of the folder.
         """
         path = folder / MANIFEST_NAME
         if not path.is_file():
             return None
         content = read_json(path, "manifest", CheckpointError, limit_bytes=_MOST_BYTES)
-        try:
-            if content["format"] != VERSION:
-                raise CheckpointError(
-                    f"{path} has format {content['format']!r}, this version of hf_osdp reads {VERSION};"
-                    " update hf_osdp, or take another one."
-                )
-            samples, training = content.get("global_batch_size"), content.get("training")
-            return cls(
-                files={name: FileRecord(size=int(file["size"]), crc32=int(file["crc32"])) for name, file in content["files"].items()},
-                world_size=int(content["world_size"]), plan=content["plan"], versions=content["versions"],
-                global_batch_size=None if samples is None else int(samples), training=None if training is None else str(training),
-                settings={str(name): str(value) for name, value in content.get("settings", {}).items()},
-            )  # fmt: skip
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}); it is damaged.") from None
+        if isinstance(content, dict) and (found := content.pop("format", VERSION)) != VERSION:
+            raise CheckpointError(
+                f"{path} has format {found!r}, this version of hf_osdp reads {VERSION}; update hf_osdp, or take another one."
+            )
+        manifest = validated(cls, content, lambda problem: CheckpointError(f"{path} cannot be read ({problem}); it is damaged."))
+        for name in manifest.files:
+            check_inside(name)
+        return manifest
 
 
 def damage(folder: Path, files: Iterable[tuple[str, FileRecord]]) -> str | None:
@@ -114,7 +98,7 @@ def damage(folder: Path, files: Iterable[tuple[str, FileRecord]]) -> str | None:
 
 
 def check_inside(name: object) -> str:
-    """Return a file's name that stays inside the folder it is said to be in.
+    """Return a file's name, which must stay inside the folder it is said to be in.
 
     Raises:
         CheckpointError: it is no text, absolute, or climbs out.
@@ -137,10 +121,6 @@ def special_file(path: Path) -> str | None:
 
 
 def check_regular(path: Path) -> None:
-    """Refuse to read from what is no file.
-
-    Raises:
-        CheckpointError: it is a pipe, a socket or a device, which may block for ever.
-    """
+    """Raise CheckpointError for a pipe, a socket or a device, which may block for ever."""
     if problem := special_file(path):
         raise CheckpointError(f"{path} {problem}, no file; take another checkpoint.")

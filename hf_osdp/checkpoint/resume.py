@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import socket
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from glob import escape
 from pathlib import Path
 from typing import TypeVar
@@ -25,7 +22,7 @@ from ..distributed.mesh import rank, world_size
 from ..distributed.process_group import waiting_group
 from ..distributed.restart import restart_count
 from ..errors import CheckpointError
-from ..planner.files import validated, write_whole
+from ..planner.files import write_whole
 from ..planner.plan import Plan
 from ..reading import read_json
 from .folders import PARTIAL, is_locked_elsewhere, lock_checkpoints, numbered_checkpoints, restore_replaced
@@ -33,7 +30,7 @@ from .layouts import find_model, find_optimizer
 from .manifest import MANIFEST_NAME, FileRecord, Manifest, damage, special_file
 
 _log = logging.getLogger(__name__)
-_MARK = "training.json"
+_NOTE = "training.json"
 T = TypeVar("T")
 
 
@@ -68,12 +65,11 @@ def checkpoint_to_resume(
     """
     folder, asked = Path(folder), resume_from_checkpoint
     on_rank_zero(lambda: lock_checkpoints(folder) if folder.is_dir() else None)
-    restarted = after_restart and asked is not False and is_restart(folder)
     if asked is True:
-        _mark_training(folder, is_new=False)
+        _note_training(folder, is_new=False)
     else:
         start_fresh(folder)
-    if asked is True or restarted:
+    if asked is True or (asked is not False and after_restart and is_restart()):
         found = last_checkpoint(folder, marker=marker)
         if found is not None and (asked is True or _has_optimizer(found)):
             return found
@@ -96,80 +92,21 @@ def last_checkpoint(folder: str | Path, *, marker: str | None = None) -> Path | 
     Returns:
         Its path, the same on every rank; None where there is none.
     """
-    restarted = is_restart(folder)
-    for path, problem in on_rank_zero(lambda: _candidates(Path(folder), marker, own=restarted)):
-        problem = problem or found_damage(path)
+    folder, restarted = Path(folder), is_restart()
+
+    def candidates() -> list[tuple[Path, str | None]]:
+        restore_replaced(folder)
+        found = own_checkpoints(folder) if restarted else numbered_checkpoints(folder)
+        known = any((path / MANIFEST_NAME).is_file() for path in found)
+        return [(path, _lacking(path, marker, known=known)) for path in found]
+
+    for path, lacking in on_rank_zero(candidates):
+        problem = lacking or _damage(path)
         if problem is None:
             return path
         if rank() == 0:
             _log.warning("%s is damaged and passed over: %s.", path, problem)
     return None
-
-
-def recorded_batch(folder: str | Path) -> int | None:
-    """Return the samples of an optimizer step in the training that this start resumes after a restart; None without one. Collective."""
-
-    def newest() -> int | None:
-        for path in own_checkpoints(Path(folder)):
-            with suppress(CheckpointError):
-                if (manifest := Manifest.load(path)) is not None:
-                    return manifest.global_batch_size
-        return None
-
-    return on_rank_zero(newest) if is_restart(folder) else None
-
-
-def warn_of_changes(folder: Path, settings: Mapping[str, str], plan: Plan | None) -> None:
-    """Log on rank 0, in one line, what is set otherwise than when a checkpoint was saved."""
-    if rank() or (manifest := Manifest.load(folder)) is None:
-        return
-    saved = {"global batch": manifest.global_batch_size, **manifest.settings}
-    now = {"global batch": plan.global_batch_size if plan else None, **settings}
-    changed = [name for name in now if name in saved and None not in (saved[name], now[name]) and saved[name] != now[name]]
-    if changed:
-        texts = [", ".join(f"{name} {values[name]}" for name in changed) for values in (saved, now)]
-        _log.warning(
-            "%s was saved with %s; this run has %s: it does not continue the same training. To continue it, set what was saved%s.",
-            folder, *texts, f" (OSDPConfig(global_batch_size={manifest.global_batch_size}))" if "global batch" in changed else "",
-        )  # fmt: skip
-
-
-def _candidates(folder: Path, marker: str | None, *, own: bool) -> list[tuple[Path, str | None]]:
-    """Return checkpoints, the newest first, each with what is missing in it."""
-    restore_replaced(folder)
-    found = own_checkpoints(folder) if own else numbered_checkpoints(folder)
-    known = any((path / MANIFEST_NAME).is_file() for path in found)
-    return [(path, _lacking(path, marker, known=known)) for path in found]
-
-
-def _lacking(path: Path, marker: str | None, *, known: bool) -> str | None:
-    """Return what a checkpoint needs and does not have; where none has a manifest (`known`), another program may have written them."""
-    if marker is not None and not (path / marker).is_file():
-        return f"{marker} is missing"
-    if (path / MANIFEST_NAME).is_file():
-        return None
-    try:
-        find_model(path)
-    except CheckpointError as error:
-        return str(error).rstrip(".")
-    return f"{MANIFEST_NAME} is missing, so it is incomplete or another program's; to resume from it, give its path" if known else None
-
-
-def _has_optimizer(folder: Path) -> bool:
-    """Return whether a restart may resume from a checkpoint; with `save_only_model` there is nothing to go on with. Collective."""
-
-    def has_optimizer() -> bool:
-        try:
-            find_optimizer(folder)
-        except CheckpointError as error:
-            _log.warning("%s; training starts from the beginning.", str(error).rstrip("."))
-            return False
-        return True
-
-    return on_rank_zero(has_optimizer)
-
-
-# ------------------------------------------------------------------------------------------------------------------ damage
 
 
 def check_checkpoint(folder: str | Path) -> None:
@@ -187,11 +124,50 @@ def check_checkpoint(folder: str | Path) -> None:
 
     if not on_rank_zero(is_there):
         raise CheckpointError(f"There is no checkpoint {folder}; give the path of one.")
-    if problem := found_damage(folder):
+    if problem := _damage(folder):
         raise CheckpointError(f"Checkpoint {folder} is damaged: {problem}; take one before it.")
 
 
-def found_damage(folder: Path) -> str | None:
+def warn_of_changes(folder: Path, settings: Mapping[str, str], plan: Plan | None) -> None:
+    """Log on rank 0, in one line, what is set otherwise than when a checkpoint was saved."""
+    if rank() or (manifest := Manifest.load(folder)) is None:
+        return
+    saved = {"global batch": manifest.global_batch_size, **manifest.settings}
+    now = {"global batch": plan.global_batch_size if plan else None, **settings}
+    changed = [name for name in now if name in saved and None not in (saved[name], now[name]) and saved[name] != now[name]]
+    if changed:
+        texts = [", ".join(f"{name} {values[name]}" for name in changed) for values in (saved, now)]
+        _log.warning(
+            "%s was saved with %s; this run has %s: it does not continue the same training. To continue it, set what was saved%s.",
+            folder, *texts, f" (OSDPConfig(global_batch_size={manifest.global_batch_size}))" if "global batch" in changed else "",
+        )  # fmt: skip
+
+
+def _lacking(path: Path, marker: str | None, *, known: bool) -> str | None:
+    """Return what a checkpoint needs and does not have; where none has a manifest (not `known`), another program may have written them."""
+    if marker is not None and not (path / marker).is_file():
+        return f"{marker} is missing"
+    if (path / MANIFEST_NAME).is_file():
+        return None
+    try:
+        find_model(path)
+    except CheckpointError as error:
+        return str(error).rstrip(".")
+    return f"{MANIFEST_NAME} is missing, so it is incomplete or another program's; to resume from it, give its path" if known else None
+
+
+def _has_optimizer(folder: Path) -> bool:
+    """Return whether a restart may resume from a checkpoint; with `save_only_model` there is nothing to go on with. Collective."""
+    try:
+        on_rank_zero(lambda: find_optimizer(folder))
+    except CheckpointError as error:
+        if rank() == 0:
+            _log.warning("%s; training starts from the beginning.", str(error).rstrip("."))
+        return False
+    return True
+
+
+def _damage(folder: Path) -> str | None:
     """Return what is wrong with a checkpoint, of which each rank reads a share. Collective."""
 
     def listed() -> list[tuple[str, FileRecord]] | str:
@@ -213,32 +189,13 @@ def found_damage(folder: Path) -> str | None:
 # ------------------------------------------------------------------------------------------------------------ which training
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Mark:
-    """What `training.json` has."""
-
-    training: str | None
-    """As in the manifests of its checkpoints; None where all in the folder are its own."""
-    launches: tuple[str, ...]
-    """The launchers that started it."""
-    process: str
-    """Rank 0 that wrote this; what begins there later is another training of the same program."""
-
-
-def is_restart(folder: str | Path) -> bool:
+def is_restart() -> bool:
     """Return whether this start continues a training that was interrupted. Collective.
 
     torchrun counts restarts on each machine for itself, SLURM counts how often it requeued a job, and hf_osdp how often it began again
-    after running out of memory: one count above 0 is enough. Where machines come and go torchrun counts nothing; then the training was
-    started by a torchrun that is still the same.
+    after running out of memory: one count above 0 is enough.
     """
-    counts, launches = zip(*gather((restart_count(), _launch()), waiting_group()), strict=True)
-
-    def launched_before() -> bool:
-        mark = _read_mark(Path(folder)) if any(launches) else None
-        return mark is not None and mark.process != _process() and not set(mark.launches).isdisjoint(launches)
-
-    return max(counts) > 0 or on_rank_zero(launched_before)
+    return max(gather(restart_count(), waiting_group())) > 0
 
 
 def start_fresh(folder: str | Path) -> None:
@@ -246,8 +203,25 @@ def start_fresh(folder: str | Path) -> None:
 
     In a restart, and where another run trains in the folder, nothing is noted.
     """
-    if not is_restart(folder):
-        _mark_training(Path(folder), is_new=True)
+    if not is_restart():
+        _note_training(Path(folder), is_new=True)
+
+
+def _note_training(folder: Path, *, is_new: bool) -> None:
+    """Write the note, or remove it where all checkpoints are the training's own. Collective."""
+
+    def write() -> None:
+        if is_locked_elsewhere(folder):
+            return
+        path = folder / PARTIAL / _NOTE
+        with suppress(OSError):  # the first checkpoint tells of a folder that cannot be written
+            if is_new and numbered_checkpoints(folder):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(path, json.dumps({"training": uuid.uuid4().hex}))
+            else:
+                path.unlink(missing_ok=True)
+
+    on_rank_zero(write)
 
 
 def training_of_folder(folder: Path) -> str | None:
@@ -256,8 +230,18 @@ def training_of_folder(folder: Path) -> str | None:
     Raises:
         CheckpointError: the note is damaged.
     """
-    mark = _read_mark(folder)
-    return None if mark is None else mark.training
+    path = folder / PARTIAL / _NOTE
+
+    def error(line: str) -> CheckpointError:
+        return CheckpointError(f"{line.rstrip('.')}. Remove it to resume from the last checkpoint, whichever training wrote it.")
+
+    if not path.is_file():
+        return None
+    content = read_json(path, "note of the training", error)
+    training = content.get("training", "") if isinstance(content, dict) else ""
+    if training is None or (isinstance(training, str) and training):
+        return training
+    raise error(f"{path} is no note of a training")
 
 
 def own_checkpoints(folder: Path) -> list[Path]:
@@ -267,52 +251,25 @@ def own_checkpoints(folder: Path) -> list[Path]:
         CheckpointError: the note is damaged.
     """
     training = training_of_folder(folder)
-    return [path for path in numbered_checkpoints(folder) if training is None or _is_of(path, training)]
+
+    def is_own(path: Path) -> bool:
+        try:
+            manifest = Manifest.load(path)
+        except CheckpointError:
+            return True
+        return manifest is not None and manifest.training == training
+
+    return [path for path in numbered_checkpoints(folder) if training is None or is_own(path)]
 
 
-def _is_of(path: Path, training: str) -> bool:
-    try:
-        manifest = Manifest.load(path)
-    except CheckpointError:
-        return True
-    return manifest is not None and manifest.training == training
+def recorded_batch(folder: str | Path) -> int | None:
+    """Return the samples of an optimizer step in the training that this start resumes after a restart; None without one. Collective."""
 
-
-def _launch() -> str | None:
-    """Return what tells this torchrun from every other: the folder that it made for its logs; None without one."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # LOGS/RUN/attempt_0/0/error.json
-    return f"{socket.gethostname()} {Path(file).parents[2]}" if file and "TORCHELASTIC_RUN_ID" in os.environ else None
-
-
-def _process() -> str:
-    return f"{os.getpid()} on {socket.gethostname()}"
-
-
-def _mark_training(folder: Path, *, is_new: bool) -> None:
-    """Write the mark, where it says something. A folder that cannot be written is for the first checkpoint to tell of. Collective."""
-    launches = tuple(sorted({name for name in gather(_launch(), waiting_group()) if name}))
-
-    def write() -> None:
-        if is_locked_elsewhere(folder):
-            return
-        training = uuid.uuid4().hex if is_new and numbered_checkpoints(folder) else None
-        path = folder / PARTIAL / _MARK
-        with suppress(OSError):
-            if training or launches:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(path, json.dumps(asdict(_Mark(training=training, launches=launches, process=_process()))))
-            else:
-                path.unlink(missing_ok=True)
-
-    on_rank_zero(write)
-
-
-def _read_mark(folder: Path) -> _Mark | None:
-    def error(line: str) -> CheckpointError:
-        return CheckpointError(f"{line.rstrip('.')}. Remove it to resume from the last checkpoint, whichever training wrote it.")
-
-    path = folder / PARTIAL / _MARK
-    if not path.is_file():
+    def newest() -> int | None:
+        for path in own_checkpoints(Path(folder)):
+            with suppress(CheckpointError):
+                if (manifest := Manifest.load(path)) is not None:
+                    return manifest.global_batch_size
         return None
-    content = read_json(path, "note of the training", error)
-    return validated(_Mark, content, lambda problem: error(f"{path} is no note of a training ({problem})"))
+
+    return on_rank_zero(newest) if is_restart() else None

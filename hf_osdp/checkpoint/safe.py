@@ -64,10 +64,9 @@ class SafeReader(FileSystemReader):
         Raises:
             CheckpointError: it is missing, damaged, or names files outside of the folder or what is no file.
         """
-        folder = Path(self.path)
-        index = _read_index(folder / _INDEX)
+        index = _read_index(Path(self.path) / _INDEX)
         for name in {check_inside(getattr(info, "relative_path", None)) for info in (index.storage_data or {}).values()}:
-            check_regular(folder / name)
+            check_regular(Path(self.path) / name)
         index.storage_meta = index.storage_meta or metadata.StorageMeta()
         index.storage_meta.load_id = self.load_id
         return index
@@ -92,26 +91,26 @@ def _read_index(path: Path) -> Metadata:
     try:
         with path.open("rb") as file:
             index = _IndexUnpickler(file).load()
-        if not isinstance(index, Metadata):
-            raise CheckpointError(f"{path} holds a {type(index).__name__}, no index; take another checkpoint.")
         _check_index(index)
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle raises anything
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}); take another checkpoint.") from None
+    assert isinstance(index, Metadata)
     return index
 
 
-def _check_index(index: Metadata) -> None:
-    """Refuse values that torch hashes or compares later, and that are no plain ones."""
-    for stored in index.state_dict_metadata.values():
-        sizes = [stored.size, *(size for chunk in stored.chunks for size in (chunk.offsets, chunk.sizes))] \
-            if isinstance(stored, TensorStorageMetadata) else []  # fmt: skip
-        if any(type(size) is not torch.Size for size in sizes):
-            raise TypeError("a tensor's size is no size")
-    for path in (index.planner_data or {}).values():
-        if any(type(part) not in (str, int) for part in path):
-            raise TypeError("a name is no text")
+def _check_index(index: object) -> None:
+    """Refuse what is no index, and values that torch hashes or compares later, and that are no plain ones."""
+    if not isinstance(index, Metadata):
+        raise TypeError(f"a {type(index).__name__} is no index")
+    tensors = [stored for stored in index.state_dict_metadata.values() if isinstance(stored, TensorStorageMetadata)]
+    chunks = [chunk for stored in tensors for chunk in stored.chunks]
+    sizes = [*(stored.size for stored in tensors), *(size for chunk in chunks for size in (chunk.offsets, chunk.sizes))]
+    if any(type(size) is not torch.Size for size in sizes):
+        raise TypeError("a tensor's size is no size")
+    if any(type(part) not in (str, int) for path in (index.planner_data or {}).values() for part in path):
+        raise TypeError("a name is no text")
 
 
 def _refusal(what: str) -> CheckpointError:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as read_shards
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.fsdp import FSDPModule
 
@@ -22,6 +22,7 @@ from ..errors import CheckpointError
 from ..modeling.split.names import split_names
 from ..modeling.units import canonical_name
 from ..sharding.state import (
+    check_states,
     free_gathered,
     full_optimizer_state_dict,
     full_state_dict,
@@ -30,7 +31,6 @@ from ..sharding.state import (
     named_weights,
     optimizer_state,
     set_optimizer_state,
-    states_problem,
 )
 from . import layouts
 from .layouts import Layout
@@ -64,9 +64,9 @@ def save_model(
     names = _trainable(model) if trainable_only else weights.keys()
     state = {name: value.detach() if torch.is_tensor(value) else value for name, value in weights.items() if name in names}
     if sharded:
-        write_shards(layouts.model_place(folder, Layout.SHARDED, index).path, {_MODEL: state}, files)
+        write_shards(layouts.model_path(folder, Layout.SHARDED, index), {_MODEL: state}, files)
     else:
-        on_rank_zero(lambda: torch.save(state, layouts.model_place(folder, Layout.WHOLE, index).path))
+        on_rank_zero(lambda: torch.save(state, layouts.model_path(folder, Layout.WHOLE, index)))
 
 
 def save_optimizer(
@@ -74,10 +74,10 @@ def save_optimizer(
 ) -> None:
     """Write an optimizer's state by its parameters' Hugging Face names. Collective. As `save_model`."""
     if sharded:
-        write_shards(layouts.optimizer_place(folder, Layout.SHARDED, index).path, {_OPTIMIZER: optimizer_state(model, optimizer)}, files)
+        write_shards(layouts.optimizer_path(folder, Layout.SHARDED, index), {_OPTIMIZER: optimizer_state(model, optimizer)}, files)
         return
     whole = full_optimizer_state_dict(model, optimizer)
-    on_rank_zero(lambda: torch.save(whole, layouts.optimizer_place(folder, Layout.WHOLE, index).path))
+    on_rank_zero(lambda: torch.save(whole, layouts.optimizer_path(folder, Layout.WHOLE, index)))
 
 
 def write_shards(path: Path, state: dict[str, Any], files: FileSystem | None) -> None:
@@ -87,8 +87,7 @@ def write_shards(path: Path, state: dict[str, Any], files: FileSystem | None) ->
         CheckpointError: it cannot be written; on every rank.
     """
     writer = FileSystemWriter(path, sync_files=False)  # they are flushed with the rest of the checkpoint
-    if files is not None:
-        writer.fs = files
+    writer.fs = files or writer.fs
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # where there is one process
         try:
@@ -108,12 +107,24 @@ def load_model(folder: Path, model: nn.Module, *, index: int = 0, trainable_only
     """
     free_gathered(model)
     place = on_rank_zero(lambda: layouts.find_model(folder, index))
+    targets = named_weights(model)
     if place.layout is Layout.SHARDED and isinstance(model, FSDPModule):
-        _load_sharded_model(place.path, model, strict=not trainable_only)
+        keys = _index_of(place.path).planner_data.values()
+        saved = {str(key[1]) for key in keys if key[0] == _MODEL and len(key) > 1}
+        names = _saved_names(saved, targets, place.path, strict=not trainable_only)
+        found = {names[name]: value.detach() if torch.is_tensor(value) else value for name, value in targets.items() if name in names}
+        _read_shards(place.path, {_MODEL: found})
+        if others := {name: value for name, value in found.items() if not torch.is_tensor(value)}:
+            model.load_state_dict(others, strict=False)
         return
-    state = _read_on_rank_zero(lambda: _fitting(layouts.read_weights(place), model, strict=not trainable_only))
+
+    def read() -> dict[str, torch.Tensor]:
+        weights = layouts.read_weights(place)
+        names = _saved_names(weights, targets, place.path, strict=not trainable_only)
+        return {name: weights[saved] for name, saved in names.items()}
+
     try:
-        load_full_state_dict(model, state, strict=False)
+        load_full_state_dict(model, _read_on_rank_zero(read), strict=False)
     except RuntimeError as error:
         text = " ".join(str(error).split())
         raise CheckpointError(f"{place.path} is not of this model ({text}); make the model that was saved.") from None
@@ -142,19 +153,6 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
         raise CheckpointError(f"{place.path} cannot be loaded ({text}); make the model and the optimizer that were saved.") from None
 
 
-def _load_sharded_model(path: Path, model: nn.Module, *, strict: bool) -> None:
-    """Load weights, of which each rank reads what it holds."""
-    state = {name: value.detach() if torch.is_tensor(value) else value for name, value in named_weights(model).items()}
-    saved = {str(keys[1]) for keys in _index_of(path).planner_data.values() if keys[0] == _MODEL and len(keys) > 1}
-    tied = [tie for tie in _ties(model) if tie & saved]
-    missing = [name for name in state if name not in saved and not any(name in tie for tie in tied)]
-    _check_names(missing, saved - set(state), path, strict=strict)
-    found = {name: value for name, value in state.items() if name in saved}
-    _read_shards(path, {_MODEL: found})
-    if others := {name: value for name, value in found.items() if not torch.is_tensor(value)}:
-        model.load_state_dict(others, strict=False)
-
-
 def _load_sharded_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load states, of which each rank reads what it holds. A parameter that had no gradient when it was saved has no state."""
     mine = optimizer_state(model, optimizer, as_target=True)
@@ -167,8 +165,7 @@ def _load_sharded_optimizer(path: Path, model: nn.Module, optimizer: torch.optim
             shapes = saved.setdefault(str(keys[2]), {})
             if isinstance(stored, TensorStorageMetadata) and stored.size:
                 shapes[str(keys[3])] = stored.size
-    if problem := states_problem(saved, group_keys, mine, optimizer):
-        raise RuntimeError(problem)
+    check_states(saved, group_keys, mine, optimizer)
     found = {"state": {name: own for name, own in mine["state"].items() if name in saved}, "param_groups": mine["param_groups"]}
     _read_shards(path, {_OPTIMIZER: found})
     set_optimizer_state(model, optimizer, found)
@@ -180,7 +177,7 @@ def _index_of(path: Path) -> Metadata:
 
 def _read_shards(path: Path, state: dict[str, Any]) -> None:
     try:
-        read_shards(state, storage_reader=SafeReader(path), planner=SafePlanner(), process_group=waiting_group())
+        load_shards(state, storage_reader=SafeReader(path), planner=SafePlanner(), process_group=waiting_group())
     except CheckpointException as failed:  # of any rank, on every rank
         raise CheckpointError(f"{path} cannot be read ({layouts.cause_of(failed)}); take another checkpoint.") from None
 
@@ -195,16 +192,22 @@ def _read_on_rank_zero(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------------- names
 
 
-def _fitting(weights: Mapping[str, torch.Tensor], model: nn.Module, *, strict: bool) -> dict[str, torch.Tensor]:
-    """Return whole weights under the model's names: one tensor for each tied name, and adapters as peft's own files name them."""
-    ties = _ties(model)
-    names = {name for tie in ties for name in tie}
-    found = {_adapter_name(name, names): value for name, value in weights.items()}
-    for tie in ties:
-        if given := sorted(tie & found.keys()):
-            found |= dict.fromkeys(tie - found.keys(), found[given[0]])
-    _check_names(sorted(names - set(found)), set(found) - names, None, strict=strict)
-    return {name: value for name, value in found.items() if name in names}
+def _saved_names(saved: Iterable[str], targets: Mapping[str, torch.Tensor], path: Path, *, strict: bool) -> dict[str, str]:
+    """Return for each of the model's names the one under which it was saved; of tied names one is enough.
+
+    Raises:
+        CheckpointError: names are not the model's, or of the model's some are missing and `strict`.
+    """
+    own = {_adapter_name(name, targets): name for name in saved}
+    by_tensor = {id(target): own[name] for name, target in targets.items() if name in own}
+    found = {name: own.get(name) or by_tensor[id(target)] for name, target in targets.items() if id(target) in by_tensor}
+    missing, unexpected = sorted(targets.keys() - found.keys()), sorted(own.keys() - targets.keys())
+    if unexpected or (missing and strict):
+        raise CheckpointError(
+            f"{path} is not of this model: {len(missing)} of its names are missing {missing[:2]}, {len(unexpected)} are not known"
+            f" {unexpected[:2]}; make the model that was saved."
+        )
+    return found
 
 
 def _adapter_name(name: str, names: Iterable[str]) -> str:
@@ -215,26 +218,7 @@ def _adapter_name(name: str, names: Iterable[str]) -> str:
     return next((full for full in adapters if full.replace(".modules_to_save", "").replace(".default", "") == name), name)
 
 
-def _ties(model: nn.Module) -> list[set[str]]:
-    """Return Hugging Face names in a model's state, those of one tensor together."""
-    names: dict[int, set[str]] = {}
-    weights = named_weights(model)
-    for name, value in weights.items():
-        names.setdefault(id(value), set()).add(name)
-    return list(names.values())
-
-
 def _trainable(model: nn.Module) -> set[str]:
     """Return Hugging Face names of parameters that training changes."""
     names = {canonical_name(name) for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     return names | {whole.name for whole in split_names(model).values() if whole.parts[0] in names}
-
-
-def _check_names(missing: Iterable[str], unexpected: Iterable[str], path: Path | None, *, strict: bool) -> None:
-    missing, unexpected = sorted(missing), sorted(unexpected)
-    if unexpected or (missing and strict):
-        where = "The checkpoint" if path is None else str(path)
-        raise CheckpointError(
-            f"{where} is not of this model: {len(missing)} of its names are missing {missing[:2]}, {len(unexpected)} are not known"
-            f" {unexpected[:2]}; make the model that was saved."
-        )

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from io import BytesIO
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank, world_size
 from ..distributed.process_group import wait_for_ranks, waiting_group
-from ..distributed.stop import register_background, unregister_background
+from ..distributed.stop import waits_in_background
 from ..errors import CheckpointError
 from ..planner.plan import Plan
 from .folders import complete, discard_staging, flush, lock_name, prepare_staging, unlock_checkpoints
@@ -35,8 +35,11 @@ _SEEN_S = 10.0
 _PAUSE_S = 0.05
 _LONGEST_WRITE = timedelta(hours=24)
 T = TypeVar("T")
-Part = dict[str, FileRecord]
-"""Files that a rank wrote, by path inside the folder."""
+
+
+class _Memory(BytesIO):
+    def close(self) -> None:
+        """Stay, though torch closes it."""
 
 
 class HeldFileSystem(FileSystem):
@@ -49,30 +52,21 @@ class HeldFileSystem(FileSystem):
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:  # noqa: ANN401  # as its base class
         """Open a file; a shard's stream is its memory."""
-        if mode != "wb" or not _SHARD.fullmatch(Path(path).name):
-            with super().create_stream(path, mode) as stream:
-                yield stream
+        if mode == "wb" and _SHARD.fullmatch(Path(path).name):
+            self.held[Path(path)] = _Memory()
+            yield self.held[Path(path)]
             return
-        self.held[Path(path)] = _Memory()
-        yield self.held[Path(path)]
-
-
-class _Memory(BytesIO):
-    """Stays when torch closes it."""
-
-    def close(self) -> None:
-        """Do nothing."""
+        with super().create_stream(path, mode) as stream:
+            yield stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging:
     """A checkpoint that is being written."""
 
-    folder: Path
-    """Its final name."""
     path: Path
     """Where to write."""
-    file_system: FileSystem = field(default_factory=FileSystem)
+    file_system: FileSystem
     """For shards."""
 
 
@@ -113,35 +107,26 @@ class CheckpointWriter:
             self._locks.add(lock)  # other runs may write there when this writer is gone
             weakref.finalize(self, unlock_checkpoints, *lock)
         on_every_rank(lambda: _wait_for_folder(staged))
-        staging = Staging(folder=folder, path=staged, file_system=HeldFileSystem() if self.in_background else FileSystem())
+        staging = Staging(path=staged, file_system=HeldFileSystem() if self.in_background else FileSystem())
         try:
             yield staging
         except BaseException:
             if rank() == 0:
                 discard_staging(staged)
             raise
-
         manifest = Manifest(
             files={}, world_size=world_size(), settings={**self.settings, **settings},
             plan=self.plan.fingerprint if self.plan else None, global_batch_size=self.plan.global_batch_size if self.plan else None,
         )  # fmt: skip
-
-        def finish(parts: list[Part]) -> None:
-            training = None
-            with suppress(CheckpointError):  # a damaged note of the training must not cost the checkpoint
-                training = training_of_folder(folder.parent)
-            complete(folder, staged, replace(manifest, training=training), parts)
-
-        if not self.in_background:
-            parts = on_every_rank(lambda: _own_part(staging, rank()))
-            on_rank_zero(lambda: finish(parts))
-            return
         wait_for_ranks()  # rank 0 sums what others wrote to the disk
-        if self._group is None and waiting_group() is not None:
-            self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)  # the thread's own
-        self._thread = threading.Thread(target=self._write_held, args=(staging, finish, rank()), name="checkpoint")
+        group = waiting_group()
+        if self.in_background and group is not None:
+            group = self._group = self._group or dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)  # the thread's own
+        self._thread = threading.Thread(target=self._write, args=(staging, folder, manifest, group, rank()), name="checkpoint")
         self._thread.start()
-        register_background(self.wait)
+        waits_in_background[self.wait] = None
+        if not self.in_background:
+            self.wait()
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete. Collective.
@@ -152,29 +137,36 @@ class CheckpointWriter:
         if self._thread is None:  # the same on every rank
             return
         self._thread.join()
-        unregister_background(self.wait)
+        waits_in_background.pop(self.wait, None)
         error, self._thread, self._error = self._error, None, None
         _sound(gather(error, waiting_group()))
 
-    def _write_held(self, staging: Staging, finish: Callable[[list[Part]], None], number: int) -> None:
+    def _write(self, staging: Staging, folder: Path, manifest: Manifest, group: dist.ProcessGroup | None, number: int) -> None:
         """In the thread: write what is held, and on rank 0 complete the checkpoint when every rank has."""
-        held = staging.file_system.held  # type: ignore[attr-defined]
+        held = getattr(staging.file_system, "held", {})
 
-        def write() -> Part:
+        def own_part() -> dict[str, FileRecord]:
             while held:
                 path, content = held.popitem()
                 path.write_bytes(content.getbuffer())
-            return _own_part(staging, number)
+            shards = [(path, _SHARD.fullmatch(path.name)) for path in staging.path.rglob("*.distcp")]
+            own = [path for path, match in shards if match and int(match[1]) == number]
+            for path in own:
+                flush(path)
+            return {str(path.relative_to(staging.path).as_posix()): FileRecord.of(path) for path in own}
 
-        def end() -> None:
-            parts = _sound(gather(part, self._group))
+        def finish() -> None:
+            parts = _sound(gather(part, group))
             if number == 0:
-                finish(parts)
+                training = None
+                with suppress(CheckpointError):  # a damaged note of the training must not cost the checkpoint
+                    training = training_of_folder(folder.parent)
+                complete(folder, staging.path, replace(manifest, training=training), parts)
 
-        part = _or_line(write, number)
+        part = _or_line(own_part)
         held.clear()
-        self._error = _or_line(end, number)
-        if number == 0 and self._error is not None:
+        self._error = _or_line(finish)
+        if self._error is not None and number == 0:
             discard_staging(staging.path)
 
 
@@ -184,7 +176,7 @@ def on_every_rank(act: Callable[[], T]) -> list[T]:
     Raises:
         CheckpointError: it failed on one; on every rank.
     """
-    return _sound(gather(_or_line(act, rank()), waiting_group()))
+    return _sound(gather(_or_line(act), waiting_group()))
 
 
 def _wait_for_folder(staged: Path) -> None:
@@ -198,15 +190,7 @@ def _wait_for_folder(staged: Path) -> None:
         time.sleep(_PAUSE_S)
 
 
-def _own_part(staging: Staging, number: int) -> Part:
-    """Return the shards that this rank wrote, on the disk and summed."""
-    mine = [path for path in staging.path.rglob("*.distcp") if (match := _SHARD.fullmatch(path.name)) and int(match[1]) == number]
-    for path in mine:
-        flush(path)
-    return {str(path.relative_to(staging.path).as_posix()): FileRecord.of(path) for path in mine}
-
-
-def _or_line(act: Callable[[], T], number: int) -> T | str:
+def _or_line(act: Callable[[], T]) -> T | str:
     """Return what `act` gives, or the line that tells of its error."""
     try:
         return act()
@@ -214,7 +198,7 @@ def _or_line(act: Callable[[], T], number: int) -> T | str:
         return str(error)
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        return f"The checkpoint could not be written on rank {number} ({text}); the one before it is the last."
+        return f"The checkpoint could not be written on rank {rank()} ({text}); the one before it is the last."
 
 
 def _sound(parts: list[Any]) -> list[Any]:

@@ -7,9 +7,9 @@ import socket
 import urllib.parse
 import urllib.request
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware, check_margin
 from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.presets import preset, preset_names
-from ..planner.problem import PlanningProblem
+from ..planner.problem import PlanningProblem, Strategy
 from ..planner.profile import Profile, with_block_times
 from ..planner.search.search import search
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
@@ -27,204 +27,185 @@ from .options import Request
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import AutoConfig, PreTrainedConfig
+    from transformers import PreTrainedConfig
 
     from ..planning.config import OSDPConfig
-    from ..planning.problem import RunFacts
+    from ..planning.problem import ProblemBuilder, RunFacts
 
 OPTIMIZERS = {"adamw": OptimizerSpec(), "momentum": OptimizerSpec(name="momentum", states=1), "sgd": OptimizerSpec(name="sgd", states=0)}
 """Optimizers by the names of `--optimizer`."""
 
 
-def hardware_of(request: Request) -> Hardware:
-    """Return the devices that were named or measured, as many as asked for, with the margin that was asked for.
+class Case:
+    """The run that a request asks about. Each part is looked up when it is asked for, and raises then what is wrong with it.
 
-    Raises:
-        HardwareError: the name is not known.
-        ValueError: neither a name nor a profile is given, or both are; the margin is not a share.
+    Args:
+        request: what the command line states.
+        optimizer: in place of the request's.
+
+    Raises (its parts):
+        OSDPError: devices or model are not known, a profile holds other blocks, or the model cannot be described.
+        ValueError: an option cannot be used.
     """
-    margin = None if request.margin is None else check_margin(request.margin, name="--margin")
-    if (request.device is None) == (request.profile is None):
-        given = "Both were given" if request.device else "Neither was given"
-        raise ValueError(f"{given}: use either --device with one of {', '.join(preset_names())}, or --profile FILE.")
-    if request.device is not None:
-        hardware = preset(request.device, nodes=request.num_nodes or 1, devices_per_node=request.devices_per_node or 1)
-        return hardware.with_margin(margin)
-    measured = profile_of(request).hardware
-    nodes, devices = request.num_nodes or measured.nodes, request.devices_per_node or measured.devices_per_node
-    same = (nodes, devices) == (measured.nodes, measured.devices_per_node)
-    return (measured if same else measured.scaled(nodes=nodes, devices_per_node=devices)).with_margin(margin)
 
+    def __init__(self, request: Request, optimizer: OptimizerSpec | None = None) -> None:
+        self.request = request
+        self._optimizer = optimizer or OPTIMIZERS[request.optimizer]
 
-def profile_of(request: Request) -> Profile:
-    """Return the profile that `--profile` names."""
-    assert request.profile is not None
-    return Profile.load(request.profile)
+    @cached_property
+    def profile(self) -> Profile | None:
+        """What `--profile` names."""
+        return None if self.request.profile is None else Profile.load(self.request.profile)
 
+    @cached_property
+    def hardware(self) -> Hardware:
+        """The devices that were named or measured, as many as asked for, with the margin that was asked for."""
+        request = self.request
+        margin = None if request.margin is None else check_margin(request.margin, name="--margin")
+        if (request.device is None) == (request.profile is None):
+            given = "Both were given" if request.device else "Neither was given"
+            raise ValueError(f"{given}: use either --device with one of {', '.join(preset_names())}, or --profile FILE.")
+        if request.device is not None:
+            hardware = preset(request.device, nodes=request.num_nodes or 1, devices_per_node=request.devices_per_node or 1)
+            return hardware.with_margin(margin)
+        assert self.profile is not None
+        measured = self.profile.hardware
+        nodes, devices = request.num_nodes or measured.nodes, request.devices_per_node or measured.devices_per_node
+        same = (nodes, devices) == (measured.nodes, measured.devices_per_node)
+        return (measured if same else measured.scaled(nodes=nodes, devices_per_node=devices)).with_margin(margin)
 
-def run_of(request: Request, hardware: Hardware) -> tuple[OSDPConfig, RunFacts]:
-    """Return configuration and facts of the run that is asked about, without the limit; of its `precision_attempts` the last."""
-    from ..planning.problem import precision_attempts
+    @property
+    def device_type(self) -> str:
+        """Whose kernels and allocation granularity count."""
+        return "cuda" if self.hardware.backend is Backend.NCCL else "cpu"
 
-    return precision_attempts(*_run_of(request, hardware))[-1]
+    @cached_property
+    def model_config(self) -> PreTrainedConfig:
+        """The model's configuration."""
+        return load_config(self.request.model)
 
+    @cached_property
+    def run(self) -> tuple[OSDPConfig, RunFacts]:
+        """Configuration and facts of the run, without the limit: of the attempts the last, until `problem` has settled it."""
+        return self._attempts()[-1]
 
-def _run_of(request: Request, hardware: Hardware) -> tuple[OSDPConfig, RunFacts]:
-    from ..planning.config import OSDPConfig
-    from ..planning.problem import RunFacts
+    def _attempts(self) -> list[tuple[OSDPConfig, RunFacts]]:
+        from ..planning.config import OSDPConfig
+        from ..planning.problem import RunFacts, precision_attempts
 
-    config = OSDPConfig(
-        strategy=request.strategy.value,
-        block_classes=tuple(names_in(request.block_classes)) or None,
-        recompute=request.recompute,
-        host_offload=request.host_offload,
-        offload_activations=request.offload_activations,
-        operator_splitting=request.operator_splitting,
-        split_vocabulary=request.split_vocabulary and request.operator_splitting and request.strategy.value == "osdp",
-        profile=None if request.profile is None else profile_of(request),
-    )
-    facts = RunFacts(
-        world_size=hardware.world_size,
-        device_type=device_type_of(hardware),
-        precision=Precision.named(request.precision, autocast=hardware.world_size == 1),
-        optimizer=OPTIMIZERS[request.optimizer],
-        sequence_length=request.sequence_length,
-        global_batch_size=request.global_batch_size,
-        micro_batch_size=request.micro_batch_size,
-        activation_checkpointing=request.activation_checkpointing,
-        capability=hardware.device.capability,
-        expandable_segments=True,
-    )
-    return config, facts
+        request, world_size = self.request, self.hardware.world_size
+        config = OSDPConfig(
+            strategy=request.strategy.value,
+            block_classes=tuple(names_in(request.block_classes)) or None,
+            recompute=request.recompute,
+            host_offload=request.host_offload,
+            offload_activations=request.offload_activations,
+            operator_splitting=request.operator_splitting,
+            split_vocabulary=request.split_vocabulary and request.operator_splitting and request.strategy is Strategy.OSDP,
+            profile=self.profile,
+        )
+        facts = RunFacts(
+            world_size=world_size,
+            device_type=self.device_type,
+            precision=Precision.named(request.precision, autocast=world_size == 1),
+            optimizer=self._optimizer,
+            sequence_length=request.sequence_length,
+            global_batch_size=request.global_batch_size,
+            micro_batch_size=request.micro_batch_size,
+            activation_checkpointing=request.activation_checkpointing,
+            capability=self.hardware.device.capability,
+            expandable_segments=True,
+        )
+        return precision_attempts(config, facts)
 
+    @property
+    def job(self) -> TrainingJob:
+        """The job, of sizes that fit together and options that have an effect, in a precision whose rate is known."""
+        from ..planning.problem import training_job
 
-def job_of(request: Request, hardware: Hardware) -> TrainingJob:
-    """Return the job, with sizes that fit together.
+        request, device = self.request, self.hardware.device
+        for flag, given in (("--no-recompute", request.recompute is False), ("--offload-activations", request.offload_activations)):
+            if given and request.activation_checkpointing:
+                raise ValueError(f"{flag} has no effect beside --activation-checkpointing; leave one of the two out.")
+        for flag, asked in {"--host-offload": request.host_offload, "--offload-activations": request.offload_activations}.items():
+            if asked and self.hardware.host is None:
+                raise ValueError(f"{flag} needs a host beside the device, and none is known for {device.name}; leave it out.")
+        job = training_job(*self.run)
+        if job.precision.compute is not None:
+            device.rate(job.precision.compute)
+        return job
 
-    Raises:
-        ValueError: the devices do not divide the batch, or the micro-batch size does not divide each one's share.
-        HardwareError: the device's rate in this precision is not known.
-    """
-    for flag, given in (("--no-recompute", request.recompute is False), ("--offload-activations", request.offload_activations)):
-        if given and request.activation_checkpointing:
-            raise ValueError(f"{flag} has no effect beside --activation-checkpointing; leave one of the two out.")
-    for flag, asked in {"--host-offload": request.host_offload, "--offload-activations": request.offload_activations}.items():
-        if asked and hardware.host is None:
-            raise ValueError(f"{flag} needs a host beside the device, and none is known for {hardware.device.name}; leave it out.")
-    from ..planning.problem import training_job
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes of each device that training may use."""
+        from ..planning.problem import check_limit
 
-    job = training_job(*run_of(request, hardware))
-    if job.precision.compute is not None:
-        hardware.device.rate(job.precision.compute)
-    return job
+        device, asked = self.hardware.device, self.request.memory_limit
+        limit = device.memory_bytes if asked is None else parse_bytes(asked, name="--memory-limit")
+        return check_limit(limit, device, given=f"--memory-limit {asked}")
 
+    def model(self, model_config: object = None) -> nn.Module:
+        """Return a configuration's model on the meta device, with adapters if asked for, and with float32 masters in mixed precision."""
+        request = self.request
+        if request.lora_rank is None and request.lora_targets:
+            raise ValueError(f"--lora-targets {request.lora_targets} has no effect without --lora-rank; give both, or neither.")
+        from ..modeling.build import build_on_meta, with_lora
+        from ..sharding.environment import hold_master_weights
 
-def memory_limit_of(request: Request, hardware: Hardware) -> int:
-    """Return the bytes of each device that training may use.
+        model = build_on_meta(model_config or self.model_config, request.auto_class)
+        if request.lora_rank is not None:
+            model = with_lora(model, request.lora_rank, names_in(request.lora_targets))
+        hold_master_weights(model, Precision.named(request.precision))
+        return model
 
-    Raises:
-        ValueError: the text is no number of bytes, or more than the device has.
-    """
-    from ..planning.problem import check_limit
+    def describe(
+        self, split: ModelSplit = WHOLE_BLOCKS, *, model_config: object = None, sequence_length: int | None = None
+    ) -> ModelDescription:
+        """Return the description of the model at the request's length, or of another one or at another; times by roofline."""
+        from ..planning.problem import Describer
 
-    there = hardware.device.memory_bytes
-    limit = there if request.memory_limit is None else parse_bytes(request.memory_limit, name="--memory-limit")
-    return check_limit(limit, hardware.device, given=f"--memory-limit {request.memory_limit}")
+        config, facts = self.run
+        facts = replace(facts, sequence_length=sequence_length or facts.sequence_length)
+        return Describer(self.model(model_config), config, facts).describe(split)
 
+    def timed(self, description: ModelDescription) -> ModelDescription:
+        """Return the description with the profile's times of its blocks, where there is a profile that holds blocks."""
+        return description if self.profile is None else with_block_times(description, self.profile)
 
-def device_type_of(hardware: Hardware) -> str:
-    """Return whose kernels and allocation granularity count."""
-    return "cuda" if hardware.backend is Backend.NCCL else "cpu"
+    def builder(self) -> ProblemBuilder:
+        """Return what builds the run's problem."""
+        from ..planning.problem import ProblemBuilder
 
+        config, facts = self.run
+        return ProblemBuilder(self.model(), replace(config, memory_limit=self.limit_bytes), facts, hardware=self.hardware)
 
-def describer(request: Request, hardware: Hardware) -> Callable[..., ModelDescription]:
-    """Return a function that describes a configuration at a sequence length as the request asks, times by roofline."""
-    from ..planning.problem import Describer
+    def problem(self) -> PlanningProblem:
+        """Return the problem of the model as it trains fastest, whole or split, and settle the run.
 
-    config, facts = run_of(request, hardware)
+        One device is first planned without units on the host, as the Trainer and Accelerate do.
+        """
+        request = self.request
+        _ = self.job, self.limit_bytes, self.model_config
+        if request.split_vocabulary and not request.operator_splitting:
+            raise ValueError("--split-vocabulary has no effect beside --no-operator-splitting; leave one of the two out.")
+        *first, last = self._attempts()
+        for attempt in first:
+            self.run = attempt
+            with suppress(InfeasibleError):
+                problem = self._with_best_split()
+                search(problem)
+                return problem
+        self.run = last
+        return self._with_best_split()
 
-    def describe_at(model_config: object, sequence_length: int, split: ModelSplit = WHOLE_BLOCKS) -> ModelDescription:
-        return Describer(model_of(request, model_config), config, replace(facts, sequence_length=sequence_length)).describe(split)
-
-    return describe_at
-
-
-def model_of(request: Request, config: object) -> nn.Module:
-    """Return the configuration's model on the meta device, with adapters if asked for, and with float32 masters in mixed precision.
-
-    Raises:
-        ValueError: peft is not installed, or targets are given without a rank.
-        DescriptionError: the model cannot be built, or has no such projections.
-    """
-    if request.lora_rank is None and request.lora_targets:
-        raise ValueError(f"--lora-targets {request.lora_targets} has no effect without --lora-rank; give both, or neither.")
-    from ..modeling.build import build_on_meta
-    from ..sharding.environment import hold_master_weights
-
-    model = build_on_meta(config, request.auto_class)
-    if request.lora_rank is not None:
-        from ..modeling.adapters import with_lora
-
-        model = with_lora(model, request.lora_rank, names_in(request.lora_targets))
-    hold_master_weights(model, Precision.named(request.precision))
-    return model
+    def _with_best_split(self) -> PlanningProblem:
+        builder = self.builder()
+        return builder.with_best_split(builder.build())
 
 
 def names_in(text: str | None) -> list[str]:
     """Return the names between commas."""
     return [name.strip() for name in (text or "").split(",") if name.strip()]
-
-
-def timed(request: Request, description: ModelDescription) -> ModelDescription:
-    """Return the description with the profile's times of its blocks, where there is a profile that holds blocks.
-
-    Raises:
-        ProfileError: it holds other blocks, or other sequence lengths.
-    """
-    return description if request.profile is None else with_block_times(description, profile_of(request))
-
-
-def case_of(request: Request) -> tuple[PlanningProblem, PreTrainedConfig, Request]:
-    """Return the problem, the model's configuration, and the request as settled.
-
-    One device is first planned without units on the host, as the Trainer and Accelerate do.
-
-    Raises:
-        OSDPError: the device or the model is not known, or it cannot be described.
-        ValueError: an option cannot be used.
-    """
-    from ..planning.problem import ProblemBuilder, precision_attempts
-
-    hardware = hardware_of(request)
-    job_of(request, hardware)
-    limit = memory_limit_of(request, hardware)
-    model_config = load_config(request.model)
-    if request.split_vocabulary and not request.operator_splitting:
-        raise ValueError("--split-vocabulary has no effect beside --no-operator-splitting; leave one of the two out.")
-
-    def problem(config: OSDPConfig, facts: RunFacts) -> PlanningProblem:
-        builder = ProblemBuilder(model_of(request, model_config), replace(config, memory_limit=limit), facts, hardware=hardware)
-        return builder.with_best_split(builder.build())
-
-    *first, last = precision_attempts(*_run_of(request, hardware))
-    for attempt in first:
-        with suppress(InfeasibleError):
-            found = problem(*attempt)
-            search(found)
-            return found, model_config, replace(request, host_offload=attempt[0].host_offload)
-    return problem(*last), model_config, request
-
-
-def plain_of(request: Request, hardware: Hardware, config: object) -> ModelDescription:
-    """Return the description of the model as it is, not split."""
-    return timed(request, describer(request, hardware)(config, request.sequence_length))
-
-
-def split_case(case: PlanningProblem, request: Request, config: object) -> PlanningProblem:
-    """Return the problem of the model as it trains fastest, whole or split."""
-    from ..planning.problem import ProblemBuilder
-
-    return ProblemBuilder(model_of(request, config), *run_of(request, case.hardware), hardware=case.hardware).with_best_split(case)
 
 
 def load_config(model: str) -> PreTrainedConfig:
@@ -238,30 +219,31 @@ def load_config(model: str) -> PreTrainedConfig:
     if not local and (model.endswith(".json") or model.startswith((".", "/", "~")) or model.count("/") > 1):
         raise ValueError(f"MODEL {model!r}: there is no such file or folder; give a config.json, a folder that has one, or a hub id.")
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    from transformers import AutoConfig
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     if local:
-        config = _read(AutoConfig, str(path), model)
+        config = _read(str(path), model)
         config._name_or_path = path.resolve().parent.name if path.name == "config.json" else path.stem  # tables have no room for a path
         return config
     try:
-        return _from_pretrained(AutoConfig, model, local_files_only=True)
+        return _from_pretrained(model, local_files_only=True)
     except (OSError, ValueError):
         _check_hub(model)
-    return _read(AutoConfig, model, model)
+    return _read(model, model)
 
 
-def _from_pretrained(auto_config: type[AutoConfig], source: str, **options: bool) -> PreTrainedConfig:
-    config: PreTrainedConfig = auto_config.from_pretrained(source, trust_remote_code=False, **options)
+def _from_pretrained(source: str, **options: bool) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
     return config
 
 
-def _read(auto_config: type[AutoConfig], source: str, model: str) -> PreTrainedConfig:
+def _read(source: str, model: str) -> PreTrainedConfig:
     try:
-        return _from_pretrained(auto_config, source)
+        return _from_pretrained(source)
     except Exception as error:  # a malformed file may make transformers raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ValueError(f"MODEL {model!r} has no configuration that transformers can read: {reason}.") from None

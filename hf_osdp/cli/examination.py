@@ -22,30 +22,14 @@ from ..planner.hardware import Backend, Hardware
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
-from ..planner.search.result import SearchResult, StrategyResult
-from ..planner.search.search import search
+from ..planner.search.compare import StrategyResult
+from ..planner.search.search import SearchResult, search
 from ..planner.split import WHOLE_BLOCKS
 from ..planning.plan_run import check_given_plan
-from ..planning.preflight.devices import DeviceMemory, native_bf16
-from ..planning.preflight.findings import Check, Finding, error
-from ..planning.preflight.folder import RunFolder, checkpoint_bytes
-from ..planning.preflight.model import split_ties
+from ..planning.preflight.checks import Check, DeviceMemory, Finding, RunFolder, Severity, checkpoint_bytes, native_bf16, split_ties
 from ..planning.preflight.run import KnownRun, findings_of
 from ..quantities import format_bytes, format_count, format_seconds
-from .cases import (
-    OPTIMIZERS,
-    case_of,
-    describer,
-    device_type_of,
-    hardware_of,
-    job_of,
-    load_config,
-    memory_limit_of,
-    model_of,
-    names_in,
-    split_case,
-    timed,
-)
+from .cases import OPTIMIZERS, Case, names_in
 from .options import Request
 
 T = TypeVar("T")
@@ -58,7 +42,7 @@ _LATER = {
 
 
 class Examination:
-    """All checks that need no start, each as far as those before it allow.
+    """All checks that need no start.
 
     Args:
         request: what is to be trained, on what.
@@ -68,33 +52,24 @@ class Examination:
     """
 
     def __init__(self, request: Request, optimizer: str, plan_file: Path | None, folder: RunFolder | None) -> None:
-        self._request, self._optimizer, self._plan_file, self._folder = request, optimizer, plan_file, folder
+        self._request, self._plan_file, self._folder = request, plan_file, folder
         self._findings: list[Finding] = []
         self._sound: dict[Check, str] = {}
         """For each check that was made, what was found in order."""
-
-    def run(self) -> None:
-        """Make the checks."""
-        hardware = self._tried(Check.DEVICES, lambda: hardware_of(self._request))
-        config = self._tried(Check.MODEL, lambda: load_config(self._request.model))
-        device_type = "cuda" if hardware is None else device_type_of(hardware)
-        spec = self._tried(Check.OPTIMIZER, lambda: _optimizer(self._optimizer, device_type))
-        if spec is not None:
-            self._sound[Check.OPTIMIZER] = f"{spec.name} goes element by element, with {spec.states} states a parameter"
-        if hardware is None:
-            return
-        self._sound[Check.DEVICES] = f"{hardware.summary}, {format_bytes(hardware.device.memory_bytes)} each"
-        if hardware.world_size == 1:
-            with suppress(OSDPError, ValueError):  # what `hf-osdp plan` refuses is found below, one thing after the other
-                self._request = case_of(self._request)[2]
-        description = None if config is None else self._described(hardware, config)
-        problem = self._problem(hardware, description, spec or OptimizerSpec())
-        found = None if problem is None else self._planned(problem, config)
-        if description is None:
-            return
-        known = self._known(hardware, description, spec or OptimizerSpec(), problem, found)
-        self._findings += [*findings_of(known), *filter(None, [split_ties(model_of(self._request, config))])]
-        self._sound |= _sound(description, known)
+        case = Case(request)
+        hardware = self._tried(Check.DEVICES, lambda: case.hardware, lambda h: f"{h.summary}, {format_bytes(h.device.memory_bytes)} each")
+        self._tried(Check.MODEL, lambda: case.model_config)
+        self._spec = (
+            self._tried(
+                Check.OPTIMIZER,
+                lambda: _optimizer(optimizer, "cuda" if hardware is None else case.device_type),
+                lambda spec: f"{spec.name} goes element by element, with {spec.states} states a parameter",
+            )
+            or OptimizerSpec()
+        )
+        if hardware is not None:
+            self._case = Case(request, self._spec)
+            self._examine(hardware)
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return check, result and text: for each finding, each check without one, and one row for all that could not be made."""
@@ -111,80 +86,77 @@ class Examination:
             rows.append(("the rest", "not done", f"{', '.join(left)}: an error stands before them"))
         return rows
 
-    def _tried(self, check: Check, look: Callable[[], T]) -> T | None:
-        """Return what `look` returns; None where it refuses, which is then a finding."""
+    def _tried(self, check: Check, look: Callable[[], T], sound: Callable[[T], str] | None = None) -> T | None:
+        """Return what `look` returns, with what to say of it; None where it refuses, which is then a finding."""
         try:
-            return look()
+            found = look()
         except (OSDPError, ValueError, OSError) as problem:
-            self._findings.append(error(check, " ".join(str(problem).split())))
+            self._findings.append(Finding(check, Severity.ERROR, " ".join(str(problem).split())))
             return None
+        if sound is not None:
+            self._sound[check] = sound(found)
+        return found
 
-    def _described(self, hardware: Hardware, config: object) -> ModelDescription | None:
-        """Describe the model, split as a given plan says."""
+    def _examine(self, hardware: Hardware) -> None:
+        """Check the model on the devices, its plan, and this machine."""
+        case, request = self._case, self._request
+        if hardware.world_size == 1:
+            with suppress(OSDPError, ValueError):  # what `hf-osdp plan` refuses is found below, one thing after the other
+                case.problem()
         split = self._tried(Check.PLAN, lambda: WHOLE_BLOCKS if self._plan_file is None else Plan.load(self._plan_file).split)
-        describe = describer(self._request, hardware)
-        found = self._tried(
-            Check.MODEL, lambda: timed(self._request, describe(config, self._request.sequence_length, split or WHOLE_BLOCKS))
+        description = None
+        if not any(finding.check is Check.MODEL for finding in self._findings):
+            description = self._tried(
+                Check.MODEL,
+                lambda: case.timed(case.describe(split or WHOLE_BLOCKS)),
+                lambda found: f"{found.model_class}, {format_count(found.numel)} parameters",
+            )
+        job = self._tried(
+            Check.BATCH, lambda: case.job, lambda job: f"{job.global_batch_size} samples a step over {hardware.world_size} devices"
         )
-        if found is not None:
-            self._sound[Check.MODEL] = f"{found.model_class}, {format_count(found.numel)} parameters"
-        return found
+        limit = self._tried(Check.LIMIT, lambda: case.limit_bytes, lambda limit: _limit_text(limit, hardware))
+        if description is None:
+            return
+        problem = found = None
+        if job is not None and limit is not None and split is not None:
+            problem = PlanningProblem(
+                description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=request.strategy
+            )
+            found = self._planned(problem)
+        known = self._known(description, problem, found)
+        self._findings += [*findings_of(known), *filter(None, [split_ties(case.model())])]
+        self._sound |= _sound(description, known)
 
-    def _problem(self, hardware: Hardware, description: ModelDescription | None, spec: OptimizerSpec) -> PlanningProblem | None:
-        """Return what is to be planned, where all of it is in order."""
-        job = self._tried(Check.BATCH, lambda: job_of(self._request, hardware))
-        limit = self._tried(Check.LIMIT, lambda: memory_limit_of(self._request, hardware))
-        if job is not None:
-            self._sound[Check.BATCH] = f"{job.global_batch_size} samples a step over {hardware.world_size} devices"
-        if limit is not None:
-            free = limit - hardware.room_bytes(limit)
-            margin = f", and {format_bytes(free)} stay free as a margin" if free else ""
-            kept = format_bytes(hardware.device.reserved_bytes)
-            self._sound[Check.LIMIT] = f"{format_bytes(limit)}, of which the device keeps {kept}{margin}"
-        if job is None or limit is None or description is None or any(finding.check is Check.PLAN for finding in self._findings):
-            return None
-        job, strategy = replace(job, optimizer=spec), self._request.strategy
-        return PlanningProblem(description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=strategy)
-
-    def _planned(self, problem: PlanningProblem, config: object) -> SearchResult | None:
+    def _planned(self, problem: PlanningProblem) -> SearchResult | None:
         """Return the plan that is to run: the given one, else what `hf-osdp plan` finds."""
+        path = self._plan_file
+        return self._tried(
+            Check.PLAN,
+            lambda: search(self._case.builder().with_best_split(problem)) if path is None else _given(problem, path),
+            lambda found: (
+                f"{found.plan.fingerprint} ({found.plan.strategy}): peak {format_bytes(found.peak_bytes)}, a step in"
+                f" {format_seconds(found.time.step_s)}"
+            ),
+        )
 
-        def plan() -> SearchResult:
-            if self._plan_file is not None:
-                return _given(problem, self._plan_file)
-            return search(split_case(problem, self._request, config) if self._request.operator_splitting else problem)
-
-        found = self._tried(Check.PLAN, plan)
-        if found is not None and found.plan.peak_bytes is not None:
-            peak, step = format_bytes(found.plan.peak_bytes), format_seconds(found.time.step_s)
-            self._sound[Check.PLAN] = f"{found.plan.fingerprint} ({found.plan.strategy}): peak {peak}, a step in {step}"
-        return found
-
-    def _known(
-        self,
-        hardware: Hardware,
-        description: ModelDescription,
-        spec: OptimizerSpec,
-        problem: PlanningProblem | None,
-        found: SearchResult | None,
-    ) -> KnownRun:
+    def _known(self, description: ModelDescription, problem: PlanningProblem | None, found: SearchResult | None) -> KnownRun:
         """Return what is known of the model, its plan and this machine."""
-        chosen = self._plan_file is None and self._request.strategy is Strategy.OSDP
+        request, hardware = self._request, self._case.hardware
+        chosen = self._plan_file is None and request.strategy is Strategy.OSDP
         best: tuple[StrategyResult, ...] = ()
         if problem is not None and found is not None and not chosen:
             with suppress(OSDPError):  # nothing fits
                 best = (StrategyResult(strategy=Strategy.OSDP, result=search(replace(problem, strategy=Strategy.OSDP))),)
         return KnownRun(
             units=description.units,
-            precision=Precision.named(self._request.precision),
-            optimizer=spec,
-            asked_classes=names_in(self._request.block_classes) or None,
+            precision=Precision.named(request.precision),
+            optimizer=self._spec,
+            asked_classes=names_in(request.block_classes) or None,
             found_classes=description.block_classes,
             plan=None if found is None else found.plan,
-            chosen=chosen,
             hardware=hardware,
             bf16_on=hardware.device.name if native_bf16(hardware.device) else None,
-            time=None if found is None else found.time,
+            time=None if found is None or chosen else found.time,
             others=best,
             needed_bytes=None if found is None else found.memory.peak_bytes,
             memory=_memory_here(hardware),
@@ -193,11 +165,7 @@ class Examination:
 
 
 def _optimizer(name: str, device_type: str) -> OptimizerSpec:
-    """Return an optimizer by the name that `plan` or the Trainer has for it.
-
-    Raises:
-        ValueError: it is not known to work on shards.
-    """
+    """Return an optimizer by the name that `plan` or the Trainer has for it; a ValueError where it is not known to work on shards."""
     if name in OPTIMIZERS:
         return OPTIMIZERS[name]
     from ..integrations.optimizers import spec_of_trainer_name
@@ -221,6 +189,12 @@ def _given(problem: PlanningProblem, path: Path) -> SearchResult:
     )
     assert estimate.time is not None
     return SearchResult(plan=replace(plan, peak_bytes=peak), memory=estimate.memory, time=estimate.time)
+
+
+def _limit_text(limit_bytes: int, hardware: Hardware) -> str:
+    free = limit_bytes - hardware.room_bytes(limit_bytes)
+    margin = f", and {format_bytes(free)} stay free as a margin" if free else ""
+    return f"{format_bytes(limit_bytes)}, of which the device keeps {format_bytes(hardware.device.reserved_bytes)}{margin}"
 
 
 def _sound(description: ModelDescription, known: KnownRun) -> dict[Check, str]:

@@ -47,7 +47,7 @@ def profile(
     import torch
 
     from ..measurement.block_times import TimedModel
-    from ..measurement.profile import measure_profile
+    from ..measurement.machine import measure_profile
     from ..planner.job import Precision
     from ..report.run_tables import profile_tables
 

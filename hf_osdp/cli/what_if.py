@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
-from ..errors import DescriptionError, ProfileError
+from ..errors import DescriptionError, InfeasibleError, ProfileError
+from ..planner.cost.evaluate import is_replayed
 from ..planner.problem import PlanningProblem
-from ..planner.search.what_if import Answer, answer, fits, largest, one_more_device, twice_the_memory
+from ..planner.search.remedies import fits_by_estimate
+from ..planner.search.search import least_memory, search
 from ..quantities import format_bytes, format_count
-from .cases import case_of, describer, timed
+from ..report.content import answers_content
+from ..report.tables import Answer, what_if_table
+from .cases import Case
 from .options import JsonFile, Request
 from .output import Output
 
@@ -20,6 +24,8 @@ _LENGTH_STEP = 64
 """Sequence lengths are tried in multiples of this, as kernels like them."""
 _LONGEST, _WIDEST = 2**20, 16
 """Where the questions end: tokens of a sample, and times the model's width."""
+_PRECISION = 16
+"""The largest size that fits is found to within one part in so many, or one step."""
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
 _WIDTHS = (
     "intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim", "ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim",
@@ -32,72 +38,115 @@ def what_if(request: Request, json_file: JsonFile = None) -> None:
     """Answer what-if questions: one more device, twice the memory, half the sequence, the longest sequence, the widest model."""
     screen = Output(json_file)
     with screen.working("Describing the model"):
-        problem, config, request = case_of(request)
-    with _progress(screen) as step:
-        models = ChangedModels(request, problem, config, step)
-        questions: list[Callable[[], Answer]] = [
-            lambda: answer("now", problem, f"limit {format_bytes(problem.memory_limit_bytes)}"),
-            lambda: answer("one more device", *one_more_device(problem)),
-            lambda: answer("twice the memory", *twice_the_memory(problem)),
-            models.half_the_sequence,
-            models.longest_sequence,
-            models.widest,
-        ]
-        answers = []
-        for question in questions:
-            answers.append(question())
-            step()
-    from ..report.content import answers_content
-    from ..report.tables import what_if_table
-
+        case = Case(request)
+        problem = case.problem()
+    models = ChangedModels(case, problem)
+    questions: dict[str, Callable[[str], Answer]] = {
+        "now": lambda name: answer(name, problem, f"limit {format_bytes(problem.memory_limit_bytes)}"),
+        "one more device": lambda name: answer(name, *one_more_device(problem)),
+        "twice the memory": lambda name: answer(name, *twice_the_memory(problem)),
+        "half the sequence": models.half_the_sequence,
+        "longest sequence": models.longest_sequence,
+        "largest width": models.widest,
+    }
+    answers = []
+    for name, question in questions.items():
+        with screen.working(f"Searching: {name}"):
+            answers.append(question(name))
     screen.print(what_if_table(answers))
     screen.print(f"Estimated for {problem.hardware.summary} with strategy {problem.strategy.value}; the gain is in tokens/s over now.")
     screen.write(answers_content(answers))
 
 
-@contextmanager
-def _progress(screen: Output) -> Iterator[Callable[[], None]]:
-    """Show a bar on a terminal; how many steps a bisection takes is not known beforehand, so it pulses."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+def answer(question: str, problem: PlanningProblem, change: str) -> Answer:
+    """Search a problem after a change, which is described for a person to read."""
+    unanswered = Answer(question=question, change=change, problem=problem)
+    try:
+        return replace(unanswered, result=search(problem))
+    except InfeasibleError as error:
+        return replace(unanswered, reason=f"needs {format_bytes(error.least_peak_bytes)}")
+    except ValueError as error:  # hybrid sharding has no group size for this number of devices
+        return replace(unanswered, reason=str(error))
 
-    columns = TextColumn("{task.completed} searches"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=screen.progress, transient=True, disable=not screen.progress.is_terminal) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda: progress.advance(task)
+
+def fits(problem: PlanningProblem) -> bool:
+    """Return whether any plan fits, as torch's caching allocator serves it where that can be replayed."""
+    if not fits_by_estimate(problem):
+        return False
+    return not is_replayed(problem.description, problem.hardware) or least_memory(problem) <= problem.memory_limit_bytes
+
+
+def one_more_device(problem: PlanningProblem) -> tuple[PlanningProblem, str]:
+    """Return the problem with one more device in each node, and one more node where there are several, and the change in words.
+
+    The global batch stays where it fills whole micro-steps on the new world; else it is raised to the next one that does.
+    """
+    before, job = problem.hardware, problem.job
+    after = before.scaled(nodes=before.nodes + (before.nodes > 1), devices_per_node=before.devices_per_node + 1)
+    unit = after.world_size * (job.micro_batch_size or 1)
+    batch = -(-job.global_batch_size // unit) * unit
+    nodes = f"{after.nodes} nodes x " if after.nodes > 1 else ""
+    change = f"{nodes}{after.devices_per_node} devices"
+    if batch != job.global_batch_size:
+        change += f", global batch raised from {job.global_batch_size} to {batch}"
+    if before.timings:
+        change += ", measured collectives replaced by the links' rates"
+    return replace(problem, hardware=after, job=replace(job, global_batch_size=batch)), change
+
+
+def twice_the_memory(problem: PlanningProblem) -> tuple[PlanningProblem, str]:
+    """Return the problem with twice the limit, whatever the device has, and the change in words."""
+    limit = 2 * problem.memory_limit_bytes
+    return replace(problem, memory_limit_bytes=limit), f"limit {format_bytes(limit)}"
+
+
+def largest(fit: Callable[[int], bool], start: int, *, step: int, most: int) -> int | None:
+    """Return the largest size that fits, to within one step or one part in 16, whichever is more; None where not one step fits.
+
+    Doubles or halves from `start` until one size fits and another does not, then bisects. Every size below one that fits is taken to
+    fit too; sizes are multiples of `step`, as `start` is, and none is above `most`.
+    """
+    most = most // step * step
+    low, high, size = 0, most + step, min(start, most)
+    while size and low < size < high:
+        if fit(size):
+            low, size = size, min(2 * size, most)
+        else:
+            high, size = size, (size // 2) // step * step
+        if low and high <= most:
+            break
+    while low and high - low > max(step, low // _PRECISION):
+        middle = (low + high) // 2 // step * step
+        low, high = (middle, high) if fit(middle) else (low, middle)
+    return low or None
 
 
 class ChangedModels:
-    """Questions for which the model is described again, with a changed configuration.
+    """Questions for which the model is described again, with a changed configuration; each variant only once.
 
     Args:
-        request: what the command line states.
-        problem: the problem that it describes.
-        config: the model's configuration.
-        tried: called after each size that was tried.
+        case: what the command line asks about.
+        problem: its problem.
     """
 
-    def __init__(self, request: Request, problem: PlanningProblem, config: Any, tried: Callable[[], None] = lambda: None) -> None:  # noqa: ANN401
-        self.request, self.problem, self.config, self.tried = request, problem, config, tried
-        self._describe = describer(request, problem.hardware)
-        self._problems: dict[tuple[str, int], PlanningProblem] = {
-            ("length", problem.description.sequence_length): problem,
-            ("heads", getattr(config, "num_attention_heads", 0)): problem,
-        }
+    def __init__(self, case: Case, problem: PlanningProblem) -> None:
+        self._case, self._problem, self._config = case, problem, case.model_config
+        self._at_length, self._with_heads = cache(self._describe_at_length), cache(self._describe_with_heads)
 
-    def half_the_sequence(self) -> Answer:
+    def half_the_sequence(self, question: str) -> Answer:
         """Answer for the same batch in half as many tokens."""
-        length = self.problem.description.sequence_length // 2
+        length = self._problem.description.sequence_length // 2
         if length < 1:
-            return Answer(question="half the sequence", change="", reason="a sample of one token has no half")
-        return self._answer("half the sequence", self._at_length(length), f"{length} tokens")
+            return Answer(question=question, change="", reason="a sample of one token has no half")
+        return self._answer(question, self._at_length(length), f"{length} tokens")
 
-    def longest_sequence(self) -> Answer:
+    def longest_sequence(self, question: str) -> Answer:
         """Answer for the most tokens of a sample that fit; tables of positions are raised where they must be."""
-        question, now = "longest sequence", self.problem.description.sequence_length
-        if self._at_length(max(1, now // 2)).description.input_bytes == self.problem.description.input_bytes:
+        now = self._problem.description.sequence_length
+        if self._at_length(max(1, now // 2)).description.input_bytes == self._problem.description.input_bytes:
             return Answer(question=question, change="", reason="the model's inputs do not depend on it")
         start = max(_LENGTH_STEP, now // _LENGTH_STEP * _LENGTH_STEP)
-        length = largest(lambda size: self._fits(self._at_length(size)), start, step=_LENGTH_STEP, most=_LONGEST)
+        length = largest(lambda size: fits(self._at_length(size)), start, step=_LENGTH_STEP, most=_LONGEST)
         if length is None:
             return Answer(question=question, change="", reason=f"not even {_LENGTH_STEP} tokens fit")
         raised = self._too_few_positions(length)
@@ -105,57 +154,53 @@ class ChangedModels:
         bound = " or more" if length == _LONGEST else ""
         return self._answer(question, self._at_length(length), f"{length} tokens{bound}{note}")
 
-    def widest(self) -> Answer:
+    def widest(self, question: str) -> Answer:
         """Answer for the widest model of the same depth and head size that fits."""
-        question = "largest width"
+        config = self._config
         try:
-            step, heads = head_step(self.config), self.config.num_attention_heads
-            width = largest(lambda size: self._fits(self._with_heads(size)), heads, step=step, most=int(_WIDEST * heads))
+            step, heads = head_step(config), config.num_attention_heads
+            width = largest(lambda size: fits(self._with_heads(size)), heads, step=step, most=int(_WIDEST * heads))
         except (DescriptionError, ValueError) as error:
             return Answer(question=question, change="", reason=str(error))
         if width is None:
             return Answer(question=question, change="", reason=f"not even {step} heads fit")
-        problem = self._with_heads(width)
-        hidden = self.config.hidden_size // heads * width
+        problem, hidden = self._with_heads(width), config.hidden_size // heads * width
         bound = " or more" if width == int(_WIDEST * heads) else ""
         numel = format_count(problem.description.numel)
-        change = f"{hidden}{bound} instead of {self.config.hidden_size}: {width} heads, {numel} parameters"
+        change = f"{hidden}{bound} instead of {config.hidden_size}: {width} heads, {numel} parameters"
         return self._answer(question, problem, change)
-
-    def _fits(self, problem: PlanningProblem) -> bool:
-        self.tried()
-        return fits(problem)
 
     def _answer(self, question: str, problem: PlanningProblem, change: str) -> Answer:
         """Search; a profile that has no times for the changed model leaves it without seconds."""
         try:
-            problem = replace(problem, description=timed(self.request, problem.description))
+            problem = replace(problem, description=self._case.timed(problem.description))
         except ProfileError:
             return Answer(question=question, change=change, problem=problem, reason="the profile has no times for it")
         return answer(question, problem, change)
 
-    def _at_length(self, length: int) -> PlanningProblem:
+    def _describe_at_length(self, length: int) -> PlanningProblem:
         """Describe the model at a length; RoBERTa and others number positions from after the padding index, so they need some more."""
-        config = with_positions(self.config, length) if self._too_few_positions(length) else self.config
+        if length == self._problem.description.sequence_length:
+            return self._problem
+        config = with_positions(self._config, length) if self._too_few_positions(length) else self._config
         try:
-            return self._described("length", length, config, length)
+            return self._described(config, length)
         except ValueError:
-            padding = getattr(self.config, "pad_token_id", None)
+            padding = getattr(self._config, "pad_token_id", None)
             if padding is None:
                 raise
-            return self._described("length", length, with_positions(self.config, length + padding + 1), length)
+            return self._described(with_positions(self._config, length + padding + 1), length)
 
-    def _with_heads(self, heads: int) -> PlanningProblem:
-        return self._described("heads", heads, with_heads(self.config, heads), self.problem.description.sequence_length)
+    def _describe_with_heads(self, heads: int) -> PlanningProblem:
+        if heads == self._config.num_attention_heads:
+            return self._problem
+        return self._described(with_heads(self._config, heads), self._problem.description.sequence_length)
 
-    def _described(self, kind: str, size: int, config: object, length: int) -> PlanningProblem:
-        """Describe each variant only once."""
-        if (kind, size) not in self._problems:
-            self._problems[kind, size] = replace(self.problem, description=self._describe(config, length))
-        return self._problems[kind, size]
+    def _described(self, config: object, length: int) -> PlanningProblem:
+        return replace(self._problem, description=self._case.describe(model_config=config, sequence_length=length))
 
     def _too_few_positions(self, length: int) -> tuple[str, ...]:
-        return tuple(name for name in position_names(self.config) if getattr(self.config, name) < length)
+        return tuple(name for name in position_names(self._config) if getattr(self._config, name) < length)
 
 
 def position_names(config: Any) -> tuple[str, ...]:  # noqa: ANN401  (a transformers configuration, as below)

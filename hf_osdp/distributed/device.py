@@ -1,13 +1,18 @@
-"""Which GPU is this process's: the one place that chooses."""
+"""The GPU of this process, and torch's allocator on it: segments that expand, unless the user has said otherwise."""
 
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
 
 from ..quantities import whole_number
+
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""torch 2.11 to 2.13 read both, the second for compatibility (c10/core/AllocatorConfig.cpp, c10/cuda/CUDAAllocatorConfig.cpp)."""
+_EXPANDABLE = "expandable_segments"
 
 
 def own_gpu() -> torch.device:
@@ -31,3 +36,39 @@ def own_gpu() -> torch.device:
     if chosen != current:
         torch.cuda.set_device(chosen)
     return torch.device("cuda", chosen)
+
+
+def prefer_expandable_segments() -> None:
+    """Have torch's allocator for CUDA expand its segments (`expandable_segments:True`), if nobody has set it or taken another allocator.
+
+    FSDP2's buffers and parameters differ in size from unit to unit; in segments that expand they leave no gaps (docs/allocator.md).
+    Other settings of the user's stay. Processes that this one starts find it set. Nothing happens where CUDA is initialised
+    already, torch is built without CUDA, or the system is not Linux.
+    """
+    settings = _allocator_settings()
+    chosen = _EXPANDABLE in settings or settings.get("backend", "native") != "native"
+    if chosen or torch.version.cuda is None or sys.platform != "linux" or torch.cuda.is_initialized():
+        return
+    variable = next((name for name in reversed(_VARIABLES) if os.environ.get(name)), _VARIABLES[0])
+    text = f"{os.environ.get(variable, '')},{_EXPANDABLE}:True".lstrip(",")
+    torch._C._accelerator_setAllocatorSettings(text)  # the variable itself is read when torch is loaded
+    os.environ[variable] = text
+
+
+def expands_segments() -> bool:
+    """Return whether the allocator's segments expand in this process, as `TrainingJob.expandable_segments` takes it.
+
+    On a machine without CUDA a plan is for a run elsewhere, which `prefer_expandable_segments` begins.
+    """
+    setting = _allocator_settings().get(_EXPANDABLE)
+    if setting is not None:
+        return setting == "True"
+    return torch.version.cuda is None or not torch.cuda.is_initialized()
+
+
+def _allocator_settings() -> dict[str, str]:
+    """Return the allocator's settings by name: those of variables and, since torch 2.13, of calls."""
+    texts = [os.environ.get(name, "") for name in _VARIABLES]
+    if hasattr(torch._C, "_accelerator_getAllocatorSettings"):  # torch 2.13
+        texts.append(torch._C._accelerator_getAllocatorSettings())
+    return dict(part.split(":", 1) for text in texts for part in text.replace(" ", "").split(",") if ":" in part)

@@ -1,25 +1,43 @@
-"""Device meshes of a plan, and the device that collectives of the whole world run on."""
+"""Device meshes of a plan, the nodes that ranks lie on, and the device that collectives of the whole world run on."""
 
 from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ..errors import HardwareError
 from ..planner.job import divisors
 from ..planner.plan import Plan
+from .collectives import Stages
 from .device import own_gpu
-from .two_stage import Stages
+from .process_group import of_all_ranks
 
 REPLICATE_AXIS = "replicate"
 SHARD_AXIS = "shard"
 NODES_AXIS = "nodes"
 Layout = tuple[int, int]
-"""Shard size and stage size."""
+"""Stage size, 1 for a single stage, and shard size."""
+_topologies: WeakKeyDictionary[dist.ProcessGroup, Topology] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Equal nodes; ranks are numbered node by node."""
+
+    nodes: int
+    ranks_per_node: int
 
 
 class Meshes:
-    """The meshes of one process group, one for each shard size, each made when first asked for.
+    """The meshes of one process group, each made when first asked for.
 
     Making a mesh forms process groups, which is collective: every rank must ask for the same sizes in the same order
     (`prepare` does). Shard groups are neighbouring ranks, so that they stay inside a node where the size allows it. Groups of
@@ -39,8 +57,7 @@ class Meshes:
             raise ValueError("Meshes need a process group; start the program with torchrun, or call torch.distributed.init_process_group.")
         self.device_type = device_type
         self.world_size = dist.get_world_size()
-        self._by_shard_size: dict[int, DeviceMesh] = {}
-        self._staged: dict[Layout, DeviceMesh] = {}
+        self._formed: dict[Layout, DeviceMesh] = {}
 
     def mesh(self, shard_size: int) -> DeviceMesh:
         """Return the mesh whose shard axis has `shard_size` ranks.
@@ -52,10 +69,7 @@ class Meshes:
         Raises:
             ValueError: `shard_size` does not divide the world size.
         """
-        axes = mesh_axes(self.world_size, shard_size)
-        if shard_size not in self._by_shard_size:
-            self._by_shard_size[shard_size] = self.form(tuple(axes.values()), tuple(axes))
-        return self._by_shard_size[shard_size]
+        return self._mesh((1, shard_size), mesh_axes(self.world_size, shard_size))
 
     def stages(self, shard_size: int, stage_size: int) -> Stages:
         """Return this rank's groups between nodes and inside its node, for collectives over `shard_size` ranks.
@@ -71,10 +85,7 @@ class Meshes:
         nodes = self.mesh(stage_size)
         if shard_size == self.world_size:  # replicas of node groups are the ranks of the same place
             return Stages(between=nodes.get_group(REPLICATE_AXIS), within=nodes.get_group(SHARD_AXIS))
-        key = (shard_size, stage_size)
-        if key not in self._staged:
-            self._staged[key] = self.form(tuple(axes.values()), tuple(axes))
-        return Stages(between=self._staged[key].get_group(NODES_AXIS), within=nodes.get_group(SHARD_AXIS))
+        return Stages(between=self._mesh((stage_size, shard_size), axes).get_group(NODES_AXIS), within=nodes.get_group(SHARD_AXIS))
 
     def form(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         """Make one mesh. Collective."""
@@ -82,19 +93,13 @@ class Meshes:
 
     def prepare(self, plan: Plan) -> None:
         """Make all that the plan needs, in the same order on every rank. Collective."""
-        sizes, staged = self._needed(plan)
-        for shard_size in sizes:
-            self.mesh(shard_size)
-        for layout in staged:
-            self.stages(*layout)
+        for stage_size, shard_size in sorted(self._needed(plan)):
+            self.mesh(shard_size) if stage_size == 1 else self.stages(shard_size, stage_size)
 
     def keep(self, plan: Plan) -> None:
         """Give back the process groups that the plan does not need: each holds memory on the device. Collective."""
-        sizes, staged = self._needed(plan)
-        for shard_size in sorted(set(self._by_shard_size) - set(sizes)):
-            destroy_mesh(self._by_shard_size.pop(shard_size))
-        for layout in sorted(set(self._staged) - set(staged)):
-            destroy_mesh(self._staged.pop(layout))
+        for layout in sorted(set(self._formed) - self._needed(plan)):
+            destroy_mesh(self._formed.pop(layout))
 
     def groups(self, plan: Plan) -> list[dist.ProcessGroup]:
         """Return the process groups in which units of the plan communicate, each once, in the same order on every rank. Collective.
@@ -113,11 +118,15 @@ class Meshes:
                 found.append(mesh.get_group(SHARD_AXIS))
         return list(dict.fromkeys(found))
 
-    def _needed(self, plan: Plan) -> tuple[list[int], list[Layout]]:
-        """Shard sizes of meshes, and layouts in two stages; ascending."""
-        staged = sorted({(unit.shard_size, unit.stage_size) for unit in plan.units if unit.two_stage})
-        sizes = {plan.world_size, *(unit.shard_size for unit in plan.units), *(stage_size for _, stage_size in staged)}
-        return sorted(sizes), staged
+    def _mesh(self, layout: Layout, axes: dict[str, int]) -> DeviceMesh:
+        if layout not in self._formed:
+            self._formed[layout] = self.form(tuple(axes.values()), tuple(axes))
+        return self._formed[layout]
+
+    def _needed(self, plan: Plan) -> set[Layout]:
+        staged = {(unit.stage_size, unit.shard_size) for unit in plan.units if unit.two_stage}
+        sizes = {plan.world_size, *(unit.shard_size for unit in plan.units), *(stage_size for stage_size, _ in staged)}
+        return staged | {(1, size) for size in sizes}
 
 
 def mesh_axes(world_size: int, shard_size: int) -> dict[str, int]:
@@ -162,3 +171,42 @@ def collective_device() -> torch.device:
     if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
         return own_gpu()
     return torch.device("cpu")
+
+
+def find_topology() -> Topology:
+    """Return the nodes of the process group, the same on every rank; without a process group there is one rank on one node.
+
+    A node is what torchrun's number of its agent says, else the host's name. Collective the first time; found once for each process group.
+
+    Raises:
+        HardwareError: nodes hold different numbers of ranks, or a node's ranks are not numbered one after the other.
+    """
+    if (world := dist.group.WORLD) is None:
+        return Topology(nodes=1, ranks_per_node=1)
+    if world not in _topologies:
+        by_launcher = "LOCAL_WORLD_SIZE" in os.environ and "GROUP_RANK" in os.environ
+        _topologies[world] = topology_of(of_all_ranks(f"node {os.environ['GROUP_RANK']}" if by_launcher else socket.gethostname()))
+    return _topologies[world]
+
+
+def topology_of(names: Sequence[str]) -> Topology:
+    """Return the topology of ranks that lie on nodes of these names, in rank order.
+
+    Raises:
+        HardwareError: see `find_topology`.
+    """
+    runs = [(name, len(list(ranks))) for name, ranks in groupby(names)]
+    if len(runs) != len(set(names)):
+        split = next(name for name, _ in runs if sum(other == name for other, _ in runs) > 1)
+        raise HardwareError(
+            f"Ranks of {split} are not numbered one after the other; start the ranks of a node together (with srun:"
+            " --distribution=block), because groups are neighbouring ranks."
+        )
+    counts = [count for _, count in runs]
+    if len(set(counts)) > 1:
+        listed = ", ".join(f"{name}: {count}" for name, count in runs)
+        raise HardwareError(
+            f"Nodes hold different numbers of processes ({listed}); start equally many on each, for example {min(counts)},"
+            " because groups follow the nodes."
+        )
+    return Topology(nodes=len(runs), ranks_per_node=counts[0])

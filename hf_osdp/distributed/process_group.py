@@ -7,18 +7,16 @@ import json
 import logging
 import os
 import platform
-import re
 import socket
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from importlib import metadata
 from itertools import groupby
-from typing import Any
+from typing import TypedDict, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -26,22 +24,21 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ..errors import LaunchError, OSDPError
 from ..quantities import whole_number
-from .allocator_settings import prefer_expandable_segments
+from .device import prefer_expandable_segments
 from .restart import LIMIT_VARIABLE, lowered_limit
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 COMPARED = ("hf_osdp", "torch", "accelerate", "transformers")
 """Packages that all ranks must have in one version."""
 TIMEOUT_VARIABLE = "OSDP_LAUNCH_TIMEOUT_S"
-DEFAULT_TIMEOUT_S = 300.0
-"""As `TCPStore` has it by default."""
 ALL_CALL_S = 300.0
 """How long `require_all` waits: longer than one rank logs or writes beforehand, less than NCCL's 600 s."""
 _LONGEST_WAIT = timedelta(hours=6)
 """Above any save or search. A rank that ends closes its connections, which ends the others' waiting at once."""
 _POLL_S = 0.05
-_READ_S = 5.0
-"""How long rank 0, which may host the store, lets the others read an error; and how much longer than rank 0 they wait."""
+_READ_S = 2.0
+"""How much longer than rank 0 the others wait, and how long it lets them read an error."""
 _KEY = "hf_osdp/start"
 
 _waiting_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -49,46 +46,35 @@ _calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """How often all ranks have called `require_all`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankReport:
-    """What a rank says of itself at the start."""
+class RankReport(TypedDict):
+    """What a rank tells the others at the start, as JSON. `token` is of this call, so that a restart is told from the start before."""
 
     rank: int
-    host: str
     ranks: int
-    """How many it was started as one of."""
+    host: str
+    process: int
     token: str
-    """Of this process, so that a restart is told from the start before."""
     limit: int | None
-    """Bytes from `lowered_limit`."""
-    versions: Mapping[str, str]
-
-    @classmethod
-    def read(cls, said: Mapping[str, Any]) -> RankReport:
-        """Return a report from JSON; what another version of hf_osdp says beside it is passed over."""
-        return cls(**{field.name: said[field.name] for field in fields(cls)})
+    versions: dict[str, str]
 
 
-def check_ranks(*, timeout_s: float | None = None) -> None:
+def check_ranks() -> None:
     """Wait until every launched rank is here, and compare their versions. Collective.
 
-    Ranks meet in the store of `env://` or, where there is a process group, in the group's own. A single process returns at once.
-    Before that, CUDA's allocator is set as `prefer_expandable_segments` says.
-
-    Args:
-        timeout_s: seconds to wait for others; None takes the variable `OSDP_LAUNCH_TIMEOUT_S`, else 300.
+    Ranks meet in the store of `env://` or, where there is a process group, in the group's own, for `OSDP_LAUNCH_TIMEOUT_S` (300 s).
+    A single process returns at once. Before that, CUDA's allocator is set as `prefer_expandable_segments` says.
 
     Raises:
-        LaunchError: ranks are missing or run different versions, in the same line on every rank that came; or rank 0's machine
-            cannot be reached.
-        ValueError: the limit or a variable is not a number.
+        LaunchError: ranks are missing or run different versions, in the same line on every rank that came; a rank was started twice;
+            or rank 0's machine cannot be reached.
+        ValueError: a variable is not a number.
     """
     prefer_expandable_segments()  # a run begins here, and its process group is what begins to use CUDA
-    limit_s = launch_timeout_s(timeout_s)
+    limit_s = launch_timeout_s()
     if are_several_ranks():
         rank, size, store = dist.get_rank(), dist.get_world_size(), _store("start")
-        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-        if rank == 0 and shared and not _launchers_store.cache_info().currsize:  # pytorch issue 135712; else `_collect` has cleared it
+        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        if rank == 0 and restarts and _is_launchers() and not _launchers_store.cache_info().currsize:  # else `_collect` has cleared it
             _log.warning("A restart may hang, since torchrun keeps its store: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun.")
     elif dist.is_initialized() or not all(map(os.environ.get, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))):
         return
@@ -98,43 +84,41 @@ def check_ranks(*, timeout_s: float | None = None) -> None:
             return
         store = _launchers_store(rank, whole_number(os.environ, "MASTER_PORT", 0), limit_s)
     mine = RankReport(
-        rank=rank, host=socket.gethostname(), ranks=size, token=uuid.uuid4().hex, limit=lowered_limit(), versions=own_versions()
+        rank=rank, ranks=size, host=socket.gethostname(), process=os.getpid(), token=uuid.uuid4().hex, limit=lowered_limit(),
+        versions=own_versions(),
     )  # fmt: skip
     try:
         reports = (_collect if rank == 0 else _report)(store, mine, limit_s)
     except RuntimeError as error:  # torch's errors of stores
         raise LaunchError(
-            f"Rank {rank} on {mine.host} lost rank 0's machine at {_address()} while ranks came together ({_first_sentence(error)}):"
+            f"Rank {rank} on {mine['host']} lost rank 0's machine at {_address()} while ranks came together ({_reason(error)}):"
             " a process there ended, and its own output says why."
         ) from error
-    if line := difference_line(reports) or missing_line(reports, waited_s=limit_s):
+    if line := refusal(reports, waited_s=limit_s):
         if rank == 0:
-            _poll(lambda: store.add(f"{_KEY}/{mine.token}/read", 0) >= len(reports) - 1, _READ_S)
+            time.sleep(_READ_S)  # this process may host the store in which the others read
         raise LaunchError(line)
-    if limits := [report.limit for report in reports if report.limit is not None]:
+    if limits := [report["limit"] for report in reports if report["limit"] is not None]:
         os.environ[LIMIT_VARIABLE] = str(min(limits))
 
 
 def own_versions() -> dict[str, str]:
-    """Return this process's version of each of `COMPARED`, and of Python (major.minor)."""
-    return {**{name: _version(name) for name in COMPARED}, "python": ".".join(platform.python_version_tuple()[:2])}
+    """Return this process's version of each of `COMPARED`, as imported or else as installed, and of Python (major.minor)."""
+    found = {name: str(getattr(sys.modules.get(name), "__version__", None) or metadata.version(name)) for name in COMPARED}
+    return {**found, "python": ".".join(platform.python_version_tuple()[:2])}
 
 
-def launch_timeout_s(timeout_s: float | None = None) -> float:
-    """Return the seconds to wait for launched ranks: the argument, else `OSDP_LAUNCH_TIMEOUT_S`, else 300.
+def launch_timeout_s() -> float:
+    """Return the seconds to wait for launched ranks: `OSDP_LAUNCH_TIMEOUT_S`, else 300, as `TCPStore` has it.
 
     Raises:
         ValueError: it is not a number of seconds above 0.
     """
-    found = os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S) if timeout_s is None else timeout_s
-    try:
-        limit = float(found)
-    except ValueError:
-        limit = 0.0
-    if not 0 < limit < float("inf"):
-        source = TIMEOUT_VARIABLE if timeout_s is None else "timeout_s"
-        raise ValueError(f"{source}={found} is not a number of seconds above 0; give one, such as 300, or leave it out.")
-    return limit
+    text = os.environ.get(TIMEOUT_VARIABLE, "300")
+    with suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise ValueError(f"{TIMEOUT_VARIABLE}={text} is not a number of seconds above 0; give one, such as 300, or leave it out.")
 
 
 def _collect(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]:
@@ -143,38 +127,42 @@ def _collect(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]
     torchrun keeps its store over restarts (pytorch issue 135712): gloo would find addresses of processes that have ended. They are
     deleted here, before any rank goes on to form the group.
     """
-    space = PrefixStore(f"{_KEY}/{mine.token}", store)
-    store.set(_KEY, mine.token)
-    keys = [str(rank) for rank in range(1, mine.ranks)]
+    space = PrefixStore(f"{_KEY}/{mine['token']}", store)
+    store.set(_KEY, mine["token"])
+    keys = [str(rank) for rank in range(1, mine["ranks"])]
     _poll(lambda: space.check(keys), limit_s)
-    reports = [mine, *(RankReport.read(json.loads(space.get(key))) for key in keys if space.check([key]))]
+    reports: list[RankReport] = [mine, *(json.loads(space.get(key)) for key in keys if space.check([key]))]
     if not dist.is_initialized():
         for key in filter(lambda key: key.startswith("default_pg/"), store.list_keys()):
             store.delete_key(key)
-    space.set("reports", json.dumps([asdict(report) for report in reports]))
+    space.set("reports", json.dumps(reports))
     return reports
 
 
 def _report(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]:
-    """On other ranks: report to rank 0's latest start, until its answer has this process's token."""
-    seen, reports = "", list[RankReport]()
-    until = time.monotonic() + limit_s + _READ_S
-    while time.monotonic() < until:
+    """On other ranks: report to rank 0's latest start, until its answer has this call's token."""
+    seen, counted, began = "", "", time.monotonic()
+    while time.monotonic() < began + limit_s + _READ_S:
         token = store.get(_KEY).decode() if store.check([_KEY]) else ""
         space = PrefixStore(f"{_KEY}/{seen}", store)
         if seen and space.check(["reports"]):  # before a later check of rank 0's is looked at
-            reports = [RankReport.read(said) for said in json.loads(space.get("reports"))]
-            if mine.token in [report.token for report in reports]:
-                space.add("read", 1)
+            reports: list[RankReport] = json.loads(space.get("reports"))
+            if mine["token"] in [report["token"] for report in reports]:
                 return reports
+            counted = f", which counts {len(reports)} ranks of {reports[0]['ranks']} without this process"
+            others = [f"process {one['process']} on {one['host']}" for one in reports if one["rank"] == mine["rank"]]
+            if others and others != [f"process {mine['process']} on {mine['host']}"]:
+                counted = f", which counts {others[0]} as rank {mine['rank']}: that was started twice"
+                if not _is_launchers():  # the store began with rank 0's process, so that this is no restart
+                    break
         if token != seen:
             seen = token
-            store.set(f"{_KEY}/{seen}/{mine.rank}", json.dumps(asdict(mine)))
+            store.set(f"{_KEY}/{seen}/{mine['rank']}", json.dumps(mine))
         time.sleep(_POLL_S / 5)
-    counted = f", which counts {reports[0].ranks} ranks, and this process {mine.ranks}" if reports else ""
+    waited = f"{time.monotonic() - began:.0f} s at {_address()}"
     raise LaunchError(
-        f"Rank {mine.rank} on {mine.host} waited {limit_s:g} s at {_address()} for rank 0{counted}. Look at rank 0's output, give each"
-        " machine its own --machine_rank (--node-rank) and the same number of processes; if rank 0 only needs longer, raise"
+        f"Rank {mine['rank']} on {mine['host']} waited {waited} for rank 0{counted}. Look at rank 0's output, start each rank once, and"
+        " give each machine its own --machine_rank (--node-rank) and the same number of processes; if rank 0 only needs longer, raise"
         f" {TIMEOUT_VARIABLE}."
     )
 
@@ -182,7 +170,7 @@ def _report(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]:
 @functools.cache  # rank 0's server must live until the process group's store has joined it
 def _launchers_store(rank: int, port: int, limit_s: float) -> Store:
     """Open the store of `env://`, without waiting for others to join it."""
-    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    hosts = rank == 0 and not _is_launchers()
     try:
         return TCPStore(
             host_name=os.environ["MASTER_ADDR"],
@@ -193,65 +181,51 @@ def _launchers_store(rank: int, port: int, limit_s: float) -> Store:
             multi_tenant=hosts,  # the group's own store then joins this server
         )
     except RuntimeError as error:
-        host, place = socket.gethostname(), _address()
-        if "EADDRINUSE" in str(error):
-            raise LaunchError(
-                f"Rank {rank} on {host} cannot wait for the others at {place} ({_first_sentence(error)}); another run may hold the port:"
-                " end it, or set MASTER_PORT to a free one on every machine."
-            ) from error
-        raise LaunchError(
-            f"Rank {rank} on {host} could not reach rank 0's machine at {place} within {limit_s:g} s ({_first_sentence(error)}). Start the"
-            " command there too, give every machine its address (main_process_ip, main_process_port; torchrun: --master-addr,"
-            " --master-port), and let the firewall pass this port."
-        ) from error
+        failed = f"could not reach rank 0's machine at {_address()} within {limit_s:g} s"
+        remedy = (
+            "start the command there too, give every machine its address (main_process_ip, main_process_port; torchrun: --master-addr,"
+            " --master-port), and let the firewall pass this port"
+        )
+        if hosts:
+            failed = f"cannot wait for the others at {_address()}"
+            remedy = "another run may hold the port: end it, or set MASTER_PORT to a free one on every machine"
+        raise LaunchError(f"Rank {rank} on {socket.gethostname()} {failed} ({_reason(error)}); {remedy}.") from error
 
 
-def missing_line(reports: Sequence[RankReport], *, waited_s: float) -> str | None:
-    """Name the ranks that did not report; None where all did."""
-    size, present = reports[0].ranks, {report.rank for report in reports}
-    if len(present) == size:
+def refusal(reports: Sequence[RankReport], *, waited_s: float) -> str | None:
+    """Name the ranks whose versions or number of ranks differ, else those that did not report; None where all may go on."""
+    said = {report["rank"]: {**report["versions"], "the number of ranks": str(report["ranks"])} for report in reports}
+    if found := differences(said, {report["rank"]: f" ({report['host']})" for report in reports}):
+        return (
+            f"Ranks run different versions: {found}. Install the same versions on every machine, for example by constraints.txt, and start"
+            " every machine with the same number of ranks."
+        )
+    if not (missing := set(range(reports[0]["ranks"])) - set(said)):
         return None
-    hosts = ", ".join(dict.fromkeys(report.host for report in reports))
+    hosts = ", ".join(dict.fromkeys(report["host"] for report in reports))
     return (
-        f"{size - len(present)} of {size} ranks did not report within {waited_s:g} s: {_ranks(set(range(size)) - present)}"
-        f" ({_ranks(present)} on {hosts} did). Look at the output of their machines; if they were never started, start them, and check that"
-        f" they reach rank 0's machine at {_address()}: address, port, firewall. If they only need longer, raise {TIMEOUT_VARIABLE}."
+        f"{len(missing)} of {reports[0]['ranks']} ranks did not report within {waited_s:g} s: {_ranks(missing)} ({_ranks(said)} on {hosts}"
+        " did). Look at the output of their machines; if they were never started, start them, and check that they reach rank 0's machine"
+        f" at {_address()}: address, port, firewall. If they only need longer, raise {TIMEOUT_VARIABLE}."
     )
 
 
-def difference_line(reports: Sequence[RankReport]) -> str | None:
-    """Name the ranks whose versions or number of ranks differ; None where none do."""
-    said = [{**report.versions, "the number of ranks": str(report.ranks)} for report in reports]
-    differences = _differences(said, [f" ({report.host})" for report in reports])
-    if differences is None:
-        return None
-    return (
-        f"Ranks run different versions: {differences}. Install the same versions on every machine, for example by constraints.txt, and"
-        " start every machine with the same number of ranks."
-    )
-
-
-def mismatch_line(said: Sequence[Mapping[str, str]]) -> str | None:
-    """Name the ranks that are about to run something else than rank 0; None where all are to run the same.
+def differences(said: Mapping[int, Mapping[str, str]], where: Mapping[int, str] | None = None) -> str | None:
+    """Return which ranks say what, for each name in which they differ; None where they do not.
 
     Args:
-        said: of each rank, what it is about to run, by name, in rank order; an empty text agrees with all.
+        said: of each rank, values by name; an empty value agrees with all.
+        where: of each rank, what to write behind it.
     """
-    if (differences := _differences(said, [""] * len(said))) is None:
-        return None
-    return f"Ranks are about to run different things: {differences}. Run the same program with the same arguments on every rank."
-
-
-def _differences(said: Sequence[Mapping[str, str]], where: Sequence[str]) -> str | None:
-    """Return which ranks say what, for each name in which they differ."""
     parts = []
-    for name in dict.fromkeys(name for one in said for name in one):
+    for name in dict.fromkeys(name for one in said.values() for name in one):
         kinds: dict[str, list[int]] = {}
-        for rank, one in enumerate(said):
+        for rank, one in said.items():
             if value := one.get(name, "not known"):
                 kinds.setdefault(value, []).append(rank)
         if len(kinds) > 1:
-            parts.append(f"{name} is " + ", ".join(f"{value} on {_ranks(ranks)}{where[ranks[0]]}" for value, ranks in kinds.items()))
+            listed = [f"{value} on {_ranks(ranks)}{(where or {}).get(ranks[0], '')}" for value, ranks in kinds.items()]
+            parts.append(f"{name} is {', '.join(listed)}")
     return "; ".join(parts) or None
 
 
@@ -277,11 +251,19 @@ def waiting_group() -> dist.ProcessGroup | None:
             _waiting_groups[world] = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
         except RuntimeError as error:
             raise LaunchError(
-                f"Rank {dist.get_rank()} on {socket.gethostname()} cannot connect to other ranks over gloo ({_first_sentence(error)}). Set"
+                f"Rank {dist.get_rank()} on {socket.gethostname()} cannot connect to other ranks over gloo ({_reason(error)}). Set"
                 f" GLOO_SOCKET_IFNAME (now {os.environ.get('GLOO_SOCKET_IFNAME', 'not set')}) on each machine to the interface that faces"
                 " the others, as `ip -br addr` lists them."
             ) from error
     return _waiting_groups[world]
+
+
+def of_all_ranks(mine: T) -> list[T]:
+    """Return what every rank has, in rank order. Collective."""
+    values = [mine] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if (group := waiting_group()) is not None:
+        dist.all_gather_object(values, mine, group=group)
+    return values
 
 
 def wait_for_ranks() -> None:
@@ -302,20 +284,17 @@ def require_all(what: str) -> None:
     world = dist.group.WORLD
     if world is None or not are_several_ranks():
         return
-    ranks, store = range(dist.get_world_size()), _store("all_call")
-    call = _calls.get(world, 0) + 1
-    keys = [f"{call}/{rank}" for rank in ranks]
-    own = keys[dist.get_rank()]
-    store.set(own, what)
+    store, rank, call = _store("all_call"), dist.get_rank(), _calls.get(world, 0) + 1
+    keys = [f"{call}/{other}" for other in range(world.size())]
+    store.set(keys[rank], what)
     _poll(lambda: store.check(keys), ALL_CALL_S)
-    called = {rank: store.get(key).decode() for rank, key in zip(ranks, keys, strict=True) if store.check([key])}
-    if len(called) == len(ranks):
+    called = [store.get(key).decode() if store.check([key]) else None for key in keys]
+    if None not in called:
         _calls[world] = call
-        own = f"{call - 2}/{dist.get_rank()}"  # all have seen those of two calls before
     with suppress(NotImplementedError):  # of stores that keep what they have
-        store.delete_key(own)
-    if missing := [rank for rank in ranks if called.get(rank) != what]:
-        alike = [rank for rank in called if called[rank] == what]
+        store.delete_key(keys[rank] if None in called else f"{call - 2}/{rank}")  # all have seen those of two calls before
+    if missing := [other for other, name in enumerate(called) if name != what]:
+        alike = [other for other, name in enumerate(called) if name == what]
         raise OSDPError(
             f"{what} gathers a sharded model and must be called on every rank, but ranks {alike} called it and, within"
             f" {ALL_CALL_S:.0f} s, ranks {missing} did not; call it on all, and use the result on one."
@@ -323,8 +302,12 @@ def require_all(what: str) -> None:
 
 
 def _store(name: str) -> Store:
-    """Return a part of the process group's store."""
     return PrefixStore(f"hf_osdp/{name}", dist.distributed_c10d._get_default_store())
+
+
+def _is_launchers() -> bool:
+    """Return whether the store of `env://` is torchrun's, which outlives ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _poll(true: Callable[[], bool], seconds: float) -> None:
@@ -338,10 +321,9 @@ def _address() -> str:
     return f"{os.environ.get('MASTER_ADDR', 'unknown')}:{os.environ.get('MASTER_PORT', 'unknown')}"
 
 
-def _first_sentence(error: Exception) -> str:
-    """Return torch's message without its C++ stack and source files, short enough for one line."""
-    text = " ".join(re.sub(r"\[[^\]]*\.cc:\d+\]", "", str(error).split("Exception raised from")[0]).split()).rstrip(". ")
-    return text if len(text) <= 160 else f"{text[:157]}..."
+def _reason(error: Exception) -> str:
+    """Return torch's message without its C++ stack, short enough for one line."""
+    return " ".join(str(error).split("Exception raised from")[0].split())[:160].rstrip(". ")
 
 
 def _ranks(ranks: Iterable[int]) -> str:
@@ -349,11 +331,3 @@ def _ranks(ranks: Iterable[int]) -> str:
     found = sorted(set(ranks))
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(found), key=lambda pair: pair[1] - pair[0])]
     return f"rank{'' if len(found) == 1 else 's'} " + ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-
-
-def _version(name: str) -> str:
-    """Return the version as imported, else as installed."""
-    try:
-        return str(getattr(sys.modules.get(name), "__version__", None) or metadata.version(name))
-    except metadata.PackageNotFoundError:
-        return "not installed"

@@ -10,41 +10,29 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import torch
 
 LIMIT_VARIABLE = "OSDP_MEMORY_LIMIT_AFTER_OOM"
 """Bytes under which to plan; it only lowers what was asked for."""
 COUNT_VARIABLE = "OSDP_RESTART_COUNT"
 """How many times a single process started itself again."""
 MOST_RESTARTS = 3
-_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", COUNT_VARIABLE)
-"""Counted by torchrun, by SLURM when it requeues a job, and by hf_osdp after running out of memory."""
+_LAUNCHER_VARIABLE = "TORCHELASTIC_RUN_ID"
 _STARTED_IN, _STARTED_WITH = os.getcwd(), dict(os.environ)
 """Libraries change the environment later."""
 
 
-def restart_count(environment: Mapping[str, str] | None = None) -> int:
-    """Return how many times this run was started before, as the one who started it again counts.
-
-    Args:
-        environment: variables to read; None reads this process's.
-    """
-    return max(_count(os.environ if environment is None else environment, name) for name in _COUNTS)
+def restart_count() -> int:
+    """Return how many times torchrun, SLURM, or hf_osdp after running out of memory, started this run again."""
+    return max(_count(name) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", COUNT_VARIABLE))
 
 
 def limit_after_oom(limit_bytes: int) -> int:
-    """Return a memory limit, lowered where the run started again because it was too high.
-
-    Args:
-        limit_bytes: what was asked for, or what the device has.
-
-    Raises:
-        ValueError: the variable is not a number of bytes.
-    """
+    """Return a memory limit, lowered where the run started again because it was too high; see `lowered_limit`."""
     return min(limit_bytes, lowered_limit() or limit_bytes)
 
 
@@ -64,19 +52,15 @@ def lowered_limit() -> int | None:
     return int(text)
 
 
-def hindrance(environment: Mapping[str, str] | None = None) -> str | None:
-    """Return why this run cannot start again under a lower limit; None where it can.
-
-    Args:
-        environment: variables to read; None reads this process's.
-    """
-    environment = os.environ if environment is None else environment
-    if "TORCHELASTIC_RUN_ID" in environment:
-        left = _count(environment, "TORCHELASTIC_MAX_RESTARTS") - _count(environment, "TORCHELASTIC_RESTART_COUNT")
-        return None if left > 0 else "the launcher starts ranks no more; give it --max-restarts 3 (accelerate launch: --max_restarts 3)"
-    if _count(environment, "WORLD_SIZE") > 1:
+def hindrance() -> str | None:
+    """Return why this run cannot start again under a lower limit; None where it can."""
+    if _LAUNCHER_VARIABLE in os.environ:
+        if _count("TORCHELASTIC_RESTART_COUNT") < _count("TORCHELASTIC_MAX_RESTARTS"):
+            return None
+        return "the launcher starts ranks no more; give it --max-restarts 3 (accelerate launch: --max_restarts 3)"
+    if _count("WORLD_SIZE") > 1:
         return "several ranks need a launcher that starts them again: torchrun --max-restarts 3"
-    if _count(environment, COUNT_VARIABLE) >= MOST_RESTARTS:
+    if _count(COUNT_VARIABLE) >= MOST_RESTARTS:
         return f"it did so {MOST_RESTARTS} times"
     if multiprocessing.parent_process() is not None or "ipykernel" in sys.modules or hasattr(sys, "ps1"):
         return "a notebook, or another program, holds this process; set the limit there and start it again"
@@ -88,15 +72,10 @@ def hindrance(environment: Mapping[str, str] | None = None) -> str | None:
 def restart(limit_bytes: int, message: str) -> None:
     """Have the next start plan under a lower limit. Return where a launcher starts it, once this process fails; else do not return.
 
-    Args:
-        limit_bytes: the limit to plan under.
-        message: to print where this process is replaced at once.
-
     Raises:
         OSError: the system does not do it.
     """
-    note = _note()
-    if note is not None:
+    if (note := _note()) is not None:
         note.unlink(missing_ok=True)
         with open(os.open(note, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="ascii") as file:
             file.write(str(limit_bytes))
@@ -104,26 +83,25 @@ def restart(limit_bytes: int, message: str) -> None:
     print(message, file=sys.stderr, flush=True)
     for child in multiprocessing.active_children():  # workers of data loaders: their parent would seem alive
         child.kill()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         with suppress(RuntimeError):
             torch.cuda.synchronize()  # no kernel of this program runs when the next one begins
     for number in range(3, 1024):  # ports, devices: what stays open stays taken
         with suppress(OSError):
             os.set_inheritable(number, False)
     os.chdir(_STARTED_IN)
-    changed = {LIMIT_VARIABLE: str(limit_bytes), COUNT_VARIABLE: str(_count(os.environ, COUNT_VARIABLE) + 1)}
+    changed = {LIMIT_VARIABLE: str(limit_bytes), COUNT_VARIABLE: str(_count(COUNT_VARIABLE) + 1)}
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**_STARTED_WITH, **changed})
 
 
 def _note() -> Path | None:
     """Return where ranks of one launcher note a limit: named by its process, and since when that runs; None without a launcher."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if _LAUNCHER_VARIABLE not in os.environ:
         return None
     launcher = psutil.Process(os.getppid())
     return Path(tempfile.gettempdir()) / f"hf_osdp-limit-{os.getuid()}-{launcher.pid}-{launcher.create_time()}"
 
 
-def _count(environment: Mapping[str, str], name: str) -> int:
-    text = environment.get(name, "")
+def _count(name: str) -> int:
+    text = os.environ.get(name, "")
     return int(text) if text.isdecimal() else 0

@@ -15,28 +15,12 @@ from .mesh import collective_device
 
 EXIT_CODE = 128 + signal.SIGTERM
 """What a shell reports of a process that SIGTERM ended: the launcher knows that the run is not over."""
-
-
-_background: dict[Callable[[], None], None] = {}
-"""Waits for what this process still does in the background, in the order in which it began."""
+waits_in_background: dict[Callable[[], None], None] = {}
+"""What `StopSignal.exit` waits for, on every rank in the same order: collective calls that return, or raise, when something is done."""
 
 
 class Stopped(SystemExit):
     """SIGTERM ended the loop, at the same step on every rank."""
-
-
-def register_background(wait: Callable[[], None]) -> None:
-    """Have `StopSignal.exit` wait for something that goes on in the background, on every rank in the same order.
-
-    Args:
-        wait: collective; returns when it is done, and raises what it failed with.
-    """
-    _background[wait] = None
-
-
-def unregister_background(wait: Callable[[], None]) -> None:
-    """Undo `register_background`: it is done."""
-    _background.pop(wait, None)
 
 
 class StopSignal:
@@ -84,18 +68,26 @@ class StopSignal:
 
     def start(self) -> None:
         """Listen. Collective."""
-        self.received = self.stopped = False
+        self.received = self.stopped = self._ends = False
         if dist.is_initialized() and dist.get_world_size() > 1:
             backend = dist.distributed_c10d._get_default_group()._get_backend(collective_device())
             timeout = getattr(getattr(backend, "options", None), "_timeout", None)  # new groups do not take it over
             self._group = dist.new_group(backend="gloo", timeout=timeout)
         if threading.current_thread() is threading.main_thread():
-            self._process = os.getpid()
-            before = signal.getsignal(signal.SIGTERM)
-            ended = getattr(before, "__self__", None)  # a loop that SIGTERM ended, though the process lives on
-            self._before = ended._before if isinstance(ended, StopSignal) and ended._ends else before
-            self._ends = False
-            signal.signal(signal.SIGTERM, self._note)
+            self._process, self._before = os.getpid(), signal.signal(signal.SIGTERM, self._note)
+
+    def agreed(self) -> bool:
+        """Return whether a rank had its signal before the step before this one ended; the same on every rank. Collective, once a step."""
+        if self._group is None:
+            self.stopped = self.received
+            return self.stopped
+        if self._pending is not None:
+            flag, work = self._pending
+            work.wait()
+            self.stopped = self.stopped or bool(flag.item())
+        flag = torch.tensor([self.received], dtype=torch.int32)
+        self._pending = (flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
+        return self.stopped
 
     def finish(self) -> None:
         """Listen no more; where SIGTERM ended the loop, it does nothing more until the process ends. Collective."""
@@ -125,22 +117,9 @@ class StopSignal:
         """
         if self.stopped:
             self._ends = True
-            for wait in list(_background):
+            for wait in list(waits_in_background):
                 wait()
             raise Stopped(EXIT_CODE)
-
-    def agreed(self) -> bool:
-        """Return whether a rank had its signal before the step before this one ended; the same on every rank. Collective, once a step."""
-        if self._group is None:
-            self.stopped = self.received
-            return self.stopped
-        if self._pending is not None:
-            flag, work = self._pending
-            work.wait()
-            self.stopped = self.stopped or bool(flag.item())
-        flag = torch.tensor([self.received], dtype=torch.int32)
-        self._pending = (flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
-        return self.stopped
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """Note the signal; a fork, which is no rank, ends by it."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,47 +23,44 @@ from torch.utils.data import DataLoader
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.process_group import check_ranks, wait_for_ranks
 from ..distributed.stop import Stopped
-from ..measurement.loop_meter import LoopMeter
-from ..measurement.step_meter import Observation
+from ..measurement.step_meter import LoopMeter, Observation
+from ..modeling.batch import Inputs
 from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
 from ..planning.out_of_memory import OutOfMemoryHandler
-from ..planning.plan_run import PlannedRun, plan_run
-from ..planning.preflight.folder import RunFolder
+from ..planning.plan_run import PlannedRun
+from ..planning.preflight.checks import RunFolder
 from ..planning.problem import RunFacts
-from ..sharding.accumulation import micro_step
-from ..sharding.clip import clip_grad_norm_
 from ..sharding.environment import form_process_group, prepare_model
+from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
 from ..sharding.host_offload import uses_host
-from ..sharding.scaler import OSDPGradScaler
 from ..sharding.state import full_state_dict
-from .announce import announce_plan, announce_result, planning_status
+from ..sharding.steps import micro_step
+from .announce import announce_result, plan_and_announce
 from .checkpoints import AcceleratorCheckpoints
 from .launch import launch_request, launched_world_size
-from .optimizers import frozen_parameters, spec_of_optimizer, spec_of_trainer_name
+from .optimizers import frozen_parameters, spec_of_optimizer
 from .plugin import OSDPPlugin, offloads, plugin_for, precision_of
-from .samples import batch_size_of, batches_of_loader
+from .samples import batches_of_loader
 from .sharding import apply_alone, check_bound, shard_model
 
 _REFUSED = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
 """Arguments of `Accelerator` that decide how the model is laid out."""
+T = TypeVar("T")
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 _SIGNATURE = inspect.signature(Accelerator.__init__)
 
 
 class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
-    """An `Accelerator` that plans when a model is prepared, and shards each unit as the plan says.
+    """An `Accelerator` that plans when a model is prepared, for the first DataLoader's batch size, and shards each unit as the plan says.
 
-    The plan is made at `prepare`, for the batch size of the first DataLoader given there. To let the planner choose the
-    batch size as well, call `plan` first and build the DataLoader with `batch_size=plan.micro_batch_size`. The first
-    DataLoader is the one to train with; others, for evaluation, may have batches of any size.
+    To let the planner choose the batch size as well, call `plan` first and build the DataLoader with `batch_size=plan.micro_batch_size`.
+    The first DataLoader given to `prepare` is the one to train with; others, for evaluation, may have batches of any size.
 
     The first 8 optimizer steps of the loop are measured (`measured`), and the estimate is printed beside them; with a `project_dir`
-    it goes into `osdp_report.json` there. `end_training` tells it where a loop is shorter.
-
-    A single process without a process group has nobody to share with: its plan sets the batch size, and which units live on the
-    host.
+    it goes into `osdp_report.json` there. `end_training` tells it where a loop is shorter. A single process without a process group has
+    nobody to share with: its plan sets the batch size, and which units live on the host.
 
     Args:
         *args: as for `Accelerator`.
@@ -84,16 +81,17 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         self, *args: Any, osdp: OSDPConfig | Mapping[str, object] | None = None, osdp_plugin: OSDPPlugin | None = None, **kwargs: Any
     ) -> None:
         options = _by_name(args, kwargs)
-        request = launch_request()
-        plugin = plugin_for(osdp, osdp_plugin, options.pop("fsdp_plugin", None), request)
-        cpu = options.pop("cpu", False) or bool(request and request.use_cpu) or not torch.accelerator.is_available()
+        plugin = plugin_for(osdp, osdp_plugin, options.pop("fsdp_plugin", None))
+        cpu = options.pop("cpu", False) or launch_request().use_cpu or not torch.accelerator.is_available()
         self._run: PlannedRun | None = None
         self._watch: LoopMeter | None = None
         self._out_of_memory: OutOfMemoryHandler | None = None
-        self._measured: Observation | None = None
+        self.measured: Observation | None = None
+        """Measurement of the loop's first optimizer steps, the same on every process; None before they ended."""
         self._writer: CheckpointWriter | None = None
         self._earlier_error = id(sys.exc_info()[1])  # that is being handled: a training that failed before this one
-        if dist.is_initialized() or not _meets_elsewhere(options.get("kwargs_handlers")):
+        methods = {getattr(handler, "init_method", None) for handler in options.get("kwargs_handlers") or ()}
+        if dist.is_initialized() or methods <= {None, "env://"}:  # else ranks meet elsewhere than the launcher's variables say
             check_ranks()
         super().__init__(fsdp_plugin=plugin, cpu=cpu, **options)
         if self.num_processes == 1 and launched_world_size() > 1:
@@ -111,11 +109,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     def planned_run(self) -> PlannedRun | None:
         """The plan with what it was made from; None before planning."""
         return self._run
-
-    @property
-    def measured(self) -> Observation | None:
-        """Measurement of the loop's first optimizer steps, the same on every process; None before they ended."""
-        return self._measured
 
     @property
     def _config(self) -> OSDPConfig:
@@ -151,19 +144,11 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             InfeasibleError: no plan meets the memory limit.
         """
         config = self._config
-        facts = self._facts(sequence_length or config.sequence_length, global_batch_size or config.global_batch_size, optimizer)
-        run = self._make_plan(model, replace(facts, micro_batch_size=config.micro_batch_size))
-        self.gradient_accumulation_steps = run.plan.accumulation_steps
-        return run.plan
-
-    def _make_plan(self, model: nn.Module, facts: RunFacts) -> PlannedRun:
-        """Plan, adopt the plan, and print it."""
-        prepare_model(model, facts.precision)
-        with planning_status(is_rank_zero=self.is_main_process):
-            run = plan_run(model, self._config, facts)
-        self.adopt(run)
-        announce_plan(run, is_rank_zero=self.is_main_process)
-        return run
+        length, samples = sequence_length or config.sequence_length, global_batch_size or config.global_batch_size
+        config = replace(config, sequence_length=length, global_batch_size=samples)
+        plan = self._make_plan(model, config, optimizer)
+        self.gradient_accumulation_steps = plan.accumulation_steps
+        return plan
 
     def adopt(self, run: PlannedRun) -> None:
         """Use this plan in `prepare`; when gradients are reduced is then decided by `no_sync`, not by Accelerate.
@@ -180,82 +165,84 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             self._choose_scaler()
         self.gradient_state.plugin_kwargs["sync_each_batch"] = False
 
-    def _plan_for(self, objects: Sequence[Any]) -> None:
-        """Plan for what was given to `prepare`."""
+    def _plan_for(self, model: nn.Module, loader: DataLoader[Any], optimizer: torch.optim.Optimizer | None) -> None:
+        """Plan for the loader's batches."""
         config = self._config
-        model = next(o for o in objects if isinstance(o, nn.Module))
-        loader = next((o for o in objects if isinstance(o, DataLoader)), None)
-        optimizer = next((o for o in objects if isinstance(o, torch.optim.Optimizer)), None)
-        length, micro, inputs, global_batch = config.sequence_length, config.micro_batch_size, None, config.global_batch_size
-        if loader is not None:
-            inputs, length = batches_of_loader(loader, model, length)
-            size = batch_size_of(loader, share=self.num_processes if self.split_batches else 1)
-            if micro not in (None, size):
-                raise ValueError(f"micro_batch_size={micro}, but the DataLoader's batches hold {size}; make them agree.")
-            micro = size
-            if micro is not None:
-                steps = micro * self.num_processes * self.gradient_accumulation_steps
-                if global_batch not in (None, steps):
-                    raise ValueError(
-                        f"global_batch_size={global_batch}, but batches of {micro} on {self.num_processes} processes with"
-                        f" {self.gradient_accumulation_steps} accumulation steps make {steps}; make them agree."
-                    )
-                global_batch = steps
-        facts = replace(self._facts(length, global_batch, optimizer), micro_batch_size=micro, inputs=inputs)
-        run = self._make_plan(model, facts)
-        if loader is None:
-            self.gradient_accumulation_steps = run.plan.accumulation_steps
+        inputs, length = batches_of_loader(loader, model, config.sequence_length)
+        size, micro, global_batch = self._batch_size(loader), config.micro_batch_size, config.global_batch_size
+        if micro not in (None, size):
+            raise ValueError(f"micro_batch_size={micro}, but the DataLoader's batches hold {size}; make them agree.")
+        if size is not None:
+            samples = size * self.num_processes * self.gradient_accumulation_steps
+            if global_batch not in (None, samples):
+                raise ValueError(
+                    f"global_batch_size={global_batch}, but batches of {size} on {self.num_processes} processes with"
+                    f" {self.gradient_accumulation_steps} accumulation steps make {samples}; make them agree."
+                )
+            global_batch = samples
+        config = replace(config, sequence_length=length, micro_batch_size=size, global_batch_size=global_batch)
+        self._make_plan(model, config, optimizer, inputs)
 
-    def _facts(
-        self, sequence_length: int | None, global_batch_size: int | None, optimizer: torch.optim.Optimizer | OptimizerSpec | None
-    ) -> RunFacts:
-        """Return what is known about the run; a size that is not known is an error with the way to state it."""
-        if sequence_length is None:
+    def _make_plan(
+        self, model: nn.Module, config: OSDPConfig, optimizer: torch.optim.Optimizer | OptimizerSpec | None, inputs: Inputs | None = None
+    ) -> Plan:
+        """Plan, print the plan, and adopt it; a size that is not known is an error with the way to state it."""
+        if config.sequence_length is None:
             raise ValueError("The sequence length is not known; give OSDPConfig(sequence_length=...) or accelerator.plan(...).")
-        if global_batch_size is None:
+        if config.global_batch_size is None:
             raise ValueError("The batch size is not known; give prepare a DataLoader, or give OSDPConfig(global_batch_size=...).")
-        config, device_type = self._config, self.device.type
-        if optimizer is None:
-            spec = spec_of_trainer_name("adamw_torch", device_type=device_type)
-        else:
-            spec = optimizer if isinstance(optimizer, OptimizerSpec) else spec_of_optimizer(optimizer, device_type=device_type)
-        syncs_each_batch = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        return RunFacts(
+        device_type, checkpointing = self.device.type, bool(self.plugin.activation_checkpointing)
+        sync_each_batch = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        facts = RunFacts(
             world_size=self.num_processes,
             device_type=device_type,
             precision=precision_of(self.mixed_precision, self.plugin.mixed_precision_policy, alone=not self.is_fsdp2),
-            optimizer=spec,
-            sequence_length=sequence_length,
-            global_batch_size=global_batch_size,
-            reduce_every_micro_step=True if syncs_each_batch else config.reduce_every_micro_step,
+            optimizer=optimizer if isinstance(optimizer, OptimizerSpec) else spec_of_optimizer(optimizer, device_type=device_type),
+            sequence_length=config.sequence_length,
+            global_batch_size=config.global_batch_size,
+            micro_batch_size=config.micro_batch_size,
+            inputs=inputs,
+            reduce_every_micro_step=True if sync_each_batch else config.reduce_every_micro_step,
             holds_outputs=True,  # the usual loop names them: `out = model(**batch); accelerator.backward(out.loss)`
-            activation_checkpointing=bool(self.plugin.activation_checkpointing),
-            checkpoint_wrapper=bool(self.plugin.activation_checkpointing),
+            activation_checkpointing=checkpointing,
+            checkpoint_wrapper=checkpointing,
             cpu_offload=offloads(self.plugin),
             trains=optimizer is not None,
             frozen_in_optimizer=frozen_parameters(optimizer),
             folder=project_folder(self.project_configuration),
         )
+        prepare_model(model, facts.precision)
+        run = plan_and_announce(model, config, facts, is_rank_zero=self.is_main_process)
+        self.adopt(run)
+        return run.plan
+
+    def _batch_size(self, loader: DataLoader[Any]) -> int | None:
+        """Return the samples that one process gets at once from a loader; None where it does not say."""
+        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        return size if size is None or not self.split_batches else size // self.num_processes
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:  # noqa: ANN401  as stock
         """As `Accelerator.prepare`; a model may also come without an optimizer, for evaluation."""
-        model = next((a for a in args if isinstance(a, nn.Module)), None)
-        self._check_models([a for a in args if isinstance(a, nn.Module)])
-        if model is not None and not isinstance(model, FSDPModule):
-            if self._run is None:
-                self._plan_for(args)
+        models, optimizers = _of_type(args, nn.Module), _of_type(args, torch.optim.Optimizer)
+        self._check_models(models)
+        if models and not isinstance(model := models[0], FSDPModule):
+            loader = next(iter(_of_type(args, DataLoader)), None)
+            optimizer = optimizers[0] if optimizers else None
+            if self._run is not None:
+                self._check_loader(loader)
+            elif loader is not None:
+                self._plan_for(model, loader, optimizer)
             else:
-                self._check_loaders(args)
+                self.plan(model, optimizer=optimizer)
             if not self.is_fsdp2 and not any(known is model for known in self._models):
-                apply_alone(model, self._planned, [a for a in args if isinstance(a, torch.optim.Optimizer)])
+                apply_alone(model, self._planned, optimizers)
                 self._explain_memory_of(model)
-        trains = any(isinstance(a, torch.optim.Optimizer) for a in args)
-        if model is None or not self.is_fsdp2 or trains:
+        if not models or not self.is_fsdp2 or optimizers:
             result = super().prepare(*args, device_placement=device_placement)
         else:
             prepared = self._prepare_fsdp2(*args)
             result = prepared if len(prepared) > 1 else prepared[0]
-        if trains and self.reports_steps and self._watch is None and self._run is not None and self._models:
+        if optimizers and self.reports_steps and self._watch is None and self._run is not None and self._models:
             skips = self.scaler is not None and self.scaler.is_enabled()
             micro_steps = self._run.plan.accumulation_steps if skips else None
             self._watch = LoopMeter(self._models[-1], self.device, self._report, micro_steps=micro_steps)
@@ -270,40 +257,28 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
                 " a model that is not trained to accelerator.device by hand."
             )
 
-    def _check_loaders(self, objects: Iterable[Any]) -> None:
+    def _check_loader(self, loader: DataLoader[Any] | None) -> None:
         """Refuse training batches of another size than the plan's. The first loader trains; others may be for evaluation."""
-        share = self.num_processes if self.split_batches else 1
-        loader = next((o for o in objects if isinstance(o, DataLoader)), None)
-        size = None if loader is None else batch_size_of(loader, share=share)
-        planned = self._planned.plan.micro_batch_size
+        size, planned = None if loader is None else self._batch_size(loader), self._planned.plan.micro_batch_size
         if size not in (None, planned):
             raise ValueError(
                 f"The plan runs {planned} samples at once, but the first DataLoader gives {size};"
-                f" use batch_size={planned * share} for training, and give that DataLoader first."
+                f" use batch_size={planned * (self.num_processes if self.split_batches else 1)} for training, and give that"
+                " DataLoader first."
             )
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
         """Shard the model by the plan and hand the optimizers its new parameters, found by name."""
         result = [o if isinstance(o, nn.Module) else self._prepare_one(o, first_pass=True) for o in args]
         result = [o if isinstance(o, nn.Module) else self._prepare_one(o) for o in result]
-        models = [index for index, o in enumerate(result) if isinstance(o, nn.Module)]
-        if not models:
-            return tuple(result)
-        model = result[models[0]]
-        optimizers = [o for o in result if isinstance(o, torch.optim.Optimizer)]
-        if isinstance(model, FSDPModule):
-            check_bound(optimizers, result[models[0]])
-        else:
-            model = self._shard(model, optimizers)
-        if not any(known is model for known in self._models):
-            self._models.append(model)
-        result[models[0]] = model
-        model._is_accelerate_prepared = True  # type: ignore[union-attr]
+        for index, model in enumerate(result):
+            if isinstance(model, nn.Module):
+                result[index] = self._shard(model, _of_type(result, torch.optim.Optimizer))
         return tuple(result)
 
     def _report(self, measured: Observation) -> None:
         """Print the estimate beside the measurement; write it into `project_dir` too, if there is one."""
-        self._measured = measured
+        self.measured = measured
         if self.project_dir is not None:
             Path(self.project_dir).mkdir(parents=True, exist_ok=True)
         announce_result(self._planned, measured, output_dir=self.project_dir, is_rank_zero=self.is_main_process)
@@ -329,15 +304,21 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             self._writer.wait()
         super().end_training()
 
-    def _shard(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> nn.Module:
+    def _shard(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
         """Wrap blocks for checkpointing first, then apply the plan: a unit is the wrapped block."""
-        if self.plugin.activation_checkpointing:
-            assert self._planned.description is not None
-            self.plugin.transformer_cls_names_to_wrap = list(self._planned.description.block_classes)
-            self.plugin.set_auto_wrap_policy(model)
-            model = fsdp2_apply_ac(self, model)
-        model = shard_model(model, self._planned, self.plugin, optimizers, device=self.device)
-        self._explain_memory_of(model)
+        if isinstance(model, FSDPModule):
+            check_bound(optimizers, model)
+        else:
+            if self.plugin.activation_checkpointing:
+                assert self._planned.description is not None
+                self.plugin.transformer_cls_names_to_wrap = list(self._planned.description.block_classes)
+                self.plugin.set_auto_wrap_policy(model)
+                model = fsdp2_apply_ac(self, model)
+            model = shard_model(model, self._planned, self.plugin, optimizers, device=self.device)
+            self._explain_memory_of(model)
+        if not any(known is model for known in self._models):
+            self._models.append(model)
+        model._is_accelerate_prepared = True  # type: ignore[assignment]
         return model
 
     def _explain_memory_of(self, model: nn.Module) -> None:
@@ -360,15 +341,12 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         with self.out_of_memory_explained():
             super().backward(loss, **kwargs)
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Run one micro-step that is not the last: the plan decides what is reduced in it."""
         if not self.is_fsdp2:
-            with super().no_sync(model):
-                yield
-            return
-        with micro_step(model, is_last=False, plan=None if self._run is None else self._run.plan):
-            yield
+            stock: AbstractContextManager[None] = super().no_sync(model)
+            return stock
+        return micro_step(model, is_last=False, plan=None if self._run is None else self._run.plan)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """Return whole weights under their Hugging Face names, as copies; empty on ranks other than 0."""
@@ -408,18 +386,12 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         self.native_amp = True
 
 
-def _meets_elsewhere(handlers: Iterable[Any] | None) -> bool:
-    """Whether `InitProcessGroupKwargs(init_method=...)` names another place than the launcher's variables."""
-    return any(getattr(handler, "init_method", None) not in (None, "env://") for handler in handlers or ())
+def _of_type(objects: Iterable[Any], cls: type[T]) -> list[T]:
+    return [o for o in objects if isinstance(o, cls)]
 
 
 def _by_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of `Accelerator` by name.
-
-    Raises:
-        TypeError: `Accelerator` has no such argument.
-        ValueError: an argument lays the model out in another way than a plan.
-    """
+    """Return the arguments of a call of `Accelerator` by name; refuse those that lay the model out in another way than a plan."""
     options = dict(_SIGNATURE.bind(None, *args, **kwargs).arguments)
     del options["self"]
     if other := next((name for name in _REFUSED if options.get(name) is not None), None):

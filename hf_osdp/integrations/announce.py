@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from torch import nn
 
-from ..measurement.step_meter import CollectiveTotal, Observation
+from ..measurement.step_meter import Observation
 from ..planner.cost.evaluate import PlanEstimate, estimate_plan
-from ..planner.description import ModelDescription
 from ..planner.hardware import Collective
-from ..planner.job import TrainingJob
-from ..planning.plan_run import PlannedRun
+from ..planning.config import OSDPConfig
+from ..planning.plan_run import PlannedRun, plan_run
+from ..planning.problem import RunFacts
 from ..planning.recalibrate import Round
 from ..quantities import format_seconds
 from ..report.content import report_content, write_report
@@ -26,24 +27,24 @@ _WIDTH = 100
 """Columns where the output is no terminal."""
 
 
-@contextmanager
-def planning_status(*, is_rank_zero: bool) -> Iterator[None]:
-    """Show on rank 0's terminal, if it has one, that a plan is being made."""
-    if not (is_rank_zero and sys.stderr.isatty()):
-        yield
-        return
-    console = Console(stderr=True, force_jupyter=False)
-    text = "Describing the model, measuring the machine, searching for a plan"
-    with console.status(text, refresh_per_second=2):  # by a thread, beside measurements
-        yield
+def plan_and_announce(model: nn.Module, config: OSDPConfig, facts: RunFacts, *, is_rank_zero: bool) -> PlannedRun:
+    """Plan as `plan_run`; rank 0's terminal, if it has one, shows meanwhile what is done. Then rank 0 prints the plan. Collective."""
+    status: AbstractContextManager[object] = nullcontext()
+    if is_rank_zero and sys.stderr.isatty():
+        text = "Describing the model, measuring the machine, searching for a plan"
+        status = Console(stderr=True, force_jupyter=False).status(text, refresh_per_second=2)  # by a thread, beside measurements
+    with status:
+        run = plan_run(model, config, facts)
+    announce_plan(run, is_rank_zero=is_rank_zero)
+    return run
 
 
 def announce_plan(run: PlannedRun, *, is_rank_zero: bool) -> None:
     """Print the plan, other strategies and plans that were tried, and the findings of the preflight checks."""
     if not is_rank_zero:
         return
-    console, (description, job) = _console(), _inputs(run)
-    estimate = estimate_plan(run.plan, description, job, run.hardware)
+    console, inputs, estimate = _console(), *_estimated(run)
+    description = inputs.description
     if run.rounds:
         console.print(trials_table(_trial_rows(run)))
     console.print(plan_table(run.plan, description, estimate))
@@ -59,18 +60,10 @@ def announce_plan(run: PlannedRun, *, is_rank_zero: bool) -> None:
 
 
 def announce_result(run: PlannedRun, measured: Observation, *, output_dir: str | Path | None, is_rank_zero: bool) -> None:
-    """Print estimated beside measured peak, step time and collectives, and write `osdp_report.json`.
-
-    Args:
-        run: what was planned.
-        measured: summary of the step meter.
-        output_dir: an existing folder; None writes nothing.
-        is_rank_zero: whether this process reports.
-    """
+    """Print estimated beside measured peak, step time and collectives, and write `osdp_report.json` if a folder is given."""
     if not is_rank_zero:
         return
-    console, (description, job) = _console(), _inputs(run)
-    estimate = estimate_plan(run.plan, description, job, run.hardware)
+    console, inputs, estimate = _console(), *_estimated(run)
     console.print(
         outcome_table(
             estimated_peak=estimate.memory.peak_bytes,  # of tensors, as the measurement is
@@ -86,25 +79,21 @@ def announce_result(run: PlannedRun, measured: Observation, *, output_dir: str |
         return
     content = report_content(
         run.plan,
-        PlanInputs(description=description, job=job, hardware=run.hardware),
+        inputs,
         estimate,
         planning_s=run.planning_s,
         comparison=run.comparison,
-        measured=observation_content(measured),
+        measured=_observation_content(measured),
         recalibration=[_round_content(past, runs=past.plan.fingerprint == run.plan.fingerprint) for past in run.rounds],
     )
     path = write_report(content, output_dir)
     console.print(f"Report: {path}", highlight=False)
 
 
-def observation_content(observed: Observation) -> dict[str, object]:
+def _observation_content(observed: Observation) -> dict[str, object]:
     """Return an observation as plain values; bytes and seconds of one optimizer step."""
     return {
-        "steps": observed.steps,
-        "median_step_s": observed.median_step_s,
-        "peak_bytes": observed.peak_bytes,
-        "reserved_bytes": observed.reserved_bytes,
-        "out_of_memory": observed.out_of_memory,
+        **{name: getattr(observed, name) for name in ("steps", "median_step_s", "peak_bytes", "reserved_bytes", "out_of_memory")},
         "collectives": [
             {"collective": t.collective.value, "group_size": t.group_size, "calls": t.calls, "bytes": t.nbytes, "seconds": t.seconds}
             for t in observed.collectives
@@ -116,7 +105,7 @@ def _round_content(past: Round, *, runs: bool) -> dict[str, object]:
     return {
         "plan": past.plan.fingerprint,
         "estimated": {"peak_bytes": past.estimated_peak_bytes, "step_s": past.estimated_step_s},
-        "measured": observation_content(past.observed),
+        "measured": _observation_content(past.observed),
         "correction": {"extra_bytes": past.correction.extra_bytes, "compute_factor": past.correction.compute_factor},
         "fits": past.fits,
         "runs": runs,
@@ -145,23 +134,19 @@ def _collectives(estimate: PlanEstimate, measured: Observation) -> list[tuple[st
     rows = []
     for kind in Collective:
         estimated = None if estimate.collectives is None else estimate.collectives[kind]
-        seen = _seconds_of(measured.collectives, kind)
+        seen = sum(total.seconds for total in measured.collectives if total.collective is kind) if measured.collectives else None
         if estimated or seen:
             rows.append((kind.value.replace("_", "-"), estimated, seen))
     return rows
 
 
-def _seconds_of(totals: Sequence[CollectiveTotal], kind: Collective) -> float | None:
-    return sum(total.seconds for total in totals if total.collective is kind) if totals else None
-
-
-def _inputs(run: PlannedRun) -> tuple[ModelDescription, TrainingJob]:
+def _estimated(run: PlannedRun) -> tuple[PlanInputs, PlanEstimate]:
     assert run.description is not None and run.job is not None, "runs that are announced are described"
-    return run.description, run.job
+    inputs = PlanInputs(description=run.description, job=run.job, hardware=run.hardware)
+    return inputs, estimate_plan(run.plan, run.description, run.job, run.hardware)
 
 
 def _console() -> Console:
     """Return the console of a run's tables; rich's own notebook output does not work in processes that a notebook forks."""
-    if sys.stdout.isatty():
-        return Console(force_jupyter=False, markup=False, emoji=False)  # names of a model are as they are
-    return Console(width=_WIDTH, force_jupyter=False, force_terminal=False, markup=False, emoji=False)
+    options: dict[str, Any] = {} if sys.stdout.isatty() else {"width": _WIDTH, "force_terminal": False}
+    return Console(force_jupyter=False, markup=False, emoji=False, **options)  # names of a model are as they are

@@ -31,12 +31,11 @@ from ..checkpoint.states import load_model, load_optimizer, save_model, save_opt
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.consensus import on_rank_zero
 from ..errors import CheckpointError
-from ..modeling.split.names import is_split
-from ..modeling.split.positions import keep_positions
+from ..modeling.split.names import is_split, keep_positions
 from ..planning.plan_run import PlannedRun
 from ..sharding.optimizer_check import unwrapped
 from .plugin import OSDPPlugin, writes_shards
-from .schedules import Schedule, StepSize, own_schedule, position_factor, rescale_schedules
+from .schedules import Schedule, own_schedule, position_factor, rescale_schedules
 
 _log = logging.getLogger(__name__)
 
@@ -65,13 +64,12 @@ class AcceleratorCheckpoints(Accelerator):
         folder = on_rank_zero(lambda: self._new_folder(output_dir))
         keep_whole_positions(self._models, self._optimizers)
         with self._checkpoint_writer().new(folder, **self._settings()) as staging:
-            hidden: dict[str, object] = (
-                {"_optimizers": []} if self.is_fsdp2 else {}
-            )  # the stock functions take as many models as optimizers
+            sharded = self._optimizers if self.is_fsdp2 else []
+            hidden: dict[str, Any] = {"_optimizers": []} if sharded else {}  # the stock functions take as many models as optimizers
             naming = replaced(self.project_configuration, automatic_checkpoint_naming=False)
             with naming, own_states(staging.file_system), replaced(self, **hidden):
                 super().save_state(str(staging.path), safe_serialization, **kwargs)
-            for index, optimizer in enumerate(self._optimizers if self.is_fsdp2 else ()):
+            for index, optimizer in enumerate(sharded):
                 save_optimizer(
                     staging.path, model_of(optimizer, self._models), optimizer,
                     sharded=writes_shards(self.state.fsdp_plugin), index=index, files=staging.file_system,
@@ -115,16 +113,16 @@ class AcceleratorCheckpoints(Accelerator):
 
     def _rescale_schedules(self, saved: Manifest, folder: Path) -> None:
         """Set prepared schedulers to where this number of processes would have them."""
-        before = StepSize(ranks=saved.world_size, samples=saved.global_batch_size)
-        now = StepSize(ranks=self.num_processes, samples=None if self._run is None else self._run.plan.global_batch_size)
+        samples = None if self._run is None else self._run.plan.global_batch_size
+        factor = position_factor(ranks=(saved.world_size, self.num_processes), samples=(saved.global_batch_size, samples))
         uncounted = self.gradient_accumulation_steps - 1 if self.gradient_state.adjust_scheduler else 0
         schedules = [self._schedules[scheduler] for scheduler in self._schedulers if scheduler in self._schedules]
-        left = rescale_schedules(schedules, position_factor(before, now), ranks=now.ranks, uncounted=uncounted)
+        left = rescale_schedules(schedules, factor, ranks=self.num_processes, uncounted=uncounted)
         if left and self.is_main_process:
             _log.warning(
                 "%s was written by %d processes, this run has %d, and the learning rate of %s goes on from the old count; leave it out of"
                 " prepare, give it to register_for_checkpointing, and step it once an optimizer step.",
-                folder, before.ranks, now.ranks, ", ".join(left),
+                folder, saved.world_size, self.num_processes, ", ".join(left),
             )  # fmt: skip
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> Any:  # noqa: ANN401  # as its base class
@@ -238,17 +236,14 @@ def replaced(owner: object, **values: object) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _custom_file(path: str | Path, index: int) -> Path:
-    return Path(path) / f"custom_checkpoint_{index}.pkl"
-
-
 def _save_custom_state(obj: Stateful, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
     """Write a registered object's state, which must be readable without running anything: better known now than when it is needed."""
+    file = Path(path) / f"custom_checkpoint_{index}.pkl"
 
     def save() -> None:
-        torch.save(obj.state_dict(), _custom_file(path, index))
+        torch.save(obj.state_dict(), file)
         try:
-            load_file(_custom_file(path, index), numpy=True)
+            load_file(file, numpy=True)
         except CheckpointError:
             raise CheckpointError(
                 f"The state of {type(obj).__name__}, registered for checkpointing, holds more than tensors and plain values, and could not"
@@ -259,7 +254,7 @@ def _save_custom_state(obj: Stateful, path: str, index: int = 0, save_on_each_no
 
 
 def _load_custom_state(obj: Stateful, path: str, index: int = 0) -> None:
-    obj.load_state_dict(load_file(_custom_file(path, index), numpy=True))
+    obj.load_state_dict(load_file(Path(path) / f"custom_checkpoint_{index}.pkl", numpy=True))
 
 
 def keep_whole_positions(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -13,16 +13,14 @@ _TRAINER_NAMES = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "
 """`TrainingArguments.optim` → the optimizer of `torch.optim` behind it."""
 
 
-def spec_of_optimizer(optimizer: torch.optim.Optimizer, *, device_type: str) -> OptimizerSpec:
-    """Return what an optimizer of `torch.optim` will hold.
-
-    Args:
-        optimizer: plain, or wrapped by Accelerate.
-        device_type: `cpu` or `cuda`; torch picks its kernels by it.
+def spec_of_optimizer(optimizer: torch.optim.Optimizer | None, *, device_type: str) -> OptimizerSpec:
+    """Return what a known optimizer of `torch.optim` will hold, plain or wrapped by Accelerate; None stands for AdamW's defaults.
 
     Raises:
-        ValueError: the optimizer is not one that is known to work on sharded parameters.
+        ValueError: its memory is not known.
     """
+    if optimizer is None:
+        return spec_of_trainer_name("adamw_torch", device_type=device_type)
     optimizer = unwrapped(optimizer)
     name = type(optimizer).__name__.lower()
     if name not in _STATES or type(optimizer) is not getattr(torch.optim, type(optimizer).__name__, None):
@@ -30,17 +28,12 @@ def spec_of_optimizer(optimizer: torch.optim.Optimizer, *, device_type: str) -> 
             f"The memory of the optimizer {type(optimizer).__name__} is not known; use one of torch.optim's {', '.join(sorted(_STATES))}."
         )
     options = optimizer.defaults
-    states = _STATES[name]
-    states += bool(options.get("amsgrad", False)) + bool(options.get("momentum", 0)) + bool(options.get("centered", False))
+    states = _STATES[name] + sum(bool(options.get(option)) for option in ("amsgrad", "momentum", "centered"))
     return OptimizerSpec(name=name, states=states, step=_step(options.get("fused"), options.get("foreach"), device_type))
 
 
 def spec_of_trainer_name(name: str, *, device_type: str) -> OptimizerSpec:
     """Return what the optimizer that `TrainingArguments(optim=...)` names will hold.
-
-    Args:
-        name: for example `adamw_torch_fused`.
-        device_type: `cpu` or `cuda`.
 
     Raises:
         ValueError: the optimizer is not known to work on sharded parameters, or its memory is not known.
@@ -49,8 +42,8 @@ def spec_of_trainer_name(name: str, *, device_type: str) -> OptimizerSpec:
         reason = reason_against(name)
         why = f"{reason}, which shards of a parameter do not allow" if reason else "is not known to work on sharded parameters"
         raise ValueError(f"optim={name!r} {why}; use one of {', '.join(_TRAINER_NAMES)}.")
-    optimizer, fused = _TRAINER_NAMES[name], True if name.endswith("_fused") else None
-    return OptimizerSpec(name=optimizer, states=_STATES[optimizer], step=_step(fused, None, device_type))
+    optimizer = _TRAINER_NAMES[name]
+    return OptimizerSpec(name=optimizer, states=_STATES[optimizer], step=_step(name.endswith("_fused") or None, None, device_type))
 
 
 def _step(fused: bool | None, foreach: bool | None, device_type: str) -> OptimizerStep:
@@ -64,6 +57,5 @@ def _step(fused: bool | None, foreach: bool | None, device_type: str) -> Optimiz
 
 def frozen_parameters(optimizer: object) -> int:
     """Return how many frozen parameters an optimizer was given; 0 where there is none yet."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return 0
-    return sum(not parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"])
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    return sum(not parameter.requires_grad for group in groups for parameter in group["params"])

@@ -10,36 +10,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..checkpoint.loop import Stateful, load_loop, save_loop
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.consensus import on_rank_zero
-from ..distributed.mesh import world_size
-from ..measurement.loop_meter import LoopMeter
-from ..measurement.step_meter import Observation
+from ..distributed.mesh import rank, world_size
+from ..measurement.step_meter import LoopMeter, Observation
 from ..planner.description import DType
-from ..planner.job import OptimizerSpec, OptimizerStep, Precision
+from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
-from ..planner.search.result import SearchResult
+from ..planner.search.search import SearchResult
 from ..planning.config import OSDPConfig, merged_config
 from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun, plan_run
-from ..planning.preflight.findings import Severity
+from ..planning.preflight.checks import Severity
 from ..planning.problem import RunFacts
 from ..planning.recalibrate import Round
 from ..quantities import format_bytes, format_seconds
-from ..sharding.accumulation import micro_step
 from ..sharding.apply import apply_plan
-from ..sharding.clip import clip_grad_norm_
 from ..sharding.environment import form_process_group, mp_policy, prepare_model, training_device
+from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
 from ..sharding.host_offload import move_to_device
 from ..sharding.optimizer import prepare_new_optimizers
-from ..sharding.scaler import OSDPGradScaler
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
+from ..sharding.steps import micro_step
 from ..sharding.verify import verify_applied
+from .optimizers import spec_of_optimizer
 
 _log = logging.getLogger(__name__)
 
@@ -66,8 +64,8 @@ class OptimalShardedDataParallel(nn.Module):
     `scaler.unscale_(optimizer)` before clipping, `scaler.step(optimizer)` and `scaler.update()`. It is an `OSDPGradScaler`;
     torch's own GradScaler asks one mesh only, so that where units lie on several, some ranks step and others skip.
 
-    Under torchrun the process group is formed if there is none: NCCL with CUDA, else gloo. The optimizer is made afterwards,
-    from `model.parameters()`. Parameters and state dicts have the model's own names.
+    Under torchrun the process group is formed if there is none: NCCL with CUDA, else gloo. The optimizer is made afterwards, from
+    `model.parameters()`. Parameters and state dicts have the model's own names.
 
     Attributes:
         module: the model, sharded in place.
@@ -98,8 +96,7 @@ class OptimalShardedDataParallel(nn.Module):
         Raises:
             InfeasibleError: no plan meets the limit.
             PlanError: the given plan cannot be read, is for another model, number of processes or batch, or does not fit.
-            HardwareError: the hardware's name is not known.
-            ProfileError: the profile cannot be read, or holds times of another model.
+            HardwareError, ProfileError: the hardware is not known, or the profile is of another model.
             PreflightError: the run would fail, or train something else than was meant.
             ValueError: an option is missing, out of range, or has no effect here.
         """
@@ -114,7 +111,7 @@ class OptimalShardedDataParallel(nn.Module):
             world_size=world_size(),
             device_type=device.type,
             precision=self._precision,
-            optimizer=optimizer or plain_adamw(device.type),
+            optimizer=optimizer or spec_of_optimizer(None, device_type=device.type),
             sequence_length=config.sequence_length,
             global_batch_size=config.global_batch_size,
             micro_batch_size=config.micro_batch_size,
@@ -139,8 +136,7 @@ class OptimalShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  what the model returns
         """Run the model's forward pass.
 
-        The estimate counts the loss alone as kept until backward. Outputs that are held meanwhile keep their logits too:
-        write `loss = model(**batch).loss`.
+        The estimate counts the loss alone as kept until backward: write `loss = model(**batch).loss`, which frees the logits.
         """
         with self._out_of_memory.explained():
             return self.module(*args, **kwargs)
@@ -159,11 +155,7 @@ class OptimalShardedDataParallel(nn.Module):
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     def grad_scaler(self, **kwargs: Any) -> OSDPGradScaler:
-        """Return the loss scaler for the model's device; without fp16 it is disabled, and the same loop runs.
-
-        Args:
-            **kwargs: for `torch.amp.GradScaler`, for example `init_scale`.
-        """
+        """Return the loss scaler, with keywords of `torch.amp.GradScaler`; without fp16 it is disabled, and the same loop runs."""
         kwargs.setdefault("device", training_device().type)
         kwargs.setdefault("enabled", self._precision.compute is DType.FLOAT16)
         return OSDPGradScaler(**kwargs)
@@ -171,10 +163,9 @@ class OptimalShardedDataParallel(nn.Module):
     def _log_measured(self, measured: Observation) -> None:
         """Keep the measurement of the first steps; rank 0 logs it."""
         self.measured = measured
-        if dist.is_initialized() and dist.get_rank():
+        if rank():
             return
-        peak = None if self.report is None else self.report.memory.peak_bytes
-        step_s = None if self.report is None else self.report.time.step_s
+        peak, step_s = (None, None) if self.report is None else (self.report.memory.peak_bytes, self.report.time.step_s)
         texts = [_beside(peak, measured.peak_bytes, format_bytes), _beside(step_s, measured.median_step_s, format_seconds)]
         kinds = [f"{t.collective.value.replace('_', '-')} over {t.group_size}: {format_seconds(t.seconds)}" for t in measured.collectives]
         _log.info("Plan %s: peak %s, step %s%s.", self.plan.fingerprint, *texts, "; " + ", ".join(kinds) if kinds else "")
@@ -208,11 +199,7 @@ class OptimalShardedDataParallel(nn.Module):
             load_full_state_dict(self.module, state_dict, strict=strict)
 
     def save_pretrained(self, path: str | Path, **kwargs: Any) -> None:
-        """Write the whole model as Hugging Face does; rank 0 writes. Collective.
-
-        Args:
-            path: a directory.
-            **kwargs: for the model's own `save_pretrained`.
+        """Write the whole model as its own `save_pretrained` does, with its keywords; rank 0 writes. Collective.
 
         Raises:
             ValueError: the model has no `save_pretrained`.
@@ -253,26 +240,13 @@ class OptimalShardedDataParallel(nn.Module):
         )  # fmt: skip
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until the checkpoint that is written in the background is complete. Collective.
-
-        Raises:
-            CheckpointError: it could not be written; on every rank.
-        """
+        """Wait until the checkpoint that is written in the background is complete; all ranks raise if it could not be. Collective."""
         self._writer.wait()
 
     def load_checkpoint(
         self, path: str | Path, optimizer: torch.optim.Optimizer, *, scheduler: Stateful | None = None, scaler: Stateful | None = None
     ) -> dict[str, Any]:  # fmt: skip
-        """Load a checkpoint, whatever plan and however many ranks wrote it. Collective.
-
-        Args:
-            path: the checkpoint's folder.
-            optimizer: of this model's parameters, with the parameter groups that it was saved with.
-            scheduler: as it was saved.
-            scaler: as it was saved.
-
-        Returns:
-            The progress that was saved.
+        """Load a checkpoint, whatever plan and however many ranks wrote it, and return its progress; arguments are as saved. Collective.
 
         Raises:
             CheckpointError: it is damaged, incomplete, or of another model; on every rank.
@@ -288,17 +262,8 @@ class OptimalShardedDataParallel(nn.Module):
             return getattr(self.module, name)
 
 
-def plain_adamw(device_type: str) -> OptimizerSpec:
-    """Return the spec of `torch.optim.AdamW(model.parameters())`: foreach kernels on CUDA, one tensor after the other on the CPU."""
-    return OptimizerSpec(name="adamw", states=2, step=OptimizerStep.FOR_LOOP if device_type == "cpu" else OptimizerStep.FOREACH)
-
-
 def _check(config: OSDPConfig, optimizer: OptimizerSpec | None) -> None:
-    """Refuse what is missing for planning, or has no effect in a plain loop; before anything is changed.
-
-    Raises:
-        ValueError: an option is missing, of no use, or not of its type.
-    """
+    """Refuse what is missing for planning, or has no effect in a plain loop; before anything is changed."""
     if optimizer is not None and not isinstance(optimizer, OptimizerSpec):
         kind = type(optimizer).__name__
         raise ValueError(f"optimizer is of type {kind}; give an OptimizerSpec, and make the optimizer from the sharded model's parameters.")
@@ -313,9 +278,7 @@ def _check(config: OSDPConfig, optimizer: OptimizerSpec | None) -> None:
 
 def _log_findings(run: PlannedRun) -> None:
     """Log what the preflight checks found, on rank 0."""
-    if dist.is_initialized() and dist.get_rank():
-        return
-    for finding in run.findings:
+    for finding in () if rank() else run.findings:
         _log.log(logging.INFO if finding.severity is Severity.NOTE else logging.WARNING, "%s", finding.message)
 
 
@@ -325,6 +288,5 @@ def _stateful(scheduler: Stateful | None, scaler: Stateful | None) -> dict[str, 
 
 
 def _beside(estimated: float | None, measured: float | None, text: Callable[[Any], str]) -> str:
-    """Return text such as `1.2 GiB estimated, 1.1 GiB measured`."""
     known = ((estimated, "estimated"), (measured, "measured"))
     return ", ".join("not " + name if value is None else f"{text(value)} {name}" for value, name in known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,27 +13,16 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
 from ..modeling.units import class_of, dtype_of
-from ..planner.description import DType
 from ..planner.job import Precision
 from ..planning.config import OSDPConfig, merged_config, stated_options
-from .launch import LaunchRequest, launch_request, state_dict_type
+from .launch import launch_request
 
 _COMPUTE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-_STRATEGY = "use OSDPConfig(strategy=...)"
-_BLOCKS = "use OSDPConfig(block_classes=...)"
-_NOTHING = "leave it out, FSDP2 under a plan has no such choice"
+_NO_SUCH_CHOICE = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params", "sync_module_states", "param_init_fn")
 DECIDED = {
-    "reshard_after_forward": _STRATEGY,
-    "sharding_strategy": _STRATEGY,
-    "auto_wrap_policy": _BLOCKS,
-    "min_num_params": _BLOCKS,
-    "ignored_modules": _BLOCKS,
-    "backward_prefetch": _NOTHING,
-    "forward_prefetch": _NOTHING,
-    "limit_all_gathers": _NOTHING,
-    "use_orig_params": _NOTHING,
-    "sync_module_states": _NOTHING,
-    "param_init_fn": _NOTHING,
+    **dict.fromkeys(("reshard_after_forward", "sharding_strategy"), "use OSDPConfig(strategy=...)"),
+    **dict.fromkeys(("auto_wrap_policy", "min_num_params", "ignored_modules"), "use OSDPConfig(block_classes=...)"),
+    **dict.fromkeys(_NO_SUCH_CHOICE, "leave it out, FSDP2 under a plan has no such choice"),
 }
 """Options of FSDP that have no effect under a plan → what to use instead."""
 _WITHOUT_EFFECT = {"limit_all_gathers": True}
@@ -56,17 +46,16 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
 
     def __post_init__(self: Any) -> None:
         refuse_decided({name: getattr(self, name) for name in DECIDED})
-        request = launch_request()
         asked = with_block_classes(self.osdp, self.transformer_cls_names_to_wrap, option="transformer_cls_names_to_wrap")
-        self.osdp = merged_config(asked, {} if request is None else request.options)
+        self.osdp = merged_config(asked, launch_request().options)
         if self.fsdp_version not in (None, 2):
             raise ValueError(f"fsdp_version={self.fsdp_version} cannot run a plan; leave it out or use 2.")
         self.fsdp_version = 2
         self.reshard_after_forward = True
         self.backward_prefetch = "NO_PREFETCH"  # or the base class would read the launcher's default
         self.auto_wrap_policy = self.auto_wrap_policy or "transformer_based_wrap"
-        if self.state_dict_type is None:
-            self.state_dict_type = state_dict_type(default="SHARDED_STATE_DICT" if self.osdp.async_save else "FULL_STATE_DICT")
+        layout = "SHARDED_STATE_DICT" if self.osdp.async_save else "FULL_STATE_DICT"
+        self.state_dict_type = self.state_dict_type or os.environ.get("FSDP_STATE_DICT_TYPE", layout)
         super().__post_init__()
         if self.osdp.async_save and not writes_shards(self):
             raise ValueError(
@@ -92,20 +81,8 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
         super().set_auto_wrap_policy(model)
 
 
-def plugin_for(
-    osdp: OSDPConfig | Mapping[str, object] | None, osdp_plugin: object, fsdp_plugin: object, request: LaunchRequest | None
-) -> OSDPPlugin:
-    """Return the plugin given, or one for the configuration given, or for what the launcher was told.
-
-    Args:
-        osdp: the configuration, or None.
-        osdp_plugin: the plugin, or None.
-        fsdp_plugin: the same under Accelerate's name, or None.
-        request: what the launcher was told.
-
-    Raises:
-        ValueError: more than one was given, another kind of plugin, or none where the launcher was told `osdp: false`.
-    """
+def plugin_for(osdp: OSDPConfig | Mapping[str, object] | None, osdp_plugin: object, fsdp_plugin: object) -> OSDPPlugin:
+    """Return the plugin given under either name, or one for the configuration given, or for what the launcher was told."""
     if osdp_plugin is not None and fsdp_plugin is not None:
         raise ValueError("Both osdp_plugin and fsdp_plugin were given; they name the same thing, give osdp_plugin only.")
     name, plugin = ("fsdp_plugin", fsdp_plugin) if osdp_plugin is None else ("osdp_plugin", osdp_plugin)
@@ -115,7 +92,7 @@ def plugin_for(
         raise ValueError(f"Both osdp and {name} were given; put the configuration into OSDPPlugin(osdp=...).")
     if plugin is not None:
         return plugin
-    if osdp is None and request is not None and not request.osdp:
+    if osdp is None and launch_request().osdp is False:
         raise ValueError("The launcher's file has osdp: false, but OSDPAccelerator always plans; use accelerate's Accelerator instead.")
     return OSDPPlugin(osdp={} if osdp is None else osdp)
 
@@ -131,34 +108,15 @@ def offloads(plugin: OSDPPlugin) -> bool:
 
 
 def precision_of(mixed_precision: str, policy: MixedPrecisionPolicy | None, *, alone: bool) -> Precision:
-    """Return the precision that FSDP2 will run, or the autocast that one process runs without it.
-
-    Args:
-        mixed_precision: Accelerate's name, `no`, `bf16` or `fp16`.
-        policy: a policy that the user set, which counts before the name.
-        alone: this is the only process, and FSDP2 is not in charge of it.
-
-    Raises:
-        ValueError: another name.
-    """
+    """Return the precision that FSDP2 will run, by the user's policy if there is one, or the autocast of one process `alone`."""
     if policy is None:
         return Precision.named(mixed_precision, autocast=alone)
-
-    def planned(dtype: torch.dtype | None) -> DType | None:
-        return None if dtype is None else dtype_of(dtype)
-
-    return Precision(compute=planned(policy.param_dtype), reduce=planned(policy.reduce_dtype))
+    compute, reduce = (None if dtype is None else dtype_of(dtype) for dtype in (policy.param_dtype, policy.reduce_dtype))
+    return Precision(compute=compute, reduce=reduce)
 
 
 def refuse_decided(options: Mapping[str, Any]) -> None:
-    """Refuse an option that would be accepted and ignored.
-
-    Args:
-        options: by FSDP's names; None is left out, and wrapping by class is what OSDP does anyway.
-
-    Raises:
-        ValueError: the plan decides it.
-    """
+    """Refuse an option, by FSDP's name, that would be accepted and ignored; wrapping by class is what OSDP does anyway."""
     for name, remedy in DECIDED.items():
         value = options.get(name)
         by_class = name == "auto_wrap_policy" and str(value).lower() == "transformer_based_wrap"
@@ -169,16 +127,7 @@ def refuse_decided(options: Mapping[str, Any]) -> None:
 def with_block_classes(
     asked: OSDPConfig | Mapping[str, object] | None, names: str | Sequence[str] | None, *, option: str
 ) -> dict[str, object]:
-    """Return what was asked for, with FSDP's class names as `block_classes`.
-
-    Args:
-        asked: options of OSDP.
-        names: class names as FSDP takes them, or None.
-        option: what FSDP calls them.
-
-    Raises:
-        ValueError: `block_classes` are set as well.
-    """
+    """Return what was asked for, with the class names that FSDP's `option` has as `block_classes`, which may not be set as well."""
     stated = stated_options(asked)
     if not names:
         return stated

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
-from ..distributed.consensus import largest_of_ranks
+from ..distributed.process_group import of_all_ranks
 from ..planning.probe import random_states_kept
 
 _MOST_OF_A_STREAM = 256
@@ -30,22 +30,6 @@ Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Looked:
-    """The samples that may make the largest batch."""
-
-    samples: tuple[Any, ...]
-    seen: int
-    """Samples whose length was read."""
-    total: int | None
-    """Samples of the dataset; None for a stream."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all samples were read."""
-        return self.seen == self.total
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
     """Makes batches of any number of samples, each like the largest sample that was found."""
 
@@ -53,6 +37,10 @@ class Batches:
     collate: Collate
     tokens: int | None
     """Tokens of a row; None where rows have no tokens, as with images."""
+    seen: int
+    """Samples whose length was read."""
+    is_whole: bool
+    """All samples were read."""
     row_tokens: int | None = None
     """Rows are made this long, instead of `tokens`."""
 
@@ -69,54 +57,46 @@ class Batches:
                 tensor = tensor.index_select(dim, torch.arange(self.row_tokens or 0) % self.tokens)
         return tensor
 
-
-def find_batches(dataset: Any, collate: Collate) -> tuple[Batches, Looked] | None:  # noqa: ANN401  of any library
-    """Find the largest batch that a dataset gives, without taking from a stream or advancing random number generators.
-
-    Args:
-        dataset: whatever a DataLoader takes.
-        collate: the DataLoader's `collate_fn`.
-
-    Returns:
-        Batches by number of samples and the samples that were read; None where the dataset is empty, or cannot be read.
-    """
-    collate = _copied(collate)
-    with _random_states_kept():
-        looked = look(dataset)
-        if looked is None:
-            return None
-        made = [(sample, _collated(collate, [sample])) for sample in looked.samples]
-        sample, batch = max(made, key=lambda pair: _numel(pair[1]))
-    return Batches(sample=sample, collate=collate, tokens=tokens_of(batch)), looked
+    def with_rows(self, sequence_length: int | None) -> tuple[Batches, int]:
+        """Return batches with rows of this many tokens, None for those of the longest that any rank found; and that number. Collective."""
+        length = sequence_length or max(of_all_ranks(self.tokens or 1))
+        return replace(self, row_tokens=length if self.tokens else None), length
 
 
-def look(dataset: Any) -> Looked | None:  # noqa: ANN401  of any library
-    """Find the samples that are longest, in each field and in all.
+def find_batches(dataset: Any, collate: Collate) -> Batches | None:  # noqa: ANN401  of any library
+    """Find the largest batch that a dataset gives to a DataLoader, without taking from a stream or advancing random number generators.
 
     Of a table of `datasets` only the lengths are read, of all rows. Other datasets with a length are read sample by sample, for two
     seconds at most, evenly spread; of a stream the first samples of a copy are read.
 
-    Args:
-        dataset: whatever a DataLoader takes; None is no dataset.
-
     Returns:
-        The samples; None where there is none, or where a stream cannot be copied, so that reading would take from it.
+        None where there is no dataset, or it is empty, or is a stream that cannot be copied, so that reading would take from it.
     """
+    collate = _copied(collate)
+    with _random_states_kept():
+        samples, seen, is_whole = _longest_samples(dataset)
+        if not samples:
+            return None
+        sample, batch = max(((sample, _collated(collate, [sample])) for sample in samples), key=lambda pair: _numel(pair[1]))
+    return Batches(sample=sample, collate=collate, tokens=tokens_of(batch), seen=seen, is_whole=is_whole)
+
+
+def _longest_samples(dataset: Any) -> tuple[Sequence[Any], int, bool]:  # noqa: ANN401  of any library
+    """Return the samples that are longest, in each field and in all, how many were read, and whether these are all."""
     if dataset is None:
-        return None
+        return (), 0, False
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         total = len(dataset)
-        rows = _longest_rows(dataset)
+        rows = _longest_rows(dataset) if total else ()
         if rows is not None:
-            return Looked(samples=tuple(dataset[row] for row in rows), seen=total, total=total) if total else None
+            return [dataset[row] for row in rows], total, True
         samples, seen = _longest(dataset[index] for index in _spread(total))
-        return Looked(samples=samples, seen=seen, total=total) if samples else None
+        return samples, seen, seen == total
     try:
         stream = copy.deepcopy(dataset)
     except Exception:  # generators, files and sockets cannot be copied
-        return None
-    samples, seen = _longest(islice(iter(stream), _MOST_OF_A_STREAM))
-    return Looked(samples=samples, seen=seen, total=None) if samples else None
+        return (), 0, False
+    return *_longest(islice(iter(stream), _MOST_OF_A_STREAM)), False
 
 
 def tokens_of(batch: object) -> int | None:
@@ -139,32 +119,15 @@ def takes_keywords(model: nn.Module, batch: object) -> bool:
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters) or set(batch) <= names
 
 
-def batch_size_of(loader: DataLoader[Any], *, share: int) -> int | None:
-    """Return the samples that one process gets at once from a loader whose batches `share` processes share; None if it does not say."""
-    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-    return None if size is None else size // share
-
-
 def batches_of_loader(loader: DataLoader[Any], model: nn.Module, sequence_length: int | None) -> tuple[Batches | None, int | None]:
-    """Find the batches that a loop gives to the model by keywords. Collective.
-
-    Args:
-        loader: not yet prepared.
-        model: that the loop trains.
-        sequence_length: tokens that rows are to have; None takes those of the longest that any rank finds.
-
-    Returns:
-        The batches, None where the loop cannot give them by keywords, and the tokens of a row, None where they are not known.
-    """
+    """Find the batches that a loop gives to the model by keywords, if it can, and the tokens of a row, if they are known. Collective."""
     found = None if loader.collate_fn is None else find_batches(loader.dataset, loader.collate_fn)
     if found is None:
         return None, sequence_length
-    batches = found[0]
-    tokens = None if batches.tokens is None else largest_of_ranks(batches.tokens)
-    length = sequence_length or tokens
-    if not takes_keywords(model, batches(1)):
-        return None, length
-    return replace(batches, row_tokens=length if tokens else None), length or 1
+    batches, length = found.with_rows(sequence_length)
+    if takes_keywords(model, found(1)):
+        return batches, length
+    return None, length if found.tokens else sequence_length
 
 
 def _random_states_kept() -> AbstractContextManager[None]:
@@ -210,7 +173,7 @@ def _longest_rows(dataset: Any) -> tuple[int, ...] | None:  # noqa: ANN401  of a
             columns.append(pc.list_value_length(column))
         elif pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
             columns.append(pc.utf8_length(column))
-    if not columns or not len(dataset):
+    if not columns:
         return (0,)
     lengths = [np.nan_to_num(column.to_numpy().astype(float)) for column in columns]
     if dataset._indices is not None:
@@ -228,7 +191,7 @@ def _spread(total: int) -> Iterator[int]:
         step //= 2
 
 
-def _longest(samples: Iterable[Any]) -> tuple[tuple[Any, ...], int]:
+def _longest(samples: Iterable[Any]) -> tuple[list[Any], int]:
     """Return the samples with the longest fields and the largest in all, and how many were read."""
     best: dict[Any, tuple[int, int, Any]] = {}
     seen, started = 0, time.monotonic()
@@ -241,7 +204,7 @@ def _longest(samples: Iterable[Any]) -> tuple[tuple[Any, ...], int]:
         if time.monotonic() - started > _MOST_S:
             break
     chosen = {index: sample for _, index, sample in best.values()}
-    return tuple(chosen[index] for index in sorted(chosen)), seen
+    return [chosen[index] for index in sorted(chosen)], seen
 
 
 def _fields(sample: object) -> Iterable[tuple[Any, Any]]:
@@ -250,11 +213,10 @@ def _fields(sample: object) -> Iterable[tuple[Any, Any]]:
     return enumerate(sample) if isinstance(sample, (tuple, list)) else [(0, sample)]
 
 
-def _length(value: object) -> int:
-    """Return the number of elements of a field."""
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        return value.numel() if isinstance(value, torch.Tensor) else value.size
-    return len(value) if hasattr(value, "__len__") else 1
+def _length(field: object) -> int:
+    if isinstance(field, torch.Tensor):
+        return field.numel()
+    return field.size if isinstance(field, np.ndarray) else len(field) if isinstance(field, Sized) else 1
 
 
 def _numel(batch: object) -> int:

@@ -25,15 +25,6 @@ _BY_POSITION = (LambdaLR, OneCycleLR, CyclicLR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepSize:
-    """An optimizer step of a run."""
-
-    ranks: int
-    samples: int | None
-    """Over all ranks; None where no plan says."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """A prepared scheduler as this run made it."""
 
@@ -45,11 +36,16 @@ class Schedule:
     """-1 where it counts none."""
 
 
-def position_factor(before: StepSize, now: StepSize) -> Fraction | None:
-    """Return what positions of a checkpoint are to be multiplied by; None where nobody knows."""
-    if before.samples is not None and now.samples is not None:
-        return Fraction(before.samples * now.ranks, before.ranks * now.samples)
-    return Fraction(1) if before.ranks == now.ranks else None
+def position_factor(*, ranks: tuple[int, int], samples: tuple[int | None, int | None]) -> Fraction | None:
+    """Return what positions of a checkpoint are to be multiplied by; None where nobody knows.
+
+    Args:
+        ranks: when it was saved, and now.
+        samples: of an optimizer step over all ranks, then and now; None where no plan says.
+    """
+    if samples[0] is not None and samples[1] is not None:
+        return Fraction(samples[0] * ranks[1], ranks[0] * samples[1])
+    return Fraction(1) if ranks[0] == ranks[1] else None
 
 
 def own_schedule(prepared: object) -> Schedule | None:
@@ -73,14 +69,8 @@ def rescale_schedules(schedules: Sequence[Schedule], factor: Fraction | None, *,
     """
     if factor == 1:
         return []
-    targets: list[tuple[Schedule, int]] = []
-    left: list[str] = []
-    for schedule in schedules:
-        target, problem = _target(schedule, factor)
-        if problem is None:
-            targets.append((schedule, target))
-        else:
-            left.append(f"{type(schedule.scheduler).__name__} ({problem})")
+    found = [(schedule, _target(schedule, factor)) for schedule in schedules]
+    targets = [(schedule, target) for schedule, target in found if isinstance(target, int)]
     for schedule, _ in targets:  # all before the first step: several may change the rates of one optimizer
         for group, rates in zip(schedule.scheduler.optimizer.param_groups, schedule.rates, strict=True):
             group.update(deepcopy(rates))
@@ -88,34 +78,29 @@ def rescale_schedules(schedules: Sequence[Schedule], factor: Fraction | None, *,
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no optimizer step went before
         for schedule, target in targets:
-            _advance(schedule, target)
-            if hasattr(schedule.scheduler, "_step_count"):
-                schedule.scheduler._step_count = 1 + target + target // ranks * uncounted
-    return left
+            scheduler, steps = schedule.scheduler, target - schedule.position
+            if isinstance(scheduler, _BY_POSITION):
+                scheduler.last_epoch, steps = target - 1, 1
+            for _ in range(steps):
+                scheduler.step()
+            if hasattr(scheduler, "_step_count"):
+                scheduler._step_count = 1 + target + target // ranks * uncounted
+    return [f"{type(schedule.scheduler).__name__} ({problem})" for schedule, problem in found if isinstance(problem, str)]
 
 
-def _target(schedule: Schedule, factor: Fraction | None) -> tuple[int, str | None]:
+def _target(schedule: Schedule, factor: Fraction | None) -> int | str:
     """Return where a scheduler is to be, or why that cannot be had."""
     saved, step = _position(schedule.scheduler), inspect.signature(schedule.scheduler.step).parameters.values()
     if saved < 0 or any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in step):
-        return 0, "it goes by metrics or calls, not by a position"
+        return "it goes by metrics or calls, not by a position"
     if factor is None:
-        return 0, "the samples of an optimizer step are not known"
+        return "the samples of an optimizer step are not known"
     target = round(saved * factor)
     if isinstance(schedule.scheduler, OneCycleLR):
         target = min(target, schedule.state["total_steps"])  # Accelerate does not step it any further
     if schedule.position > target and not isinstance(schedule.scheduler, _BY_POSITION):
-        return 0, f"it begins at {schedule.position}, past {target}"
-    return target, None
-
-
-def _advance(schedule: Schedule, target: int) -> None:
-    if isinstance(schedule.scheduler, _BY_POSITION):
-        schedule.scheduler.last_epoch = target - 1
-        schedule.scheduler.step()
-        return
-    for _ in range(target - schedule.position):
-        schedule.scheduler.step()
+        return f"it begins at {schedule.position}, past {target}"
+    return target
 
 
 def _position(scheduler: LRScheduler) -> int:

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..planning.plan_run import PlannedRun
 from ..sharding.apply import apply_plan
-from ..sharding.host_offload import empty_on_device, move_to_device
+from ..sharding.host_offload import move_to_device
 from ..sharding.optimizer import parameter_names, rebind_parameters, release_parameters
 from ..sharding.optimizer_check import check_optimizer
 from ..sharding.state import free_gathered, load_full_state_dict
@@ -21,21 +21,10 @@ from .plugin import OSDPPlugin, offloads
 def shard_model(
     model: nn.Module, run: PlannedRun, plugin: OSDPPlugin, optimizers: Sequence[torch.optim.Optimizer], *, device: torch.device
 ) -> nn.Module:
-    """Apply the plan to the model and give the optimizers its sharded parameters. Collective.
+    """Apply the plan to the model, and give the optimizers, which have no state, its sharded parameters. Collective.
 
-    Args:
-        model: unsharded; on ranks other than 0 it may be on the meta device, then weights come from rank 0.
-        run: the planned run.
-        plugin: mixed precision and offload.
-        optimizers: made from the model's parameters, without state.
-        device: where the model is to run.
-
-    Returns:
-        The same model.
-
-    Raises:
-        OSDPError: an optimizer cannot work on shards, or was not made from this model.
-        PlanError: the plan is not for this model.
+    On ranks other than 0 the model may be on the meta device, then weights come from rank 0. An optimizer that cannot work on shards, or
+    was not made from this model, is refused.
     """
     for optimizer in optimizers:
         check_optimizer(optimizer)
@@ -58,17 +47,7 @@ def shard_model(
 
 
 def apply_alone(model: nn.Module, run: PlannedRun, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Apply a plan to a model that one process trains without FSDP2: blocks that are recomputed, operators in slices.
-
-    Args:
-        model: not wrapped by anything.
-        run: the planned run of one process, with no unit on the host.
-        optimizers: made from the model's parameters, without state.
-
-    Raises:
-        OSDPError: an optimizer was not made from this model.
-        PlanError: the plan is not for this model.
-    """
+    """Apply a plan to a model that one process trains without FSDP2: blocks that are recomputed, operators in slices."""
     names = parameter_names(model)
     apply_plan(model, run.plan, run.units)
     verify_applied(model, run.plan, run.units)
@@ -78,11 +57,7 @@ def apply_alone(model: nn.Module, run: PlannedRun, optimizers: Sequence[torch.op
 
 
 def check_bound(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
-    """Refuse an optimizer of a sharded model that holds other parameters than the model's shards.
-
-    Raises:
-        ValueError: the optimizer would train nothing.
-    """
+    """Refuse an optimizer that holds other parameters than the sharded model's: it would train nothing."""
     free_gathered(model)
     known = {id(parameter) for parameter in model.parameters()}
     unknown = sum(id(p) not in known for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
@@ -107,7 +82,7 @@ def _take_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def _give_weights(model: nn.Module, weights: dict[str, torch.Tensor], device: torch.device) -> None:
     """Give every rank its shards of rank 0's weights."""
     others = {name for name, _ in model.named_buffers()} - set(model.state_dict())
-    empty_on_device(model, device)
+    move_to_device(model, device, empty=True)
     # Not by the sharded model's own names: what is in slices was taken out under its Hugging Face name.
     load_full_state_dict(model, {name: value for name, value in weights.items() if name not in others})
     for name, buffer in model.named_buffers():

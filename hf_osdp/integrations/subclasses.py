@@ -9,24 +9,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
+from transformers import Trainer as StockTrainer
 
 from ..modeling.units import canonical_name
 
-_Stock = transformers.Trainer
-"""Kept here, since `hf_osdp.run` puts ours under its name."""
-
 
 def check_order(cls: type, ours: type) -> None:
-    """Refuse a class that lists our Trainer before another one, whose methods would then be hidden.
-
-    Raises:
-        TypeError: names the other class and the right order.
-    """
+    """Refuse a class that lists our Trainer before another one, whose methods would then be hidden."""
     order = cls.__mro__
-    between = order[order.index(ours) + 1 : order.index(_Stock)]
-    hidden = next((other for other in between if issubclass(other, _Stock)), None)
+    between = order[order.index(ours) + 1 : order.index(StockTrainer)]
+    hidden = next((other for other in between if issubclass(other, StockTrainer)), None)
     if hidden is not None:
         raise TypeError(
             f"{cls.__name__} lists hf_osdp's Trainer before {hidden.__name__}, whose methods it would hide;"
@@ -71,12 +64,7 @@ def with_whole_weights(save: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def whole_weights(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Show a sharded model's parameters as the whole tensors of `state`, on this process alone.
-
-    Args:
-        model: sharded, between steps.
-        state: whole tensors by the model's names.
-    """
+    """Show a sharded model's parameters as the whole tensors of `state`, by the model's names, between steps and on this process alone."""
     hidden: list[tuple[nn.Module, str, nn.Parameter]] = []
     for name, module in model.named_modules():
         for leaf, parameter in list(module._parameters.items()):

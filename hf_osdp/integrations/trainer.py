@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 import transformers.trainer
+from transformers import Trainer as StockTrainer
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
@@ -21,26 +21,22 @@ from ..distributed.stop import StopSignal
 from ..measurement.step_meter import StepMeter
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
-from ..planning.plan_run import PlannedRun, plan_run
+from ..planning.plan_run import PlannedRun
 from ..sharding.environment import hold_master_weights
 from ..sharding.state import free_gathered
 from ..sharding.weight_reads import mixing_explained
 from .accelerator import OSDPAccelerator
-from .announce import announce_plan, announce_result, planning_status
-from .launch import launched_world_size
+from .announce import announce_result, plan_and_announce
+from .checkpoints import replaced
 from .plugin import OSDPPlugin
-from .stopping import StopCallback
 from .subclasses import check_order, planning_at_the_end, with_whole_weights
-from .trainer_checkpoints import TrainerCheckpoints
+from .trainer_checkpoints import StopCallback, TrainerCheckpoints
 from .trainer_facts import facts_of_trainer
 from .trainer_loss import ignores_item_count
 from .trainer_options import asked_config, own_arguments, plugin_options, refuse_unplanned, set_batch
 
-_Stock = transformers.Trainer
-"""Kept here, since `hf_osdp.run` puts ours under its name."""
 
-
-class Trainer(TrainerCheckpoints, _Stock):
+class Trainer(TrainerCheckpoints, StockTrainer):
     """`transformers.Trainer` that shards each unit of the model as a plan says.
 
     The plan is made when the Trainer is. The samples of one optimizer step stay as the arguments have them
@@ -70,10 +66,9 @@ class Trainer(TrainerCheckpoints, _Stock):
             cls._save = with_whole_weights(cls._save)  # type: ignore[method-assign]
 
     def __init__(self, *args: Any, osdp: OSDPConfig | Mapping[str, object] | bool | None = None, **kwargs: Any) -> None:
-        call = inspect.signature(_Stock.__init__).bind(self, *args, **kwargs)
+        call = inspect.signature(StockTrainer.__init__).bind(self, *args, **kwargs)
         given = call.arguments
         self._run: PlannedRun | None = None
-        self._steps: _StepCallback | None = None
         self._staging: Staging | None = None
         asked = self.__dict__.pop("_asked_osdp", None) if osdp is None else osdp
         self._osdp = asked_config(asked, given.get("args"), unasked=self.plans_unasked)
@@ -94,7 +89,9 @@ class Trainer(TrainerCheckpoints, _Stock):
             return
         args = self.args
         try:
-            self._run = self._make_plan(self._osdp)
+            facts = facts_of_trainer(self, self._osdp)
+            hold_master_weights(self._module, facts.precision)
+            self._run = plan_and_announce(self._module, self._osdp, facts, is_rank_zero=args.process_index == 0)
         except Exception:
             if self._makes_folder:
                 with suppress(OSError):  # it is gone, or holds something
@@ -107,8 +104,8 @@ class Trainer(TrainerCheckpoints, _Stock):
         if self.place_model_on_device and not self.is_fsdp_enabled:
             super()._move_model_to_device(self._module, args.device)
         self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs and not ignores_item_count(self._module)
-        self._steps = _StepCallback(args.device)
-        self.add_callback(self._steps)
+        self._meter = StepMeter(args.device)
+        self.add_callback(_StepCallback(self._meter))
         self._writer = CheckpointWriter(in_background=self._osdp.async_save)
         self._stop = StopSignal()
         if self._osdp.save_on_sigterm:
@@ -135,39 +132,19 @@ class Trainer(TrainerCheckpoints, _Stock):
         if self._osdp is None:
             super().create_accelerator_and_postprocess()
             return
-        with _accelerator_class(_TrainersAccelerator):
+        with replaced(transformers.trainer, Accelerator=_TrainersAccelerator):  # stock has no argument for it
             super().create_accelerator_and_postprocess()
-
-    def _make_plan(self, config: OSDPConfig) -> PlannedRun:
-        """Plan for the training that the arguments describe. Every process calls this together."""
-        args = self.args
-        if args.world_size == 1 and launched_world_size() > 1:
-            raise ValueError(
-                f"{launched_world_size()} processes were launched, but TrainingArguments sees one;"
-                " pass TrainingArguments(use_cpu=True) to run them on the CPU."
-            )
-        facts = facts_of_trainer(self, config, self._plugin())
-        hold_master_weights(self._module, facts.precision)
-        with planning_status(is_rank_zero=args.process_index == 0):
-            run = plan_run(self._module, config, facts)
-        announce_plan(run, is_rank_zero=args.process_index == 0)
-        return run
 
     @property
     def _module(self) -> torch.nn.Module:
         assert isinstance(self.model, torch.nn.Module)
         return self.model
 
-    def _plugin(self) -> OSDPPlugin:
-        """Return the plugin as arguments and launcher set it."""
-        assert self._osdp is not None
-        return OSDPPlugin(osdp=self._osdp.options(), **plugin_options(self.args))
-
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """As stock, with the plan's plugin."""
         options = super()._build_accelerator_args(**kwargs)
         if self._osdp is not None:
-            options["fsdp_plugin"] = self._plugin()
+            options["fsdp_plugin"] = OSDPPlugin(osdp=self._osdp.options(), **plugin_options(self.args))
             options["cpu"] = self.args.device.type == "cpu"
         return options
 
@@ -194,7 +171,7 @@ class Trainer(TrainerCheckpoints, _Stock):
             wait_for_ranks()  # stock goes on to collectives while rank 0 writes
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As stock; then the estimate is printed beside what was measured, and `osdp_report.json` is written.
+        """As stock; then estimate and measurement are printed, and `osdp_report.json` is written.
 
         A restart by `torchrun --max-restarts` or a SLURM requeue goes on from the last complete checkpoint. After SIGTERM on any rank
         a checkpoint is saved, and the process ends with exit code 143.
@@ -211,9 +188,9 @@ class Trainer(TrainerCheckpoints, _Stock):
         finally:
             self._stop.abandon()  # where an error ended training
         self._finish_checkpoints()
-        assert self._steps is not None and self._run is not None
-        if self._steps.measured:
-            measured = self._steps.summary()
+        assert self._run is not None
+        if self._meter.steps:
+            measured = self._meter.summary()
             announce_result(self._run, measured, output_dir=self.args.output_dir, is_rank_zero=self.is_world_process_zero())
         self._stop.exit()
         return output
@@ -222,7 +199,7 @@ class Trainer(TrainerCheckpoints, _Stock):
 Trainer.__init__ = planning_at_the_end(Trainer.__init__)  # type: ignore[method-assign]
 
 
-def with_osdp(trainer_class: type[transformers.Trainer]) -> type[transformers.Trainer]:
+def with_osdp(trainer_class: type[StockTrainer]) -> type[StockTrainer]:
     """Return a Trainer class that shards as a plan says, made from any subclass of `transformers.Trainer`.
 
     ```python
@@ -235,7 +212,7 @@ def with_osdp(trainer_class: type[transformers.Trainer]) -> type[transformers.Tr
     Raises:
         ValueError: it is no subclass of `transformers.Trainer`.
     """
-    if not isinstance(trainer_class, type) or not issubclass(trainer_class, _Stock):
+    if not isinstance(trainer_class, type) or not issubclass(trainer_class, StockTrainer):
         raise ValueError(f"with_osdp takes a subclass of transformers.Trainer; {trainer_class!r} is none.")
     if issubclass(trainer_class, Trainer):
         return trainer_class
@@ -248,12 +225,8 @@ def with_osdp(trainer_class: type[transformers.Trainer]) -> type[transformers.Tr
 class _StepCallback(TrainerCallback):
     """Measures each optimizer step; evaluation and checkpoints lie between."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._meter = StepMeter(device)
-        self._open = False
-        self.measured = 0
-        """Steps measured so far."""
-        self.summary = self._meter.summary
+    def __init__(self, meter: StepMeter) -> None:
+        self._meter, self._open = meter, False
 
     def on_step_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Begin an optimizer step."""
@@ -265,22 +238,9 @@ class _StepCallback(TrainerCallback):
         if self._open:
             self._meter.step_ends()
             self._open = False
-            self.measured += 1
 
 
 class _TrainersAccelerator(OSDPAccelerator):
     """Leaves the report to the Trainer, which knows where its steps begin and end."""
 
     reports_steps = False
-
-
-@contextmanager
-def _accelerator_class(cls: type) -> Iterator[None]:
-    """Let the Trainer create an accelerator of this class; it has no argument for that."""
-    module: Any = transformers.trainer
-    stock = module.Accelerator
-    module.Accelerator = cls
-    try:
-        yield
-    finally:
-        module.Accelerator = stock

@@ -1,14 +1,15 @@
-"""The Trainer's checkpoints: complete or invisible, under Hugging Face names, of any plan and any number of ranks."""
+"""The Trainer's checkpoints: complete or invisible, under Hugging Face names, of any plan and any number of ranks; the last on SIGTERM."""
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers.trainer
 from torch import nn
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpoint.folders import numbered_checkpoints, remove_checkpoint, unlock_checkpoints
@@ -25,9 +26,9 @@ from ..sharding.optimizer_check import unwrapped
 from .checkpoints import dataset_text, is_adapted, keep_whole_positions, own_states, replaced
 from .plugin import writes_shards
 
+_log = logging.getLogger(__name__)
 TRAINER_STATE = transformers.trainer.TRAINER_STATE_NAME
 """What the Trainer writes last into a checkpoint."""
-
 
 if TYPE_CHECKING:
     _Base = transformers.Trainer
@@ -200,3 +201,33 @@ class TrainerCheckpoints(_Base):
         self._writer.wait()
         self._keep_limit(Path(str(self.args.output_dir)))
         unlock_checkpoints(Path(str(self.args.output_dir)))
+
+
+class StopCallback(TrainerCallback):
+    """Have a checkpoint saved and training ended at the same step on all ranks, once one of them had SIGTERM."""
+
+    def __init__(self, stop: StopSignal) -> None:
+        self._stop = stop
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Listen."""
+        self._stop.start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        """Ask all ranks."""
+        if self._stop.agreed():
+            control.should_save = control.should_training_stop = True
+            control.should_evaluate = False  # the launcher waits for seconds only
+            if state.is_world_process_zero:
+                _log.warning("SIGTERM: training saves checkpoint-%d and ends.", state.global_step)
+        return control
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        """Save no more: the checkpoint after the step is enough."""
+        if self._stop.stopped:
+            control.should_save = control.should_evaluate = False
+        return control
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Listen no more."""
+        self._stop.finish()

@@ -9,11 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import Trainer
 
 from ..modeling.batch import Loss, without_adapters
 from ..sharding.host_offload import parameter_groups
@@ -24,14 +23,11 @@ _DATA = ("train_dataset", "eval_dataset")
 _MEANS = frozenset({"CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss", "L1Loss", "NLLLoss", "cross_entropy", "mse_loss"})
 
 
-def traced_loss(trainer: transformers.Trainer) -> Loss:
+def traced_loss(trainer: Trainer) -> Loss:
     """Return the trainer's `compute_loss` as a function of a fake model and a batch.
 
     Each call runs on a copy of the trainer: metrics that it keeps are the copy's, nothing is sent to other ranks, and modules
     that the trainer holds are fake. A module that is sharded, such as a reference model, gives what the trained model gave.
-
-    Args:
-        trainer: a `transformers.Trainer`, whose `__init__` has ended.
     """
 
     def loss(fake_model: nn.Module, batch: Mapping[str, Any]) -> object:
@@ -50,19 +46,15 @@ def traced_loss(trainer: transformers.Trainer) -> Loss:
     return loss
 
 
-def held_models(trainer: transformers.Trainer) -> dict[str, int]:
+def held_models(trainer: Trainer) -> dict[str, int]:
     """Return the bytes that other models take on this device, by the name of the trainer's attribute.
 
     Sharded ones count with their shards, and a root that stays gathered after forward whole beside them.
     """
     assert isinstance(trainer.model, nn.Module)
     seen = {id(tensor) for tensor in _tensors(trainer.model)}
-    found = {}
-    for name, value in vars(trainer).items():
-        nbytes = sum(_bytes_on_device(module, seen) for module in _modules_in(value))
-        if nbytes:
-            found[name] = nbytes
-    return found
+    found = {name: sum(_bytes_on_device(module, seen) for module in _modules_in(value)) for name, value in vars(trainer).items()}
+    return {name: nbytes for name, nbytes in found.items() if nbytes}
 
 
 def ignores_item_count(model: nn.Module) -> bool:
@@ -70,9 +62,6 @@ def ignores_item_count(model: nn.Module) -> bool:
 
     So do BERT's heads and T5. transformers' Trainer takes such a loss to be divided already, and adds up the means of micro-steps:
     the gradient then grows with their number, which is the planner's to choose.
-
-    Args:
-        model: not sharded, perhaps with adapters of peft around it.
     """
     model = without_adapters(model)
     cls = type(model)
@@ -102,7 +91,7 @@ class _LocalAccelerator:
     gather_for_metrics = reduce = pad_across_processes = gather
 
 
-def _copied(trainer: transformers.Trainer, fake_model: nn.Module, last: list[Any]) -> transformers.Trainer:
+def _copied(trainer: Trainer, fake_model: nn.Module, last: list[Any]) -> Trainer:
     """Copy a trainer, with a fake model; `last` gets that model's last output."""
     assert isinstance(trainer.model, nn.Module)
     copied = copy.copy(trainer)
@@ -110,7 +99,8 @@ def _copied(trainer: transformers.Trainer, fake_model: nn.Module, last: list[Any
         if value is trainer.model or name in ("model", "model_wrapped"):
             setattr(copied, name, fake_model)
         elif isinstance(value, nn.Module):
-            setattr(copied, name, _LastOutput(last) if _is_sharded(value) else _fake_beside(value, trainer.model, fake_model))
+            is_sharded = any(isinstance(child, FSDPModule) for child in value.modules())
+            setattr(copied, name, _LastOutput(last) if is_sharded else _fake_beside(value, trainer.model, fake_model))
         elif isinstance(value, _CONTAINERS) and name not in _DATA and not any(_modules_in(value)):
             setattr(copied, name, copy.deepcopy(value))
     copied.accelerator = _LocalAccelerator(trainer.accelerator)
@@ -147,32 +137,18 @@ def _modules_in(value: object) -> Iterator[nn.Module]:
     return (leaf for leaf in leaves if isinstance(leaf, nn.Module))
 
 
-def _is_sharded(module: nn.Module) -> bool:
-    return any(isinstance(child, FSDPModule) for child in module.modules())
-
-
 def _tensors(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
 def _bytes_on_device(module: nn.Module, seen: set[int]) -> int:
-    """Bytes of tensors that were not seen yet, and of what FSDP2 gathers of them."""
+    """Return the bytes of tensors that were not seen yet, and of a root that FSDP2 leaves gathered after forward, as nobody freed it."""
     new = [tensor for tensor in _tensors(module) if id(tensor) not in seen]
     seen.update(id(tensor) for tensor in new)
-    if not new:
-        return 0
     local = [getattr(tensor, "_local_tensor", tensor) for tensor in new]
-    return sum(tensor.numel() * tensor.element_size() for tensor in local) + _gathered_bytes(module)
-
-
-def _gathered_bytes(module: nn.Module) -> int:
-    """Bytes of a root that FSDP2 leaves gathered after forward: one that nobody told to free them."""
-    if not isinstance(module, FSDPModule) or getattr(module._get_fsdp_state(), "_auto_reshard_after_forward", None) is False:
-        return 0
-    return sum(_whole_bytes(parameter) for group in parameter_groups(module) for parameter in group.fsdp_params)
-
-
-def _whole_bytes(parameter: FSDPParam) -> int:
-    dtype = getattr(parameter, "param_dtype", None) or parameter.sharded_param.dtype
-    nbytes: int = parameter.sharded_param.shape.numel() * dtype.itemsize
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in local)
+    if new and isinstance(module, FSDPModule) and getattr(module._get_fsdp_state(), "_auto_reshard_after_forward", None) is not False:
+        for parameter in (parameter for group in parameter_groups(module) for parameter in group.fsdp_params):
+            dtype = getattr(parameter, "param_dtype", None) or parameter.sharded_param.dtype
+            nbytes += parameter.sharded_param.shape.numel() * dtype.itemsize
     return nbytes

@@ -30,20 +30,9 @@ _log = logging.getLogger(__name__)
 def asked_config(
     osdp: OSDPConfig | Mapping[str, object] | bool | None, args: TrainingArguments | None, *, unasked: bool = False
 ) -> OSDPConfig | None:
-    """Return what was asked for: by the argument, then by `fsdp_config`, then by the launcher.
+    """Return what was asked for: by the Trainer's argument, then by `fsdp_config`, then by the launcher; None for the stock Trainer.
 
-    The first that says so switches it on or off, and each option comes from the first that sets it.
-
-    Args:
-        osdp: the Trainer's argument.
-        args: the training arguments, whose `fsdp_config` may hold `osdp`.
-        unasked: whether it is on if none of them says so.
-
-    Returns:
-        The configuration, or None for the stock Trainer.
-
-    Raises:
-        ValueError: an option cannot be read.
+    The first that says so switches it on or off, and each option comes from the first that sets it. `unasked`: on where none says so.
     """
     if osdp is False:
         return None
@@ -53,33 +42,28 @@ def asked_config(
     here, request = beside.get("osdp"), launch_request()
     if here is not None and not isinstance(here, (bool, Mapping)):
         raise ValueError(f"fsdp_config has osdp={here!r}; use true, false or a mapping of options.")
-    launched = unasked if request is None else request.osdp
+    launched = unasked if request.osdp is None else request.osdp
     if osdp is None and (here is False or (here is None and not launched)):
         return None
     _refuse_ignored(beside)
     near = {**stated_options(here if isinstance(here, Mapping) else None), **stated_options(None if osdp is True else osdp)}
     classes = beside.get("transformer_layer_cls_to_wrap")
-    return merged_config(
-        with_block_classes(near, classes, option="transformer_layer_cls_to_wrap"), {} if request is None else request.options
-    )
+    return merged_config(with_block_classes(near, classes, option="transformer_layer_cls_to_wrap"), request.options)
 
 
 def _refuse_ignored(beside: Mapping[str, Any]) -> None:
-    """Refuse entries of `fsdp_config` that would have no effect; those that transformers adds itself, switched off, are accepted.
-
-    Raises:
-        ValueError: the plan decides it, or it is not known.
-    """
+    """Refuse entries of `fsdp_config` that would have no effect; those that transformers adds itself, switched off, are accepted."""
     if beside.get("version", 2) not in (2, "2"):
         raise ValueError(f"fsdp_config has version={beside['version']!r}, which cannot run a plan; leave it out or use 2.")
     set_here = {name: value for name, value in beside.items() if name not in _ADDED or value not in (0, None)}
     refuse_decided(set_here)
     known = ("osdp", "version", "transformer_layer_cls_to_wrap", "auto_wrap_policy", *_PLUGIN_OPTIONS)
-    if unknown := [name for name in set_here if name not in known and set_here[name] is not None]:
-        raise ValueError(
-            f"fsdp_config has {unknown[0]}={set_here[unknown[0]]!r}, which has no effect under a plan; leave it out (known are"
-            f" {', '.join(known)}; options of OSDPConfig go into osdp)."
-        )
+    for name, value in set_here.items():
+        if name not in known and value is not None:
+            raise ValueError(
+                f"fsdp_config has {name}={value!r}, which has no effect under a plan; leave it out (known are {', '.join(known)}; options"
+                " of OSDPConfig go into osdp)."
+            )
 
 
 def plugin_options(args: TrainingArguments) -> dict[str, Any]:
@@ -91,11 +75,7 @@ def plugin_options(args: TrainingArguments) -> dict[str, Any]:
 
 
 def own_arguments(args: TrainingArguments) -> TrainingArguments:
-    """Return a copy of the training arguments that the planner may write into, with one number of accumulation steps in it.
-
-    Raises:
-        ValueError: the accumulation steps are set twice.
-    """
+    """Return a copy of the training arguments that the planner may write into, with one number of accumulation steps in it."""
     own = copy.copy(args)
     own.accelerator_config = copy.deepcopy(args.accelerator_config)
     steps = (_accelerator_config(own).gradient_accumulation_kwargs or {}).pop("num_steps", None)
@@ -109,11 +89,7 @@ def own_arguments(args: TrainingArguments) -> TrainingArguments:
 
 
 def samples_of_step(args: TrainingArguments) -> int:
-    """Return the samples of one optimizer step over all processes; `split_batches` divides each batch among them.
-
-    Raises:
-        ValueError: a batch cannot be split over the processes.
-    """
+    """Return the samples of one optimizer step over all processes; `split_batches` divides each batch among them."""
     batch, splits = args.per_device_train_batch_size, _accelerator_config(args).split_batches
     if splits and batch % args.world_size:
         raise ValueError(
@@ -138,14 +114,7 @@ def set_batch(args: TrainingArguments, plan: Plan) -> None:
 
 
 def refuse_unplanned(given: Mapping[str, Any]) -> None:
-    """Refuse arguments that a plan made beforehand cannot take into account.
-
-    Args:
-        given: the Trainer's arguments by name.
-
-    Raises:
-        ValueError: for `model_init`, DeepSpeed, torch.compile, or weights that are converted for evaluation.
-    """
+    """Refuse arguments of a Trainer, by name, that a plan made beforehand cannot take into account."""
     args: TrainingArguments | None = given.get("args")
     if given.get("model") is None:
         raise ValueError("OSDP plans for one model when the Trainer is made; pass model=... instead of model_init.")

@@ -6,32 +6,35 @@ checkpointing as the whole one, in a fraction of its memory.
 
 from __future__ import annotations
 
-import copy
 import statistics
-from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import ProfileError
 from ..modeling.batch import Inputs, loss_of, training_batch
-from ..modeling.batch_norm import batch_norm_parameters
 from ..modeling.build import build_on_meta, checkpoint_blocks
-from ..modeling.units import find_units, modules_by_name
-from ..planner.description import DType, GatherSpan, ModelDescription, UnitDescription
+from ..modeling.units import find_units, modules_by_name, segment_modules
+from ..modeling.wrapping import cast_floating, forward_replaced
+from ..planner.description import DType, ModelDescription, UnitDescription
 from ..planner.profile import SegmentTimes, SegmentWork, TimePoint
 from ..tracing.describe import describe
-from ..tracing.equal_blocks import block_key
-from .stopwatch import ROOT, Pairs, Stopwatch
-from .timing import cores_are_shared, max_over_ranks, mean_over_ranks, min_over_ranks, rounds, trimmed_mean
+from .model_copies import materialised, shortened
+from .timing import Moment, barrier, cores_are_shared, now, over_ranks, rounds, seconds_between, synchronize, trimmed_mean
 
 _COPIES = 3
 """Blocks of each kind that run one after the other."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 50
+ROOT = 0
+"""Index of the root's unit."""
+Pairs = list[tuple[float, float]]
+"""Seconds of forward and backward, by section or by segment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +84,13 @@ def measure_block_times(timed: TimedModel, *, device: torch.device, seconds: flo
         device_type=device.type, inputs=timed.inputs, activation_checkpointing=timed.activation_checkpointing,
     )  # fmt: skip
     dtype = None if timed.compute_dtype is None else getattr(torch, timed.compute_dtype.value)
-    model = materialise(model, device, dtype)
+    model = materialised(model, device, dtype)
     if timed.activation_checkpointing:
         checkpoint_blocks(model, description.block_classes)
     make = timed.inputs or training_batch(model, timed.sequence_length)
     batches = {size: _on_device(make(size), device, dtype) for size in sorted(set(timed.micro_batch_sizes))}
-    runner = _Runner(model, description, device, dtype)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # dropout; the training's own state stays as it is
-        taken = runner.measure(batches, seconds)
+        taken = _Runner(model, description, device, dtype).measure(batches, seconds)
     return _segment_times(description, taken)
 
 
@@ -110,28 +112,24 @@ class _Runner:
         with self._stopwatch.attached():
             for size, batch in batches.items():
                 self._try(size, batch)
-            for _ in rounds(seconds, self._device, least=_LEAST_ROUNDS, most=_MOST_ROUNDS):
+            for _ in rounds(seconds, least=_LEAST_ROUNDS, most=_MOST_ROUNDS):
                 for size, batch in batches.items():
                     taken[size].append(self._by_segment(self._pass(batch)))
         return {size: [self._over_ranks(one) for one in passes] for size, passes in taken.items()}
 
     def _try(self, size: int, batch: Mapping[str, Any]) -> None:
         """Warm up; every rank learns whether one ran out of memory."""
-        fits = 1.0
+        fits = True
         try:
             self._pass(batch)
         except (torch.OutOfMemoryError, MemoryError):
-            fits = 0.0
-        if not min_over_ranks([fits], self._device)[0]:
+            fits = False
+        if not over_ranks([fits], dist.ReduceOp.MIN)[0]:
             name = self._description.model_class
             raise ProfileError(f"{_COPIES} blocks of {name} do not fit the device with micro_batch_size={size}; use smaller sizes.")
 
     def _pass(self, batch: Mapping[str, Any]) -> Pairs:
-        self._stopwatch.start()
-        loss = loss_of(self._model(**batch))
-        self._stopwatch.turn()
-        loss.backward()
-        return self._stopwatch.stop()
+        return self._stopwatch.measure(lambda: loss_of(self._model(**batch)))
 
     def _by_segment(self, sections: Pairs) -> Pairs:
         """Return seconds of segments from those of sections: a root's section that the trace found idle counts to the one before."""
@@ -151,34 +149,36 @@ class _Runner:
 
     def _over_ranks(self, one: Pairs) -> Pairs:
         own = [value for pair in one for value in pair]
-        flat = max_over_ranks(own, self._device)
+        flat = over_ranks(own)
         if self._crowded:
-            means, (whole,) = mean_over_ranks(own, self._device), max_over_ranks([sum(own)], self._device)
+            means, (whole,) = over_ranks(own, dist.ReduceOp.SUM), over_ranks([sum(own)])
             flat = [value * whole / sum(means) for value in means]
         return list(zip(flat[::2], flat[1::2], strict=True))
 
 
 def _segment_times(description: ModelDescription, taken: Mapping[int, list[Pairs]]) -> tuple[SegmentTimes, ...]:
     """Return times of equal segments as one, with the mean of a pass."""
-    kinds: dict[tuple[object, ...], tuple[SegmentTimes, list[int]]] = {}
+    kinds: dict[tuple[str, tuple[tuple[int, ...], ...], SegmentWork], list[int]] = {}
     for index, segment in enumerate(description.segments):
         unit = description.units[segment.unit]
-        shapes, work = tuple(p.shape for p in unit.parameters), SegmentWork.of(segment)
-        if (key := (unit.class_name, shapes, work)) not in kinds:
-            times = SegmentTimes(
-                class_name=unit.class_name, parameter_shapes=shapes, sequence_length=description.sequence_length,
-                compute_dtype=description.compute_dtype, work=work, points=(TimePoint(samples=1, forward_s=0.0, backward_s=0.0),),
-            )  # fmt: skip
-            kinds[key] = (times, [])
-        kinds[key][1].append(index)
+        kinds.setdefault((unit.class_name, tuple(p.shape for p in unit.parameters), SegmentWork.of(segment)), []).append(index)
 
-    def seconds(passes: list[Pairs], members: list[int], phase: int) -> float:
-        return trimmed_mean([statistics.fmean(one[i][phase] for i in members) for one in passes])
+    def seconds(size: int, members: list[int], phase: int) -> float:
+        return trimmed_mean([statistics.fmean(one[i][phase] for i in members) for one in taken[size]])
 
-    def point(size: int, members: list[int]) -> TimePoint:
-        return TimePoint(samples=size, forward_s=seconds(taken[size], members, 0), backward_s=seconds(taken[size], members, 1))
-
-    return tuple(replace(times, points=tuple(point(size, members) for size in taken)) for times, members in kinds.values())
+    return tuple(
+        SegmentTimes(
+            class_name=class_name,
+            parameter_shapes=shapes,
+            sequence_length=description.sequence_length,
+            compute_dtype=description.compute_dtype,
+            work=work,
+            points=tuple(
+                TimePoint(samples=size, forward_s=seconds(size, members, 0), backward_s=seconds(size, members, 1)) for size in taken
+            ),
+        )
+        for (class_name, shapes, work), members in kinds.items()
+    )
 
 
 def _on_device(batch: Mapping[str, Any], device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
@@ -189,70 +189,107 @@ def _on_device(batch: Mapping[str, Any], device: torch.device, dtype: torch.dtyp
     return moved
 
 
-def shortened(model: nn.Module, units: tuple[UnitDescription, ...], copies: int) -> nn.Module:
-    """Return a copy on the meta device in which lists of blocks end once `copies` of each kind are there.
+class Stopwatch:
+    """Times the sections of a pass while `attached`: each unit's, and the root's between them.
 
-    Buffers that were real keep their values; blocks that are not in a `nn.ModuleList` all stay.
+    In forward a section begins when a unit's module is called, and the root's when it returns. In backward it begins when the
+    gradient of its output is complete: a hook on that tensor runs just before autograd goes on into the section.
+
+    On the CPU all ranks wait for each other where a unit begins and at the end, as the collectives of training make them: a
+    section takes until the slowest rank is through. The time of the barrier itself is left out. Where ranks share cores there are no
+    barriers: a rank that waits leaves its core to another, so that nothing is lost by waiting, and a barrier would count for more
+    than the section.
     """
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in model.parameters()
-    }
-    short = copy.deepcopy(model, memo)
-    modules = modules_by_name(short)
-    lists: dict[str, list[str]] = {}
-    for unit in units:
-        parent = unit.fqn.rpartition(".")[0]
-        if unit.span is GatherSpan.USE and isinstance(modules.get(parent), nn.ModuleList):
-            lists.setdefault(parent, []).append(unit.fqn)
-    for parent, blocks in lists.items():
-        row = modules[parent]
-        if isinstance(row, nn.ModuleList) and len(blocks) == len(row):
-            del row[_enough([block_key(modules[name]) for name in blocks], copies) :]
-    return short
 
+    def __init__(
+        self, model: nn.Module, units: Sequence[UnitDescription], device: torch.device, compute_dtype: torch.dtype | None, *, meets: bool
+    ) -> None:
+        """Prepare to time a model on a device; where it `meets`, ranks wait for each other between sections.
 
-def materialise(model: nn.Module, device: torch.device, compute_dtype: torch.dtype | None) -> nn.Module:
-    """Give a model on the meta device memory and random weights, in place, and switch it to training; what is shared stays shared.
+        The root's rest is the first of the units. Their floating-point inputs are cast to the compute dtype, as FSDP2 casts them.
+        """
+        self._meets = meets
+        self._model, self._device, self._compute_dtype = model, device, compute_dtype
+        self._modules = segment_modules(modules_by_name(model), units)
+        self._inside = self._in_backward = False
+        self._marks: list[tuple[int, Moment, bool]] = []  # section, moment, whether a barrier was before it
+        self._current = 0
+        self.sections: list[int] = []
+        """Units of the pass's sections, in forward order; root and others alternate."""
 
-    Parameters get `compute_dtype` as FSDP2's mixed precision casts them, not those of batch norms; None keeps theirs. transformers
-    models set their buffers anew, others must have real ones.
-    """
-    _allocate(model, device)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
-        torch.manual_seed(0)
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.normal_(std=0.02)
-        if hasattr(model, "init_weights"):
-            model.init_weights()  # type: ignore[operator]
-    if compute_dtype is not None:
-        keeping = batch_norm_parameters(model)
-        for parameter in model.parameters():
-            if parameter.is_floating_point() and id(parameter) not in keeping:
-                parameter.data = parameter.data.to(compute_dtype)
-    return model.train()
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Time the units' calls, and drop each gradient as soon as it is there: passes start from none."""
+        with ExitStack() as stack:
+            for unit, module in self._modules:
+                stack.enter_context(forward_replaced(module, self._timed(unit, module.forward)))
+            for parameter in self._model.parameters():
+                if parameter.requires_grad:
+                    handle = parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+                    stack.callback(handle.remove)
+            yield
 
+    def measure(self, forward: Callable[[], torch.Tensor]) -> Pairs:
+        """Run a pass from forward, which returns the loss. Return the seconds of each section's forward and backward."""
+        self.sections, self._marks, self._in_backward = [], [], False
+        barrier(self._device)
+        barrier_s = 0.0
+        if self._meets:
+            began = now(self._device)
+            barrier(self._device)
+            barrier_s = seconds_between(began, now(self._device))
+        self._begin(ROOT)
+        loss = forward()
+        self._in_backward = True
+        self._mark()
+        loss.backward()
+        self._mark()
+        synchronize(self._device)
+        seconds = [[0.0, 0.0] for _ in self.sections]
+        for number, ((section, began, _), (_, ended, met)) in enumerate(zip(self._marks, self._marks[1:], strict=False)):
+            in_backward = number >= len(self.sections)  # forward has one mark a section
+            seconds[section][in_backward] += max(0.0, seconds_between(began, ended) - met * barrier_s)
+        return [(forward_s, backward_s) for forward_s, backward_s in seconds]
 
-def _allocate(model: nn.Module, device: torch.device) -> None:
-    memo: dict[int, torch.Tensor] = {}
+    def _timed(self, unit: int, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> object:
+            if self._inside or self._in_backward:
+                return original(*args, **kwargs)  # a call inside another, or recomputed in backward
+            self._hook((args, kwargs), len(self.sections) - 1)
+            self._inside = True
+            section = self._begin(unit)
+            try:
+                args, kwargs = cast_floating((args, kwargs), self._compute_dtype)
+                output = original(*args, **kwargs)
+                self._hook(output, section)
+            finally:
+                self._inside = False
+            self._begin(ROOT)
+            return output
 
-    def made(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in memo:
-            real = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device) if tensor.is_meta else tensor.to(device)
-            memo[id(tensor)] = nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
-        return memo[id(tensor)]
+        return forward
 
-    for module in model.modules():
-        slots: list[dict[str, Any]] = [module._parameters, module._buffers]
-        for tensors in slots:
-            tensors.update({name: made(tensor) for name, tensor in tensors.items() if tensor is not None})
+    def _begin(self, unit: int) -> int:
+        """Begin a section of forward, and return its index."""
+        self.sections.append(unit)
+        self._current = len(self.sections) - 1
+        self._mark(meet=unit != ROOT)
+        return self._current
 
+    def _mark(self, *, meet: bool = True) -> None:
+        meet = meet and self._meets
+        if meet:
+            barrier(self._device)
+        self._marks.append((self._current, now(self._device), meet))
 
-def _enough(keys: list[Hashable], copies: int) -> int:
-    """Return how many of the first blocks hold `copies` of each kind, or all there are of it."""
-    missing = Counter({key: min(copies, count) for key, count in Counter(keys).items()})
-    for number, key in enumerate(keys, start=1):
-        missing[key] -= 1
-        if max(missing.values()) <= 0:
-            return number
-    return len(keys)
+    def _hook(self, value: object, section: int) -> None:
+        """Enter the section in backward when the gradient of one of these tensors is complete."""
+
+        def enter(_: torch.Tensor) -> None:
+            if self._in_backward and section < self._current:
+                self._current = section
+                self._mark()
+
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+                leaf.register_hook(enter)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..distributed.mesh import collective_device, world_size
-from ..distributed.topology import find_topology
-from ..distributed.two_stage import listening
-from ..planner.hardware import Collective
-from .timing import Moment, now, seconds_between
+from ..distributed.collectives import listening
+from ..distributed.mesh import find_topology
+from ..planner.affine import linear_fit
+from ..planner.hardware import Collective, CollectiveTiming
+from .timing import Moment, now, over_ranks, seconds_between
 
 _OPERATORS = {
     "_allgather_base_": Collective.ALL_GATHER,
@@ -28,6 +30,7 @@ _OPERATORS = {
 """Names in the namespace `c10d` of what FSDP2 issues, equal in torch 2.11 and 2.13."""
 _SMALLEST_BYTES = 1024
 """What is smaller is a loss or a gradient norm, not a unit."""
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +45,23 @@ class CollectiveCall:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveTotal:
+    """All calls of one collective in groups of one size, in one optimizer step."""
+
+    collective: Collective
+    group_size: int
+    calls: int
+    nbytes: int
+    """Of whole tensors, over all calls."""
+    seconds: float
+    """Over all calls, without waiting for ranks that come late."""
+
+
 class CollectiveClock(TorchDispatchMode):
     """Times all-gathers, reduce-scatters and all-reduces that are issued inside the context.
 
-    Several calls that are announced as one collective (`distributed/announce.py`) are timed as one. On the CPU each is waited for
+    Several calls that are announced as one collective (`distributed/collectives.py`) are timed as one. On the CPU each is waited for
     where it is issued, as FSDP2 does on gloo anyway. On CUDA events are recorded on the stream that waits for it, and nothing blocks.
     A profiler would tell the same, but on CUDA it takes device memory, of which a run near its limit has none.
     """
@@ -57,17 +73,16 @@ class CollectiveClock(TorchDispatchMode):
         self._ranks_per_node = find_topology().ranks_per_node
         self._seen: list[tuple[CollectiveCall, Moment, Moment]] = []
         self._announced: tuple[CollectiveCall, Moment] | None = None
-        self._listening: list[AbstractContextManager[None]] = []
+        self._listening = ExitStack()
 
     def __enter__(self) -> CollectiveClock:
-        self._listening.append(listening(self))
-        self._listening[-1].__enter__()
+        self._listening.enter_context(listening(self))
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._listening.pop().__exit__(*exception)
+        self._listening.close()
 
     def begins(self, collective: Collective, group: dist.ProcessGroup, nbytes: int) -> None:
         """Note that a collective of several calls begins."""
@@ -114,16 +129,49 @@ def of_last_rank(calls: Sequence[CollectiveCall]) -> tuple[CollectiveCall, ...]:
 
     Every rank issues the same ones in the same order, as one plan makes it do; empty where ranks saw different numbers of calls.
     """
-    if world_size() == 1:
-        return tuple(calls)
-    count = torch.tensor([len(calls), -len(calls)], dtype=torch.float64, device=collective_device())
-    dist.all_reduce(count, op=dist.ReduceOp.MIN)
-    least, most = count.tolist()
+    least, most = over_ranks([len(calls), -len(calls)], dist.ReduceOp.MIN)
     if least != -most or not calls:
         return ()
-    seconds = torch.tensor([call.seconds for call in calls], dtype=torch.float64, device=collective_device())
-    dist.all_reduce(seconds, op=dist.ReduceOp.MIN)
-    return tuple(replace(call, seconds=quickest) for call, quickest in zip(calls, seconds.tolist(), strict=True))
+    seconds = over_ranks([call.seconds for call in calls], dist.ReduceOp.MIN)
+    return tuple(replace(call, seconds=quickest) for call, quickest in zip(calls, seconds, strict=True))
+
+
+def totals_of(calls: Sequence[CollectiveCall], *, steps: int) -> tuple[CollectiveTotal, ...]:
+    """Return the totals of one step, where `calls` has those of several."""
+    groups = _grouped(calls, lambda call: (call.collective, call.group_size))
+    return tuple(
+        CollectiveTotal(
+            collective=collective,
+            group_size=size,
+            calls=len(members) // steps,
+            nbytes=sum(call.nbytes for call in members) // steps,
+            seconds=sum(call.seconds for call in members) / steps,
+        )
+        for (collective, size), members in sorted(groups.items())
+    )
+
+
+def timings_of(calls: Sequence[CollectiveCall]) -> tuple[CollectiveTiming, ...]:
+    """Return lines through the median time of each size of message."""
+    timings = []
+    groups = _grouped(calls, lambda call: (call.collective, call.group_size, call.crosses_nodes))
+    for (collective, size, crosses), members in sorted(groups.items()):
+        by_bytes = _grouped(members, lambda call: call.nbytes)
+        points = [(nbytes, statistics.median(max(call.seconds, 1e-9) for call in same)) for nbytes, same in by_bytes.items()]
+        latency_s, per_byte_s = linear_fit(points)
+        timings.append(
+            CollectiveTiming(
+                collective=collective, group_size=size, crosses_nodes=crosses, latency_s=latency_s, seconds_per_byte=per_byte_s
+            )
+        )  # fmt: skip
+    return tuple(timings)
+
+
+def _grouped(calls: Sequence[CollectiveCall], key: Callable[[CollectiveCall], _Key]) -> dict[_Key, list[CollectiveCall]]:
+    groups: dict[_Key, list[CollectiveCall]] = defaultdict(list)
+    for call in calls:
+        groups[key(call)].append(call)
+    return groups
 
 
 def _waited(result: object) -> object:

@@ -8,7 +8,7 @@ of units, with few and many tensors and with few and many bytes, tell apart what
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from ..distributed.mesh import world_size
 from ..planner.hardware import FsdpOverhead, WorkTime
 from ..planner.job import OptimizerStep
-from .timing import barrier, max_over_ranks, rounds, trimmed_mean
+from .timing import barrier, over_ranks, rounds, trimmed_mean
 
 _UNITS = 4
 _WIDTH = 64
@@ -45,20 +45,18 @@ def measure_fsdp_overhead(device: torch.device, seconds: float) -> FsdpOverhead 
     taken: dict[str, list[list[float]]] = {}
     """Seconds of one unit, of each kind of units."""
     for measure in (_EmptyModel.gather, _EmptyModel.reduce_and_update):  # one after the other, so that each finds memory as it left it
-        for number in rounds(seconds / 2, device, least=_LEAST_ROUNDS, most=_MOST_ROUNDS):
+        for number in rounds(seconds / 2, least=_LEAST_ROUNDS, most=_MOST_ROUNDS):
             for kind, model in enumerate(models):
                 for name, whole_s in measure(model).items():
                     if number:
                         taken.setdefault(name, [[] for _ in _KINDS])[kind].append(whole_s / _UNITS)
-    gather, reduce = (_fit(taken[name], device) for name in ("gather", "reduce"))
-    updates = {step: _fit(taken[step.value], device) for step in _STEPS}
+    gather, reduce = (_fit(taken[name]) for name in ("gather", "reduce"))
+    updates = {step: _fit(taken[step.value]) for step in _STEPS}
     world = world_size()
     return FsdpOverhead(
-        gather=WorkTime(call_s=gather.call_s, tensor_s=gather.tensor_s, seconds_per_byte=gather.seconds_per_byte / (1 + 1 / world)),
+        gather=replace(gather, seconds_per_byte=gather.seconds_per_byte / (1 + 1 / world)),
         reduce=reduce,
-        updates={
-            step: WorkTime(tensor_s=update.tensor_s, seconds_per_byte=update.seconds_per_byte * world) for step, update in updates.items()
-        },
+        updates={step: replace(one, call_s=0.0, seconds_per_byte=one.seconds_per_byte * world) for step, one in updates.items()},
     )
 
 
@@ -68,13 +66,13 @@ def measure_hooks(device: torch.device, seconds: float) -> float:
     It is the quickest round of the slowest rank.
     """
     model = _EmptyModel(*_KINDS[0], device)
-    taken = [model.gather()["gather"] for _ in rounds(seconds, device, least=_LEAST_ROUNDS, most=_MOST_ROUNDS)]
-    return max_over_ranks([min(taken) / _UNITS], device)[0]
+    taken = [model.gather()["gather"] for _ in rounds(seconds, least=_LEAST_ROUNDS, most=_MOST_ROUNDS)]
+    return over_ranks([min(taken) / _UNITS])[0]
 
 
-def _fit(taken: list[list[float]], device: torch.device) -> WorkTime:
+def _fit(taken: list[list[float]]) -> WorkTime:
     """Return the seconds of a call, a tensor and a byte of whole parameters, from the three kinds of units."""
-    one, many, large = max_over_ranks([trimmed_mean(seconds) for seconds in taken], device)
+    one, many, large = over_ranks([trimmed_mean(seconds) for seconds in taken])
     tensor_s = max(0.0, (many - one) / (_KINDS[1][0] - _KINDS[0][0]))
     nbytes = 4 * _KINDS[2][0] * (_KINDS[2][1] - _KINDS[1][1])
     return WorkTime(call_s=max(0.0, one - tensor_s), tensor_s=tensor_s, seconds_per_byte=max(0.0, (large - many) / nbytes))
@@ -157,20 +155,11 @@ class _Pass(torch.autograd.Function):
         return gradient, None, *gradients
 
 
-def _allocate(self: object, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Make buffers as FSDP2's own collectives take them."""
-    return torch.empty(size, dtype=dtype, device=device)
-
-
-class _SilentAllGather(AllGather):
-    allocate = _allocate
-
+class _SilentAllGather(DefaultAllGather):
     def __call__(self, output_tensor: object, input_tensor: object, group: object, async_op: bool = False) -> None:
         """Send nothing."""
 
 
-class _SilentReduceScatter(ReduceScatter):
-    allocate = _allocate
-
-    def __call__(self, output_tensor: object, input_tensor: object, group: object, op: object, async_op: bool = False) -> None:
+class _SilentReduceScatter(DefaultReduceScatter):
+    def __call__(self, output_tensor: object, input_tensor: object, group: object, op: object, async_op: bool = False) -> Any:  # noqa: ANN401
         """Send nothing."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
-from ..distributed.two_stage import Stages, flat_collectives, two_stage_collectives
+from ..distributed.collectives import Stages, flat_collectives, two_stage_collectives
 from ..planner.affine import linear_fit
 from ..planner.hardware import Collective, CollectiveTiming, DeviceSpec, Link
 from ..planner.job import divisors
-from .timing import barrier, max_over_ranks, rounds, synchronize, trimmed_mean
+from .timing import barrier, over_ranks, rounds, synchronize, trimmed_mean
 
 _SMALL_BYTES = (2**12, 2**14)
 """Of the whole tensor: the first message, from which larger ones are predicted, and what a slow link is measured with beside it."""
@@ -31,33 +31,32 @@ _MOST_FOR_ALL = 8
 """Ranks up to which every size of groups is measured: 12 groups."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSizes:
-    """Sizes of groups, each a divisor of the world size above 1."""
+def group_sizes(world: int, local: int, asked: Sequence[int] | None = None) -> tuple[list[int], list[int]]:
+    """Return the sizes of the groups to measure: of those that gather and scatter, and of those that reduce replicas.
 
-    shards: tuple[int, ...]
-    """Of groups that gather and scatter."""
-    replicas: tuple[int, ...]
-    """Of groups that reduce replicas."""
+    Links and collectives in two stages consist of the world, a node, and the ranks of one place in all nodes; other sizes follow from
+    the links (`planner/cost/collectives.py`). Forming a group takes all ranks a barrier in the store and its own ranks a communicator, so
+    that every divisor (250 groups of 128 ranks in nodes of 8) would hold up each start; up to 8 ranks there are few.
 
+    Args:
+        world: ranks.
+        local: ranks of a node.
+        asked: sizes to measure beside the world's; None takes every divisor of up to 8 ranks, and of more those few.
 
-def few_sizes(world: int, local: int) -> GroupSizes:
-    """Return the groups of which links and collectives in two stages consist: the world, a node, and ranks of one place in all nodes.
-
-    Forming a group takes all ranks a barrier in the store and its own ranks a communicator, so that every divisor (250 groups of 128 ranks
-    in nodes of 8) would hold up each start; up to 8 ranks there are few. Other sizes follow from the links (`planner/cost/collectives.py`).
+    Raises:
+        ValueError: a size does not divide the world's.
     """
-    if world <= _MOST_FOR_ALL:
-        return GroupSizes(shards=_above_one(*divisors(world)), replicas=_above_one(*divisors(world)))
-    return GroupSizes(shards=_above_one(local, world), replicas=_above_one(world // local, world))
-
-
-def _above_one(*sizes: int) -> tuple[int, ...]:
-    return tuple(sorted({size for size in sizes if size > 1}))
+    shards = replicas = divisors(world) if asked is None else [*asked, world]
+    if asked is None and world > _MOST_FOR_ALL:
+        shards, replicas = [local, world], [world // local, world]
+    for size in shards:
+        if size < 1 or world % size:
+            raise ValueError(f"group_sizes has {size}, which does not divide the {world} processes; use divisors of {world}.")
+    return [size for size in sorted(set(shards)) if size > 1], [size for size in sorted(set(replicas)) if size > 1]
 
 
 def measure_collectives(
-    device: torch.device, sizes: GroupSizes, seconds: float, *, local_world_size: int | None = None
+    device: torch.device, seconds: float, *, local: int, sizes: Sequence[int] | None = None
 ) -> tuple[CollectiveTiming, ...]:
     """Time all-gather, reduce-scatter and all-reduce, as FSDP2 will issue them under a plan. Collective.
 
@@ -67,29 +66,28 @@ def measure_collectives(
 
     Args:
         device: where the tensors are.
-        sizes: of the groups to measure, the same on every rank.
         seconds: about how long to measure, all together; three sizes are timed in any case, unless that takes more than 10 seconds
             and four times as long: on a slow link messages are small and few.
-        local_world_size: ranks on each node; None takes all to be on one.
+        local: ranks on each node.
+        sizes: of the groups to measure, the same on every rank; None as in `group_sizes`.
 
     Returns:
         Timings of the slowest rank, the same on every rank.
     """
-    local = local_world_size or dist.get_world_size()
     limit_s = max(_LIMIT_S, _LIMIT_SHARE * seconds)
     began = time.perf_counter()
     with ExitStack() as stack:
-        tests = _tests(sizes, local, device, stack)
+        tests = _tests(*group_sizes(dist.get_world_size(), local, sizes), local, device, stack)
         left_s = limit_s
         for number, test in enumerate(tests):
             share_s = left_s / (len(tests) - number)
             left_s -= test.choose_sizes(device, asked_s=seconds / len(tests) / _LEAST_ROUNDS, limit_s=share_s)
-        (spent_s,) = max_over_ranks([time.perf_counter() - began], device)
-        for _ in rounds(seconds, device, least=_LEAST_ROUNDS, most=_MOST_ROUNDS, limit_s=limit_s - spent_s):
+        (spent_s,) = over_ranks([time.perf_counter() - began])
+        for _ in rounds(seconds, least=_LEAST_ROUNDS, most=_MOST_ROUNDS, limit_s=limit_s - spent_s):
             for test in tests:
                 for nbytes, taken in test.taken.items():
                     taken.append(test.timed(nbytes, device))
-    return tuple(test.timing(device, local) for test in tests)
+    return tuple(test.timing(local) for test in tests)
 
 
 @dataclass(slots=True)
@@ -130,7 +128,7 @@ class _Test:
                 if len(chosen) > 1:
                     break
                 nbytes = second
-            warm_s, last_s = max_over_ranks([self.timed(nbytes, device), self.timed(nbytes, device)], device)
+            warm_s, last_s = over_ranks([self.timed(nbytes, device), self.timed(nbytes, device)])
             needed_s += warm_s + (_CALLS - 1) * last_s
             spent_s += last_s
             last_bytes = nbytes
@@ -140,16 +138,16 @@ class _Test:
         self.taken = {nbytes: [] for nbytes in (chosen[1:] if len(chosen) > _LEAST_SIZES else chosen)}
         return needed_s
 
-    def timing(self, device: torch.device, local: int) -> CollectiveTiming:
+    def timing(self, local: int) -> CollectiveTiming:
         """Return the line through the slowest rank's typical time of each size."""
-        seconds = max_over_ranks([trimmed_mean(taken) for taken in self.taken.values()], device)
+        seconds = over_ranks([trimmed_mean(taken) for taken in self.taken.values()])
         latency_s, seconds_per_byte = linear_fit([(4 * self._numel(n), s) for n, s in zip(self.taken, seconds, strict=True)])
         return CollectiveTiming(
             collective=self.collective,
             group_size=self.size,
             latency_s=latency_s,
             seconds_per_byte=seconds_per_byte,
-            crosses_nodes=any(len({rank // local for rank in ranks}) > 1 for ranks in _members(self.collective, self.size)),
+            crosses_nodes=any(ranks[0] // local != ranks[-1] // local for ranks in _members(self.collective, self.size)),
         )
 
     def _buffers(self, nbytes: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,7 +166,7 @@ class _Test:
         return -(-nbytes // 4 // self.size) * self.size
 
 
-def _tests(sizes: GroupSizes, local: int, device: torch.device, stack: ExitStack) -> list[_Test]:
+def _tests(shards: list[int], replicas: list[int], local: int, device: torch.device, stack: ExitStack) -> list[_Test]:
     """Make the tests, with groups that are given back when the stack is left. Collective.
 
     Gathers and reductions of one size share a group, as they do in FSDP2, which has one for each axis of a mesh.
@@ -199,8 +197,8 @@ def _tests(sizes: GroupSizes, local: int, device: torch.device, stack: ExitStack
         group = group_of(_members(Collective.ALL_REDUCE, size))
         return _Test(Collective.ALL_REDUCE, size, group, lambda whole, part: dist.all_reduce(whole, group=group))
 
-    tests = [replica_test(size) for size in sizes.replicas]
-    for size in sizes.shards:
+    tests = [replica_test(size) for size in replicas]
+    for size in shards:
         tests += shard_tests(size)
         if 1 < local < size and size % local == 0:
             starts = range(0, dist.get_world_size(), size)

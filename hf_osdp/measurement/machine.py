@@ -1,24 +1,33 @@
-"""The machine that this process runs on, measured."""
+"""Measure devices and links as one `Hardware`, and with a model's blocks on them as one `Profile`."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
 
+from ..distributed.consensus import on_rank_zero
 from ..distributed.device import own_gpu
-from ..distributed.mesh import world_size
-from ..distributed.topology import find_topology
+from ..distributed.mesh import find_topology, world_size
 from ..errors import HardwareError
 from ..planner.description import DType
 from ..planner.hardware import Backend, DeviceSpec, Hardware
+from ..planner.job import divisors
 from ..planner.presets import COMMUNICATOR_BYTES, UNIT_S, preset
+from ..planner.profile import HostLink, Profile, SegmentTimes
+from .block_times import TimedModel, measure_block_times
 from .fsdp_overhead import measure_fsdp_overhead, measure_hooks
-from .links import GroupSizes, few_sizes, links_of, measure_collectives
-from .rates import copy_rate, matmul_rates, measure_host, memory_of_rank, operator_seconds
-from .timing import barrier, min_over_ranks
+from .links import links_of, measure_collectives
+from .memory_limits import memory_of_rank
+from .rates import copy_rate, matmul_rates, measure_host, measure_host_link, operator_seconds
+from .timing import barrier, over_ranks
 
+_PACKAGES = ("hf_osdp", "torch", "transformers")
 _SECONDS_AT_START = 0.7
 """A run with a plan is to start at most five seconds later than one without; `hf-osdp profile` gives better figures."""
 
@@ -31,7 +40,7 @@ def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Seq
         seconds: about how long compute is measured, again the collectives, a third of it what FSDP2 does beside them, and on
             CUDA a fifth of it the host; setting up groups comes on top. On a slow link the collectives take at most 10 seconds.
         group_sizes: sizes of the groups whose collectives are measured; None takes every divisor of up to 8 ranks, and of more the
-            few from which the links follow (`few_sizes`).
+            few from which the links follow.
 
     Returns:
         Figures of the slowest rank, the same on every rank. With one process there are no timings of collectives, and the
@@ -44,9 +53,8 @@ def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Seq
     device = measuring_device(device_type)
     world = world_size()
     local = find_topology().ranks_per_node
-    sizes = _group_sizes(world, local, group_sizes)
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    timings = measure_collectives(device, sizes, seconds, local_world_size=local) if world > 1 else ()
+    timings = measure_collectives(device, seconds, local=local, sizes=group_sizes) if world > 1 else ()
     spec = _measure_device(device, seconds, before)
     intra_node, inter_node = links_of(spec, timings, local=local, world=world)
     return Hardware(
@@ -60,6 +68,53 @@ def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Seq
         fsdp_overhead=measure_fsdp_overhead(device, 0.3 * seconds),
         host=measure_host(device, 0.2 * seconds),
     )
+
+
+def measure_profile(*, device_type: str, seconds: float = 10.0, model: TimedModel | None = None) -> Profile:
+    """Measure this machine. Collective where torch.distributed is initialized.
+
+    Args:
+        device_type: `"cpu"` or `"cuda"`.
+        seconds: about how long to measure: with a model half of it goes to blocks; setting up comes on top.
+        model: also time this model's blocks; None measures the machine alone.
+
+    Returns:
+        The profile, the same on every rank.
+
+    Raises:
+        ValueError: the device type is not known, or `seconds` is not positive.
+        HardwareError: the device is missing, or ranks do not fill the nodes evenly.
+        ProfileError: the model does not fit, or cannot be timed.
+    """
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"seconds={seconds} must be positive and finite.")
+    device = measuring_device(device_type)
+    machine_s = seconds if model is None else seconds / 2
+    hardware = measure_hardware(device_type=device_type, seconds=machine_s / 2.4, group_sizes=divisors(world_size()))
+    host = hardware.host or measure_host_link(device, 0.05 * machine_s)
+    segments: tuple[SegmentTimes, ...] = ()
+    name = ""
+    if model is not None:
+        segments = measure_block_times(model, device=device, seconds=seconds / 2)
+        config = getattr(model.model_or_config, "config", model.model_or_config)
+        name = getattr(config, "_name_or_path", "") or type(model.model_or_config).__name__
+    names: list[str] = [device_name(device)] * world_size()
+    if dist.is_initialized():
+        dist.all_gather_object(names, names[0])
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    profile = Profile(
+        hardware=hardware,
+        segments=segments,
+        host_link=HostLink(to_device_bytes_per_s=host.to_device_bytes_per_s, to_host_bytes_per_s=host.to_host_bytes_per_s),
+        device_names=tuple(names),
+        model=name,
+        versions=versions,
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+    return Profile.from_json(on_rank_zero(profile.to_json))  # dates and versions may differ between ranks
 
 
 def hardware_of_run(requested: Hardware | str | None, *, device_type: str, nodes: int | None = None) -> Hardware:
@@ -114,17 +169,6 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({threads} thread{'s' if threads > 1 else ''})"
 
 
-def _group_sizes(world: int, local: int, asked: Sequence[int] | None) -> GroupSizes:
-    """Return group sizes above 1, the world's own included."""
-    if asked is None:
-        return few_sizes(world, local)
-    for size in asked:
-        if size < 1 or world % size:
-            raise ValueError(f"group_sizes has {size}, which does not divide the {world} processes; use divisors of {world}.")
-    sizes = tuple(sorted({size for size in (*asked, world) if size > 1}))
-    return GroupSizes(shards=sizes, replicas=sizes)
-
-
 def _measure_device(device: torch.device, seconds: float, allocated_before: int) -> DeviceSpec:
     """Measure the slowest rank's compute and the smallest rank's memory; all ranks measure at once, as they train at once.
 
@@ -139,7 +183,7 @@ def _measure_device(device: torch.device, seconds: float, allocated_before: int)
     if world_size() > 1:
         reserved -= communicator  # of the group of all ranks
     known = [copy_rate(device, 0.2 * seconds), available, -reserved, -dispatching, -communicator]
-    agreed = min_over_ranks([*known, *(rates.get(dtype, 0.0) for dtype in dtypes)], device)
+    agreed = over_ranks([*known, *(rates.get(dtype, 0.0) for dtype in dtypes)], dist.ReduceOp.MIN)
     names = [device_name(device)]
     if dist.is_initialized():
         dist.broadcast_object_list(names, src=0, device=device)
@@ -158,17 +202,17 @@ def _measure_device(device: torch.device, seconds: float, allocated_before: int)
 
 
 def _hooks_s(device: torch.device, seconds: float) -> float:
-    """Measure FSDP2's hooks beside a GPU; a process alone, which cannot measure them, takes the presets' figure."""
+    """Measure FSDP2's hooks beside a GPU (`measure_fsdp_overhead` has the CPU's); a process alone takes the presets' figure."""
     if device.type == "cpu":
-        return 0.0  # `measure_fsdp_overhead` has them
+        return 0.0
     return measure_hooks(device, seconds) if world_size() > 1 else UNIT_S
 
 
 def _communicator_bytes(device: torch.device) -> int:
     """Return what NCCL takes for one group of all ranks; a process alone takes the presets' figure. Collective."""
     world = world_size()
-    if device.type != "cuda" or world == 1:
-        return 0 if device.type != "cuda" else COMMUNICATOR_BYTES
+    if device.type == "cpu" or world == 1:
+        return 0 if device.type == "cpu" else COMMUNICATOR_BYTES
     part, whole = torch.zeros(1, device=device), torch.zeros(world, device=device)
     group = dist.new_group()
     free, cached = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)

@@ -10,17 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import psutil
+import torch.distributed as dist
 
+from ..distributed.mesh import find_topology
 from ..quantities import format_bytes
 
 _STEPS = 16
 """What others hold counts in so many parts of a limit, so that the same start gives the same plan though their use moves a little."""
-_FILES = {2: (("memory.max", "memory.high"), "memory.current", "inactive_file"),
-          1: (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")}  # fmt: skip
-"""By version: limits, what is used, and what of that can be dropped, in `memory.stat`."""
+
+_FILES = {
+    "": (("memory.max", "memory.high"), "memory.current", "inactive_file"),
+    "memory": (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""By controller (none in version 2): limits, what is used, and what of that can be dropped, in `memory.stat`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +47,7 @@ def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
     """Return the machine's memory first, then each control group below `root` that allows less, the innermost first."""
     memory = psutil.virtual_memory()
     machine = MemoryLimit(name="this machine", total_bytes=memory.total, free_bytes=memory.available)
-    groups = (limit for folder, version in _groups(root) for limit in _limits(folder, version, root))
-    return (machine, *(limit for limit in groups if 0 < limit.total_bytes < machine.total_bytes))
+    return (machine, *(limit for limit in _group_limits(root) if 0 < limit.total_bytes < machine.total_bytes))
 
 
 def tightest(limits: Sequence[MemoryLimit]) -> MemoryLimit:
@@ -51,6 +55,21 @@ def tightest(limits: Sequence[MemoryLimit]) -> MemoryLimit:
     least = min(limits, key=lambda limit: limit.total_bytes)
     free = min(limit.free_bytes for limit in limits)
     return MemoryLimit(name=least.name, total_bytes=least.total_bytes, free_bytes=min(free, least.total_bytes))
+
+
+def memory_of_rank() -> tuple[int, str]:
+    """Return this rank's share of its machine's memory, and where rank 0's comes from. Collective."""
+    limits, local = memory_limits(), find_topology().ranks_per_node
+    names = [limit.name for limit in limits]
+    if not dist.is_initialized():
+        return rank_share(limits, [names])
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, names)
+    first = dist.get_rank() // local * local
+    share, source = rank_share(limits, everyone[first : first + local])
+    sources = [source]
+    dist.broadcast_object_list(sources, src=0)
+    return share, sources[0]
 
 
 def rank_share(limits: Sequence[MemoryLimit], node: Sequence[Sequence[str]]) -> tuple[int, str]:
@@ -63,38 +82,27 @@ def rank_share(limits: Sequence[MemoryLimit], node: Sequence[Sequence[str]]) -> 
     return min(shares)
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield folders of this process's control groups that govern memory, each up to the root of its mount, with their version."""
+def _group_limits(root: Path) -> Iterator[MemoryLimit]:
+    """Yield the limits of this process's control groups, from its own up to the mount."""
     with suppress(OSError, ValueError):
-        own = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
-        mounts = [line.split() for line in (root / "proc/self/mountinfo").read_text().splitlines()]
-        for _, controllers, path in own:
-            version = 1 if "memory" in controllers.split(",") else 2
-            if controllers and version == 2:
-                continue  # another controller of version 1
-            for fields in mounts:
-                kind, options = fields[fields.index("-") + 1], fields[-1].split(",")
-                if kind == ("cgroup" if version == 1 else "cgroup2") and (version == 2 or "memory" in options):
-                    yield from ((folder, version) for folder in _ancestors(root / fields[4].lstrip("/"), fields[3], path))
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):
+                mount = root / "sys/fs/cgroup" / controllers
+                # a container may see its own group as the mount, or none of the path
+                parts = () if "/../" in path else Path(path).parts[1:]
+                own = next((parts[start:] for start in range(len(parts)) if mount.joinpath(*parts[start:]).is_dir()), ())
+                for depth in range(len(own), -1, -1):
+                    yield from _limits(mount.joinpath(*own[:depth]), root, _FILES[controllers])
 
 
-def _ancestors(mount: Path, mounted: str, path: str) -> Iterator[Path]:
-    """Yield folders from a group's own up to its mount; `mounted` is the group that the mount shows, the root or a container's own."""
-    with suppress(ValueError):  # a path beside what is mounted: the mount itself is all that can be seen
-        inside = PurePosixPath(path).relative_to(mounted)
-        if ".." not in inside.parts and (mount / inside).is_dir():
-            yield from (mount / part for part in (inside, *inside.parents) if part.parts)
-    yield mount
-
-
-def _limits(folder: Path, version: int, root: Path) -> Iterator[MemoryLimit]:
+def _limits(folder: Path, root: Path, files: tuple[tuple[str, ...], str, str]) -> Iterator[MemoryLimit]:
     """Read a group's files; a group without a limit says `max`, or a number above all memory."""
-    names, used_file, droppable = _FILES[version]
+    names, used_file, droppable = files
     for name in names:
         with suppress(OSError, ValueError):
             total = int((folder / name).read_text())
             used = int((folder / used_file).read_text())
-            with suppress(OSError, ValueError, StopIteration):
-                stat = (folder / "memory.stat").read_text().splitlines()
-                used -= next(int(line.split()[1]) for line in stat if line.split()[0] == droppable)
+            with suppress(OSError, ValueError, KeyError):
+                used -= int(dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines())[droppable])
             yield MemoryLimit(name=f"{folder.relative_to(root) / name}", total_bytes=total, free_bytes=max(0, min(total, total - used)))

@@ -13,13 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..distributed.topology import find_topology
 from ..planner.description import DType
 from ..planner.hardware import HostSpec
 from ..planner.job import OptimizerSpec
 from ..planner.profile import HostLink
-from .memory_limits import memory_limits, rank_share
-from .timing import barrier, least_issue_seconds, median_seconds, min_over_ranks
+from .memory_limits import memory_of_rank
+from .timing import barrier, call_seconds, median_seconds, over_ranks
 
 _DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64)
 _MATMUL_SIZES = {"cpu": (256, 512, 768), "cuda": (2048, 4096, 8192)}
@@ -69,8 +68,8 @@ def operator_seconds(device: torch.device, seconds: float) -> float:
     run = _tiny_step(device)
     with _Counter() as counter:
         run()
-    taken_s = (least_issue_seconds if device.type == "cuda" else median_seconds)(run, device, seconds)
-    return taken_s / int(counter.operators)
+    taken_s = min(call_seconds(run, device, seconds, waits=False)) if device.type == "cuda" else median_seconds(run, device, seconds)
+    return taken_s / counter.operators
 
 
 def _tiny_step(device: torch.device) -> Callable[[], None]:
@@ -104,7 +103,7 @@ def measure_host_link(device: torch.device, seconds: float) -> HostLink:
     for target, source in ((there, host), (host, there)):
         barrier(device)
         rates.append(host.nbytes / median_seconds(lambda: target.copy_(source, non_blocking=True), device, seconds / 2))  # noqa: B023
-    to_device, to_host = min_over_ranks(rates, device)
+    to_device, to_host = over_ranks(rates, dist.ReduceOp.MIN)
     return HostLink(to_device_bytes_per_s=to_device, to_host_bytes_per_s=to_host)
 
 
@@ -118,7 +117,7 @@ def measure_host(device: torch.device, seconds: float) -> HostSpec | None:
         return None
     link = measure_host_link(device, seconds / 2)
     share, where = memory_of_rank()
-    memory, rate = min_over_ranks([share, update_rate(device, seconds / 2)], device)
+    memory, rate = over_ranks([share, update_rate(device, seconds / 2)], dist.ReduceOp.MIN)
     return HostSpec(
         memory_bytes=int(memory),
         to_device_bytes_per_s=link.to_device_bytes_per_s,
@@ -126,21 +125,6 @@ def measure_host(device: torch.device, seconds: float) -> HostSpec | None:
         update_bytes_per_s=rate,
         source=f"measured; memory: {where}",
     )
-
-
-def memory_of_rank() -> tuple[int, str]:
-    """Return this rank's share of its machine's memory, and where rank 0's comes from. Collective."""
-    limits, local = memory_limits(), find_topology().ranks_per_node
-    names = [limit.name for limit in limits]
-    if not dist.is_initialized():
-        return rank_share(limits, [names])
-    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, names)
-    first = dist.get_rank() // local * local
-    share, source = rank_share(limits, everyone[first : first + local])
-    sources = [source]
-    dist.broadcast_object_list(sources, src=0)
-    return share, sources[0]
 
 
 def update_rate(device: torch.device, seconds: float, *, elements: int = _UPDATE_ELEMENTS) -> float:

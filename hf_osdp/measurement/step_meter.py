@@ -4,38 +4,26 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
 
-from ..distributed.mesh import collective_device, world_size
-from ..planner.affine import linear_fit
-from ..planner.hardware import Collective, CollectiveTiming
+from ..distributed.mesh import world_size
+from ..planner.hardware import CollectiveTiming
 from ..tracing.memory_tracker import MemoryTracker
-from .collective_clock import CollectiveCall, CollectiveClock, of_last_rank
-from .timing import Moment, now, seconds_between
+from .collective_clock import CollectiveClock, CollectiveTotal, of_last_rank, timings_of, totals_of
+from .timing import Moment, now, over_ranks, seconds_between
 
 _KEPT_STEPS = 1000
-_Key = TypeVar("_Key", bound=Hashable)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveTotal:
-    """All calls of one collective in groups of one size, in one optimizer step."""
-
-    collective: Collective
-    group_size: int
-    calls: int
-    nbytes: int
-    """Of whole tensors, over all calls."""
-    seconds: float
-    """Over all calls, without waiting for ranks that come late."""
+_LOOP_STEPS = 8
+"""Optimizer steps after which the figures of a loop are reported and it is left alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +50,11 @@ class StepMeter:
     """Measures optimizer steps between `step_begins` and `step_ends`; what lies between steps does not count.
 
     CUDA: times come from events on the current stream, without synchronising; the peak is the largest of the steps' peaks
-    in the allocator (`max_memory_allocated` and `max_memory_reserved`, which are reset as each step begins).
-    The first step warms up and is not timed.
-    Among several ranks the second (or `clocked_steps` from there) has its collectives timed (`CollectiveClock`), and counts
-    for nothing else.
+    in the allocator. The first step warms up and is not timed. Among several ranks the next `clocked_steps` have their collectives
+    timed (`CollectiveClock`), and count for nothing else.
 
     CPU: the peak is that of the second step, from live tensor bytes (`MemoryTracker`: what is held when the step begins, and
-    what its operators make). Among several ranks the third, or `clocked_steps` from there, has its
-    collectives timed. Neither these nor the first is timed.
+    what its operators make). Among several ranks the next `clocked_steps` have their collectives timed. None of these is timed itself.
     """
 
     def __init__(
@@ -91,7 +76,7 @@ class StepMeter:
         self._durations: deque[tuple[Moment, Moment]] = deque(maxlen=_KEPT_STEPS)
         self._began: Moment | None = None
         self._mode: MemoryTracker | CollectiveClock | None = None
-        self._left: list[TorchDispatchMode] = []
+        self._entered: MemoryTracker | CollectiveClock | None = None
         self._clock: CollectiveClock | None = None
         self.steps = 0
         """Optimizer steps that ended."""
@@ -146,25 +131,21 @@ class StepMeter:
     def summary(self) -> Observation:
         """Return what was measured over all ranks, the worst rank counting. Collective."""
         figures = self.steps, self.median_step_s, self.peak_bytes, self.reserved_bytes
-        values = torch.tensor(
-            [-1.0 if value is None else float(value) for value in figures], dtype=torch.float64, device=collective_device()
-        )
-        if world_size() > 1:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX)
-        steps, median, peak, reserved = (None if value < 0 else value for value in values.tolist())
+        largest = over_ranks([-1.0 if value is None else value for value in figures])
+        steps, median, peak, reserved = (None if value < 0 else value for value in largest)
         calls = of_last_rank(() if self._clock is None else self._clock.calls())
         return Observation(
             steps=int(steps or 0),
             median_step_s=median,
             peak_bytes=None if peak is None else int(peak),
             reserved_bytes=None if reserved is None else int(reserved),
-            collectives=_totals(calls, steps=self._clocked_steps),
-            timings=_timings(calls),
+            collectives=totals_of(calls, steps=self._clocked_steps),
+            timings=timings_of(calls),
         )
 
     def _enter(self) -> None:
         """Start counting where this step's turn has come."""
-        if self._left:
+        if self._entered is not None:
             return
         if self.steps == 1 and not self._on_cuda:
             self._mode = MemoryTracker(block_bytes=1, device_type=self._device.type)
@@ -173,14 +154,14 @@ class StepMeter:
             self._mode = self._clock or CollectiveClock(self._device)
         if self._mode is not None:
             self._mode.__enter__()
+            self._entered = self._mode
 
     def _leave(self) -> None:
         """Stop counting. Modes are a stack: beneath another one, opened since, ours stays without use until that has gone."""
-        if self._mode is not None:
-            self._left.append(self._mode)
-            self._mode = None
-        while self._left and _get_current_dispatch_mode() is self._left[-1]:
-            self._left.pop().__exit__(None, None, None)
+        self._mode = None
+        if self._entered is not None and _get_current_dispatch_mode() is self._entered:
+            self._entered.__exit__(None, None, None)
+            self._entered = None
 
 
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -208,38 +189,81 @@ def existing_tensors() -> Iterator[torch.Tensor]:
                 yield candidate.grad
 
 
-def _totals(calls: Sequence[CollectiveCall], *, steps: int) -> tuple[CollectiveTotal, ...]:
-    """Return the totals of one step, where `calls` has those of several."""
-    groups = _grouped(calls, lambda call: (call.collective, call.group_size))
-    return tuple(
-        CollectiveTotal(
-            collective=collective,
-            group_size=size,
-            calls=len(members) // steps,
-            nbytes=sum(call.nbytes for call in members) // steps,
-            seconds=sum(call.seconds for call in members) / steps,
-        )
-        for (collective, size), members in sorted(groups.items())
-    )
+class LoopMeter:
+    """Measures the first optimizer steps of any loop by hooks: from the first training forward to the end of the optimizer's step.
 
+    What lies between, such as evaluation, checkpoints and loading the first batch, does not count. Neither model nor optimizer
+    is changed; the hooks are gone once the steps have been measured.
+    """
 
-def _timings(calls: Sequence[CollectiveCall]) -> tuple[CollectiveTiming, ...]:
-    """Return lines through the median time of each size of message."""
-    timings = []
-    groups = _grouped(calls, lambda call: (call.collective, call.group_size, call.crosses_nodes))
-    for (collective, size, crosses), members in sorted(groups.items()):
-        by_bytes = _grouped(members, lambda call: call.nbytes)
-        points = [(nbytes, statistics.median(max(call.seconds, 1e-9) for call in same)) for nbytes, same in by_bytes.items()]
-        latency_s, seconds_per_byte = linear_fit(points)
-        line = CollectiveTiming(
-            collective=collective, group_size=size, crosses_nodes=crosses, latency_s=latency_s, seconds_per_byte=seconds_per_byte
-        )  # fmt: skip
-        timings.append(line)
-    return tuple(timings)
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        report: Callable[[Observation], None],
+        *,
+        steps: int = _LOOP_STEPS,
+        micro_steps: int | None = None,
+    ) -> None:
+        """Put hooks on the model and on all optimizers; `report` is called once, on every rank, with the summary.
 
+        A loss scaler may skip the optimizer's step: forward passes beyond `micro_steps` begin a new step. None takes all passes up to the
+        optimizer's step as one. On the CPU model, optimizer and batch count towards the peak beside what a step makes.
+        """
+        self._meter = StepMeter(device, self._held)
+        self._report = report
+        self._steps, self._micro_steps = steps, micro_steps
+        self._model = model
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._batch: list[torch.Tensor] = []
+        self._passes = 0
+        me = weakref.ref(self)
 
-def _grouped(calls: Sequence[CollectiveCall], key: Callable[[CollectiveCall], _Key]) -> dict[_Key, list[CollectiveCall]]:
-    groups: dict[_Key, list[CollectiveCall]] = defaultdict(list)
-    for call in calls:
-        groups[key(call)].append(call)
-    return groups
+        def stepped(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+            if (meter := me()) is not None:
+                meter._optimizer_stepped(optimizer)
+
+        # That of all optimizers must not keep this model alive; that of the model comes before FSDP2's, which gathers the root.
+        of_optimizers = register_optimizer_step_post_hook(stepped)
+        weakref.finalize(self, of_optimizers.remove)
+        self._handles = [model.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True), of_optimizers]
+
+    def finish(self) -> None:
+        """Stop measuring and report what was seen, if a step was. Collective; a second call does nothing."""
+        if not self._handles:
+            return
+        self.stop()
+        if self._meter.steps:
+            self._report(self._meter.summary())
+
+    def stop(self) -> None:
+        """Stop measuring and report nothing."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._optimizer = None
+        self._meter.abandon()
+
+    def _forward_begins(self, module: nn.Module, args: object, kwargs: object) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        if self._passes == 0 or self._passes == self._micro_steps:
+            self._passes = 0
+            self._batch = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            self._meter.step_begins()
+            self._batch = []
+        self._passes += 1
+
+    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        mine = {id(parameter) for parameter in self._model.parameters()} if self._passes else set()
+        if not any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+            return  # hooks see every optimizer of the process
+        self._passes, self._optimizer = 0, optimizer
+        self._meter.step_ends()
+        if self._meter.steps >= self._steps:
+            self.finish()
+
+    def _held(self) -> list[torch.Tensor]:
+        """Return what lives when a step begins; the optimizer is known from the first one."""
+        assert self._optimizer is not None
+        return [*training_tensors(self._model, self._optimizer), *self._batch]

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from ..distributed.mesh import world_size
-from ..distributed.topology import find_topology
+from ..distributed.mesh import collective_device, find_topology, world_size
 
 Moment = float | torch.cuda.Event
-_MIN_RUNS, _MAX_RUNS = 3, 20
+_MIN_CALLS, _MAX_CALLS = 3, 20
 
 
 def now(device: torch.device) -> Moment:
@@ -41,29 +40,27 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def median_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Return the median time of three to twenty calls in about so many seconds, after one that warms up."""
-    return statistics.median(_times(run, device, seconds, whole=True))
+def call_seconds(run: Callable[[], object], device: torch.device, seconds: float, *, waits: bool = True) -> list[float]:
+    """Return the times of three to twenty calls in about so many seconds, after one that warms up.
 
-
-def least_issue_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Return the least time in which the CPU issues a call, which the device may still be at when it ends; see `median_seconds`."""
-    return min(_times(run, device, seconds, whole=False))
-
-
-def _times(run: Callable[[], object], device: torch.device, seconds: float, *, whole: bool) -> list[float]:
-    """Time calls one after the other, with the device's work or only until they return."""
+    They include the device's work where it `waits`; else they end when the CPU has issued it.
+    """
     taken: list[float] = []
     deadline = 0.0
-    while len(taken) <= _MIN_RUNS or (len(taken) <= _MAX_RUNS and time.perf_counter() < deadline):
+    while len(taken) <= _MIN_CALLS or (len(taken) <= _MAX_CALLS and time.perf_counter() < deadline):
         synchronize(device)
         began = time.perf_counter()
         run()
-        if whole:
+        if waits:
             synchronize(device)
         taken.append(max(time.perf_counter() - began, 1e-9))
-        deadline = deadline or time.perf_counter() + seconds  # the first call warms up
+        deadline = deadline or time.perf_counter() + seconds
     return taken[1:]
+
+
+def median_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Return the median time of a call with the device's work; see `call_seconds`."""
+    return statistics.median(call_seconds(run, device, seconds))
 
 
 def barrier(device: torch.device) -> None:
@@ -73,38 +70,27 @@ def barrier(device: torch.device) -> None:
         dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
 
-def max_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
-    """Return the largest of each value over all ranks. Collective."""
-    tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return [float(value) for value in tensor.tolist()]
-
-
-def min_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
-    """Return the smallest of each value over all ranks. Collective."""
-    return [-value for value in max_over_ranks([-value for value in values], device)]
-
-
-def mean_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
-    """Return the mean of each value over all ranks. Collective."""
-    tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(tensor)
-    return [float(value) for value in (tensor / world_size()).tolist()]
+def over_ranks(values: Sequence[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX) -> list[float]:
+    """Return the largest of each value over all ranks, or what `op` makes of it. Collective."""
+    if world_size() == 1:
+        return list(values)
+    tensor = torch.tensor(values, dtype=torch.float64, device=collective_device())
+    dist.all_reduce(tensor, op=op)
+    reduced: list[float] = tensor.tolist()
+    return reduced
 
 
 def trimmed_mean(values: Sequence[float]) -> float:
     """Return the mean without the tenth at either end.
 
-    A step is a sum of many such times, to which slow ones add what they add: medians of times that are skewed, as those of
-    processes that wait for each other are, sum up to less than the step takes.
+    A step is a sum of many such times. Those of processes that wait for each other are skewed: their medians sum up to less than
+    the step takes.
     """
     trimmed = len(values) // 10
     return statistics.fmean(sorted(values)[trimmed : len(values) - trimmed])
 
 
-def rounds(seconds: float, device: torch.device, *, least: int, most: int, limit_s: float = float("inf")) -> Iterator[int]:
+def rounds(seconds: float, *, least: int, most: int, limit_s: float = float("inf")) -> Iterator[int]:
     """Count rounds until the time is up on some rank; every rank counts the same. Collective.
 
     Measuring one thing after the other in each round, and not each to its end, spreads what disturbs the machine over all.
@@ -113,7 +99,7 @@ def rounds(seconds: float, device: torch.device, *, least: int, most: int, limit
     began = time.perf_counter()
     for number in range(most):
         if number >= least or (number and limit_s < float("inf")):
-            (elapsed_s,) = max_over_ranks([time.perf_counter() - began], device)
+            (elapsed_s,) = over_ranks([time.perf_counter() - began])
             if elapsed_s * (number + 1) / max(number, 1) > limit_s or (number >= least and elapsed_s >= seconds):
                 return
         yield number
@@ -123,4 +109,4 @@ def cores_are_shared(device: torch.device) -> bool:
     """Return whether on some node ranks compute on the CPU with more threads than it has cores; the same on every rank. Collective."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     crowded = device.type == "cpu" and find_topology().ranks_per_node * torch.get_num_threads() > cores
-    return bool(max_over_ranks([float(crowded)], device)[0])
+    return bool(over_ranks([crowded])[0])

@@ -8,10 +8,10 @@ from collections.abc import Container, Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import DescriptionError
 from ..planner.description import DType, GatherSpan, ParameterSpec, UnitDescription
-from .batch_norm import batch_norm_groups
 from .split.modules import SplitEmbedding
 from .split.names import CHECKPOINT_WRAPPER, slice_names
 from .split.names import canonical_name as canonical_name
@@ -62,10 +62,6 @@ def segment_modules(modules: dict[str, nn.Module], units: Sequence[UnitDescripti
     return [(i, modules[name]) for i, unit in enumerate(units) if unit.fqn and not unit.keeps_dtype for name in unit.module_names]
 
 
-_Tie = tuple[str, ...]
-"""Names of modules that own parameters together."""
-
-
 def find_units(
     model: nn.Module, block_classes: Sequence[str] | None = None, *, operators: bool = False, low_precision: bool = False
 ) -> tuple[UnitDescription, ...]:
@@ -89,7 +85,8 @@ def find_units(
         DescriptionError: `block_classes` match nothing, or a parameter has a dtype that the planner does not know.
     """
     modules = modules_by_name(model)
-    ties = _find_ties(model)
+    parameters = _parameter_names(model)
+    ties = _find_ties(model, parameters)
     blocks = _find_blocks(model, modules, ties, block_classes)
     slices = slice_names(model)
     parts: list[str] = []
@@ -107,12 +104,11 @@ def find_units(
         for name, module in modules.items():
             if name and module is matrix and _numel(module) and not any(_is_within(name, other) for other in taken):
                 groups[(name,)] = GatherSpan.USE
-    tied = {name for tie in ties for name in tie}
-    keeping = batch_norm_groups(modules, parts, tied) if low_precision else ()
+    keeping = _batch_norm_groups(modules, parts, {name for tie in ties for name in tie}) if low_precision else ()
     groups |= dict.fromkeys(keeping, GatherSpan.STEP)
     order = {name: index for index, name in enumerate(modules)}
-    ordered = [("",), *sorted(groups, key=lambda names: order[names[0]])]
-    return _describe_groups(model, modules, ordered, {("",): GatherSpan.STEP, **groups}, keeping)
+    spans = {("",): GatherSpan.STEP} | {names: groups[names] for names in sorted(groups, key=lambda names: order[names[0]])}
+    return _describe_groups(modules, parameters, spans, keeping)
 
 
 def embedding_and_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
@@ -158,21 +154,32 @@ def _span_of_slice(modules: dict[str, nn.Module], name: str) -> GatherSpan:
     return GatherSpan.CALLS if isinstance(modules[name.rpartition(".slices.")[0]], SplitEmbedding) else GatherSpan.USE
 
 
+def _batch_norm_groups(modules: dict[str, nn.Module], blocks: Iterable[str], tied: Container[str]) -> tuple[tuple[str, ...], ...]:
+    """Return the names of batch norms that are gathered together: those of each block, and each other one that is not tied by itself.
+
+    In one block they run together or not at all, as FSDP2 asks of modules that share a unit.
+    """
+    groups: dict[str, list[str]] = {}
+    for name, module in modules.items():
+        if isinstance(module, _BatchNorm) and module.affine and name not in tied:
+            block = next((block for block in blocks if _is_within(name, block)), name)
+            groups.setdefault(block, []).append(name)
+    return tuple(map(tuple, groups.values()))
+
+
 def _describe_groups(
-    model: nn.Module,
     modules: dict[str, nn.Module],
-    groups: Sequence[tuple[str, ...]],
+    parameters: dict[nn.Parameter, tuple[str, ...]],
     spans: dict[tuple[str, ...], GatherSpan],
     keeping: Container[tuple[str, ...]],
 ) -> tuple[UnitDescription, ...]:
     """Give each parameter to the group that has the innermost module around it; groups in `keeping` keep their dtype."""
-    group_of = {name: names for names in groups for name in names}
-    parameters: dict[tuple[str, ...], list[ParameterSpec]] = {names: [] for names in groups}
-    shared: dict[tuple[str, ...], list[tuple[str, ...]]] = {names: [] for names in groups}
-    for names in _parameter_names(model).values():
-        parameter = _parameter(modules, names[0])
-        group = group_of[_innermost(names[0], group_of)]
-        parameters[group].append(
+    group_of = {name: names for names in spans for name in names}
+    specs: dict[tuple[str, ...], list[ParameterSpec]] = {names: [] for names in spans}
+    shared: dict[tuple[str, ...], list[tuple[str, ...]]] = {names: [] for names in spans}
+    for parameter, names in parameters.items():
+        group = group_of[next((name for name in reversed(_ancestors(names[0])) if name in group_of), "")]
+        specs[group].append(
             ParameterSpec(
                 name=names[0],
                 shape=tuple(parameter.shape),
@@ -188,37 +195,35 @@ def _describe_groups(
             fqn="+".join(names),
             module_names=names,
             class_name="+".join(class_of(modules[name]).__name__ for name in names),
-            span=spans[names],
-            parameters=tuple(parameters[names]),
+            span=span,
+            parameters=tuple(specs[names]),
             shared=tuple(shared[names]),
         )
-        for names in groups
-        if names == ("",) or parameters[names]
+        for names, span in spans.items()
+        if names == ("",) or specs[names]
     )
 
 
-def _parameter_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """Return every name of each parameter by identity, parameters and names in the model's order."""
-    names: dict[int, list[str]] = {}
+def _parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
+    """Return every name of each parameter, parameters and names in the model's order."""
+    names: dict[nn.Parameter, dict[str, None]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(canonical_name(name))
-    return {key: tuple(dict.fromkeys(found)) for key, found in names.items()}
+        names.setdefault(parameter, {})[canonical_name(name)] = None
+    return {parameter: tuple(found) for parameter, found in names.items()}
 
 
-def _parameter(modules: dict[str, nn.Module], name: str) -> nn.Parameter:
-    owner, _, leaf = name.rpartition(".")
-    return unwrapped(modules[owner]).get_parameter(leaf)
+def _find_ties(model: nn.Module, parameters: dict[nn.Parameter, tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the names of modules that own parameters together, each group once.
 
-
-def _find_ties(model: nn.Module) -> list[_Tie]:
-    """Group modules joined by parameters with more than one name, by identity: `_tied_weights_keys` may name what is not tied."""
+    By identity of the parameters: `_tied_weights_keys` may name what is not tied.
+    """
     first_name: dict[int, str] = {}
     canonical: dict[str, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         name = canonical_name(name)
         canonical[name] = first_name.setdefault(id(unwrapped(module)), name)
-    ties: list[_Tie] = []
-    for names in _parameter_names(model).values():
+    ties: list[tuple[str, ...]] = []
+    for names in parameters.values():
         if len(names) < 2:
             continue
         owners = {canonical[name.rpartition(".")[0]] for name in names}
@@ -240,41 +245,38 @@ def _outermost_owners(owners: tuple[str, ...], blocks: Iterable[str]) -> tuple[s
 
 
 def _find_blocks(
-    model: nn.Module, modules: dict[str, nn.Module], ties: Sequence[_Tie], block_classes: Sequence[str] | None
+    model: nn.Module, modules: dict[str, nn.Module], ties: Sequence[tuple[str, ...]], block_classes: Sequence[str] | None
 ) -> tuple[str, ...]:
     """Return the names of the outermost blocks that hold parameters and are not themselves owners of tied ones."""
     if block_classes is not None:
-        found = _of_classes(modules, set(block_classes))
+        found = _of_classes(modules, block_classes)
     else:
         hinted, listed = _hinted(model, modules), _listed(modules)
         found = listed if not hinted or _each_has_one(listed, hinted) else hinted
-    split_ties = [tie for tie in ties if not _inside_one(tie, found)]
-    owners = {name for tie in split_ties for name in tie}
+    owners = {name for tie in ties if not _inside_one(tie, found) for name in tie}
     blocks = [name for name in found if name and name not in owners and any(True for _ in modules[name].parameters())]
     if block_classes is None:
         blocks = [name for name in blocks if not any(_is_within(owner, name) for owner in owners)]
-    if blocks or block_classes is None:
-        return _outermost(blocks)
-    raise DescriptionError(_no_block_message(model, modules, block_classes, tied=bool(found and owners)))
+    elif not blocks:
+        raise DescriptionError(_no_block_message(model, modules, block_classes, tied=bool(found and owners)))
+    return tuple(name for name in blocks if not any(ancestor in blocks for ancestor in _ancestors(name)))
 
 
-def _of_classes(modules: dict[str, nn.Module], class_names: set[str]) -> list[str]:
+def _of_classes(modules: dict[str, nn.Module], class_names: Container[str]) -> list[str]:
     return [name for name, module in modules.items() if class_of(module).__name__ in class_names]
 
 
 def _hinted(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:
     """Return the modules of the classes in `_no_split_modules` that repeat: embeddings are listed there too."""
-    hints = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    found = _of_classes(modules, {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()})
     elements = {name for names in _lists(modules) for name in names}
-    found = _of_classes(modules, hints)
     counts = Counter(class_of(modules[name]) for name in found)
     in_lists = {class_of(modules[name]) for name in found if name in elements}
 
     def is_block(name: str) -> bool:
         cls = class_of(modules[name])
-        if cls in in_lists:
-            return True
-        return counts[cls] > 1 and not any(isinstance(child, nn.Embedding) for child in modules[name].modules())
+        embeds = any(isinstance(child, nn.Embedding) for child in modules[name].modules())
+        return cls in in_lists or (counts[cls] > 1 and not embeds)
 
     return [name for name in found if is_block(name)]
 
@@ -320,22 +322,9 @@ def _is_within(name: str, outer: str) -> bool:
     return not outer or name == outer or name.startswith(outer + ".")
 
 
-def _outermost(names: Sequence[str]) -> tuple[str, ...]:
-    chosen = set(names)
-    return tuple(name for name in names if not any(ancestor in chosen for ancestor in _ancestors(name)))
-
-
 def _ancestors(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts))]
-
-
-def _innermost(name: str, known: Iterable[str]) -> str:
-    """Return the longest known module name around `name`, the root's `""` if there is no other."""
-    for ancestor in reversed(_ancestors(name)):
-        if ancestor in known:
-            return ancestor
-    return ""
 
 
 def _inside_one(owners: tuple[str, ...], blocks: Iterable[str]) -> bool:

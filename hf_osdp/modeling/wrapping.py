@@ -1,4 +1,4 @@
-"""Replace forwards of a model's modules; cast their inputs as FSDP2 does; recompute their activations."""
+"""Replace forwards of a model's modules; cast their inputs as FSDP2 does; recompute their activations, and what forbids that."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -78,3 +79,19 @@ def is_recomputed(module: nn.Module) -> bool:
     """Whether `recompute` was called on the module, and perhaps `offload` after it."""
     forward = module.__dict__.get("forward")
     return isinstance(forward, _Recomputed) or isinstance(getattr(forward, "inner", None), _Recomputed)
+
+
+def has_running_statistics(module: nn.Module, *, itself: bool = False) -> bool:
+    """Whether running a module's forward twice would count a batch twice, so that it cannot be recomputed in backward.
+
+    Args:
+        module: any module.
+        itself: leave out the modules inside it.
+    """
+    parts = [module] if itself else module.modules()
+    return any(isinstance(part, _NormBase) and part.track_running_stats for part in parts)
+
+
+def batch_norm_parameters(model: nn.Module) -> set[int]:
+    """Return the identities of the parameters that batch norms own."""
+    return {id(p) for part in model.modules() if isinstance(part, _BatchNorm) for p in part.parameters(recurse=False)}

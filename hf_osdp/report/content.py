@@ -16,12 +16,11 @@ from ..planner.cost.evaluate import PlanEstimate
 from ..planner.files import plain
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
-from ..planner.search.result import SearchResult, StrategyResult
-from ..planner.search.what_if import Answer
+from ..planner.search.compare import StrategyResult
+from ..planner.search.search import SearchResult
 from .explain import Alternative, Explanation
-from .explain_tables import layout_text
 from .plan_file import PlanInputs, write_json
-from .tables import PlanRow, layouts_text, plan_rows
+from .tables import Answer, PlanRow, layouts_text, plan_rows
 
 REPORT_FILE = "osdp_report.json"
 Content = dict[str, Any]
@@ -197,7 +196,7 @@ def _row(explanation: Explanation, row: PlanRow) -> Content:
     reason = next((reason for reason in explanation.reasons if reason.row.units == row.units), None)
 
     def alternative(other: Alternative | None) -> Content | None:
-        return None if other is None else {"layout": layout_text(other.choice, plan.world_size), **asdict(other)}
+        return None if other is None else {"layout": other.choice.describe(plan.world_size), **asdict(other)}
 
     return {
         "units": [explanation.description.units[i].fqn for i in row.units],

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ..errors import InfeasibleError
 from ..planner.cost.evaluate import PlanEstimate, estimate_plan
 from ..planner.cost.memory import MemoryEstimate, estimate_memory
-from ..planner.cost.timing import UnitTimer
+from ..planner.cost.timing import UnitTimer, estimate_time
 from ..planner.cost.units import unit_seconds
 from ..planner.decision import UnitLayout
 from ..planner.description import ModelDescription
@@ -35,7 +36,6 @@ class StreamTime:
     """One kind of work in a step."""
 
     name: str
-    """`compute`, `all-gather`, `reduce-scatter`, `all-reduce`, `copies` or `optimizer`."""
     total_s: float
     exposed_s: float
     """What the step is longer by; the rest is hidden behind compute. Their sum over the streams is the step's time."""
@@ -64,7 +64,6 @@ class RowReason:
     """Why a row of equal units is laid out as it is."""
 
     row: PlanRow
-    choice: UnitLayout
     quicker: Alternative | None
     """The quickest other layout that would save time, if there is one."""
     next_fitting: Alternative | None
@@ -118,23 +117,20 @@ class Explanation:
 
 
 def explain(plan: Plan, inputs: PlanInputs) -> Explanation:
-    """Explain a plan.
+    """Return bytes, seconds, the layouts that were not taken, and what binds under the plan's memory limit.
 
     Args:
         plan: what runs; it must be for the inputs' description (`Plan.check`).
         inputs: model, job and hardware; without hardware there are no seconds and no reasons.
-
-    Returns:
-        Bytes, seconds, the layouts that were not taken, and what binds under the plan's memory limit.
     """
     description, job, hardware, limit = inputs.description, inputs.job, inputs.hardware, plan.memory_limit_bytes
     estimate, binding = estimate_plan(plan, description, job, hardware), None
-    if hardware is None:
+    if hardware is None or estimate.time is None:
         return Explanation(plan=plan, description=description, estimate=estimate)
+    problem = PlanningProblem(description=description, hardware=hardware, job=job, memory_limit_bytes=limit or _UNLIMITED)
     if limit is not None:
-        strategy = Strategy.parse(plan.strategy)
-        problem = PlanningProblem(description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=strategy)
-        binding = _binding(plan, problem)
+        binding = _binding(plan.global_batch_size / estimate.time.step_s, replace(problem, strategy=Strategy.parse(plan.strategy)))
+    reasons = _RowReasons(plan, problem)
     return Explanation(
         plan=plan,
         description=description,
@@ -142,7 +138,7 @@ def explain(plan: Plan, inputs: PlanInputs) -> Explanation:
         outside=estimate.memory.outside(hardware),
         margin_bytes=0 if limit is None else limit - hardware.room_bytes(limit),
         streams=stream_times(plan, description, job, hardware),
-        reasons=_RowReasons(plan, description, job, hardware).all(),
+        reasons=tuple(reasons.of(row) for row in plan_rows(plan, description)),
         binding=binding,
     )
 
@@ -153,7 +149,7 @@ def stream_times(plan: Plan, description: ModelDescription, job: TrainingJob, ha
     The cost model knows how much communication of a unit's backward is exposed, not which collective waits: it is shared out
     among them in proportion to their time.
     """
-    batch = plan.batch
+    batch, layouts = plan.batch, plan.layouts(description)
     timer, steps = UnitTimer(description, hardware, job, batch), batch.accumulation_steps
     totals = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce", _TRIPS), (0.0, 0.0))
 
@@ -165,7 +161,7 @@ def stream_times(plan: Plan, description: ModelDescription, job: TrainingJob, ha
             total, exposed = totals[name]
             totals[name] = total + times * seconds, exposed + times * seconds * share
 
-    for index, (unit, choice) in enumerate(zip(description.units, plan.layouts(description), strict=True)):
+    for index, (unit, choice) in enumerate(zip(description.units, layouts, strict=True)):
         terms, window = unit_seconds(unit, choice, hardware, job), timer.windows[choice.activations][index]
         trip = timer.trips(choice.activations)[index]
         backward = {"all-gather": terms.gather_backward, _TRIPS: trip.back_beside}
@@ -179,8 +175,7 @@ def stream_times(plan: Plan, description: ModelDescription, job: TrainingJob, ha
             add(steps, call.backward, **{"all-gather": terms.gather_backward})
     if not totals[_TRIPS][0]:
         del totals[_TRIPS]
-    time = estimate_plan(plan, description, job, hardware).time
-    assert time is not None
+    time = estimate_time(description, layouts, hardware, job, batch)
     compute, copies, optimizer = (time.total(term) for term in ("compute_s", "copy_s", "optimizer_s"))
     named = {"compute": (compute, compute), **totals, "copies": (copies, copies), "optimizer": (optimizer, optimizer)}
     return tuple(StreamTime(name=name, total_s=total, exposed_s=exposed) for name, (total, exposed) in named.items())
@@ -189,74 +184,63 @@ def stream_times(plan: Plan, description: ModelDescription, job: TrainingJob, ha
 class _RowReasons:
     """The layouts that were nearly taken, for each row of a plan: a row changes as a whole, all other units and the batch stay."""
 
-    def __init__(self, plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware) -> None:
-        self._plan, self._description, self._job, self._hardware = plan, description, job, hardware
-        self._room = None if plan.memory_limit_bytes is None else hardware.room_bytes(plan.memory_limit_bytes)
-        self._choices, self._batch = plan.layouts(description), plan.batch
-        self._timer = UnitTimer(description, hardware, job, self._batch)
-        problem = PlanningProblem(description=description, hardware=hardware, job=job, memory_limit_bytes=_UNLIMITED)
+    def __init__(self, plan: Plan, problem: PlanningProblem) -> None:
+        self._problem, self._batch, self._choices = problem, plan.batch, plan.layouts(problem.description)
+        self._room = problem.room_bytes if plan.memory_limit_bytes else None
+        self._timer = UnitTimer(problem.description, problem.hardware, problem.job, self._batch)
         *_, self._space = search_spaces(problem, self._batch)
 
-    def all(self) -> tuple[RowReason, ...]:
-        return tuple(self._reason(row) for row in plan_rows(self._plan, self._description))
-
-    def _reason(self, row: PlanRow) -> RowReason:
+    def of(self, row: PlanRow) -> RowReason:
         choice = self._choices[row.units[0]]
         others = [other for other in self._space[row.units[0]] if other != choice]
         added = {other: sum(self._timer(i, other).total_s - self._timer(i, choice).total_s for i in row.units) for other in others}
         ranked = sorted(added, key=added.__getitem__)
         quicker = next((other for other in ranked if added[other] < 0), None)
         fitting = next((other for other in ranked if other != quicker and self._fits(row.units, other)), None)
-        return RowReason(
-            row=row,
-            choice=choice,
-            quicker=None if quicker is None else self._alternative(row, quicker, added[quicker]),
-            next_fitting=None if fitting is None else self._alternative(row, fitting, added[fitting]),
-        )
+        first, second = (None if other is None else self._alternative(row, other, added[other]) for other in (quicker, fitting))
+        return RowReason(row=row, quicker=first, next_fitting=second)
 
     def _alternative(self, row: PlanRow, choice: UnitLayout, added_s: float) -> Alternative:
-        peak = self._memory(row.units, choice).on(self._hardware)
-        alone = min(self._memory((unit,), choice).on(self._hardware) for unit in {row.units[0], row.units[-1]})
-        return Alternative(
-            choice=choice, added_s=added_s, peak_bytes=peak, over_bytes=self._over(peak), single_over_bytes=self._over(alone)
-        )
+        hardware = self._problem.hardware
+        peak = self._memory(row.units, choice).on(hardware)
+        alone = min(self._memory((unit,), choice).on(hardware) for unit in {row.units[0], row.units[-1]})
+        over, single = self._over(peak), self._over(alone)
+        return Alternative(choice=choice, added_s=added_s, peak_bytes=peak, over_bytes=over, single_over_bytes=single)
 
     def _over(self, peak_bytes: int) -> int:
         return 0 if self._room is None else peak_bytes - self._room
 
     def _fits(self, units: tuple[int, ...], choice: UnitLayout) -> bool:
         """Return whether the change stays within the limit and within the host's memory."""
-        memory, host = self._memory(units, choice), self._hardware.host
-        return (host is None or memory.host_bytes <= host.memory_bytes) and self._over(memory.on(self._hardware)) <= 0
+        memory, host = self._memory(units, choice), self._problem.hardware.host
+        return (host is None or memory.host_bytes <= host.memory_bytes) and self._over(memory.on(self._problem.hardware)) <= 0
 
     def _memory(self, units: tuple[int, ...], choice: UnitLayout) -> MemoryEstimate:
         changed = [choice if index in units else own for index, own in enumerate(self._choices)]
-        return estimate_memory(self._description, changed, self._plan.world_size, self._job, self._batch)
+        return estimate_memory(self._problem.description, changed, self._problem.hardware.world_size, self._problem.job, self._batch)
 
 
-def _binding(plan: Plan, problem: PlanningProblem) -> Binding:
+def _binding(samples_per_s: float, problem: PlanningProblem) -> Binding:
     """Return what keeps the plan's strategy from more samples a second: the first of memory, a fixed micro-batch, the global batch.
 
     Each is loosened alone: no limit; any micro-batch size; twice the global batch under the same limit.
     """
-    time = estimate_plan(plan, problem.description, problem.job, problem.hardware).time
-    assert time is not None
-    now = plan.global_batch_size / time.step_s
+    job = problem.job
 
     def loosened(problem: PlanningProblem) -> tuple[Plan, float] | None:
         """Return the best plan and its gain, where there is one."""
-        try:
+        with suppress(InfeasibleError):
             found = search(problem).plan
-        except InfeasibleError:
-            return None
-        assert found.samples_per_s is not None
-        return (found, found.samples_per_s / now) if found.samples_per_s > _GAIN * now else None
+            assert found.samples_per_s is not None
+            if found.samples_per_s > _GAIN * samples_per_s:
+                return found, found.samples_per_s / samples_per_s
+        return None
 
     if better := loosened(replace(problem, memory_limit_bytes=_UNLIMITED)):
         return Binding(kind=Binds.MEMORY, gain=better[1], peak_bytes=better[0].peak_bytes)
-    any_size = replace(problem, job=replace(problem.job, micro_batch_size=None))
-    if problem.job.micro_batch_size is not None and (better := loosened(any_size)):
+    any_size = replace(problem, job=replace(job, micro_batch_size=None))
+    if job.micro_batch_size is not None and (better := loosened(any_size)):
         return Binding(kind=Binds.MICRO_BATCH, gain=better[1], batch_size=better[0].micro_batch_size)
-    if better := loosened(replace(problem, job=replace(problem.job, global_batch_size=2 * plan.global_batch_size))):
+    if better := loosened(replace(problem, job=replace(job, global_batch_size=2 * job.global_batch_size))):
         return Binding(kind=Binds.BATCH, gain=better[1], batch_size=better[0].global_batch_size)
     return Binding(kind=Binds.NOTHING, gain=1.0)

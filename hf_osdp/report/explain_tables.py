@@ -5,7 +5,6 @@ from __future__ import annotations
 from rich.table import Table
 
 from ..planner.cost.memory import SegmentBytes
-from ..planner.decision import UnitLayout
 from ..planner.plan import Plan
 from ..quantities import format_bytes, format_seconds
 from .explain import Alternative, Binding, Binds, Explanation, RowReason
@@ -106,11 +105,11 @@ def _reason_cells(reason: RowReason, plan: Plan) -> tuple[str, str]:
     first, second = "none: this is the quickest", "none"
     if (other := reason.quicker) is not None:
         overrun = _overrun(other, len(reason.row.units))
-        first = f"{layout_text(other.choice, plan.world_size)}: {format_seconds(other.added_s)}, {overrun}"
+        first = f"{other.choice.describe(plan.world_size)}: {format_seconds(other.added_s)}, {overrun}"
     if (other := reason.next_fitting) is not None:
         sign = "+" if other.added_s >= 0 else ""
         peak = format_bytes(other.peak_bytes)
-        second = f"{layout_text(other.choice, plan.world_size)}: {sign}{format_seconds(other.added_s)}, peak {peak}"
+        second = f"{other.choice.describe(plan.world_size)}: {sign}{format_seconds(other.added_s)}, peak {peak}"
     return first, second
 
 
@@ -139,11 +138,6 @@ def binding_text(binding: Binding, plan: Plan) -> str:
         case Binds.NOTHING:
             return f"What binds: nothing. More memory or a larger batch would not make it faster; {plan.strategy} is at its best here."
     raise AssertionError(binding.kind)
-
-
-def layout_text(choice: UnitLayout, world_size: int) -> str:
-    """Return a layout as the plan's tables write it."""
-    return choice.describe(world_size)
 
 
 def _share(part: float, whole: float) -> str:

@@ -15,7 +15,8 @@ from typing import Any, TypeAlias
 
 from ..planner.cost.memory import MemoryEstimate, Moment
 from ..planner.hardware import GIB
-from ..planner.search.result import SearchResult, StrategyResult
+from ..planner.search.compare import StrategyResult
+from ..planner.search.search import SearchResult
 from ..quantities import format_bytes, format_seconds
 from .explain import StreamTime
 from .tables import batch_cells, bytes_by_kind

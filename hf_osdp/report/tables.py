@@ -17,8 +17,9 @@ from ..planner.cost.memory import MemoryBreakdown, Moment
 from ..planner.description import ModelDescription, UnitDescription
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
-from ..planner.search.result import SearchResult, StrategyResult
-from ..planner.search.what_if import Answer
+from ..planner.problem import PlanningProblem
+from ..planner.search.compare import StrategyResult
+from ..planner.search.search import SearchResult
 from ..quantities import format_bytes, format_count, format_seconds
 
 _NUMBER = re.compile(r"\d+")
@@ -227,6 +228,27 @@ def layouts_text(plan: Plan) -> str:
     """Return how many units have each layout, the most frequent first: `shard 8 (40), replicate (10)`."""
     counts = Counter(unit.describe(plan.world_size) for unit in plan.units)
     return ", ".join(f"{layout} ({count})" for layout, count in counts.most_common())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What became of a change."""
+
+    question: str
+    change: str
+    """What was changed or found, for a person to read."""
+    problem: PlanningProblem | None = None
+    """None where there is no such problem."""
+    result: SearchResult | None = None
+    """None where nothing fits."""
+    reason: str = ""
+    """Why there is no result."""
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Throughput in tokens, which compares across sequence lengths."""
+        rate = None if self.result is None else self.result.plan.samples_per_s
+        return None if self.result is None or rate is None else rate * self.result.plan.sequence_length
 
 
 def what_if_table(answers: Sequence[Answer]) -> Table:

@@ -8,25 +8,24 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from ..distributed.collectives import flat_collectives, two_stage_collectives
 from ..distributed.consensus import require_same
 from ..distributed.mesh import SHARD_AXIS, Meshes, collective_device, world_size
-from ..distributed.two_stage import flat_collectives, two_stage_collectives
 from ..errors import OSDPError, PlanError
 from ..modeling.activation_offload import offload
-from ..modeling.batch_norm import has_running_statistics
 from ..modeling.split.apply_split import split_operators
 from ..modeling.split.names import is_split
 from ..modeling.units import canonical_name, modules_by_name
-from ..modeling.wrapping import recompute
+from ..modeling.wrapping import has_running_statistics, recompute
 from ..planner.decision import UnitDecision
 from ..planner.description import Activations, DType, GatherSpan, ModelDescription, UnitDescription
 from ..planner.plan import Plan
-from .broadcast import broadcast_parameters
 from .environment import form_process_group
-from .host_offload import offload_policy, uses_host
+from .host_offload import uses_host
 from .sharded_class import keep_class
+from .state import broadcast_parameters
 from .weight_reads import WeightReads
 
 
@@ -73,9 +72,9 @@ def apply_plan(
         ValueError: `mp_policy` is given, but there is no process group. For units on the host one process forms its own.
     """
     if broadcast:
-        device_type = meshes.device_type if meshes else collective_device().type
         units_text = f"{_as_description(model, units).fingerprint} in {len(units)} units"
-        require_same({"the plan": plan.fingerprint, "the model": units_text, "the device": device_type})
+        device = meshes.device_type if meshes else collective_device().type
+        require_same({"the plan": plan.fingerprint, "the model": units_text, "the device": device})
     if plan.split.sliced and not is_split(model):
         split_operators(model, plan.split.sliced)
     plan.check(_as_description(model, units), world_size())
@@ -92,13 +91,13 @@ def apply_plan(
     # FSDP2 refuses parameters without dimensions; WeightReads averages their gradients.
     scalars = {parameter for parameter in model.parameters() if not parameter.dim()}
     alone = plan.world_size == 1 and not _casts(mp_policy)
-    ignored = scalars | _parameters_on_device(model, plan, units) if alone else scalars
+    ignored = set(scalars)
+    if alone:  # what does not live on the host stays plain
+        named = {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+        ignored |= {named[p.name] for unit in units if not plan.decision(unit.fqn).on_host for p in unit.parameters}
     managed = [unit for unit in found if unit.decision.on_host or not alone]
     _fully_shard(model, managed, ignored, meshes=meshes, mp_policy=mp_policy, pin_memory=pin_memory)
     WeightReads(model, units, scalars)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            keep_class(module)
     return model
 
 
@@ -121,12 +120,14 @@ def _fully_shard(
 ) -> None:
     """Call `fully_shard` for each unit, bottom-up, and for the root."""
     policy = mp_policy or MixedPrecisionPolicy()
+    # Copies beside compute need page-locked memory; on the CPU FSDP2 fails with it.
+    pins = meshes.device_type != "cpu" if pin_memory is None else pin_memory
     for unit in units:
         fully_shard(
             unit.modules if len(unit.modules) > 1 else unit.modules[0],
             mesh=meshes.mesh(unit.decision.shard_size),
             reshard_after_forward=unit.decision.reshard_after_forward,
-            offload_policy=offload_policy(on_host=unit.decision.on_host, device_type=meshes.device_type, pin_memory=pin_memory),
+            offload_policy=CPUOffloadPolicy(pin_memory=pins) if unit.decision.on_host else OffloadPolicy(),
             mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False) if unit.description.keeps_dtype else policy,
             ignored_params=ignored,
         )
@@ -135,11 +136,14 @@ def _fully_shard(
         # Without a root, each unit would be a root of its own: no prefetch, no common streams.
         mesh = meshes.mesh(meshes.world_size)
         fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=ignored)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            keep_class(module)
 
 
 def _set_collectives(module: nn.Module, decision: UnitDecision, meshes: Meshes) -> None:
-    """Give a sharded unit, by its first module, the collectives of its decision; a replicated one gathers and scatters nothing."""
-    if decision.shard_size == 1 or not isinstance(module, FSDPModule):
+    """Give a unit, by its first module, the collectives of its decision."""
+    if decision.shard_size == 1 or not isinstance(module, FSDPModule):  # a replicated one gathers and scatters nothing
         return
     if decision.two_stage:
         gather, scatter = two_stage_collectives(meshes.stages(decision.shard_size, decision.stage_size), meshes.device_type)
@@ -162,8 +166,12 @@ def effective(decision: UnitDecision, unit: UnitDescription) -> UnitDecision:
 
 def bottom_up(units: tuple[UnitDescription, ...]) -> tuple[UnitDescription, ...]:
     """Sort units so that each comes after all that lie inside it; the root is last."""
+
+    def holds(outer: UnitDescription, inner: UnitDescription) -> bool:
+        return outer.fqn != inner.fqn and any(not a or b.startswith(a + ".") for a in outer.module_names for b in inner.module_names)
+
     by_fqn = {unit.fqn: unit for unit in units}
-    inside = {unit.fqn: [other.fqn for other in units if other.fqn != unit.fqn and _holds(unit, other)] for unit in units}
+    inside = {unit.fqn: [other.fqn for other in units if holds(unit, other)] for unit in units}
     return tuple(by_fqn[fqn] for fqn in TopologicalSorter(inside).static_order())
 
 
@@ -191,10 +199,6 @@ def _find(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> l
     return [_Unit([by_name[name] for name in u.module_names], effective(plan.decision(u.fqn), u), u) for u in bottom_up(units)]
 
 
-def _holds(outer: UnitDescription, inner: UnitDescription) -> bool:
-    return any(not a or b.startswith(a + ".") for a in outer.module_names for b in inner.module_names)
-
-
 def _as_description(model: nn.Module, units: tuple[UnitDescription, ...]) -> ModelDescription:
     """Return the units as a description, for `Plan.check` and the fingerprint, to which nothing else counts."""
     return ModelDescription(
@@ -204,11 +208,4 @@ def _as_description(model: nn.Module, units: tuple[UnitDescription, ...]) -> Mod
 
 
 def _casts(mp_policy: MixedPrecisionPolicy | None) -> bool:
-    """Return whether a policy asks for another dtype than the parameters have."""
     return mp_policy is not None and any((mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype))
-
-
-def _parameters_on_device(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> set[nn.Parameter]:
-    """Return the parameters of units that do not live on the host."""
-    named = {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
-    return {named[p.name] for unit in units if not plan.decision(unit.fqn).on_host for p in unit.parameters}

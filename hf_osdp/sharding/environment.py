@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from ..distributed.device import own_gpu
 from ..distributed.mesh import collective_device
 from ..distributed.process_group import check_ranks
-from ..modeling.batch_norm import has_running_statistics
+from ..modeling.wrapping import has_running_statistics
 from ..planner.description import DType
 from ..planner.job import Precision
 
@@ -28,13 +28,10 @@ def form_process_group(*, needed: bool) -> None:
         LaunchError: ranks are missing, or run different versions.
     """
     check_ranks()
+    device = training_device()
     if dist.is_initialized():
-        training_device()
         return
-    backend = "gloo"
-    if torch.cuda.is_available():
-        backend = "cpu:gloo,cuda:nccl"
-        own_gpu()
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend)
     elif needed:

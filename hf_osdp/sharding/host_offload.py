@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ..planner.plan import Plan
-
-
-def offload_policy(*, on_host: bool, device_type: str, pin_memory: bool | None = None) -> OffloadPolicy:
-    """Return FSDP2's offload policy for one unit.
-
-    Copies beside compute need page-locked memory: None takes it unless the device is the CPU, where FSDP2 fails with it.
-    """
-    if not on_host:
-        return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=device_type != "cpu" if pin_memory is None else pin_memory)
 
 
 def uses_host(plan: Plan) -> bool:
@@ -36,31 +24,27 @@ def parameter_groups(module: nn.Module | FSDPModule) -> list[FSDPParamGroup]:
     return list(groups) if groups is not None else [group for group in [state._fsdp_param_group] if group is not None]
 
 
-def is_on_host(group: FSDPParamGroup) -> bool:
-    """Return whether a parameter group of FSDP2 lives on the host."""
-    return isinstance(group.offload_policy, CPUOffloadPolicy)
-
-
 def host_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the sharded parameters of all units that live on the host, each once."""
-    groups = dict.fromkeys(group for module in model.modules() for group in parameter_groups(module) if is_on_host(group))
-    return [parameter.sharded_param for group in groups for parameter in group.fsdp_params]
-
-
-def move_to_device(model: nn.Module, device: torch.device) -> nn.Module:
-    """`model.to(device)`, but for units that live on the host: FSDP2 refuses to train those where they have been moved."""
-    return _convert(model, device, lambda tensor, place: tensor if tensor.device == place else tensor.to(place))
-
-
-def empty_on_device(model: nn.Module, device: torch.device) -> nn.Module:
-    """`model.to_empty(device=device)`, but for units that live on the host, which get memory there."""
-    return _convert(model, device, lambda tensor, place: torch.empty_like(tensor, device=place))
+    groups = dict.fromkeys(group for module in model.modules() for group in parameter_groups(module))
+    return [p.sharded_param for group in groups if isinstance(group.offload_policy, CPUOffloadPolicy) for p in group.fsdp_params]
 
 
 @torch.no_grad()
-def _convert(model: nn.Module, device: torch.device, convert: Callable[[torch.Tensor, torch.device], torch.Tensor]) -> nn.Module:
-    """Convert every parameter and buffer for the place where it belongs; torch calls with the parameters themselves."""
+def move_to_device(model: nn.Module, device: torch.device, *, empty: bool = False) -> nn.Module:
+    """Do what `model.to(device)` does, but for units that live on the host: FSDP2 refuses to train those where they have been moved.
+
+    Args:
+        model: sharded or plain.
+        device: for all that does not live on the host.
+        empty: as `model.to_empty(device=device)` does, and give units on the host memory there.
+    """
     host = {id(parameter) for parameter in host_parameters(model)}
-    cpu = torch.device("cpu")
-    model._apply(lambda tensor: convert(tensor, cpu if id(tensor) in host else device))
-    return model
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:  # torch calls with the parameters themselves
+        place = torch.device("cpu") if id(tensor) in host else device
+        if empty:
+            return torch.empty_like(tensor, device=place)
+        return tensor if tensor.device == place else tensor.to(place)
+
+    return model._apply(moved)

@@ -13,10 +13,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..distributed.mesh import world_size
 from ..errors import OSDPError
-from ..modeling.split.names import split_names
-from ..modeling.split.positions import keep_positions
+from ..modeling.split.names import keep_positions, split_names
 from ..modeling.units import canonical_name
-from .clip import local
+from .gradients import local
 from .host_offload import host_parameters
 from .optimizer_check import check_optimizer, unwrapped
 
@@ -46,10 +45,15 @@ def release_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.P
             f"{type(inner).__name__} has state from before the model was sharded: it has taken steps, or makes state when it is made;"
             " make it from the sharded model's parameters, or give a new AdamW, Adam, SGD or RMSprop."
         )
-    names = [[_name(parameter, old_names) for parameter in group["params"]] for group in optimizer.param_groups]
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if strange := [p for p in held if not isinstance(p, str) and p not in old_names]:
+        raise OSDPError(
+            f"The optimizer holds a parameter of shape {tuple(strange[0].shape)} that the model does not have; make it from"
+            " model.parameters(), and where a loss has parameters of its own, make it a module of the model."
+        )
     inner.state.clear()
-    for group, group_names in zip(optimizer.param_groups, names, strict=True):
-        group["params"] = group_names
+    for group in optimizer.param_groups:
+        group["params"] = [p if isinstance(p, str) else old_names[p] for p in group["params"]]
 
 
 def rebind_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Parameter, str], model: nn.Module) -> None:
@@ -111,7 +115,7 @@ def prepare_new_optimizers(model: nn.Module) -> None:
 
 
 class _StepByDevice:
-    """The hooks around one optimizer's step."""
+    """Hooks around one optimizer's step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, host: Iterable[nn.Parameter]) -> None:
         self._host = {id(parameter) for parameter in host}
@@ -120,7 +124,6 @@ class _StepByDevice:
         self._handles = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
 
     def remove(self) -> None:
-        """Leave the optimizer alone."""
         for handle in self._handles:
             handle.remove()
 
@@ -164,19 +167,6 @@ def _stepper(optimizer: torch.optim.Optimizer) -> _StepByDevice | None:
 
 def _move_step_counts(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
     """Move counts of steps to the host, where fused kernels want them: a checkpoint may have had them on the device."""
-    for parameter in parameters:
-        step = optimizer.state[parameter].get("step") if parameter in optimizer.state else None
-        if isinstance(step, torch.Tensor) and step.device.type != "cpu":
-            optimizer.state[parameter]["step"] = step.cpu()
-
-
-def _name(parameter: nn.Parameter | str, old_names: Mapping[nn.Parameter, str]) -> str:
-    if isinstance(parameter, str):
-        return parameter
-    if parameter not in old_names:
-        shape = tuple(parameter.shape)
-        raise OSDPError(
-            f"The optimizer holds a parameter of shape {shape} that the model does not have; make it from model.parameters(), and where a"
-            " loss has parameters of its own, make it a module of the model."
-        )
-    return old_names[parameter]
+    for state in (optimizer.state[parameter] for parameter in parameters if parameter in optimizer.state):
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].cpu()

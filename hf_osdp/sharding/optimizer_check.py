@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -90,25 +89,21 @@ def difference_on_shards(optimizer: torch.optim.Optimizer) -> float:
     Returns:
         The largest difference between the two, as a part of the largest update; NaN where nothing was updated.
     """
-    device = next(iter(optimizer.param_groups[0]["params"])).device
     generator = torch.Generator().manual_seed(0)
     rows = torch.arange(1, _ROWS + 1).unsqueeze(1)  # so that no two shards have one norm
     before = [torch.randn(_ROWS, _COLUMNS, generator=generator) for _ in optimizer.param_groups]
     gradients = [[rows * torch.randn(_ROWS, _COLUMNS, generator=generator) for _ in before] for _ in range(_STEPS)]
-    whole, parts = (_after_steps(optimizer, before, gradients, shards, device) for shards in (1, _SHARDS))
+    whole, parts = (_after_steps(optimizer, before, gradients, shards) for shards in (1, _SHARDS))
     update = max(float((after - start).abs().max()) for after, start in zip(whole, before, strict=True))
     difference = max(float((one - other).abs().max()) for one, other in zip(whole, parts, strict=True))
     return difference / update if update else float("nan")
 
 
 def _after_steps(
-    optimizer: torch.optim.Optimizer,
-    before: Sequence[torch.Tensor],
-    gradients: Sequence[Sequence[torch.Tensor]],
-    shards: int,
-    device: torch.device,
+    optimizer: torch.optim.Optimizer, before: Sequence[torch.Tensor], gradients: Sequence[Sequence[torch.Tensor]], shards: int
 ) -> list[torch.Tensor]:
     """Return the matrices after the steps, which were taken on so many shards of each."""
+    device = next(iter(optimizer.param_groups[0]["params"])).device
     parameters = [[torch.nn.Parameter(shard.to(device, copy=True)) for shard in matrix.chunk(shards)] for matrix in before]
     trial = _trial(optimizer, parameters)
     for of_step in gradients:
@@ -126,13 +121,8 @@ def _trial(optimizer: torch.optim.Optimizer, parameters: Sequence[list[torch.nn.
         trial.__dict__[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
     trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     trial.state = defaultdict(dict)
-    trial.param_groups = [
-        {**group, **_rate(group), "params": pieces} for group, pieces in zip(optimizer.param_groups, parameters, strict=True)
-    ]
+    trial.param_groups = [{**group, "params": pieces} for group, pieces in zip(optimizer.param_groups, parameters, strict=True)]
+    for group in trial.param_groups:
+        if "lr" in group:
+            group["lr"] = torch.full_like(group["lr"], _RATE) if isinstance(group["lr"], torch.Tensor) else _RATE
     return trial
-
-
-def _rate(group: dict[str, Any]) -> dict[str, Any]:
-    if "lr" not in group:
-        return {}
-    return {"lr": torch.full_like(group["lr"], _RATE) if isinstance(group["lr"], torch.Tensor) else _RATE}

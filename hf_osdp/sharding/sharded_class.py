@@ -51,8 +51,7 @@ class _Shards(OrderedDict[str, Any]):
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise OSDPError(f"torch.save and pickle would get one rank's shards of model.state_dict(); {_REMEDY}.")
 
-    def __copy__(self) -> _Shards:
-        return self.copy()
+    __copy__ = OrderedDict.copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Shards:
         return _Shards((name, copy.deepcopy(value, memo)) for name, value in self.items())

@@ -13,14 +13,10 @@ from ..modeling.split.names import SlicedName
 
 
 class SlicedTensor(torch.Tensor):
-    """A tensor without data of its own, whose slices are DTensors or plain tensors; for saving and loading only.
+    """A tensor without data of its own, whose slices (`parts`, at their places in `whole`) are DTensors or plain tensors.
 
-    Saving writes each rank's shards of every slice, loading reads into them, without communication. It answers the protocol by which
-    DTensor itself does so (`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`).
-
-    Attributes:
-        parts: the slices.
-        whole: their place in the tensor.
+    For saving and loading only: saving writes each rank's shards of every slice, loading reads into them, without communication. It
+    answers the protocol by which DTensor itself does so (`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`).
     """
 
     parts: tuple[torch.Tensor, ...]
@@ -58,16 +54,12 @@ class SlicedTensor(torch.Tensor):
         return [chunk for chunk, _ in self._chunks()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        for chunk, local in self._chunks():
-            if chunk.offsets == index.offset:
-                return local
-        raise ValueError(f"No shard of {index.fqn!r} begins at {tuple(index.offset or ())} on this rank.")
+        return next(local for chunk, local in self._chunks() if chunk.offsets == index.offset)
 
     def _chunks(self) -> Iterator[tuple[ChunkStorageMetadata, torch.Tensor]]:
         """Yield what this rank holds, with its place in the whole."""
         for part, start in zip(self.parts, self.whole.starts, strict=True):
-            chunks = [ChunkStorageMetadata(offsets=torch.Size([0] * part.ndim), sizes=part.size())]
-            local = part
+            chunks, local = [ChunkStorageMetadata(offsets=torch.Size([0] * part.ndim), sizes=part.size())], part
             if isinstance(part, DTensor):
                 chunks, local = part.__create_chunk_list__(), part.to_local()
             for chunk in chunks if local.numel() else ():

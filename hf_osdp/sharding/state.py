@@ -6,22 +6,22 @@ Here each tensor is gathered and broadcast by itself, and each rank copies its p
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ..distributed.consensus import on_rank_zero
+from ..distributed.collectives import all_gather_single
+from ..distributed.consensus import on_rank_zero, require_same
 from ..distributed.mesh import collective_device, rank, world_size
-from ..distributed.transport import all_gather_single
-from ..modeling.split.names import is_split, merge_optimizer_state, merge_state_dict, split_optimizer_state
-from ..modeling.split.positions import own_positions
+from ..modeling.split.names import is_split, merge_optimizer_state, merge_state_dict, own_positions, split_optimizer_state
 from ..modeling.units import canonical_name
 from .optimizer_check import unwrapped
 from .sliced_tensor import SlicedTensor
@@ -48,6 +48,32 @@ def free_gathered(model: nn.Module) -> None:
 # ------------------------------------------------------------------------------------------------------------------- weights
 
 
+@torch.no_grad()
+def broadcast_parameters(model: nn.Module) -> None:
+    """Give every rank rank 0's parameters and buffers, before they are sharded. Collective.
+
+    Replicated and HSDP units only ever average gradients: replicas that start unequal stay unequal. Tensors that are on the meta
+    device on any rank are left out on all; whoever loads them later makes them equal.
+
+    Raises:
+        PlanMismatchError: the ranks' models have tensors of other names, shapes or dtypes.
+    """
+    if world_size() == 1:
+        return
+    named = [*model.named_parameters(), *model.named_buffers()]
+    signature = repr([(canonical_name(name), tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named])
+    require_same({"the hash of the model's tensors": hashlib.sha256(signature.encode()).hexdigest()[:8]})
+    mine = [tensor.is_meta for _, tensor in named]
+    on_meta = [mine] * world_size()
+    dist.all_gather_object(on_meta, mine)
+    for (_, tensor), *flags in zip(named, *on_meta, strict=True):
+        if tensor.numel() and not any(flags):
+            staged = tensor.detach().to(collective_device()).contiguous()
+            dist.broadcast(staged.reshape(-1).view(torch.uint8), src=0)  # as bytes: backends differ in the dtypes that they know
+            if staged.data_ptr() != tensor.data_ptr():
+                tensor.copy_(staged)
+
+
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and buffers by Hugging Face names, tied names with one object; what is in slices as a `SlicedTensor`."""
     state = {canonical_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
@@ -67,8 +93,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     end_step(model)
     weights = named_weights(model)
-    unique = {id(value): value for value in weights.values()}
-    copies = {key: _copy_on_rank_zero(value) for key, value in unique.items()}
+    copies = {key: _copy_on_rank_zero(value) for key, value in {id(value): value for value in weights.values()}.items()}
     return {name: copies[id(value)] for name, value in weights.items()} if rank() == 0 else {}
 
 
@@ -88,25 +113,17 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], *,
         model.load_state_dict(dict(state), strict=strict)
         return
     targets = named_weights(model)
-    names, problem = on_rank_zero(lambda: _names_to_load(targets, state, strict=strict))
-    if problem:
-        raise RuntimeError(problem)
-    for name in {id(targets[name]): name for name in names}.values():  # tied weights come once
-        _broadcast_into(targets[name], state[name] if rank() == 0 else None)
-
-
-def _names_to_load(
-    targets: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], *, strict: bool
-) -> tuple[list[str], str | None]:  # fmt: skip
-    """Return names that are in both, in the model's order, and what does not fit."""
-    missing, unexpected = [n for n in targets if n not in state], [n for n in state if n not in targets]
+    shapes = on_rank_zero(lambda: {name: tuple(value.shape) for name, value in state.items()})
+    missing, unexpected = [name for name in targets if name not in shapes], [name for name in shapes if name not in targets]
     if strict and (missing or unexpected):
         lists = f"{len(missing)} missing {missing[:3]}, {len(unexpected)} unexpected {unexpected[:3]}"
-        return [], f"Weights do not fit the model: {lists}."
-    for name in (found := [n for n in targets if n in state]):
-        if targets[name].shape != state[name].shape:
-            return [], f"{name!r} has shape {tuple(state[name].shape)}, the model has {tuple(targets[name].shape)}."
-    return found, None
+        raise RuntimeError(f"Weights do not fit the model: {lists}.")
+    found = {name: target for name, target in targets.items() if name in shapes}
+    for name, target in found.items():
+        if target.shape != shapes[name]:
+            raise RuntimeError(f"{name!r} has shape {shapes[name]}, the model has {tuple(target.shape)}.")
+    for name in {id(target): name for name, target in found.items()}.values():  # tied weights come once
+        _broadcast_into(targets[name], state[name] if rank() == 0 else None)
 
 
 # ----------------------------------------------------------------------------------------------------------------- optimizers
@@ -142,43 +159,45 @@ def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, stat
         if state["state"]:
             set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
         else:
-            state = {**state, "state": get_optimizer_state_dict(model, optimizer)["state"]}
-            set_optimizer_state_dict(model, optimizer, state)
+            set_optimizer_state_dict(model, optimizer, {**state, "state": get_optimizer_state_dict(model, optimizer)["state"]})
             optimizer.state.clear()
 
 
-def states_problem(
+def check_states(
     saved: Mapping[str, Mapping[str, Sequence[int]]], group_keys: set[str], mine: OptimizerState, optimizer: torch.optim.Optimizer
-) -> str | None:
-    """Return why saved states cannot be loaded into an optimizer; None where they can."""
+) -> None:
+    """Refuse saved states that are not this optimizer's.
+
+    Args:
+        saved: shapes of states with dimensions, by parameter.
+        group_keys: of the saved groups.
+        mine: as `optimizer_state` gives it.
+        optimizer: to name it.
+
+    Raises:
+        RuntimeError: they are of other parameters, shapes, or another kind of optimizer.
+    """
+
+    def refuse(held: Iterable[str], own: Iterable[str]) -> NoReturn:
+        lists, kind = [", ".join(sorted(names)) or "nothing" for names in (held, own)], type(unwrapped(optimizer)).__name__
+        raise RuntimeError(f"it is the state of another optimizer: it holds {lists[0]} where this run's {kind} holds {lists[1]}")
+
     for name, shapes in saved.items():
         if name not in mine["state"]:
-            return f"it has a state of {name!r}, which this optimizer does not update"
-        own = shapes_of(mine["state"][name])
+            raise RuntimeError(f"it has a state of {name!r}, which this optimizer does not update")
+        own = _shapes(mine["state"][name])
         if shapes.keys() != own.keys():
-            return _other_optimizer(shapes, own, optimizer)
+            refuse(shapes, own)
         if wrong := next((key for key, shape in shapes.items() if tuple(shape) != own[key]), None):
-            return f"{wrong} of {name!r} has shape {tuple(shapes[wrong])}, this optimizer's has {own[wrong]}"
+            raise RuntimeError(f"{wrong} of {name!r} has shape {tuple(shapes[wrong])}, this optimizer's has {own[wrong]}")
     own_keys = set().union(*(group.keys() for group in mine["param_groups"]))
     if (extra := group_keys - own_keys - _SET_BY_SCHEDULERS) and (lacking := own_keys - group_keys - _SET_BY_SCHEDULERS):
-        return _other_optimizer(extra, lacking, optimizer)
-    return None
+        refuse(extra, lacking)
 
 
-def _other_optimizer(saved: Iterable[str], own: Iterable[str], optimizer: torch.optim.Optimizer) -> str:
-    lists = [", ".join(sorted(names)) or "nothing" for names in (saved, own)]
-    return (
-        f"it is the state of another optimizer: it holds {lists[0]} where this run's {type(unwrapped(optimizer)).__name__} holds {lists[1]}"
-    )
-
-
-def shapes_of(states: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _shapes(states: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of one parameter's states that have dimensions."""
-    return {key: tuple(value.shape) for key, value in states.items() if _has_dims(value)}
-
-
-def _has_dims(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
+    return {key: tuple(value.shape) for key, value in states.items() if isinstance(value, torch.Tensor) and value.dim()}
 
 
 @torch.no_grad()
@@ -205,21 +224,18 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Opti
     """
     mine = optimizer_state(model, optimizer, as_target=True)
 
-    def without_tensors() -> tuple[OptimizerState, str | None]:
-        saved = {name: shapes_of(own) for name, own in state["state"].items()}
+    def without_tensors() -> tuple[dict[str, dict[str, tuple[int, ...]]], OptimizerState]:
+        shapes = {name: _shapes(own) for name, own in state["state"].items()}
         # Copies: torch takes them over, and the next step would change the caller's.
-        plain = {name: {k: deepcopy(v) for k, v in own.items() if not _has_dims(v)} for name, own in state["state"].items()}
-        keys = set().union(*(group.keys() for group in state["param_groups"]))
-        return {"state": plain, "param_groups": state["param_groups"]}, states_problem(saved, keys, mine, optimizer)
+        plain = {name: {k: deepcopy(v) for k, v in own.items() if k not in shapes[name]} for name, own in state["state"].items()}
+        return shapes, {"state": plain, "param_groups": state["param_groups"]}
 
-    loaded, problem = on_rank_zero(without_tensors)
-    if problem:
-        raise RuntimeError(problem)
+    shapes, loaded = on_rank_zero(without_tensors)
+    check_states(shapes, set().union(*(group.keys() for group in loaded["param_groups"])), mine, optimizer)
     for name, own in mine["state"].items():
-        if name in loaded["state"]:  # a parameter that had no gradient when it was saved has no state
-            for key, value in own.items():
-                if _has_dims(value):
-                    _broadcast_into(value, state["state"][name][key] if rank() == 0 else None)
+        if name in shapes:  # a parameter that had no gradient when it was saved has no state
+            for key in _shapes(own):
+                _broadcast_into(own[key], state["state"][name][key] if rank() == 0 else None)
             loaded["state"][name] = {**own, **loaded["state"][name]}
     set_optimizer_state(model, optimizer, loaded)
 
@@ -271,13 +287,7 @@ def _broadcast_into(target: torch.Tensor, source: torch.Tensor | None) -> None:
             whole.copy_(source)
         dist.broadcast(whole, src=0)
     assert whole is not None
-    if not isinstance(target, DTensor):
-        target.copy_(whole)
-        return
-    mesh, place = target.device_mesh, target.device_mesh.get_coordinate()
-    assert place is not None
-    for axis, placement in enumerate(target.placements):
-        if isinstance(placement, Shard):
-            pieces = torch.chunk(whole, mesh.size(axis), dim=placement.dim)
-            whole = pieces[place[axis]] if place[axis] < len(pieces) else whole.narrow(placement.dim, 0, 0)
-    target.to_local().copy_(whole)
+    if isinstance(target, DTensor):
+        whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None).to_local()
+        target = target.to_local()
+    target.copy_(whole)

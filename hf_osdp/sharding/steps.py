@@ -1,22 +1,51 @@
-"""Training steps on a batch that is made up: what simulations, trials and benchmarks run."""
+"""Micro-steps of an optimizer step, and whole steps on a batch that is made up: what simulations, trials and benchmarks run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from ..modeling.batch import Inputs, Loss, loss_of, output_of
+from ..modeling.units import modules_by_name
 from ..planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from ..planner.plan import Plan
-from .accumulation import micro_step
-from .clip import clip_grad_norm_
+from .gradients import clip_grad_norm_
 from .host_offload import host_parameters
 from .optimizer import step_by_device
 
 _LEARNING_RATE = 1e-6
+
+
+@contextmanager
+def micro_step(model: nn.Module, *, is_last: bool, plan: Plan | None) -> Iterator[None]:
+    """Run forward and backward of one micro-batch inside; after the last one the optimizer steps.
+
+    By default a unit's gradients stay whole on each rank until the last micro-step reduces their sum. Units with
+    `reduce_every_micro_step` reduce-scatter each time and hold shards, for more communication; replicas all-reduce the sum in the
+    last micro-step. The result is the same.
+    """
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model.set_requires_gradient_sync(is_last)
+    model.set_requires_all_reduce(is_last)
+    if not is_last and plan is not None:
+        modules = modules_by_name(model)
+        for unit in plan.units:
+            # The unit's first module stands for all.
+            if unit.reduce_every_micro_step and isinstance(module := modules[unit.module_names[0]], FSDPModule):
+                module.set_requires_gradient_sync(True, recurse=False)
+                module.set_requires_all_reduce(False, recurse=False)  # which the line before switches on as well
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+        model.set_requires_all_reduce(True)
 
 
 def make_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.Optimizer:
@@ -36,9 +65,7 @@ def make_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.Optimiz
         case 2 | 3:
             optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE, amsgrad=spec.states == 3, **options)
         case _:
-            raise ValueError(
-                f"An optimizer with {spec.states} states a parameter is not known to torch; 0 to 3 can be tried and simulated."
-            )
+            raise ValueError(f"An optimizer with {spec.states} states a parameter is not known to torch; 0 to 3 can be simulated.")
     step_by_device(optimizer, host_parameters(model))
     return optimizer
 

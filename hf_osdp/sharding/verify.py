@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from ..distributed.collectives import TwoStageAllGather, TwoStageReduceScatter, flat_collectives
 from ..distributed.mesh import world_size
-from ..distributed.two_stage import TwoStageAllGather, TwoStageReduceScatter, flat_collectives
 from ..errors import PlanMismatchError
 from ..modeling.activation_offload import is_offloaded
 from ..modeling.units import modules_by_name
@@ -17,7 +18,7 @@ from ..planner.decision import UnitDecision
 from ..planner.description import Activations, UnitDescription
 from ..planner.plan import Plan
 from .apply import effective
-from .host_offload import is_on_host, parameter_groups
+from .host_offload import parameter_groups
 
 
 def verify_applied(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> None:
@@ -70,14 +71,12 @@ def _read_unit(unit: UnitDescription, module: nn.Module, owners: dict[tuple[int,
         return UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=False, activations=activations)
     if len(groups) != 1:
         raise PlanMismatchError(f"Unit {unit.label!r} has {len(groups)} FSDP2 parameter groups instead of one; apply the plan to it.")
-    group = groups[0]
+    group, mesh = groups[0], groups[0].mesh_info.mesh
     held = {owners.get((id(p._module_info.module), p._module_info.param_name), "") for p in group.fsdp_params}
-    if held != expected:
-        odd = sorted(held ^ expected)[0]
+    if odd := sorted(held ^ expected):
         raise PlanMismatchError(
-            f"Unit {unit.label!r} was to hold {len(expected)} parameters and holds {len(held)}; first odd one: {odd!r}."
+            f"Unit {unit.label!r} was to hold {len(expected)} parameters and holds {len(held)}; first odd one: {odd[0]!r}."
         )
-    mesh = group.mesh_info.mesh
     if mesh.size() != world:
         raise PlanMismatchError(f"Unit {unit.label!r} lies on a mesh of {mesh.size()} ranks, but {world} are running.")
     return UnitDecision(
@@ -86,7 +85,7 @@ def _read_unit(unit: UnitDescription, module: nn.Module, owners: dict[tuple[int,
         reshard_after_forward=group.post_forward_mesh_info is not None,
         stage_size=_stage_size(group),
         activations=activations,
-        on_host=is_on_host(group),
+        on_host=isinstance(group.offload_policy, CPUOffloadPolicy),
     )
 
 
@@ -108,8 +107,9 @@ def _stage_size(group: FSDPParamGroup) -> int:
     shards = mesh.get_group(mesh.ndim - 1)
     gather, scatter = group._all_gather_comm, group._reduce_scatter_comm
     if isinstance(gather, TwoStageAllGather) and isinstance(scatter, TwoStageReduceScatter):
-        if gather.stages == scatter.stages and gather.stages.covers(shards):
-            return gather.stages.per_node
+        stages = gather.stages
+        if stages == scatter.stages and shards.size() == stages.between.size() * stages.within.size():
+            return stages.within.size()
     flat = tuple(type(collective) for collective in flat_collectives(shards, mesh.device_type))
     if shards.size() > 1 and (type(gather), type(scatter)) != flat:
         raise PlanMismatchError(

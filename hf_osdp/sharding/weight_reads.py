@@ -60,9 +60,10 @@ class WeightReads:
         self._gathered: list[FSDPParamGroup] = []
         self._hooked: dict[tuple[int, str], torch.Tensor] = {}
         for group in self._labels:
-            for owner in _owners(group):
-                if not isinstance(owner._parameters, _WatchedParameters):
-                    owner.__dict__["_parameters"] = _WatchedParameters(owner._parameters, group, self)
+            for info in (parameter._module_info for parameter in group.fsdp_params):
+                for owner in (info.module, *info.shared_modules):
+                    if not isinstance(owner._parameters, _WatchedParameters):
+                        owner.__dict__["_parameters"] = _WatchedParameters(owner._parameters, group, self)
         for module in root.modules():
             if isinstance(module, FSDPModule):
                 state = module._get_fsdp_state()
@@ -74,7 +75,7 @@ class WeightReads:
                     module.register_forward_pre_hook(self._unit_begins, prepend=True)
         root.register_forward_pre_hook(self._forward_begins)  # after FSDP2's, which reads shards to set itself up
         root.register_forward_hook(self._forward_ends)
-        root._apply = partial(self._end_step_before, root._apply)  # type: ignore[method-assign]
+        root._apply = partial(self._end_step_before, root._apply)  # type: ignore[method-assign]  # `model.to(...)` and its like
 
     def read(self, group: FSDPParamGroup) -> None:
         """Prepare a unit for a read of one of its parameters. Collective where the unit shows shards."""
@@ -90,7 +91,7 @@ class WeightReads:
             # Until all gradients are there: reductions of calls in the same step would miss that of the read.
             group.post_backward, group.reshard = _wait, _wait  # type: ignore[method-assign]
             self._pinned.append(group)
-            self._hook(group, "_unsharded_param", lambda parameter: self._end_is_due)
+            self._hook(group, "_unsharded_param", self._end_is_due)
 
     def end_step(self) -> None:
         """Let go of what reads have gathered, where no backward follows."""
@@ -114,14 +115,14 @@ class WeightReads:
             self.end_step()
         self.active, self._after_evaluation = True, False
         for group, label in self._labels.items():  # loading may have put new parameters in the place of others
-            self._hook(group, "sharded_param", partial(_refuser, label))
+            self._hook(group, "sharded_param", partial(_refuse, label))
 
     def _forward_ends(self, module: nn.Module, args: object, output: object) -> None:
         if not torch.is_grad_enabled() and not self._pinned:
             self.end_step()
             self.active = self._after_evaluation = True
 
-    def _end_is_due(self, gradient: torch.Tensor) -> None:
+    def _end_is_due(self, parameter: FSDPParam, gradient: torch.Tensor) -> None:
         """Have FSDP2 call its end of backward, also where no module was called.
 
         Raises:
@@ -146,7 +147,6 @@ class WeightReads:
         self._check(ended)
 
     def _end_step_before(self, apply: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
-        """Run `model.to(...)` and its like on shards."""
         self.end_step()
         return apply(*args, **kwargs)
 
@@ -180,12 +180,12 @@ class WeightReads:
                         f" unit's own backward; {_REMEDY}."
                     )
 
-    def _hook(self, group: FSDPParamGroup, attribute: str, make: Callable[[FSDPParam], Callable[[torch.Tensor], None]]) -> None:
+    def _hook(self, group: FSDPParamGroup, attribute: str, hook: Callable[[FSDPParam, torch.Tensor], None]) -> None:
         """Put a hook on the gradients of a unit's tensors, once on each."""
         for parameter in group.fsdp_params:
             tensor: torch.Tensor = getattr(parameter, attribute)
             if tensor.requires_grad and self._hooked.get((id(parameter), attribute)) is not tensor:
-                tensor.register_hook(make(parameter))
+                tensor.register_hook(partial(hook, parameter))
                 self._hooked[id(parameter), attribute] = tensor
 
 
@@ -225,23 +225,12 @@ def mixing_explained() -> Iterator[None]:
         raise OSDPError(f"The loss mixes whole tensors with shards of weights; {_REMEDY}.") from error
 
 
-def _owners(group: FSDPParamGroup) -> Iterator[nn.Module]:
-    """Yield the modules that hold a unit's parameters."""
-    for parameter in group.fsdp_params:
-        yield parameter._module_info.module
-        yield from parameter._module_info.shared_modules
-
-
-def _refuser(label: str, parameter: FSDPParam) -> Callable[[torch.Tensor], None]:
-    """Make a hook of a shard, whose gradients nothing reduces."""
-
-    def refuse(gradient: torch.Tensor) -> None:
-        name = parameter._module_info.param_name
-        raise UnreducedGradientError(
-            f"Unit {label!r} got a gradient for a shard of its {name}, which is not reduced over the ranks; {_REMEDY}."
-        )
-
-    return refuse
+def _refuse(label: str, parameter: FSDPParam, gradient: torch.Tensor) -> None:
+    """Refuse the gradient of a shard, which nothing reduces."""
+    name = parameter._module_info.param_name
+    raise UnreducedGradientError(
+        f"Unit {label!r} got a gradient for a shard of its {name}, which is not reduced over the ranks; {_REMEDY}."
+    )
 
 
 def _refuse_second_gradients(pre_backward: Callable[[torch.Tensor], torch.Tensor], gradient: torch.Tensor) -> torch.Tensor:

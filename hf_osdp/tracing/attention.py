@@ -1,10 +1,12 @@
-"""Which attention kernel torch takes on CUDA, by the rules of torch 2.11 to 2.13.
+"""Which attention kernel torch takes on CUDA, by the rules of torch 2.11 to 2.13, and the FLOPs of attention.
 
 Each rule is a check of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`; the first kernel that passes all of its own runs.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -148,3 +150,13 @@ def warning_of_math(call: AttentionCall, capability: Capability) -> str:
         f"Attention runs torch's math kernel, which saves {scores} x {call.query[-2]} x {call.key[-2]} scores of each sample and layer:"
         f" {why}; {remedy}."
     )
+
+
+def attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *, backward: bool = False) -> int:
+    """Return the FLOPs of scaled dot-product attention: two products, 2 b h Tq Tk (d + dv), also where a causal mask halves them.
+
+    Shapes are `[..., heads, T, d]`; grouped keys and values count for every query head, as in torch.utils.flop_counter. Backward of
+    fused attention has five products against two (FlashAttention-2, arXiv 2307.08691).
+    """
+    forward = 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+    return forward * 5 // 2 if backward else forward

@@ -15,8 +15,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from .attention import ASSUMED_CAPABILITY, AttentionCall, Capability, Kernel, attention_kernel, capability_here
-from .operators import attention_backward_flops, attention_flops
+from .attention import ASSUMED_CAPABILITY, AttentionCall, Capability, Kernel, attention_flops, attention_kernel, capability_here
 
 CountFlops = Callable[[int], None]
 _Value = TypeVar("_Value")
@@ -160,7 +159,7 @@ class _FusedAttention(torch.autograd.Function):
             wide += [tensor.new_empty(tensor.shape[0], tensor.shape[2], heads, tensor.shape[3]) for tensor in (key, value)]
         grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         bias_grad = torch.empty_like(bias) if ctx.needs_input_grad[3] else None
-        ctx.count_flops(attention_backward_flops(query.shape, key.shape, value.shape))
+        ctx.count_flops(attention_flops(query.shape, key.shape, value.shape, backward=True))
         del row_sums, wide
         return *grads, bias_grad, None, None
 

@@ -14,15 +14,15 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import CheckpointingError, DescriptionError
 from ..modeling.batch import Inputs, Loss, check_sequence_length, plain_batch, training_batch
-from ..modeling.batch_norm import has_running_statistics
 from ..modeling.build import build_on_meta, is_checkpointed
 from ..modeling.split_candidates import split_copy
 from ..modeling.units import class_of, embedding_and_head, find_units, modules_by_name
+from ..modeling.wrapping import has_running_statistics
 from ..planner.affine import Affine
 from ..planner.description import DType, GatherSpan, ModelDescription, Segment, UnitDescription
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from .attention import ASSUMED_CAPABILITY, AttentionCall, Capability, Kernel, capability_here, warning_of_math
-from .formula import SOURCE, TransformerShape, formula_segments
+from .formula import SOURCE, formula_segments
 from .trace import Trace, TraceOptions, trace_segments
 
 _log = logging.getLogger(__name__)
@@ -100,31 +100,7 @@ def describe(model_or_config: object, **options: Any) -> ModelDescription:
     check_sequence_length(model, chosen.sequence_length)
     if chosen.split.sliced:
         model = split_copy(model, chosen.split)
-    units = find_units(model, chosen.block_classes, operators=chosen.split.operators, low_precision=chosen.cast_dtype is not None)
-    if chosen.inputs is None:
-        chosen = replace(chosen, inputs=_default_inputs(model, chosen.sequence_length))
-    blocks = _block_classes(units, model, chosen.block_classes)
-    checkpointed = chosen.activation_checkpointing or is_checkpointed(model)
-    if checkpointed:
-        _refuse_running_statistics(model, units, blocks)
-    found, how = _trace_or_formula(model, units, blocks, chosen)
-    batch_bytes, cast_bytes = _input_bytes(chosen)
-    return ModelDescription(
-        model_name=getattr(getattr(model, "config", None), "_name_or_path", "") or class_of(model).__name__,
-        model_class=class_of(model).__name__,
-        block_classes=blocks,
-        split=chosen.split,
-        sequence_length=chosen.sequence_length,
-        compute_dtype=chosen.compute_dtype or _main_dtype(units),
-        units=_with_step_spans(units, found),
-        segments=tuple(_with_forward_bytes(segment, cast_bytes) for segment in found.segments),
-        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
-        input_bytes=batch_bytes,
-        output_bytes=found.output_bytes,
-        trace=how,
-        allocations=found.allocations,
-        recomputed_by_others=checkpointed,
-    )
+    return _Describer(model, chosen).describe()
 
 
 def is_by_formula(description: ModelDescription) -> bool:
@@ -132,180 +108,195 @@ def is_by_formula(description: ModelDescription) -> bool:
     return description.trace.startswith(_FORMULA)
 
 
-def _trace_or_formula(
-    model: nn.Module, units: Sequence[UnitDescription], blocks: tuple[str, ...], options: DescribeOptions
-) -> tuple[Trace, str]:
-    """Trace the model, or where that fails take its costs from a formula; and say how."""
-    try:
-        trace = _trace(model, units, blocks, options)
-        how = _how_traced(model, options, trace.kernels)
-    except CheckpointingError:
-        raise
-    except Exception as error:  # a model may raise anything under fake tensors
-        if not options.split.is_none:
+class _Describer:
+    """Describes one model, split already."""
+
+    def __init__(self, model: nn.Module, options: DescribeOptions) -> None:
+        self._model, self._options = model, options
+        self._name = class_of(model).__name__
+        self._modules = modules_by_name(model)
+        self._units = find_units(
+            model, options.block_classes, operators=options.split.operators, low_precision=options.cast_dtype is not None
+        )
+        self._blocks = self._block_classes()
+        self._checkpointed = options.activation_checkpointing or is_checkpointed(model)
+        self._dtype = options.compute_dtype or self._main_dtype()
+        if options.inputs is None and not hasattr(model, "config"):
             raise DescriptionError(
-                f"{class_of(model).__name__} split into {options.split.describe()} does not run: {error}. Leave it whole."
-            ) from error
-        segments = _segments_by_formula(model, units, blocks, options, error)
-        trace = Trace(segments=segments, output_bytes=Affine(), outside_reads=frozenset(), kernels={}, allocations=())
-        return trace, f"{_FORMULA} ({SOURCE}); the trace failed with {type(error).__name__}"
-    if Kernel.MATH in trace.kernels and options.split.is_none:
-        _log.warning(warning_of_math(trace.kernels[Kernel.MATH], options.capability or capability_here() or ASSUMED_CAPABILITY))
-    return trace, how
+                f"{self._name} is not a transformers model, so its inputs are not known;"
+                " pass inputs, a function from samples to keyword arguments."
+            )
+        self._inputs = options.inputs or training_batch(model, options.sequence_length)
 
+    def describe(self) -> ModelDescription:
+        if self._checkpointed:
+            self._refuse_running_statistics()
+        found, how = self._trace_or_formula()
+        batch_bytes, cast_bytes = self._input_bytes()
+        return ModelDescription(
+            model_name=getattr(getattr(self._model, "config", None), "_name_or_path", "") or self._name,
+            model_class=self._name,
+            block_classes=self._blocks,
+            split=self._options.split,
+            sequence_length=self._options.sequence_length,
+            compute_dtype=self._dtype,
+            units=self._units_with_spans(found),
+            segments=tuple(_with_forward_bytes(segment, cast_bytes) for segment in found.segments),
+            buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in self._model.buffers()),
+            input_bytes=batch_bytes,
+            output_bytes=found.output_bytes,
+            trace=how,
+            allocations=found.allocations,
+            recomputed_by_others=self._checkpointed,
+        )
 
-def _trace(model: nn.Module, units: Sequence[UnitDescription], blocks: tuple[str, ...], options: DescribeOptions) -> Trace:
-    """Trace the model with all that may be chosen for its blocks, or where it cannot run so, with less."""
-    assert options.inputs is not None
-    basic = TraceOptions(
-        compute_dtype=options.cast_dtype, cuda_kernels=options.device_type == "cuda", capability=options.capability,
-        autocast=options.torch_dtype if options.autocast else None, loss=options.loss,
-        checkpointed_blocks=blocks if options.activation_checkpointing else None,
-        reuse_equal_blocks=not options.split.operators,  # parts of a block keep what others hand them, which copies do not
-    )  # fmt: skip
-    for recomputable, offloadable in (*_choices(model, units, blocks, options), ((), ())):
-        tried = replace(basic, recomputable=recomputable, offloadable=offloadable)
+    def _block_classes(self) -> tuple[str, ...]:
+        found = {unit.class_name: None for unit in self._units if unit.span is GatherSpan.USE}
+        asked = self._options.block_classes
+        if asked is not None:
+            return tuple(name for name in dict.fromkeys(asked) if name in found)
+        embeddings = {class_of(module).__name__ for module in embedding_and_head(self._model) if module is not None}
+        return tuple(name for name in found if name not in embeddings)
+
+    def _main_dtype(self) -> DType:
+        """Return the dtype that most parameter elements have."""
+        elements: Counter[DType] = Counter()
+        for unit in self._units:
+            for parameter in unit.parameters:
+                elements[parameter.dtype] += parameter.numel
+        return max(elements, key=lambda dtype: elements[dtype], default=DType.FLOAT32)
+
+    def _refuse_running_statistics(self) -> None:
+        """Refuse to recompute blocks whose forward counts what it sees.
+
+        Raises:
+            CheckpointingError: one of the blocks does.
+        """
+        blocks = (name for unit in self._units if unit.class_name in self._blocks for name in unit.module_names)
+        if (name := next((name for name in blocks if has_running_statistics(self._modules[name])), None)) is not None:
+            raise CheckpointingError(
+                f"{name} has batch normalisation, whose running statistics activation checkpointing would update twice;"
+                " leave activation checkpointing off."
+            )
+
+    def _trace_or_formula(self) -> tuple[Trace, str]:
+        """Trace the model, or where that fails take its costs from a formula; and say how."""
+        split = self._options.split
         try:
+            trace = self._trace()
+        except CheckpointingError:
+            raise
+        except Exception as error:  # a model may raise anything under fake tensors
+            if not split.is_none:
+                raise DescriptionError(f"{self._name} split into {split.describe()} does not run: {error}. Leave it whole.") from error
+            found = Trace(
+                segments=self._segments_by_formula(error), output_bytes=Affine(), outside_reads=frozenset(), kernels={}, allocations=()
+            )
+            return found, f"{_FORMULA} ({SOURCE}); the trace failed with {type(error).__name__}"
+        if Kernel.MATH in trace.kernels and split.is_none:
+            capability = self._options.capability or capability_here() or ASSUMED_CAPABILITY
+            _log.warning(warning_of_math(trace.kernels[Kernel.MATH], capability))
+        return trace, self._how_traced(trace.kernels)
+
+    def _trace(self) -> Trace:
+        """Trace the model with all that may be chosen for its blocks, or where it cannot run so, with less."""
+        options = self._options
+        basic = TraceOptions(
+            compute_dtype=options.cast_dtype, cuda_kernels=options.device_type == "cuda", capability=options.capability,
+            autocast=options.torch_dtype if options.autocast else None, loss=options.loss,
+            checkpointed_blocks=self._blocks if options.activation_checkpointing else None,
+            reuse_equal_blocks=not options.split.operators,  # parts of a block keep what others hand them, which copies do not
+        )  # fmt: skip
+        for recomputable, offloadable in self._choices():
+            tried = replace(basic, recomputable=recomputable, offloadable=offloadable)
             try:
-                return trace_segments(model, units, options.inputs, tried)
-            except ValueError as error:
-                if "more than 1 value per channel" not in str(error):
+                try:
+                    return trace_segments(self._model, self._units, self._inputs, tried)
+                except ValueError as error:
+                    if "more than 1 value per channel" not in str(error):
+                        raise
+                    # batch norm of pooled features trains on no single sample
+                    return trace_segments(self._model, self._units, self._inputs, replace(tried, samples=(2, 3, 4)))
+            except Exception:  # as a plainer model it may run
+                if not (recomputable or offloadable):
                     raise
-                # batch norm of pooled features trains on no single sample
-                return trace_segments(model, units, options.inputs, replace(tried, samples=(2, 3, 4)))
-        except Exception:  # as a plainer model it may run
-            if not (recomputable or offloadable):
-                raise
-            _log.debug("Blocks cannot be traced as recomputed or offloaded.", exc_info=True)
-    raise AssertionError
+                _log.debug("Blocks cannot be traced as recomputed or offloaded.", exc_info=True)
+        raise AssertionError
 
+    def _choices(self) -> list[tuple[frozenset[int], frozenset[int]]]:
+        """Return the units that may be recomputed and offloaded, then those that may be recomputed alone, then none.
 
-def _choices(
-    model: nn.Module, units: Sequence[UnitDescription], blocks: tuple[str, ...], options: DescribeOptions
-) -> list[tuple[frozenset[int], frozenset[int]]]:
-    """Return the units that may be recomputed and offloaded, and then those that may be recomputed alone.
+        They are blocks, or the parts that they are split into: units of one module, with others inside, that run once.
+        """
+        none = frozenset[int]()
+        if not self._options.recomputation or self._checkpointed:
+            return [(none, none)]
+        main = {index: self._modules[unit.module_names[0]] for index, unit in enumerate(self._units) if unit.span is GatherSpan.USE}
+        blocks = frozenset(index for index, module in main.items() if self._units[index].class_name in self._blocks and module._modules)
+        recomputable = frozenset(index for index in blocks if not has_running_statistics(main[index]))
+        offloads = self._options.device_type == "cuda" and not self._options.split.operators
+        return list(dict.fromkeys([(recomputable, blocks if offloads else none), (recomputable, none), (none, none)]))
 
-    They are blocks, or the parts that they are split into: units of one module, with others inside, that run once.
-    """
-    if not options.recomputation or options.activation_checkpointing or is_checkpointed(model):
-        return []
-    modules = modules_by_name(model)
-    main = {index: modules[unit.module_names[0]] for index, unit in enumerate(units) if unit.span is GatherSpan.USE}
-    offloadable = frozenset(index for index, module in main.items() if units[index].class_name in blocks and module._modules)
-    recomputable = frozenset(index for index in offloadable if not has_running_statistics(main[index]))
-    if options.device_type != "cuda" or options.split.operators:
-        offloadable = frozenset()
-    choices = dict.fromkeys([(recomputable, offloadable), (recomputable, frozenset[int]())])
-    return [choice for choice in choices if any(choice)]
-
-
-def _refuse_running_statistics(model: nn.Module, units: Sequence[UnitDescription], block_classes: Sequence[str]) -> None:
-    """Refuse to recompute blocks whose forward counts what it sees.
-
-    Raises:
-        CheckpointingError: one of the blocks does.
-    """
-    modules = modules_by_name(model)
-    blocks = (name for unit in units if unit.class_name in block_classes for name in unit.module_names)
-    if (name := next((name for name in blocks if has_running_statistics(modules[name])), None)) is not None:
-        raise CheckpointingError(
-            f"{name} has batch normalisation, whose running statistics activation checkpointing would update twice;"
-            " leave activation checkpointing off."
+    def _units_with_spans(self, trace: Trace) -> tuple[UnitDescription, ...]:
+        """Gather for the whole step what runs several times, as ALBERT's one layer does, or is read while it does not run."""
+        runs = Counter(segment.unit for segment in trace.segments)
+        return tuple(
+            replace(unit, span=GatherSpan.STEP) if unit.span is GatherSpan.USE and (runs[i] > 1 or i in trace.outside_reads) else unit
+            for i, unit in enumerate(self._units)
         )
 
+    def _segments_by_formula(self, error: Exception) -> tuple[Segment, ...]:
+        """Return the segments of a model whose trace failed with `error`."""
+        config = getattr(self._model, "config", None)
+        reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".rstrip(".")
+        if config is None:
+            raise DescriptionError(f"{self._name} could not be traced ({reason}); pass inputs that its forward accepts.") from error
+        found = formula_segments(
+            self._units, self._blocks, config, tokens=self._options.sequence_length, itemsize=self._dtype.itemsize,
+            checkpointed=self._options.activation_checkpointing,
+        )  # fmt: skip
+        _log.warning(
+            "%s could not be traced (%s); its activations are estimated by formula (%s), and recomputing blocks in backward is not offered,"
+            " for its costs are not known without a trace.", self._name, reason, SOURCE,
+        )  # fmt: skip
+        return found
 
-def _with_step_spans(units: tuple[UnitDescription, ...], trace: Trace) -> tuple[UnitDescription, ...]:
-    """Gather for the whole step what runs several times, as ALBERT's one layer does, or is read while it does not run."""
-    runs = Counter(segment.unit for segment in trace.segments)
-    return tuple(
-        replace(unit, span=GatherSpan.STEP) if unit.span is GatherSpan.USE and (runs[i] > 1 or i in trace.outside_reads) else unit
-        for i, unit in enumerate(units)
-    )
+    def _how_traced(self, kernels: Mapping[Kernel, AttentionCall]) -> str:
+        """Say for tables how the costs were found, and name the attention kernels of CUDA that were estimated."""
+        options, attention = self._options, getattr(getattr(self._model, "config", None), "_attn_implementation", None)
+        parts = [f"fake tensors, device {options.device_type}"]
+        if kernels:
+            assumed = options.capability is None and capability_here() is None
+            where = f" (compute capability {ASSUMED_CAPABILITY[0]}.{ASSUMED_CAPABILITY[1]} assumed)" if assumed else ""
+            saves = ", which saves every score" if Kernel.MATH in kernels else ""
+            parts += [f"attention {attention or 'sdpa'} by {' and '.join(sorted(kernels))} kernel{where}{saves}"]
+        elif attention:
+            parts += [f"attention {attention}"]
+        parts += ["under autocast"] if options.autocast else []
+        parts += ["blocks checkpointed"] if self._checkpointed else []
+        return ", ".join(parts)
 
+    def _input_bytes(self) -> tuple[Affine, Affine]:
+        """Return the bytes of a batch throughout a step, and beside them in forward.
 
-def _segments_by_formula(
-    model: nn.Module, units: Sequence[UnitDescription], blocks: tuple[str, ...], options: DescribeOptions, error: Exception
-) -> tuple[Segment, ...]:
-    """Return the segments of a model whose trace failed with `error`."""
-    name, config = class_of(model).__name__, getattr(model, "config", None)
-    reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".rstrip(".")
-    if config is None:
-        raise DescriptionError(f"{name} could not be traced ({reason}); pass inputs that its forward accepts.") from error
-    dtype = options.compute_dtype or _main_dtype(units)
-    shape = TransformerShape.of(config, tokens=options.sequence_length, itemsize=dtype.itemsize)
-    _log.warning(
-        "%s could not be traced (%s); its activations are estimated by formula (%s), and recomputing blocks in backward is not offered,"
-        " for its costs are not known without a trace.", name, reason, SOURCE,
-    )  # fmt: skip
-    return formula_segments(units, blocks, shape, checkpointed=options.activation_checkpointing)
-
-
-def _how_traced(model: nn.Module, options: DescribeOptions, kernels: Mapping[Kernel, AttentionCall]) -> str:
-    """Say for tables how the costs were found, and name the attention kernels of CUDA that were estimated."""
-    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    parts = [f"fake tensors, device {options.device_type}"]
-    if kernels:
-        assumed = options.capability is None and capability_here() is None
-        where = f" (compute capability {ASSUMED_CAPABILITY[0]}.{ASSUMED_CAPABILITY[1]} assumed)" if assumed else ""
-        saves = ", which saves every score" if Kernel.MATH in kernels else ""
-        parts += [f"attention {attention or 'sdpa'} by {' and '.join(sorted(kernels))} kernel{where}{saves}"]
-    elif attention:
-        parts += [f"attention {attention}"]
-    parts += ["under autocast"] if options.autocast else []
-    parts += ["blocks checkpointed"] if options.activation_checkpointing or is_checkpointed(model) else []
-    return ", ".join(parts)
-
-
-def _default_inputs(model: nn.Module, sequence_length: int) -> Inputs:
-    if not hasattr(model, "config"):
-        raise DescriptionError(
-            f"{class_of(model).__name__} is not a transformers model, so its inputs are not known;"
-            " pass inputs, a function from samples to keyword arguments."
-        )
-    return training_batch(model, sequence_length)
-
-
-def _main_dtype(units: Sequence[UnitDescription]) -> DType:
-    """Return the dtype that most parameter elements have."""
-    elements: Counter[DType] = Counter()
-    for unit in units:
-        for parameter in unit.parameters:
-            elements[parameter.dtype] += parameter.numel
-    return max(elements, key=lambda dtype: elements[dtype], default=DType.FLOAT32)
-
-
-def _block_classes(units: Sequence[UnitDescription], model: nn.Module, asked: Sequence[str] | None) -> tuple[str, ...]:
-    found = {unit.class_name: None for unit in units if unit.span is GatherSpan.USE}
-    if asked is not None:
-        return tuple(name for name in dict.fromkeys(asked) if name in found)
-    embeddings = {class_of(module).__name__ for module in embedding_and_head(model) if module is not None}
-    return tuple(name for name in found if name not in embeddings)
+        FSDP2 casts floating-point inputs to the compute dtype for the root. Vision models of transformers cast them back to the
+        dtype of their sharded parameters, and FSDP2 casts these again for the unit that uses them, which saves the last copy.
+        """
+        pairs = []
+        for samples in (1, 2):
+            held = beside = 0
+            for leaf in tree_leaves(plain_batch(self._inputs(samples))):
+                if not isinstance(leaf, torch.Tensor):
+                    continue
+                held += leaf.nbytes
+                if (dtype := self._options.cast_dtype) is not None and leaf.is_floating_point() and leaf.dtype is not dtype:
+                    held += leaf.numel() * dtype.itemsize
+                    beside += leaf.numel() * (dtype.itemsize + leaf.element_size())
+            pairs.append((held, beside))
+        batch, cast = (Affine(constant=2 * one - two, per_sample=two - one) for one, two in zip(*pairs, strict=True))
+        return batch, cast
 
 
 def _with_forward_bytes(segment: Segment, cast: Affine) -> Segment:
     """Add inputs that were cast for the root, which stay alive in its frame until forward ends."""
-    if cast == Affine():
-        return segment
     return replace(segment, forward=replace(segment.forward, peak_bytes=segment.forward.peak_bytes.plus(cast)))
-
-
-def _input_bytes(options: DescribeOptions) -> tuple[Affine, Affine]:
-    """Return the bytes of a batch throughout a step, and beside them in forward.
-
-    FSDP2 casts floating-point inputs to the compute dtype for the root. Vision models of transformers cast them back to the
-    dtype of their sharded parameters, and FSDP2 casts these again for the unit that uses them, which saves the last copy.
-    """
-    assert options.inputs is not None
-    pairs = []
-    for samples in (1, 2):
-        held = transient = 0
-        for leaf in tree_leaves(plain_batch(options.inputs(samples))):
-            if not isinstance(leaf, torch.Tensor):
-                continue
-            held += leaf.numel() * leaf.element_size()
-            if (dtype := options.cast_dtype) is not None and leaf.is_floating_point() and leaf.dtype is not dtype:
-                held += leaf.numel() * dtype.itemsize
-                transient += leaf.numel() * (dtype.itemsize + leaf.element_size())
-        pairs.append((held, transient))
-    batch, beside = (Affine(constant=2 * one - two, per_sample=two - one) for one, two in zip(*pairs, strict=True))
-    return batch, beside

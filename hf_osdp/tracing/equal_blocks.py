@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -53,35 +53,29 @@ class _TensorSpec(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=DEVICE)
 
 
-class _InputLeaf(NamedTuple):
-    """An output that is one of the inputs."""
-
-    position: int
-
-
 class RecordedCall(NamedTuple):
     """What a call returned; `replay` returns the like for other inputs."""
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
+    """Scalars as they are, None for tensors."""
+    given: dict[int, int]
+    """Leaves that are inputs, by position: which of them."""
+    made: dict[int, _TensorSpec]
+    """Leaves that are tensors of its own, by position."""
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> RecordedCall | None:
         """Describe an output; None if it holds objects that cannot be made anew."""
-        inputs, _ = tree_flatten((args, kwargs))
+        inputs = {id(leaf): number for number, leaf in reversed(list(enumerate(tree_flatten((args, kwargs))[0])))}
         outputs, spec = tree_flatten(output)
-        leaves: list[Any] = []
-        for leaf in outputs:
-            index = next((i for i, given in enumerate(inputs) if given is leaf), None)
-            if isinstance(leaf, _SCALARS):
-                leaves.append(leaf)
-            elif index is not None:
-                leaves.append(_InputLeaf(index))
-            elif isinstance(leaf, torch.Tensor):
-                leaves.append(_TensorSpec.of(leaf))
-            else:
-                return None
-        return cls(spec, tuple(leaves))
+        leaves = tuple(leaf if isinstance(leaf, _SCALARS) else None for leaf in outputs)
+        others = {position: leaf for position, leaf in enumerate(outputs) if not isinstance(leaf, _SCALARS)}
+        given = {position: inputs[id(leaf)] for position, leaf in others.items() if id(leaf) in inputs}
+        own = {position: leaf for position, leaf in others.items() if position not in given}
+        if not all(isinstance(leaf, torch.Tensor) for leaf in own.values()):
+            return None
+        return cls(spec, leaves, given, {position: _TensorSpec.of(leaf) for position, leaf in own.items()})
 
     def replay(self, args: tuple[Any, ...], kwargs: dict[str, Any], anchor: nn.Parameter | None) -> object:
         """Make outputs of the same shapes; inputs that need gradients get them in backward.
@@ -93,17 +87,14 @@ class RecordedCall(NamedTuple):
         """
         inputs, _ = tree_flatten((args, kwargs))
         differentiable = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        specs = tuple(leaf for leaf in self.leaves if isinstance(leaf, _TensorSpec) and leaf.requires_grad)
+        specs = tuple(spec for spec in self.made.values() if spec.requires_grad)
         made = iter(_AllocateOutputs.apply(specs, anchor, *differentiable) if specs else ())
-        return tree_unflatten([self._leaf(leaf, inputs, made) for leaf in self.leaves], self.spec)
-
-    @staticmethod
-    def _leaf(leaf: object, inputs: list[Any], made: Iterator[torch.Tensor]) -> object:
-        if isinstance(leaf, _InputLeaf):
-            return inputs[leaf.position]
-        if isinstance(leaf, _TensorSpec):
-            return next(made) if leaf.requires_grad else leaf.empty()
-        return leaf
+        leaves = list(self.leaves)
+        for position, number in self.given.items():
+            leaves[position] = inputs[number]
+        for position, spec in self.made.items():
+            leaves[position] = next(made) if spec.requires_grad else spec.empty()
+        return tree_unflatten(leaves, self.spec)
 
 
 class _AllocateOutputs(torch.autograd.Function):

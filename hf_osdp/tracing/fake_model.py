@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..modeling.batch_norm import batch_norm_parameters
 from ..modeling.units import unwrapped
+from ..modeling.wrapping import batch_norm_parameters
 from ..planner.description import GatherSpan, UnitDescription
 from .tensors import fake_like
 
@@ -85,21 +85,15 @@ def _untie(model: nn.Module) -> None:
 
 def release_of_stored(module: nn.Module) -> Callable[[], None]:
     """Return a function that puts back attributes that hold tensors: RecurrentGemma's modules store their last state in themselves."""
-    before = {key: values.get(key[1]) for key, values in _attributes(module)}
+    before = [(values, dict(values)) for inner in module.modules() for values in (inner.__dict__, inner._buffers)]
 
     def release() -> None:
-        for key, values in list(_attributes(module)):
-            if _holds_tensors(values[key[1]]) and values[key[1]] is not before.get(key):
-                values[key[1]] = before.get(key)
+        for values, earlier in before:
+            for name, value in list(values.items()):
+                if _holds_tensors(value) and value is not earlier.get(name):
+                    values[name] = earlier.get(name)
 
     return release
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], dict[str, Any]]]:
-    """Yield each attribute's owner and name, and where its value is; parameters and modules left out."""
-    for inner in module.modules():
-        for values in (inner.__dict__, inner._buffers):
-            yield from (((inner, name), values) for name in values if name not in ("_parameters", "_buffers", "_modules"))
 
 
 def _holds_tensors(value: object) -> bool:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._guards import active_fake_mode
@@ -20,15 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..modeling.activation_offload import host_memory
 from ..planner.allocator.replay import Event
 from ..planner.cost.units import pinned_bytes
-from .operators import call_operator
-from .tensors import is_dtensor, plain_tensors, storage_of, storages_of, tensors_in
+from .tensors import call_operator, is_dtensor, plain_tensors, storage_of, storages_of, tensors_in
 
 CUDA_BLOCK_BYTES = 512
 """The CUDA caching allocator rounds each allocation up to this (`kMinBlockSize` in c10/cuda/CUDACachingAllocator.cpp)."""
 
 
 class Kind(str, Enum):
-    """What bytes hold, as `MemoryBreakdown` names it."""
+    """What bytes hold, as `MemoryBreakdown` names it, or that they are on the host."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -37,6 +36,7 @@ class Kind(str, Enum):
     GATHERED = "gathered"
     BUFFERS = "buffers"
     MODEL_BUFFERS = "model_buffers"
+    HOST = "host"
 
 
 _KIND_BY_FUNCTION = {
@@ -52,12 +52,10 @@ _KIND_BY_FUNCTION = {
 """Functions of torch/distributed/fsdp/_fully_shard, and what their allocations hold."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """Where new storages go, and what they hold; None leaves it to the operator and its caller."""
+class _Target(NamedTuple):
+    """What new storages hold."""
 
-    kind: Kind | None = None
-    on_host: bool | None = None
+    kind: Kind
     pinned: bool = False
 
 
@@ -66,12 +64,11 @@ class _Storage:
     """A storage that is tracked."""
 
     reference: weakref.ref[torch.UntypedStorage]
-    on_host: bool
-    pinned: bool
     kind: Kind
+    pinned: bool
     nbytes: int = 0
     allocation: int | None = None
-    """Number of its allocation among the device's events; None while it has no memory."""
+    """Number of its allocation among the device's events; None while it has no memory there."""
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -91,9 +88,6 @@ class MemoryTracker(TorchDispatchMode):
         by_kind: find out the kind of each storage from the function that allocates it; else all are activations.
         locks_pages: pinned host memory is rounded as `pinned_bytes` does.
         stream: gives the number of the current stream, for `events`.
-
-    Raises:
-        ValueError: `block_bytes` is less than 1.
     """
 
     def __init__(
@@ -105,26 +99,22 @@ class MemoryTracker(TorchDispatchMode):
         locks_pages: bool = False,
         stream: Callable[[], int] = lambda: 0,
     ) -> None:
-        if block_bytes < 1:
-            raise ValueError(f"block_bytes={block_bytes} must be at least 1; use 1 for no rounding.")
         super().__init__()
         self._block_bytes, self._device_type, self._by_kind = block_bytes, device_type, by_kind
         self._locks_pages, self._stream = locks_pages, stream
         self._storages: dict[int, _Storage] = {}
-        self._target = _Target()
-        self._uses_host = self._made_of_host = False
+        self._target: _Target | None = None
         self._fake_mode: object = None
-        self._undo_patches: list[Callable[[], None]] = []
         self._allocations = 0
-        self._by_kind_bytes = dict.fromkeys(Kind, 0)
+        self._live = dict.fromkeys(Kind, 0)
         self.events: list[Event] = []
         """Allocations and frees on the device, in order."""
         self.current_bytes = self.peak_bytes = 0
         """On the device: alive now, and at most since the start or the last `reset_peak`."""
-        self.host_bytes = self.host_peak_bytes = 0
-        """The same on the host."""
-        self.peak_by_kind = dict(self._by_kind_bytes)
-        """Bytes of each kind on the device when the peak was reached."""
+        self.host_peak_bytes = 0
+        """At most on the host."""
+        self.peak_by_kind = dict(self._live)
+        """Bytes of each kind when the device's peak was reached."""
 
     @property
     def live_allocations(self) -> frozenset[int]:
@@ -138,17 +128,14 @@ class MemoryTracker(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         """Start the peaks again from what is alive now."""
-        self.peak_bytes, self.host_peak_bytes, self.peak_by_kind = self.current_bytes, self.host_bytes, dict(self._by_kind_bytes)
+        self.peak_bytes, self.host_peak_bytes, self.peak_by_kind = self.current_bytes, self._live[Kind.HOST], dict(self._live)
 
-    def track(
-        self, tensors: Iterable[torch.Tensor | None], kind: Kind | None = None, *, on_host: bool = False, pinned: bool = False
-    ) -> None:
+    def track(self, tensors: Iterable[torch.Tensor | None], kind: Kind | None = None, *, pinned: bool = False) -> None:
         """Count tensors that were made outside, for example parameters and optimizer states.
 
         Args:
             tensors: tensors of any kind; None entries are skipped, storages already counted stay counted once.
-            kind: what they hold, also those already counted; None asks the calling functions.
-            on_host: count them as the host's from now on, also where they counted as the device's.
+            kind: what they hold, also those already counted, but what is on the host stays there; None asks the calling functions.
             pinned: they lie in page-locked host memory.
         """
         for tensor in tensors:
@@ -157,14 +144,14 @@ class MemoryTracker(TorchDispatchMode):
                 if storage is None or not self._counts(local):
                     continue
                 known = self._storages.get(storage._cdata)
-                if known is not None and not known.on_host:
-                    if on_host:
+                if known is not None and kind is not None and known.kind is not Kind.HOST:
+                    if kind is Kind.HOST:
                         self._forget(storage._cdata)
-                    elif kind is not None:
-                        self._by_kind_bytes[known.kind] -= known.nbytes
-                        self._by_kind_bytes[kind] += known.nbytes
+                    else:
+                        self._live[known.kind] -= known.nbytes
+                        self._live[kind] += known.nbytes
                         known.kind = kind
-                with self._targeting(_Target(kind=kind, on_host=on_host or None, pinned=pinned)):
+                with self._targeting(None if kind is None else _Target(kind, pinned)):
                     self._update(storage)
 
     @contextmanager
@@ -183,7 +170,7 @@ class MemoryTracker(TorchDispatchMode):
                 return tensor.clone()
 
         def on_host(like: torch.Tensor) -> torch.Tensor:
-            with self._targeting(_Target(on_host=True, pinned=True)):
+            with self._targeting(_Target(Kind.HOST, pinned=True)):
                 return torch.empty_like(like)
 
         torch.Tensor.to = to  # type: ignore[assignment,method-assign]
@@ -194,28 +181,27 @@ class MemoryTracker(TorchDispatchMode):
             del torch.Tensor.to  # what it inherits is seen again
 
     def __enter__(self) -> MemoryTracker:
-        if not self._undo_patches:
-            self._fake_mode = active_fake_mode()
-        self._undo_patches.append(self._patch_resize())
+        self._fake_mode = active_fake_mode()
+        self._stock_resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._resizing(self._stock_resize)  # type: ignore[method-assign]
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._undo_patches.pop()()
+        torch.UntypedStorage.resize_ = self._stock_resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         if any(map(is_dtensor, types)):
             return NotImplemented  # let it unfold into operators on local tensors, which come here again
-        kwargs = kwargs or {}
-        self._made_of_host = self._uses_host and any(map(self._is_on_host, tensors_in((args, kwargs))))
-        try:
+        kwargs, target = kwargs or {}, self._target
+        if target is None and self._live[Kind.HOST] and any(map(self._is_on_host, tensors_in((args, kwargs)))):
+            target = _Target(Kind.HOST)
+        with self._targeting(target):
             result = call_operator(func, args, kwargs)
             self._update_results(result, () if func is torch.ops.aten.lift_fresh.default else (args, kwargs))
-        finally:
-            self._made_of_host = False
         return result
 
     def _update_results(self, result: object, arguments: object) -> None:
@@ -239,24 +225,21 @@ class MemoryTracker(TorchDispatchMode):
         key, nbytes = storage._cdata, storage.nbytes()
         known = self._storages.get(key)
         if known is None:
-            on_host = self._made_of_host if self._target.on_host is None else self._target.on_host
-            kind = self._target.kind or (self._kind_of_caller() if self._by_kind and not on_host else Kind.ACTIVATIONS)
-            known = _Storage(weakref.ref(storage, lambda _: self._forget(key)), on_host, self._target.pinned, kind)
-            self._storages[key] = known
-            self._uses_host |= on_host
+            kind, pinned = self._target or (self._kind_of_caller() if self._by_kind else Kind.ACTIVATIONS, False)
+            known = self._storages[key] = _Storage(weakref.ref(storage, lambda _: self._forget(key)), kind, pinned)
         before = known.nbytes
-        if known.on_host:
+        if known.kind is Kind.HOST:
             known.nbytes = pinned_bytes(nbytes) if known.pinned and self._locks_pages else nbytes
-            self.host_bytes += known.nbytes - before
-            self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
+            self._live[Kind.HOST] += known.nbytes - before
+            self.host_peak_bytes = max(self.host_peak_bytes, self._live[Kind.HOST])
             return
         known.nbytes = -(-nbytes // self._block_bytes) * self._block_bytes
         if known.nbytes != before:
             self._reallocate(known, nbytes)
         self.current_bytes += known.nbytes - before
-        self._by_kind_bytes[known.kind] += known.nbytes - before
+        self._live[known.kind] += known.nbytes - before
         if self.current_bytes > self.peak_bytes:
-            self.peak_bytes, self.peak_by_kind = self.current_bytes, dict(self._by_kind_bytes)
+            self.peak_bytes, self.peak_by_kind = self.current_bytes, dict(self._live)
 
     def _reallocate(self, storage: _Storage, nbytes: int) -> None:
         """Write down that a storage's memory is freed, and that it has new memory."""
@@ -270,16 +253,14 @@ class MemoryTracker(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         storage = self._storages.pop(key)
-        if storage.on_host:
-            self.host_bytes -= storage.nbytes
-            return
-        self.current_bytes -= storage.nbytes
-        self._by_kind_bytes[storage.kind] -= storage.nbytes
-        self._reallocate(storage, 0)
+        self._live[storage.kind] -= storage.nbytes
+        if storage.kind is not Kind.HOST:
+            self.current_bytes -= storage.nbytes
+            self._reallocate(storage, 0)
 
     def _is_on_host(self, tensor: torch.Tensor) -> bool:
         found = (self._storages.get(storage._cdata) for storage in storages_of(tensor))
-        return any(storage is not None and storage.on_host for storage in found)
+        return any(storage is not None and storage.kind is Kind.HOST for storage in found)
 
     def _counts(self, tensor: torch.Tensor) -> bool:
         if isinstance(tensor, FakeTensor):
@@ -309,16 +290,15 @@ class MemoryTracker(TorchDispatchMode):
         return Kind.ACTIVATIONS
 
     @contextmanager
-    def _targeting(self, target: _Target) -> Iterator[None]:
-        self._target = target
+    def _targeting(self, target: _Target | None) -> Iterator[None]:
+        before, self._target = self._target, target
         try:
             yield
         finally:
-            self._target = _Target()
+            self._target = before
 
-    def _patch_resize(self) -> Callable[[], None]:
-        """Patch `UntypedStorage.resize_`, which is no operator; the function returned undoes it."""
-        original = torch.UntypedStorage.resize_
+    def _resizing(self, original: Callable[..., object]) -> Callable[..., object]:
+        """Make `UntypedStorage.resize_`, which is no operator, count."""
 
         def resize_(storage: torch.UntypedStorage, size: int) -> object:
             result = original(storage, size)
@@ -327,18 +307,14 @@ class MemoryTracker(TorchDispatchMode):
                 self._update(storage)
             return result
 
-        def restore() -> None:
-            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
-
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
-        return restore
+        return resize_
 
 
 def _copy_target(caller: FrameType) -> _Target | None:
-    """Where a copy by FSDP2 goes; None for other callers of `Tensor.to`."""
+    """Return what a copy by FSDP2 between host and device makes; None for other callers of `Tensor.to`."""
     match caller.f_code.co_filename.rpartition("/")[2], caller.f_code.co_name:
         case "_fsdp_param.py", "all_gather_inputs":
-            return _Target(on_host=False)
+            return _Target(Kind.GATHERED)
         case "_fsdp_collectives.py", "foreach_reduce":  # what is added to a gradient that is there comes over in ordinary memory
-            return _Target(on_host=True, pinned=not caller.f_locals["to_accumulate_grad"])
+            return _Target(Kind.HOST, pinned=not caller.f_locals["to_accumulate_grad"])
     return None

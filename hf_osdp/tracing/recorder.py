@@ -16,10 +16,19 @@ from torch import nn
 from torch._ops import OpOverload
 from torch.autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from ..planner.allocator.replay import Event
+from .attention import attention_flops
 from .memory_tracker import MemoryTracker
-from .operators import call_operator, operator_cost
+from .tensors import call_operator, tensors_in
+
+aten = torch.ops.aten
+
+_PICKS_ROWS = frozenset({aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward})
+"""Their first argument is a table of which they read about as many bytes as they write."""
+_MOVES_NOTHING = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.lift_fresh})
+"""They allocate or alias without touching memory, though their schemas do not say so."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,6 +42,23 @@ class PhaseRecord:
     operators: int = 0
     events: list[Event] = field(default_factory=list)
     """What was allocated and freed, gradients of parameters not freed."""
+
+    def count(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
+        """Count an operator: its FLOPs where torch.utils.flop_counter has a formula for it, else the bytes that it reads and writes."""
+        packet = func._overloadpacket
+        self.operators += 1
+        if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+            self.matmul_flops += attention_flops(*(tensor.shape for tensor in args[:3]))
+        elif packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+            self.matmul_flops += attention_flops(*(tensor.shape for tensor in args[1:4]), backward=True)
+        elif packet is aten._grouped_mm:
+            self.matmul_flops += 2 * args[0].numel() * args[1].shape[-1]
+        elif packet in flop_registry:
+            self.matmul_flops += int(flop_registry[packet](*args, **kwargs, out_val=result))
+        elif packet in _PICKS_ROWS:
+            self.traffic_bytes += _bytes((args[1:], kwargs)) + 2 * _bytes(result)
+        elif not func.is_view and packet not in _MOVES_NOTHING:
+            self.traffic_bytes += _bytes((args, kwargs)) + _bytes(result)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,21 +92,20 @@ class Recorder(TorchDispatchMode):
     """Split a forward and backward pass into segments.
 
     Enter it inside the tracker that it reads. Call `enter` and `leave` around each unit's module, `begin_backward` between
-    the passes and `finish` after them.
+    the passes and `close_backward` after them. What runs outside of them is unit 0's, the root's.
 
     Args:
         memory: counts the bytes.
-        root_unit: index of the unit that owns what runs outside any module that was entered.
     """
 
-    def __init__(self, memory: MemoryTracker, root_unit: int = 0) -> None:
+    def __init__(self, memory: MemoryTracker) -> None:
         super().__init__()
-        self._memory, self._root_unit = memory, root_unit
+        self._memory = memory
         self.records: list[SegmentRecord] = []
         """In forward order."""
         self.inside = False
         """Whether a unit's module is running."""
-        self._current = self._pending = SegmentRecord(unit=root_unit, first_node=_get_sequence_nr())
+        self._current = self._pending = SegmentRecord(unit=0, first_node=_get_sequence_nr())
         self._events_read = 0
         self._in_backward = False
         self._gradient_order: dict[nn.Parameter, int] = {}
@@ -96,7 +121,7 @@ class Recorder(TorchDispatchMode):
     def leave(self) -> None:
         """End it: what follows is the root's."""
         self.inside = False
-        self._pending = SegmentRecord(unit=self._root_unit, first_node=_get_sequence_nr())
+        self._pending = SegmentRecord(unit=0, first_node=_get_sequence_nr())
 
     def begin_backward(self) -> None:
         """Close forward, after everything that does not outlive it has been released."""
@@ -106,11 +131,7 @@ class Recorder(TorchDispatchMode):
         self._end_node = _get_sequence_nr()
         self._enter_backward(self.records[-1])
 
-    def finish(self) -> None:
-        """Close backward."""
-        self._close_backward()
-
-    def note_gradient(self, parameter: nn.Parameter, name: str | None = None, position: int = 0) -> None:
+    def note_gradient(self, parameter: nn.Parameter, name: str | None, position: int) -> None:
         """Drop a parameter's gradient when the segment's backward ends; for `register_post_accumulate_grad_hook`."""
         self._gradient_order[parameter] = position
         if name is not None:
@@ -129,11 +150,8 @@ class Recorder(TorchDispatchMode):
         self._open_pending()
         kwargs = kwargs or {}
         result = call_operator(func, args, kwargs)
-        cost, phase = operator_cost(func, args, kwargs, result), self._phase
-        phase.matmul_flops += cost.matmul_flops
-        phase.traffic_bytes += cost.traffic_bytes
-        phase.operators += 1
-        phase.levels.append(self._memory.current_bytes)
+        self._phase.count(func, args, kwargs, result)
+        self._phase.levels.append(self._memory.current_bytes)
         return result
 
     @property
@@ -167,14 +185,15 @@ class Recorder(TorchDispatchMode):
             return
         record = self.records[max(0, bisect_right(self._first_nodes, number) - 1)]
         if record is not self._current:
-            self._close_backward()
+            self.close_backward()
             self._enter_backward(record)
 
     def _enter_backward(self, record: SegmentRecord) -> None:
         self._current = record
         record.backward.levels.append(self._memory.current_bytes)
 
-    def _close_backward(self) -> None:
+    def close_backward(self) -> None:
+        """End a segment's backward."""
         record = self._current
         record.backward.events += self._new_events()
         for parameter in sorted(self._gradient_order, key=self._gradient_order.__getitem__):
@@ -189,3 +208,8 @@ class Recorder(TorchDispatchMode):
             record.kept_bytes += before - self._memory.current_bytes
             record.backward.events += self._new_events()
         record.input_gradient_bytes = max(0, self._memory.current_bytes - record.start_bytes)
+
+
+def _bytes(value: object) -> int:
+    """Return the bytes behind tensors; an expanded one has fewer than its elements say."""
+    return sum(min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) for tensor in tensors_in(value))

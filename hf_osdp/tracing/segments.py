@@ -41,13 +41,7 @@ def _with_kept(segments: Sequence[Segment], kept: Sequence[Affine]) -> list[Segm
 
 
 def with_recomputed(plain: list[Segment], recomputed: list[Segment], recomputable: Collection[int]) -> list[Segment]:
-    """Put the segments of a trace with recomputation beside the plain ones.
-
-    Raises:
-        DescriptionError: the traces do not run through the same units.
-    """
-    if [segment.unit for segment in plain] != [segment.unit for segment in recomputed]:
-        raise DescriptionError("The model runs other units where its blocks are recomputed.")
+    """Put the segments of a trace with recomputation beside the plain ones."""
     pairs = list(zip(plain, recomputed, strict=True))
     first = next((index for index, one in enumerate(plain) if one.unit in recomputable), None)
     if first is not None:
@@ -59,19 +53,12 @@ def with_recomputed(plain: list[Segment], recomputed: list[Segment], recomputabl
 
 
 def with_offloaded(plain: list[Segment], offloaded: list[Segment], offloadable: Collection[int]) -> list[Segment]:
-    """Note in the plain segments what leaves the device when it is offloaded: less than is sent, where others hold it too.
-
-    Raises:
-        DescriptionError: the traces do not run through the same units.
-    """
-    if [segment.unit for segment in plain] != [segment.unit for segment in offloaded]:
-        raise DescriptionError("The model runs other units where its blocks are offloaded.")
-    return [
-        replace(one, own_saved_bytes=_excess(one.saved_bytes, other.saved_bytes), sent_bytes=other.sent_bytes)
-        if one.unit in offloadable
-        else one
-        for one, other in zip(plain, offloaded, strict=True)
-    ]
+    """Note in the plain segments what leaves the device when it is offloaded: less than is sent, where others hold it too."""
+    found = []
+    for one, other in zip(plain, offloaded, strict=True):
+        costs = replace(one, own_saved_bytes=_excess(one.saved_bytes, other.saved_bytes), sent_bytes=other.sent_bytes)
+        found.append(replace(costs if one.unit in offloadable else one, offloaded_allocations=other.allocations))
+    return found
 
 
 def is_idle(segment: Segment) -> bool:

@@ -1,13 +1,17 @@
-"""Tensors and storages behind arguments, wrappers and views; fake tensors like real ones."""
+"""Tensors and storages behind arguments, wrappers and views; fake tensors like real ones, and operators called on them."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+aten = torch.ops.aten
 
 DEVICE = torch.device("cpu")
 """Where fake tensors claim to be; a CPU-only build aborts on fake CUDA tensors."""
@@ -59,3 +63,15 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     """Yield the storages of a tensor or of those inside it."""
     return (storage for local in plain_tensors(tensor) if (storage := storage_of(local)) is not None)
+
+
+def call_operator(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Call an operator on fake tensors, also where torch's shape function is narrower than its kernels.
+
+    `aten._grouped_mm` (experts) computes in float32 on the CPU, but its shape function takes bfloat16 only.
+    """
+    if func._overloadpacket is not aten._grouped_mm or args[0].dtype is torch.bfloat16:
+        return func(*args, **kwargs)
+    a, b = args[0], args[1]
+    groups = [len(args[2] if len(args) > 2 else kwargs["offs"]) if a.dim() == 2 else a.shape[0]] if a.dim() == b.dim() else []
+    return a.new_empty((*groups, a.shape[-2], b.shape[-1]))

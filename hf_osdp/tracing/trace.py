@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from ..modeling.units import canonical_name, modules_by_name, segment_modules
 from ..modeling.wrapping import cast_floating, forward_replaced, recompute, under_autocast
 from ..planner.affine import Affine
 from ..planner.description import AllocationTrace, GatherSpan, Segment, UnitDescription
-from .allocation_traces import with_allocations
+from .allocation_traces import allocation_traces
 from .attention import AttentionCall, Capability, Kernel
 from .cuda_kernels import CudaKernels
 from .equal_blocks import RecordedCall, block_key, call_key
@@ -94,17 +94,25 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     batches = [inputs(count) for count in options.samples]
-    runs: dict[tuple[bool, bool], list[list[SegmentRecord]]] = {}
     tracers: list[_Tracer] = []
+    kept: list[int] = []
+    order: list[int] = []
+    allocations: dict[AllocationTrace, int] = {}
 
     def traced(recomputed: Collection[int] = (), offloaded: Collection[int] = ()) -> list[Segment]:
         tracer = _Tracer(model, mode, units, options, recomputed, offloaded)
         records = tracer.run_all(batches)
-        segments = segments_of(records, options.samples)
-        runs[bool(recomputed), bool(offloaded)] = records[1:]
-        tracers.append(tracer)
         _refuse_fake_gradients(model)
-        return segments
+        segments = segments_of(records, options.samples)
+        if not tracers:
+            kept[:] = [index for index, segment in enumerate(segments) if not is_idle(segment)]
+            order[:] = [segment.unit for segment in segments]
+        if [segment.unit for segment in segments] != order:
+            raise DescriptionError("The model runs other units where its blocks are recomputed or offloaded.")
+        tracers.append(tracer)
+        traces = allocation_traces(records[1], records[2], options.samples[1], kept, lambda i: units[i].span is GatherSpan.USE)
+        numbers = [None if trace is None else allocations.setdefault(trace, len(allocations)) for trace in traces]
+        return [replace(segment, allocations=number) for segment, number in zip(segments, numbers, strict=True)]
 
     segments = traced()
     if options.offloadable:
@@ -114,14 +122,12 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
         if options.offloadable:
             recomputed = with_offloaded(recomputed, traced(options.recomputable, options.offloadable), options.offloadable)
         segments = with_recomputed(segments, recomputed, options.recomputable)
-    kept = [index for index, segment in enumerate(segments) if not is_idle(segment)]
-    kept_segments, allocations = with_allocations(segments, kept, runs, options.samples[1], lambda i: units[i].span is GatherSpan.USE)
     return Trace(
-        segments=kept_segments,
+        segments=tuple(segments[index] for index in kept),
         output_bytes=linear_bytes(tracers[0].output_bytes, options.samples),
         outside_reads=frozenset().union(*(tracer.reads.found for tracer in tracers)),
         kernels={kernel: call for tracer in tracers for kernel, call in tracer.kernels.items()},
-        allocations=allocations,
+        allocations=tuple(allocations),
     )
 
 
@@ -153,7 +159,8 @@ class _Tracer:
         self.reads = OutsideReads(modules, units)
         self._modules = segment_modules(modules, units)
         unit_of = {module: i for i, module in self._modules}
-        self._modules += [(unit_of[shared], own) for own, shared in _untied_slices(self._fake).items()]
+        heads = [module for module in self._fake.modules() if isinstance(module, SplitHead)]
+        self._modules += [(unit_of[shared], own) for head in heads for own, shared in head.untie().items()]
         blocks = {i for i, unit in enumerate(units) if unit.span is GatherSpan.USE}
         self._step_names = _step_names(units)
         self._keys = {i: block_key(module) for i, module in self._modules if i in blocks} if options.reuse_equal_blocks else {}
@@ -190,7 +197,7 @@ class _Tracer:
             recorder.begin_backward()
             loss.backward()
             del loss
-            recorder.finish()
+            recorder.close_backward()
         return recorder.records
 
     @contextmanager
@@ -244,11 +251,6 @@ def _step_names(units: Sequence[UnitDescription]) -> dict[str, str]:
     whole = [unit for unit in units if unit.span is GatherSpan.STEP]
     names = {p.name: p.name for unit in whole for p in unit.parameters}
     return names | {name: shared[0] for unit in whole for shared in unit.shared for name in shared}
-
-
-def _untied_slices(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Give heads in slices parameters of their own; return each slice with the embedding's that it was."""
-    return {own: shared for head in list(model.modules()) if isinstance(head, SplitHead) for own, shared in head.untie().items()}
 
 
 def _refuse_fake_gradients(model: nn.Module) -> None:

@@ -134,7 +134,7 @@ def counted(folder: str) -> list[tuple[bool, str | None]]:
     found = []
     for counts in (("0", "0"), ("0", "1"), ("2", "0")):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = counts[dist.get_rank()]
-        again = is_restart(folder)
+        again = is_restart()
         start_fresh(folder)
         last = last_checkpoint(folder)
         found.append((again, None if last is None else last.name))

@@ -9,11 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_osdp.distributed import transport
-from hf_osdp.distributed.mesh import Meshes
-from hf_osdp.distributed.topology import find_topology
-from hf_osdp.distributed.transport import BackendTransport, PieceTransport
-from hf_osdp.distributed.two_stage import RingReduceScatter, TwoStageAllGather, TwoStageReduceScatter, listening
+from hf_osdp.distributed import collectives
+from hf_osdp.distributed.collectives import (
+    BackendTransport,
+    PieceTransport,
+    RingReduceScatter,
+    TwoStageAllGather,
+    TwoStageReduceScatter,
+    listening,
+)
+from hf_osdp.distributed.mesh import Meshes, find_topology
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planning.simulate import fake_process_group
 from tests.helpers.distributed import run_ranks
@@ -68,10 +73,10 @@ def scattered(scatter, dtype: torch.dtype, op: str) -> float:
 
 
 def check_here(nodes: int) -> dict:
-    transport.PIECE_BYTES = 64  # several pieces a shard, the last one shorter
+    collectives.PIECE_BYTES = 64  # several pieces a shard, the last one shorter
     topology = find_topology()
     assert (topology.nodes, topology.ranks_per_node) == (nodes, 2)
-    stages = Meshes("cpu").stages(topology.world_size, topology.ranks_per_node)
+    stages = Meshes("cpu").stages(dist.get_world_size(), topology.ranks_per_node)
     places = (dist.get_process_group_ranks(stages.between), dist.get_process_group_ranks(stages.within))
     found: dict = {"places": places, "gather": {}, "scatter": {}}
     heard = Heard()

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_osdp.measurement.collective_clock import CollectiveCall
-from hf_osdp.measurement.step_meter import StepMeter, _timings, _totals, training_tensors
+from hf_osdp.measurement.collective_clock import CollectiveCall, timings_of, totals_of
+from hf_osdp.measurement.step_meter import StepMeter, training_tensors
 from hf_osdp.planner.hardware import Collective
 from tests.helpers.distributed import run_ranks
 
@@ -85,8 +85,8 @@ def test_collectives_inside_and_across_nodes_are_told_apart():
     def call(crosses: bool, seconds: float) -> CollectiveCall:
         return CollectiveCall(collective=Collective.ALL_GATHER, group_size=2, crosses_nodes=crosses, nbytes=2**20, seconds=seconds)
 
-    inside, across = _timings([call(False, 1e-3), call(True, 1e-2), call(False, 1e-3)])
+    inside, across = timings_of([call(False, 1e-3), call(True, 1e-2), call(False, 1e-3)])
     assert (inside.crosses_nodes, across.crosses_nodes) == (False, True)
     assert across.seconds_per_byte == pytest.approx(10 * inside.seconds_per_byte)
-    (total,) = _totals([call(False, 1e-3), call(True, 1e-2)], steps=1)
+    (total,) = totals_of([call(False, 1e-3), call(True, 1e-2)], steps=1)
     assert (total.calls, total.nbytes) == (2, 2**21)

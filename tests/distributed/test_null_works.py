@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_osdp.distributed.collectives import BackendTransport, TwoStageAllGather, TwoStageReduceScatter, transport_of
 from hf_osdp.distributed.mesh import Meshes
-from hf_osdp.distributed.transport import BackendTransport, transport_of
-from hf_osdp.distributed.two_stage import TwoStageAllGather, TwoStageReduceScatter
 from hf_osdp.measurement.collective_clock import CollectiveClock, of_last_rank
 from hf_osdp.measurement.machine import measure_hardware
 from hf_osdp.planner.presets import preset
-from hf_osdp.sharding.scaler import OSDPGradScaler
+from hf_osdp.sharding.gradients import OSDPGradScaler
 from tests.distributed.test_collectives import gathered, scattered
 from tests.distributed.test_recalibrate import LIMIT, loop, plain_loop, trained
 from tests.distributed.test_weight_reads import reference, run_cases

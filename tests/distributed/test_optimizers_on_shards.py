@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hf_osdp.errors import OSDPError, PreflightError
-from hf_osdp.planning.preflight.findings import Check, error, note
+from hf_osdp.planning.preflight.checks import Check, Finding, Severity
 from hf_osdp.planning.preflight.run import merged_findings
 from hf_osdp.sharding.optimizer import prepare_new_optimizers
 from hf_osdp.sharding.optimizer_check import _ELEMENT_WISE, check_optimizer, difference_on_shards
@@ -105,10 +105,12 @@ def on_two_ranks() -> dict[str, Any]:
             results["said"][cls.__name__] = str(problem)
             results["moved"] = apart(model, alone)
     try:
-        merged_findings([error(Check.MODEL, "Bad here.")] if dist.get_rank() else [note(Check.PLAN, "Fine.")])
+        merged_findings(
+            [Finding(Check.MODEL, Severity.ERROR, "Bad here.")] if dist.get_rank() else [Finding(Check.PLAN, Severity.NOTE, "Fine.")]
+        )
     except PreflightError as problem:
         results["agreed"] = str(problem)
-    results["notes"] = [finding.message for finding in merged_findings([note(Check.PLAN, f"Fine on {dist.get_rank()}.")])]
+    results["notes"] = [finding.message for finding in merged_findings([Finding(Check.PLAN, Severity.NOTE, f"Fine on {dist.get_rank()}.")])]
     return results
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import hf_osdp
 from hf_osdp.errors import HardwareError, PlanError
-from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel, plain_adamw
+from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import Activations
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep
@@ -22,7 +22,7 @@ from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.split import WHOLE_BLOCKS
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.plan_run import check_given_plan
-from hf_osdp.sharding.scaler import OSDPGradScaler
+from hf_osdp.sharding.gradients import OSDPGradScaler
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import SAMPLES, SEQUENCE_LENGTH, tiny_batch, tiny_loss, tiny_model
@@ -128,14 +128,6 @@ def test_the_optimizer_counted_by_default_is_plain_adamw(monkeypatch):
         OptimizerSpec(name="adamw", states=2, step=OptimizerStep.FOR_LOOP),
         OptimizerSpec(name="sgd", states=0),
     ]
-
-
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_plain_adamw_is_what_the_integration_makes_of_it(device_type):
-    from hf_osdp.integrations.optimizers import spec_of_optimizer
-
-    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
-    assert plain_adamw(device_type) == spec_of_optimizer(optimizer, device_type=device_type)
 
 
 def test_an_optimizer_of_torch_is_refused():

@@ -129,16 +129,6 @@ def test_launchers_start_it(scripts, command):
     assert len(json.loads((scripts / "out" / "losses.json").read_text())) == 4
 
 
-def test_an_error_of_the_script_shows_the_script_s_own_traceback(tmp_path):
-    text = "import transformers\n\ndef inner():\n    raise KeyError(transformers.Trainer.__module__)\n\ninner()\n"
-    (tmp_path / "fails.py").write_text(text)
-    done = launched(["hf_osdp.run", "fails.py"], tmp_path)
-    lines = done.stderr.strip().splitlines()
-    start = lines.index("Traceback (most recent call last):")
-    assert done.returncode == 1 and lines[-1] == "KeyError: 'hf_osdp.integrations.trainer'"
-    assert 'fails.py", line 6, in <module>' in lines[start + 1] and "runpy" not in done.stderr and "run.py" not in done.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "variables", "line"),
     [

@@ -20,9 +20,9 @@ from hf_osdp.checkpoint.loop import load_loop, save_loop
 from hf_osdp.checkpoint.resume import check_checkpoint
 from hf_osdp.checkpoint.safe import SafeReader
 from hf_osdp.checkpoint.writer import CheckpointWriter
-from hf_osdp.distributed.consensus import largest_of_ranks, on_rank_zero
-from hf_osdp.distributed.process_group import waiting_group
-from hf_osdp.distributed.topology import find_topology
+from hf_osdp.distributed.consensus import on_rank_zero
+from hf_osdp.distributed.mesh import find_topology
+from hf_osdp.distributed.process_group import of_all_ranks, waiting_group
 from hf_osdp.errors import LaunchError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.trainer import Trainer
@@ -73,9 +73,9 @@ def late(act: Callable[[], object], rank: int) -> object:
 def agreements() -> None:
     """Searches, and what ranks tell each other before training."""
     assert on_rank_zero(lambda: late(lambda: 7, 0)) == 7
-    assert late(lambda: largest_of_ranks(dist.get_rank()), 1) == 1
+    assert late(lambda: max(of_all_ranks(dist.get_rank())), 1) == 1
     assert late(lambda: merged_findings(()), 0) == ()
-    assert late(find_topology, 0).world_size == 2
+    assert late(find_topology, 0).nodes == 1
 
 
 def checkpoints(folder: str, sharded: bool, in_background: bool) -> None:

@@ -14,9 +14,8 @@ from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search
-from hf_osdp.planning.preflight.findings import refuse_errors
-from hf_osdp.planning.preflight.folder import RunFolder, not_writable
-from hf_osdp.planning.preflight.model import check_model
+from hf_osdp.planning.preflight.checks import RunFolder, not_writable, refuse_errors
+from hf_osdp.planning.preflight.run import check_model
 from hf_osdp.sharding.optimizer import parameter_names, release_parameters
 from hf_osdp.sharding.optimizer_check import check_optimizer
 from tests.helpers.descriptions import transformer

@@ -16,8 +16,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_see
 
 import hf_osdp.checkpoint.loop
 import hf_osdp.checkpoint.writer
+import hf_osdp.integrations.announce
 import hf_osdp.integrations.plain_loop
-import hf_osdp.integrations.trainer
 import hf_osdp.integrations.trainer_checkpoints
 from hf_osdp import OptimalShardedDataParallel, OSDPConfig, Trainer, preset
 from hf_osdp.checkpoint.resume import last_checkpoint
@@ -61,7 +61,7 @@ def _mark(file: Path, text: str) -> None:
 
 def _mark_phases(mark: Callable[[str], None]) -> None:
     """Have the package's own functions tell where they are."""
-    _before(hf_osdp.integrations.trainer, "plan_run", lambda *a: mark("planning"))
+    _before(hf_osdp.integrations.announce, "plan_run", lambda *a: mark("planning"))
     _before(hf_osdp.integrations.plain_loop, "plan_run", lambda *a: mark("planning"))
     for module in (hf_osdp.integrations.trainer_checkpoints, hf_osdp.checkpoint.loop):
         _before(module, "load_model", lambda folder, *a: mark(f"resume {Path(folder).name}"))

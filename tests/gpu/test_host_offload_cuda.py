@@ -20,9 +20,9 @@ from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.sharding.apply import apply_plan
-from hf_osdp.sharding.clip import clip_grad_norm_
 from hf_osdp.sharding.environment import mp_policy
-from hf_osdp.sharding.host_offload import empty_on_device, host_parameters, move_to_device
+from hf_osdp.sharding.gradients import clip_grad_norm_
+from hf_osdp.sharding.host_offload import host_parameters, move_to_device
 from hf_osdp.sharding.optimizer import step_by_device
 from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict, load_full_state_dict
 from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step
@@ -114,7 +114,7 @@ def estimated_and_measured(every: int, precision: str) -> tuple[int, int]:
     plan = Plan.of(description, choices, batch, world_size=1)
     model = build_on_meta(config)
     apply_plan(model, plan, description.units, mp_policy=mp_policy(job.precision))
-    empty_on_device(model, CUDA)
+    move_to_device(model, CUDA, empty=True)
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
     optimizer, inputs = make_optimizer(model, job.optimizer), batch_on(training_batch(model, 256), 1, CUDA)

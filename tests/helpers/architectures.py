@@ -13,12 +13,12 @@ from torch import nn
 
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.batch import training_batch
-from hf_osdp.modeling.batch_norm import has_running_statistics
 from hf_osdp.modeling.units import find_units
+from hf_osdp.modeling.wrapping import has_running_statistics
 from hf_osdp.planner.description import UnitDescription
 from hf_osdp.planner.plan import Plan
 from hf_osdp.sharding.apply import apply_plan
-from hf_osdp.sharding.clip import clip_grad_norm_
+from hf_osdp.sharding.gradients import clip_grad_norm_
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.verify import verify_applied
 from hf_osdp.tracing.describe import describe

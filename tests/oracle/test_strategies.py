@@ -15,8 +15,8 @@ from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, Link
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.problem import Strategy
-from hf_osdp.planner.search.result import SearchResult
-from hf_osdp.planner.search.search import compare_strategies, search
+from hf_osdp.planner.search.compare import compare_strategies
+from hf_osdp.planner.search.search import SearchResult, search
 from hf_osdp.quantities import parse_bytes
 from tests.helpers.descriptions import transformer
 from tests.helpers.problems import problem

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from hf_osdp.distributed.mesh import NODES_AXIS, REPLICATE_AXIS, SHARD_AXIS, mesh_axes, stage_axes
-from hf_osdp.distributed.topology import topology_of
+from hf_osdp.distributed.mesh import NODES_AXIS, REPLICATE_AXIS, SHARD_AXIS, mesh_axes, stage_axes, topology_of
 from hf_osdp.errors import HardwareError
 from hf_osdp.planner.cost.collectives import Ring, replicate_ring, shard_ring
 from hf_osdp.planner.job import divisors

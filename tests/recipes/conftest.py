@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
-from transformers import TrainingArguments
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from transformers.integrations import is_tensorboard_available
 
 from tests.recipes.ranks import Run, run_together
@@ -91,8 +92,7 @@ class Recipe:
         }
 
 
-@dataclass(frozen=True)
-class Pretrained:
+class Pretrained(NamedTuple):
     """What a run of run_mlm.py left."""
 
     output: Path
@@ -110,34 +110,18 @@ def log_of(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Recipe:
-    """Causal language modelling."""
-    return Recipe("run_clm", tmp_path)
+@pytest.fixture(autouse=True)
+def recipe_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The modules of the recipes can be imported; no launcher has asked for anything."""
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
 
 
 @pytest.fixture
-def masked(tmp_path: Path) -> Recipe:
-    """Masked language modelling."""
-    return Recipe("run_mlm", tmp_path)
-
-
-@pytest.fixture
-def loop(tmp_path: Path) -> Recipe:
-    """Causal language modelling without the Trainer."""
-    return Recipe("run_clm_no_trainer", tmp_path)
-
-
-@pytest.fixture
-def plain(tmp_path: Path) -> Recipe:
-    """Causal language modelling in a plain PyTorch loop."""
-    return Recipe("train_plain", tmp_path)
-
-
-@pytest.fixture
-def classifier(tmp_path: Path) -> Recipe:
-    """Classification of sentences."""
-    return Recipe("run_glue", tmp_path)
+def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Recipe:
+    """The script that the test's module names."""
+    return Recipe(request.module.SCRIPT, tmp_path)
 
 
 _CHECKPOINTING = "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
@@ -156,22 +140,10 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Pretrained:
     return Pretrained(output=recipe.output, printed=run_together(recipe.folder, [job])[0], tracker=tracker)
 
 
-@pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    """Run the recipe in this process, for what fails before anything is trained: its exit code and what it wrote to stderr."""
-    from hf_osdp.integrations.exits import run_script
-
-    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
-
-    def run(recipe: Recipe, *positional: str, **changes: object) -> tuple[int, str]:
-        script = importlib.import_module(recipe.script)
-        monkeypatch.chdir(recipe.folder)
-        monkeypatch.setattr(sys, "argv", recipe.command(*positional, **changes))
-        capfd.readouterr()
-        try:
-            run_script(script.main)
-        except SystemExit as stop:
-            return int(stop.code or 0), capfd.readouterr().err
-        return 0, capfd.readouterr().err
-
-    return run
+def load_saved(folder: Path, auto_class: type = AutoModelForCausalLM) -> Any:
+    """A saved model, in float32 and complete, beside a tokenizer of its size."""
+    assert {value.dtype for value in load_file(folder / "model.safetensors").values()} == {torch.float32}
+    model, report = auto_class.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert len(AutoTokenizer.from_pretrained(folder)) == model.config.vocab_size == 300
+    return model

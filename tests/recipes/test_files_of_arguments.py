@@ -31,14 +31,8 @@ def script_of(file: Path) -> str:
     return own.get(file.stem) or of_folder[file.parent.name]
 
 
-@pytest.fixture
-def recipes(monkeypatch):
-    """The modules of the recipes can be imported."""
-    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
-
-
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}-{file.stem}")
-def test_the_script_takes_it(recipes, file):
+def test_the_script_takes_it(file):
     import run_glue
     from loop_arguments import LoopArguments
     from recipe_arguments import (

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.recipes.conftest import log_of
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
 def clock(monkeypatch):
     """Seconds that pass when the test says so."""
-    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
     import trainer_log
 
     time = SimpleNamespace(now=100.0)

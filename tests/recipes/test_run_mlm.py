@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, DistilBertConfig, RobertaConfig
 from transformers.modeling_outputs import MaskedLMOutput
 
-from tests.helpers.shared_data import SHARED_DATA, needs_shared_data
-from tests.recipes.conftest import log_of, perplexities
+from tests.recipes.conftest import load_saved, log_of, perplexities
 from tests.recipes.ranks import run_together
 
 ROOT = Path(__file__).parents[2]
+SCRIPT = "run_mlm"
 
 
 def test_two_processes_train_and_save(pretrained):
@@ -25,15 +24,10 @@ def test_two_processes_train_and_save(pretrained):
     perplexity = perplexities(pretrained.printed)
     assert perplexity["after"] < 0.7 * perplexity["before"]
 
-    saved = load_file(pretrained.output / "model.safetensors")
-    assert {value.dtype for value in saved.values()} == {torch.float32}
-    model, report = AutoModelForMaskedLM.from_pretrained(pretrained.output, output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"]
-    tokenizer = AutoTokenizer.from_pretrained(pretrained.output)
+    model, tokenizer = load_saved(pretrained.output, AutoModelForMaskedLM), AutoTokenizer.from_pretrained(pretrained.output)
     pair = tokenizer("The class", "a statement")
     assert pair["token_type_ids"] == sorted(pair["token_type_ids"]) and set(pair["token_type_ids"]) == {0, 1}
     assert tokenizer.decode(tokenizer("The class statement")["input_ids"]) == "[CLS] the class statement [SEP]"
-    assert len(tokenizer) == model.config.vocab_size == 300
     assert model.config.pad_token_id == tokenizer.pad_token_id
 
 
@@ -59,11 +53,11 @@ LAYOUTS = {"group_sharding": {(2, 1)}, "communication_with_groups": {(4, 2)}, "n
 
 
 @pytest.mark.slow
-def test_every_grouping_trains_the_same_on_two_nodes(masked):
+def test_every_grouping_trains_the_same_on_two_nodes(recipe):
     """2 x 2 ranks; float32 sums in another order are all that differs."""
     options = {"nodes": 2, "do_eval": None, "logging_steps": 1, "seed": 3}
-    outputs = {name: masked.folder / name for name in LAYOUTS}
-    run_together(masked.folder, [masked.job(name, grouping=name, **options) for name in LAYOUTS], processes=4, nodes=2)
+    outputs = {name: recipe.folder / name for name in LAYOUTS}
+    run_together(recipe.folder, [recipe.job(name, grouping=name, **options) for name in LAYOUTS], processes=4, nodes=2)
 
     losses = {}
     for name, output in outputs.items():
@@ -76,27 +70,20 @@ def test_every_grouping_trains_the_same_on_two_nodes(masked):
         assert losses[name] == pytest.approx(losses["none"], rel=1e-5), name
 
 
-@pytest.fixture
-def recipes(monkeypatch):
-    """The modules of the recipes can be imported."""
-    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
-
-
 @pytest.mark.parametrize(
     ("grouping", "strategy"), [("group_sharding", "hsdp"), ("communication_with_groups", "two_stage"), ("none", "fsdp"), (None, None)]
 )
-def test_a_grouping_is_a_strategy(recipes, monkeypatch, grouping, strategy):
+def test_a_grouping_is_a_strategy(grouping, strategy):
     from recipe_arguments import OSDPArguments
 
     from hf_osdp import OSDPConfig
 
-    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
     options = OSDPArguments(grouping=grouping).options(32)
     assert options.get("strategy") == strategy and "grouping" not in options
     assert OSDPConfig(**options).strategy == (strategy or "osdp")
 
 
-def test_a_grouping_goes_before_the_strategy_of_the_launcher(recipes, monkeypatch):
+def test_a_grouping_goes_before_the_strategy_of_the_launcher(monkeypatch):
     from recipe_arguments import OSDPArguments
 
     from hf_osdp.integrations.trainer_options import asked_config
@@ -109,7 +96,7 @@ def test_a_grouping_goes_before_the_strategy_of_the_launcher(recipes, monkeypatc
     assert (config.strategy, config.compare) == ("hsdp", False)
 
 
-def test_the_recipe_for_two_machines_is_bert_large(recipes):
+def test_the_recipe_for_two_machines_is_bert_large():
     """What bert-large-uncased's configuration on the hub says; the vocabulary that is trained on the text may be smaller."""
     from model_loading import fit_config, load_config
     from recipe_arguments import DataArguments, MaskedModelArguments, OSDPArguments, parse_arguments
@@ -130,49 +117,13 @@ def test_the_recipe_for_two_machines_is_bert_large(recipes):
             assert shape == (24, 1024, 16, 4096, 30522)
 
 
-BAD_INPUT = {
-    "unknown grouping": (
-        dict(grouping="hsdp"),
-        "grouping='hsdp' is not known; use one of group_sharding, communication_with_groups, none.",
-    ),
-    "grouping and strategy": (dict(grouping="none", strategy="ddp"), "strategy=ddp cannot stand beside it"),
-    "grouping and plan": (dict(grouping="none", plan="plan.json"), "plan=plan.json cannot stand beside it"),
-    "grouping for the stock Trainer": (dict(grouping="none", osdp=False), "grouping=none has no effect with osdp false"),
-    "groups of one process": (dict(grouping="group_sharding"), "strategy=hsdp needs a group size"),
-    "stages on one machine": (dict(grouping="communication_with_groups"), "strategy=two_stage needs several nodes"),
-    "causal model": (dict(model_type="gpt2"), "model_type='gpt2' is no masked language model; use one such as bert or roberta"),
-    "unknown model": (dict(model_type="bert9"), "model_type='bert9' is not known to transformers; use one such as bert or roberta"),
-    "nothing to guess": (dict(mlm_probability=0), "mlm_probability=0.0 must lie between 0 and 1"),
-    "no room for text": (dict(block_size=2), "block_size=2 leaves no room"),
-    "longer than the positions": (dict(block_size=64), "block_size=64 is longer than the model's 32 positions"),
-    "fewer embeddings than tokens": (dict(config_overrides="vocab_size=299"), "less than the 300 entries of the tokenizer"),
-    "missing file": (dict(train_file="none.txt"), "train file none.txt does not exist"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_is_one_clear_line(masked, in_process, case):
-    changes, part = BAD_INPUT[case]
-    code, errors = in_process(masked, **changes)
-    lines = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert code == 2, errors
-    assert len(lines) == 1 and part in lines[0], errors
-    assert not masked.output.exists()
-
-
-@needs_shared_data
-def test_the_tokenizer_of_a_causal_model_is_refused(masked, in_process):
-    code, errors = in_process(masked, tokenizer_name=SHARED_DATA / "tokenizers" / "gpt2")
-    assert code == 2 and "gpt2 has no cls_token; name one of a masked language model" in errors, errors
-
-
 # ---------------------------------------------------------------------------------------------------- tokenizers and masks
 
 TEXTS = ["The class statement defines a class object.", "A name — bound to a thing — in a scope."] * 20
 
 
 @pytest.mark.parametrize("config", [BertConfig, DistilBertConfig, RobertaConfig])
-def test_a_trained_tokenizer_is_that_of_the_model_and_always_the_same(recipes, config):
+def test_a_trained_tokenizer_is_that_of_the_model_and_always_the_same(config):
     from trained_tokenizers import train_masked_tokenizer
 
     tokenizers = [train_masked_tokenizer(TEXTS, 330, config()) for _ in range(4)]
@@ -185,7 +136,7 @@ def test_a_trained_tokenizer_is_that_of_the_model_and_always_the_same(recipes, c
 
 
 @pytest.fixture
-def masking(recipes):
+def masking():
     from masking import Masking
     from trained_tokenizers import train_masked_tokenizer
 
@@ -214,7 +165,7 @@ def test_masks_for_evaluation_stay_and_those_for_training_change(masking):
     assert torch.equal(evaluated["labels"], torch.tensor(once["labels"][:]))
 
 
-def test_a_masked_token_counts_the_same_in_every_micro_batch(recipes):
+def test_a_masked_token_counts_the_same_in_every_micro_batch():
     from losses import mean_over_labels
 
     generator = torch.Generator().manual_seed(0)

@@ -7,8 +7,7 @@ from itertools import product
 import pytest
 from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
 
-from hf_osdp.modeling.adapters import with_lora
-from hf_osdp.modeling.build import build_on_meta
+from hf_osdp.modeling.build import build_on_meta, with_lora
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset

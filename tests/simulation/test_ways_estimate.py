@@ -22,7 +22,9 @@ HEAD = OperatorSplit(fqn="lm_head", slices=4)
 
 def mlp_slices(trial: Trial, slices: int, *sliced: OperatorSplit, **more) -> Trial:
     """Operator units, with the operators of each MLP in slices, so that attention can still be recomputed."""
-    block, operators = ("transformer.h", ("c_fc", "c_proj")) if "gpt2" in trial.model else ("model.layers", ("gate_proj", "up_proj", "down_proj"))
+    block, operators = (
+        ("transformer.h", ("c_fc", "c_proj")) if "gpt2" in trial.model else ("model.layers", ("gate_proj", "up_proj", "down_proj"))
+    )
     mlps = (OperatorSplit(fqn=f"{block}.{i}.mlp.{operator}", slices=slices) for i, operator in product(range(2), operators))
     return replace(trial, split=ModelSplit(operators=True, sliced=(*mlps, *sliced)), **more)
 
@@ -44,7 +46,9 @@ DAILY = [
     head_slices(GPT2, "mixed", 1, "bf16", 3),
     head_slices(GPT2, "zero3", 8, "no"),
     # every way in one plan
-    mlp_slices(LLAMA, 2, HEAD, layout="mixed", samples=4, steps=3, activations=(RECOMPUTE,), on_host=(False, True, False), hold=(False, True)),
+    mlp_slices(
+        LLAMA, 2, HEAD, layout="mixed", samples=4, steps=3, activations=(RECOMPUTE,), on_host=(False, True, False), hold=(False, True)
+    ),
     mlp_slices(GPT2, 4, samples=4, steps=3, activations=(RECOMPUTE,), on_host=(False, True, False), hold=(True,)),
     # their blocks reduce little, so that the peak is where the next unit is gathered in forward
     replace(GPT2, model="frozen", length=8),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import cast
 
@@ -24,15 +23,13 @@ def split_operators(model: nn.Module, splits: Sequence[OperatorSplit]) -> None:
 
     Args:
         model: real, on the meta device or fake.
-        splits: what to split; nothing is changed where one of them cannot be.
+        splits: what to split, each operator once; nothing is changed where one of them cannot be.
 
     Raises:
-        ValueError: a name is not in the model or is listed twice, or there are more slices than output features.
+        ValueError: a name is not in the model, or there are more slices than output features.
         OSDPError: the operator cannot be split.
     """
     modules = {canonical_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
-    if twice := [name for name, count in Counter(split.fqn for split in splits).items() if count > 1]:
-        raise ValueError(f"{twice[0]!r} is to be split twice; name each operator once.")
     planned = [_check(model, modules, split) for split in splits]
     for split, (owner, embedding) in zip(splits, planned, strict=True):
         whole = modules[split.fqn]

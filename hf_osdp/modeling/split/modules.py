@@ -52,9 +52,6 @@ class LinearSlice(nn.Module):
         """Compute the slice's output features."""
         return self.project(x)
 
-    def extra_repr(self) -> str:
-        return f"features={self.weight.shape[1 if self.transposed else 0]}"
-
 
 class VocabularySlice(LinearSlice):
     """Some of the vocabulary: gives its logits, what the loss needs of them, and its rows of a tied embedding.
@@ -151,9 +148,6 @@ class SplitLinear(SplitOperator):
         """`[..., in_features]` → `[..., out_features]`."""
         return torch.cat([part(x) for part in self.slices], dim=-1)
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, slices={len(self.sizes)}"
-
 
 class SplitEmbedding(SplitOperator):
     """An `nn.Embedding` in the vocabulary slices of the head that it is tied to.
@@ -182,18 +176,13 @@ class SplitEmbedding(SplitOperator):
         for index, (part, size) in enumerate(zip(self.slices, self.sizes, strict=True)):
             local = ids - start
             inside = self.inside(index, local)
-            found = part(local.masked_fill(~inside, 0), self._anchor(ids))
+            # FSDP2 frees and reduces a unit once its inputs have gradients, which ids never have
+            anchor = torch.zeros(1, device=ids.device, requires_grad=True) if torch.is_grad_enabled() else None
+            found = part(local.masked_fill(~inside, 0), anchor)
             rows = found if rows is None else torch.where(inside.unsqueeze(-1), found, rows)
             start += size
         assert rows is not None
         return rows
-
-    def _anchor(self, ids: torch.Tensor) -> torch.Tensor | None:
-        """Return a float that requires grad: FSDP2 frees and reduces a unit once its inputs have gradients, and ids never have."""
-        return torch.zeros(1, device=ids.device, requires_grad=True) if torch.is_grad_enabled() else None
-
-    def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, slices={len(self.sizes)}"
 
 
 class _Lookup(torch.autograd.Function):

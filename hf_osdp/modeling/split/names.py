@@ -1,8 +1,10 @@
-"""State dicts of a split model and its optimizer with Hugging Face names and shapes, and back."""
+"""State dicts of a split model and its optimizer with Hugging Face names, positions and shapes, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,14 +82,6 @@ def split_names(model: nn.Module) -> dict[str, SlicedName]:
     return found
 
 
-def _by_first_part(model: nn.Module) -> tuple[dict[str, list[SlicedName]], set[str]]:
-    """Return names by their first slice, tied ones together in the model's order; and the other slices."""
-    names: dict[str, list[SlicedName]] = {}
-    for whole in split_names(model).values():
-        names.setdefault(whole.parts[0], []).append(whole)
-    return names, {part for wholes in names.values() for part in wholes[0].parts[1:]}
-
-
 def concatenated(parts: Sequence[torch.Tensor], whole: SlicedName) -> torch.Tensor:
     """Join slices to one tensor."""
     return torch.cat([part.detach() for part in parts], dim=whole.dim)
@@ -104,17 +98,7 @@ def merge_state_dict(state: Mapping[str, Any], model: nn.Module, *, join: Join =
     Raises:
         OSDPError: some slices of a parameter are missing.
     """
-    first, others = _by_first_part(model)
-    merged: dict[str, Any] = {}
-    for name, value in state.items():
-        if name in first:
-            whole = first[name][0]
-            if missing := [part for part in whole.parts if part not in state]:
-                raise OSDPError(f"{missing[0]!r} is not in the state, but {name!r} is; give all slices of {whole.name!r}.")
-            merged.update(dict.fromkeys((each.name for each in first[name]), join([state[part] for part in whole.parts], whole)))
-        elif name not in others:
-            merged[name] = value
-    return merged
+    return {name: value for names, value in _merge(state, _by_first_part(model), join) for name in names}
 
 
 def split_state_dict(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -123,24 +107,13 @@ def split_state_dict(state: Mapping[str, Any], model: nn.Module) -> dict[str, An
     Raises:
         RuntimeError: a whole tensor has another shape than the model's.
     """
-    sliced = split_names(model)
-    split: dict[str, Any] = {}
-    for name, value in state.items():
-        if name not in sliced:
-            split[name] = value
-            continue
-        whole = sliced[name]
+
+    def split(value: torch.Tensor, whole: SlicedName) -> list[torch.Tensor]:
         if tuple(value.shape) != whole.shape:
-            raise RuntimeError(f"size mismatch for {name}: shape {tuple(value.shape)} was given, but the model's is {whole.shape}.")
-        split.update(zip(whole.parts, _split_value(value, whole), strict=True))
-    return split
+            raise RuntimeError(f"size mismatch for {whole.name}: shape {tuple(value.shape)} was given, but the model's is {whole.shape}.")
+        return _split_value(value, whole)
 
-
-def _split_value(value: torch.Tensor, whole: SlicedName) -> list[torch.Tensor]:
-    """Return the slices of a whole value; of one that already knows its slices, those."""
-    parts = getattr(value, "parts", None)
-    # Contiguous: torch broadcasts the memory of what it is given, whatever the strides.
-    return list(parts) if parts is not None else [part.contiguous() for part in torch.split(value, list(whole.sizes), whole.dim)]
+    return _split(state, split_names(model), split)
 
 
 def merge_optimizer_state(state: Mapping[str, Any], model: nn.Module, *, join: Join = concatenated) -> dict[str, Any]:
@@ -150,49 +123,81 @@ def merge_optimizer_state(state: Mapping[str, Any], model: nn.Module, *, join: J
         state: `{"state": {name: {...}}, "param_groups": [{"params": [names], ...}]}`, as `get_optimizer_state_dict` gives it.
         model: the split model.
         join: makes one value of the slices of a state tensor; a scalar, such as `step`, is that of the first slice.
+
+    Raises:
+        OSDPError: some slices of a parameter are missing.
     """
-    first, others = _by_first_part(model)
 
-    def renamed(name: str) -> str:
-        return first[name][0].name if name in first else name
-
-    def merged(whole: SlicedName) -> dict[str, Any]:
-        states = [state["state"][part] for part in whole.parts]
+    def merged(states: Sequence[dict[str, Any]], whole: SlicedName) -> dict[str, Any]:
         columns = {key: [own[key] for own in states] for key in states[0]}
         return {key: join(values, whole) if whole.is_like(values[0], whole.sizes) else values[0] for key, values in columns.items()}
 
+    first = _by_first_part(model)
     return {
-        "state": {
-            renamed(name): merged(first[name][0]) if name in first else own for name, own in state["state"].items() if name not in others
-        },
-        "param_groups": [
-            {**group, "params": [renamed(name) for name in group["params"] if name not in others]} for group in state["param_groups"]
-        ],
+        "state": {names[0]: own for names, own in _merge(state["state"], first, merged)},
+        "param_groups": [{**group, "params": _merged_names(group["params"], first)} for group in state["param_groups"]],
     }
 
 
 def split_optimizer_state(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """Return the reverse of `merge_optimizer_state`; each slice gets its own copy of a scalar."""
-    sliced = split_names(model)
 
-    def values(value: object, whole: SlicedName) -> list[Any]:
+    def column(value: object, whole: SlicedName) -> list[Any]:
         if isinstance(value, torch.Tensor) and whole.is_like(value, (whole.shape[whole.dim],)):
             return _split_value(value, whole)
         return [value.clone() if torch.is_tensor(value) else value for _ in whole.parts]
 
-    states: dict[str, Any] = {}
-    for name, own in state["state"].items():
-        if name not in sliced:
-            states[name] = own
-            continue
-        whole = sliced[name]
-        columns = {key: values(value, whole) for key, value in own.items()}
-        states.update({part: {key: column[index] for key, column in columns.items()} for index, part in enumerate(whole.parts)})
+    def split(own: Mapping[str, Any], whole: SlicedName) -> list[dict[str, Any]]:
+        columns = {key: column(value, whole) for key, value in own.items()}
+        return [{key: values[index] for key, values in columns.items()} for index in range(len(whole.parts))]
+
+    sliced = split_names(model)
     parts = {name: whole.parts for name, whole in sliced.items()}
     groups = [
         {**group, "params": [part for name in group["params"] for part in parts.get(name, (name,))]} for group in state["param_groups"]
     ]
-    return {"state": states, "param_groups": groups}
+    return {"state": _split(state["state"], sliced, split), "param_groups": groups}
+
+
+def _by_first_part(model: nn.Module) -> dict[str, list[SlicedName]]:
+    """Return names by their first slice, tied ones together in the model's order."""
+    names: dict[str, list[SlicedName]] = {}
+    for whole in split_names(model).values():
+        names.setdefault(whole.parts[0], []).append(whole)
+    return names
+
+
+def _merge(values: Mapping[str, Any], first: Mapping[str, list[SlicedName]], join: Join) -> Iterator[tuple[list[str], Any]]:
+    """Yield each value with its Hugging Face names, slices joined."""
+    others = {part for wholes in first.values() for part in wholes[0].parts[1:]}
+    for name, value in values.items():
+        if name in first:
+            whole = first[name][0]
+            if missing := [part for part in whole.parts if part not in values]:
+                raise OSDPError(f"{missing[0]!r} is not in the state, but {name!r} is; give all slices of {whole.name!r}.")
+            yield [each.name for each in first[name]], join([values[part] for part in whole.parts], whole)
+        elif name not in others:
+            yield [name], value
+
+
+def _merged_names(names: Iterable[str], first: Mapping[str, list[SlicedName]]) -> list[str]:
+    return [found[0] for found, _ in _merge(dict.fromkeys(names), first, lambda values, whole: None)]
+
+
+def _split(
+    values: Mapping[str, Any], sliced: Mapping[str, SlicedName], split: Callable[[Any, SlicedName], Sequence[Any]]
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= {name: value} if name not in sliced else dict(zip(sliced[name].parts, split(value, sliced[name]), strict=True))
+    return found
+
+
+def _split_value(value: torch.Tensor, whole: SlicedName) -> list[torch.Tensor]:
+    """Return the slices of a whole value; of one that already knows its slices, those."""
+    parts = getattr(value, "parts", None)
+    # Contiguous: torch broadcasts the memory of what it is given, whatever the strides.
+    return list(parts) if parts is not None else [part.contiguous() for part in torch.split(value, list(whole.sizes), whole.dim)]
 
 
 def keep_names(model: nn.Module) -> None:
@@ -204,17 +209,98 @@ def keep_names(model: nn.Module) -> None:
 
 
 def _merge_hook(model: nn.Module, state: dict[str, Any], prefix: str, local_metadata: object) -> None:
-    own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-    if any(hasattr(value, "placements") for value in own.values()):
-        return  # sharded: torch's functions for such models look slices up by their own names
-    merged = merge_state_dict(own, model)
-    for name in own:
-        del state[prefix + name]
-    state.update({prefix + name: value for name, value in merged.items()})
+    # sharded: torch's functions for such models look slices up by their own names
+    if not any(hasattr(value, "placements") for name, value in state.items() if name.startswith(prefix)):
+        _replace(state, prefix, lambda own: merge_state_dict(own, model))
 
 
 def _split_hook(model: nn.Module, state: dict[str, Any], prefix: str, *others: object) -> None:
-    own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-    for name in own:
-        del state[prefix + name]
-    state.update({prefix + name: value for name, value in split_state_dict(own, model).items()})
+    _replace(state, prefix, lambda own: split_state_dict(own, model))
+
+
+def _replace(state: dict[str, Any], prefix: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Change the entries below a prefix, in place."""
+    changed = change({name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)})
+    for name in [name for name in state if name.startswith(prefix)]:
+        del state[name]
+    state.update({prefix + name: value for name, value in changed.items()})
+
+
+def keep_positions(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Let `state_dict` and `load_state_dict` of the optimizer be those of one of the whole model.
+
+    torch knows an optimizer's parameters by position, and slices would show there. Where parameters are sharded nothing
+    changes: torch's functions for those use names.
+
+    Args:
+        optimizer: of torch, or in Accelerate's wrapper; in each group all slices of a parameter follow one another.
+        model: split; the optimizer's parameters are its own. It may go before the optimizer does.
+    """
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    if not _positions(optimizer):
+        hooks = _Positions(model)
+        optimizer.register_state_dict_post_hook(hooks.merged)
+        optimizer.register_load_state_dict_pre_hook(hooks.split)
+
+
+@contextmanager
+def own_positions(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within, the optimizer's state dicts have the slices' positions, which torch's functions that use names expect."""
+    found = _positions(optimizer)
+    for hooks in found:
+        hooks.active = False
+    try:
+        yield
+    finally:
+        for hooks in found:
+            hooks.active = True
+
+
+def at_positions(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state by positions in the order of its groups, from one by names."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    return _renamed(state, {name: position for position, name in enumerate(names)})
+
+
+def _renamed(state: Mapping[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
+    groups = [{**group, "params": [new[name] for name in group["params"]]} for group in state["param_groups"]]
+    return {"state": {new[name]: own for name, own in state["state"].items()}, "param_groups": groups}
+
+
+def _positions(optimizer: torch.optim.Optimizer) -> list[_Positions]:
+    hooks = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_state_dict_post_hooks.values())
+    return [owner for owner in hooks if isinstance(owner, _Positions)]
+
+
+class _Positions:
+    """The two hooks of one optimizer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self.active = True
+
+    def merged(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Turn positions of slices into those of whole parameters; for `register_state_dict_post_hook`."""
+        model, own = self._names(optimizer)
+        return None if model is None else at_positions(merge_optimizer_state(_renamed(state, dict(enumerate(own))), model))
+
+    def split(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Turn positions of whole parameters into those of slices; for `register_load_state_dict_pre_hook`."""
+        model, own = self._names(optimizer)
+        if model is None:
+            return None
+        names = _merged_names(own, _by_first_part(model))
+        if sum(len(group["params"]) for group in state["param_groups"]) != len(names):
+            return None  # torch says what does not fit
+        return at_positions(split_optimizer_state(_renamed(state, dict(enumerate(names))), model))
+
+    def _names(self, optimizer: torch.optim.Optimizer) -> tuple[nn.Module | None, list[str]]:
+        """Return the model, None where nothing is to be done, and the parameters' names by position."""
+        model = self._model() if self.active else None
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if model is None or any(hasattr(parameter, "placements") for parameter in parameters):
+            return None, []
+        names = {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
+        if not all(parameter in names for parameter in parameters):
+            return None, []
+        return model, [names[parameter] for parameter in parameters]

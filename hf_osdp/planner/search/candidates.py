@@ -64,9 +64,8 @@ class Candidate:
 
     def quickest(self, limit_bytes: int) -> Solution | None:
         """Return each unit's quickest option, where all of them fit together: then there is nothing to solve."""
-        layouts = self._each(lambda o: (o.seconds, o.bytes.held + o.left_by_forward + o.left_by_backward))
-        fits = self.needed_bytes(layouts) <= limit_bytes and self.timeline.fits_host(layouts)
-        return Solution(layouts=layouts, objective=self.least_s, proven=True) if fits else None
+        layouts = self._each(lambda o: (o.seconds, o.stays))
+        return Solution(layouts=layouts, objective=self.least_s, proven=True) if self._fit(layouts, limit_bytes) else None
 
     def frugal(self) -> dict[int, UnitLayout]:
         """Return for each unit the option that needs least memory; most often no plan needs less."""
@@ -74,9 +73,7 @@ class Candidate:
 
         def need(option: Option) -> tuple[int, float]:
             """Bytes where all units take the option: what stays is there for all of them, what passes for one."""
-            transient = max(option.gather_peak + option.bytes.reduce_tail, option.backward_peak + option.bytes.prefetched)
-            stays = option.bytes.held + option.left_by_forward + option.left_by_backward
-            return units * stays + max(transient, option.forward_peak, option.copy_out_peak), option.seconds
+            return units * option.stays + max(option.transient, option.forward_peak, option.copy_out_peak), option.seconds
 
         return self._each(need)
 
@@ -84,10 +81,7 @@ class Candidate:
         """Return whether any plan fits."""
         if self.floor_bytes > limit_bytes:
             return False
-        frugal = self.frugal()
-        if self.needed_bytes(frugal) <= limit_bytes and self.timeline.fits_host(frugal):
-            return True
-        return any_within(self.timeline, self.problem.job, limit_bytes) is not None
+        return self._fit(self.frugal(), limit_bytes) or any_within(self.timeline, self.problem.job, limit_bytes) is not None
 
     def least(self) -> tuple[dict[int, UnitLayout], int]:
         """Return the plan with the lowest peak, and that peak less what no plan avoids."""
@@ -97,6 +91,9 @@ class Candidate:
             assert possible is not None, "a candidate's least states fit the host"
             start = possible
         return least_peak(self.timeline, job, start, self.floor_bytes, self.needed_bytes)
+
+    def _fit(self, layouts: Mapping[int, UnitLayout], limit_bytes: int) -> bool:
+        return self.needed_bytes(layouts) <= limit_bytes and self.timeline.fits_host(layouts)
 
     def _each(self, key: Callable[[Option], tuple[float, ...]]) -> dict[int, UnitLayout]:
         """Return for each unit the first of its options by a key."""

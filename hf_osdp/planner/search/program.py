@@ -16,82 +16,30 @@ beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from ..decision import Mesh, UnitLayout, groups_in
+from ..decision import Mesh, groups_in
 from ..job import OptimizerStep, TrainingJob
-from .relaxation import solve_relaxation
+from .integer_model import GroupCounts, IntegerModel
 from .stages import LaterCall, Option, RootStage, Timeline, UnitGroup
 
 if TYPE_CHECKING:
-    from ortools.sat.python import cp_model
-
-    Bytes: TypeAlias = cp_model.LinearExpr | int
-
-    Count: TypeAlias = cp_model.IntVar
-
-Value: TypeAlias = Callable[[Option], int]
-_MOST_WORK = 8.0
-"""Of one solution for an objective, in CP-SAT's deterministic seconds, which are some of a clock's: models with dozens of unlike
-units may need more, and then get the best plan found."""
+    from .integer_model import Bytes, Count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Variables:
-    """Variables of a group, one for each option."""
-
-    group: UnitGroup
-    counts: Sequence[Count]
-    used: Sequence[Count]
-    """Whether any unit takes the option; empty in the relaxation of a group of several units."""
-    first: Sequence[Count]
-    """Whether the first unit takes it."""
-    last: Sequence[Count]
-
-    def total(self, value: Value) -> Bytes:
-        """Return the sum of a number over all units."""
-        return self._weighted(value, self.counts)
-
-    def of_first(self, value: Value) -> Bytes:
-        """Return a number of the first unit's option."""
-        return self._weighted(value, self.first)
-
-    def of_last(self, value: Value) -> Bytes:
-        """Return a number of the last unit's option."""
-        return self._weighted(value, self.last)
-
-    def _weighted(self, value: Value, variables: Sequence[Count]) -> Bytes:
-        return sum(value(o) * x for o, x in zip(self.group.options, variables, strict=True))
-
-    def runs(self) -> Iterator[tuple[Option, Count, Count]]:
-        """Yield option, count and whether it is used, in the order of backward."""
-        yield from zip(self.group.options, self.counts, self.used, strict=True)
-
-
-class Program:
-    """Variables and constraints; `minimize` and `solve` follow.
+class Program(IntegerModel):
+    """The constraints of every moment; `minimize_...` and `solve` follow.
 
     Args:
         timeline: stages with their options.
         job: which optimizer step runs.
-        limit_bytes: bytes that no moment may pass; None makes it a variable, to be minimized.
-        linear: leave out the constraints that hold only for runs that exist; it is then a relaxation, for `relax`.
+        limit_bytes: see `IntegerModel`, as for `linear`.
     """
 
     def __init__(self, timeline: Timeline, job: TrainingJob, limit_bytes: int | None, *, linear: bool = False) -> None:
-        from ortools.sat.python import cp_model
-
-        self._timeline, self._job, self._linear = timeline, job, linear
-        self._model, self._solver = cp_model.CpModel(), cp_model.CpSolver()
-        self._limit: Bytes = self._model.new_int_var(0, 2**60, "") if limit_bytes is None else limit_bytes
-        self.gave_up = False
-        """The last `solve` found nothing, and did not prove that there is nothing."""
-        self._groups = {group: self._declare(group) for group in timeline.groups}
-        named = 8 * sum(len(group.options) for group in timeline.groups if len(group.units) > 1)
-        most = 2**61 // max(2**8, named)  # of each variable that stands for bytes: CP-SAT's whole numbers hold their sum
-        self._most_bytes = most if limit_bytes is None else min(most, max(0, limit_bytes))
+        super().__init__(timeline, limit_bytes, linear=linear)
+        self._timeline, self._job = timeline, job
         self._stages = [self._variables(stage) for stage in timeline.stages]
         self._whole_step = [self._groups[group] for group in timeline.whole_step]
         self._constrain_host()
@@ -99,66 +47,7 @@ class Program:
         level = self._constrain_backward(level)
         self._constrain_finish(level)
 
-    def minimize_seconds(self, scale: float, at_most: int | None = None) -> None:
-        """Set the objective Σ scale · seconds, to be found where it is at most a bound; without an objective any solution will do."""
-        cost = self._sum(self._groups.values(), lambda option: round(option.seconds * scale))
-        self._model.minimize(cost)
-        if at_most is not None:
-            self._model.add(cost <= at_most)
-
-    def minimize_limit(self) -> None:
-        """Set the objective: the limit, which must be a variable."""
-        self._model.minimize(self._limit)
-
-    def solve(self) -> tuple[dict[int, UnitLayout], float, bool] | None:
-        """Return layouts by unit, the objective, and whether it is proven; None where nothing satisfies the constraints."""
-        from ortools.sat.python import cp_model
-
-        parameters = self._solver.parameters
-        parameters.num_workers, parameters.random_seed = 1, 0  # so that the same question always gets the same answer
-        # with any of these, OR-tools 9.15 calls some feasible programs of these infeasible
-        parameters.cp_model_presolve, parameters.cut_level, parameters.use_implied_bounds = False, 0, False
-        if self._model.has_objective():
-            parameters.max_deterministic_time = _MOST_WORK
-        status = self._solver.solve(self._model)
-        if status == cp_model.INFEASIBLE or (status == cp_model.UNKNOWN and self._model.has_objective()):
-            self.gave_up = status == cp_model.UNKNOWN
-            return None
-        assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE), self._solver.status_name(status)
-        layouts: dict[int, UnitLayout] = {}
-        for group, variables in self._groups.items():
-            layouts |= group.assign([self._solver.value(x) for x in variables.counts])
-        return layouts, self._solver.objective_value, status == cp_model.OPTIMAL
-
-    def relax(self) -> tuple[float, dict[UnitGroup, list[float]]] | None:
-        """Return the linear relaxation's minimum, and how much it rises at least for each unit that takes an option.
-
-        None where no optimum of the relaxation was found. The program must be `linear`.
-        """
-        relaxed = solve_relaxation(self._model.proto)
-        if relaxed is None:
-            return None
-        return relaxed.minimum, {group: [relaxed.reduced_costs[x.index] for x in own.counts] for group, own in self._groups.items()}
-
-    # variables
-
-    def _declare(self, group: UnitGroup) -> _Variables:
-        """Σ_k x_k = n; which options are used; which one the first and the last unit take."""
-        size, model = len(group.units), self._model
-        if size == 1:
-            literals = [model.new_bool_var("") for _ in group.options]
-            model.add_exactly_one(literals)
-            return _Variables(group=group, counts=literals, used=literals, first=literals, last=literals)
-        counts = [model.new_int_var(0, size, "") for _ in group.options]
-        model.add(sum(counts) == size)
-        if self._linear:
-            first, last = self._one_of(counts), self._one_of(counts)
-            return _Variables(group=group, counts=counts, used=(), first=first, last=last)
-        used = [self._at_least(x, 1) for x in counts]
-        first = self._foremost(used[::-1])[::-1]
-        return _Variables(group=group, counts=counts, used=used, first=first, last=self._foremost(used))
-
-    def _variables(self, stage: UnitGroup | LaterCall | RootStage) -> _Variables | RootStage:
+    def _variables(self, stage: UnitGroup | LaterCall | RootStage) -> GroupCounts | RootStage:
         """Return a stage's variables; a later call has those of its unit's own group."""
         match stage:
             case RootStage():
@@ -167,60 +56,7 @@ class Program:
                 return self._groups[stage]
             case LaterCall():
                 own = next(variables for group, variables in self._groups.items() if group.units == (stage.unit,))
-                return _Variables(group=stage.of(own.group), counts=own.counts, used=own.used, first=own.first, last=own.last)
-
-    def _one_of(self, counts: Sequence[Count]) -> list[Count]:
-        """Return for each option a literal ≤ x_k, exactly one of them true."""
-        literals = [self._model.new_bool_var("") for _ in counts]
-        self._model.add_exactly_one(literals)
-        for literal, x in zip(literals, counts, strict=True):
-            self._model.add(literal <= x)
-        return literals
-
-    def _at_least(self, x: Count, number: int) -> Count:
-        literal = self._model.new_bool_var("")
-        self._model.add(x >= number).only_enforce_if(literal)
-        self._model.add(x <= number - 1).only_enforce_if(~literal)
-        return literal
-
-    def _foremost(self, used: Sequence[Count]) -> list[Count]:
-        """Return for each option a literal: it is used, and none before it is."""
-        literals = []
-        for k, literal in enumerate(used):
-            foremost = self._model.new_bool_var("")
-            self._model.add_bool_and([literal, *(~u for u in used[:k])]).only_enforce_if(foremost)
-            literals.append(foremost)
-        self._model.add_exactly_one(literals)
-        return literals
-
-    def _named(self, level: Bytes) -> Bytes:
-        """Return a variable for a level, so that constraints on it stay short."""
-        if isinstance(level, int):
-            return level
-        named = self._model.new_int_var(-self._most_bytes, self._most_bytes, "")
-        self._model.add(named == level)
-        return named
-
-    def _latest(self, used: Count, nbytes: int, otherwise: Bytes) -> Bytes:
-        """Return at least `nbytes` where a run is used, else at least what the run beside it gave."""
-        if isinstance(otherwise, int) and otherwise == nbytes:
-            return nbytes
-        latest = self._model.new_int_var(0, self._most_bytes, "")
-        self._model.add(latest >= min(nbytes, self._most_bytes)).only_enforce_if(used)  # an option with more has no unit
-        self._model.add(latest >= otherwise).only_enforce_if(~used)
-        return latest
-
-    @staticmethod
-    def _sum(groups: Iterable[_Variables], value: Value) -> Bytes:
-        return sum(value(o) * x for own in groups for o, x in zip(own.group.options, own.counts, strict=True))
-
-    # moments
-
-    def _fits(self, level: Bytes, *literals: cp_model.BoolVarT) -> None:
-        """Level ≤ limit, where all literals are true."""
-        constraint = self._model.add(level <= self._limit)
-        if literals:
-            constraint.only_enforce_if(list(literals))
+                return GroupCounts(group=stage.of(own.group), counts=own.counts, used=own.used, first=own.first, last=own.last)
 
     def _constrain_host(self) -> None:
         """Σ (states + activations on the host) + what comes there for a moment ≤ the host's memory."""
@@ -238,7 +74,7 @@ class Program:
 
         formed_m ≥ (units with mesh m) / n for each group, bytes Σ_m groups(m) · communicator · formed_m.
         """
-        users: dict[Mesh, dict[_Variables, list[int]]] = {}
+        users: dict[Mesh, dict[GroupCounts, list[int]]] = {}
         for own in self._groups.values() if self._timeline.communicator_bytes else ():
             for k, option in enumerate(own.group.options):
                 for mesh in option.meshes:
@@ -278,7 +114,7 @@ class Program:
             buffers = [stage.of_last(lambda o: o.bytes.gather_buffer)]
         return level
 
-    def _constrain_forward_runs(self, stage: _Variables, level: Bytes) -> None:
+    def _constrain_forward_runs(self, stage: GroupCounts, level: Bytes) -> None:
         """Forward only raises the level: each run's peak is at its last unit."""
         before: Bytes = 0
         for option, x, used in reversed(list(stage.runs())):
@@ -316,11 +152,11 @@ class Program:
         stage = self._timeline.stages[index]
         if stage.prefetches:
             for before in reversed(self._stages[:index]):
-                if isinstance(before, _Variables):
+                if isinstance(before, GroupCounts):
                     return before.of_last(lambda o: o.bytes.prefetched)
         return 0
 
-    def _constrain_group(self, stage: _Variables, level: Bytes, ahead: Bytes, tail: Bytes) -> Bytes:
+    def _constrain_group(self, stage: GroupCounts, level: Bytes, ahead: Bytes, tail: Bytes) -> Bytes:
         """Constrain backward from the group's last unit to its first, and return the level after; `tail` is in flight when it begins."""
         if len(stage.group.units) > 1:
             self._constrain_unit(stage.of_last, level, tail)
@@ -356,7 +192,7 @@ class Program:
         self._fits(level + picked(lambda o: o.compute_peak - change(o)) + tail + ahead)
         self._fits(level + picked(lambda o: o.reduce_peak - change(o)) + ahead)
 
-    def _constrain_runs(self, stage: _Variables, level: Bytes, tail: int) -> None:
+    def _constrain_runs(self, stage: GroupCounts, level: Bytes, tail: int) -> None:
         """Within a run the level moves evenly: its peak is at its first unit or near its last."""
         for option, x, used, following in self._backward_runs(stage, 0):
             level = self._named(level)
@@ -371,7 +207,7 @@ class Program:
             self._fits(end - change + peak + following, used)
             level = end
 
-    def _constrain_unlike_runs(self, stage: _Variables, level: Bytes, tail: Bytes, ahead: Bytes) -> None:
+    def _constrain_unlike_runs(self, stage: GroupCounts, level: Bytes, tail: Bytes, ahead: Bytes) -> None:
         """Do the same where options leave unlike reduce buffers in flight: a run's first unit meets that of the run before."""
         for option, x, used, following in self._backward_runs(stage, ahead):
             level, own = self._named(level), option.bytes.reduce_tail
@@ -394,7 +230,7 @@ class Program:
             self._fits(end - change + reduce + following, used)
             level, tail = end, self._latest(used, own, tail)
 
-    def _backward_runs(self, stage: _Variables, ahead: Bytes) -> list[tuple[Option, Count, Count, Bytes]]:
+    def _backward_runs(self, stage: GroupCounts, ahead: Bytes) -> list[tuple[Option, Count, Count, Bytes]]:
         """Return the runs in the order of backward, each with what the unit after the run gathers ahead."""
         runs = []
         for option, x, used in reversed(list(stage.runs())):
@@ -421,7 +257,7 @@ class Program:
                 self._fits(level + option.bytes.step_scratch, used)
 
 
-def _tails(stage: _Variables) -> tuple[int, int]:
+def _tails(stage: GroupCounts) -> tuple[int, int]:
     """Return the bytes of the least and of the largest reduce buffer that an option leaves in flight."""
     tails = [option.bytes.reduce_tail for option in stage.group.options]
     return min(tails), max(tails)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ...errors import HardwareError, InfeasibleError
 from ...quantities import format_bytes
 from ..cost.memory import MemoryEstimate
-from ..description import ModelDescription, Segment
+from ..description import ModelDescription, PhaseCost, Segment
 from ..job import Precision
 from ..plan import Plan
 from ..problem import PlanningProblem, Strategy
@@ -16,6 +16,7 @@ from .candidates import all_candidates
 
 _MORE_DEVICES = (2, 4, 8, 16, 32, 64)
 _SHORTER = (2, 4, 8)
+_SIZES = ("saved_bytes", "own_saved_bytes", "sent_bytes", "gradient_bytes")
 
 
 def infeasible_error(problem: PlanningProblem, least: Plan, memory: MemoryEstimate, needed_bytes: int) -> InfeasibleError:
@@ -61,12 +62,14 @@ def _remedies(problem: PlanningProblem, needed_bytes: int) -> Iterator[str]:
     for name, other in loosened.items():
         if getattr(job, name) is False and fits_by_estimate(replace(problem, job=other)):
             yield f"{name} left to the planner"
-    half = replace(problem, description=_in_half(description), job=replace(job, precision=Precision.named("bf16")))
+    # half the bytes of activations and gradients
+    half = replace(problem, description=_scaled(description, 0.5, constants=True), job=replace(job, precision=Precision.named("bf16")))
     if job.precision.compute is None and fits_by_estimate(half):
         yield "mixed_precision bf16 (estimated from the float32 trace)"
     for factor in _SHORTER:
-        length = description.sequence_length // factor
-        if length >= 1 and fits_by_estimate(replace(problem, description=_shortened(description, factor))):
+        length = description.sequence_length // factor  # activations shrink at least in proportion
+        shorter = replace(_scaled(description, 1 / factor), sequence_length=max(1, length))
+        if length >= 1 and fits_by_estimate(replace(problem, description=shorter)):
             yield f"sequence length {length}"
             break
     for factor in _MORE_DEVICES:
@@ -96,30 +99,14 @@ def _rounded_up(nbytes: int) -> int:
     return int(-(-nbytes // step) * step) + 1
 
 
-def _shortened(description: ModelDescription, factor: int) -> ModelDescription:
-    """Shrink activations in proportion to the sequence; they shrink at least so much."""
-    segments = tuple(_scaled(segment, 1 / factor) for segment in description.segments)
-    return replace(description, sequence_length=max(1, description.sequence_length // factor), segments=segments)
+def _scaled(description: ModelDescription, factor: float, *, constants: bool = False) -> ModelDescription:
+    """Return the description with activations and gradients of other sizes."""
 
+    def phase(cost: PhaseCost) -> PhaseCost:
+        return replace(cost, peak_bytes=cost.peak_bytes.scaled(factor, constants=constants))
 
-def _in_half(description: ModelDescription) -> ModelDescription:
-    """Return a float32 trace as it would be in 16 bit: half the bytes of activations and gradients."""
-    return replace(description, segments=tuple(_scaled(segment, 0.5, constants=True) for segment in description.segments))
-
-
-def _scaled(segment: Segment, factor: float, *, constants: bool = False) -> Segment:
     def scaled(costs: Segment) -> Segment:
-        forward, backward = (
-            replace(cost, peak_bytes=cost.peak_bytes.scaled(factor, constants=constants)) for cost in (costs.forward, costs.backward)
-        )
-        return replace(
-            costs,
-            saved_bytes=costs.saved_bytes.scaled(factor, constants=constants),
-            own_saved_bytes=costs.own_saved_bytes.scaled(factor, constants=constants),
-            sent_bytes=costs.sent_bytes.scaled(factor, constants=constants),
-            gradient_bytes=costs.gradient_bytes.scaled(factor, constants=constants),
-            forward=forward,
-            backward=backward,
-        )
+        sizes = {name: getattr(costs, name).scaled(factor, constants=constants) for name in _SIZES}
+        return replace(costs, forward=phase(costs.forward), backward=phase(costs.backward), **sizes)
 
-    return segment.each(scaled)
+    return replace(description, segments=tuple(segment.each(scaled) for segment in description.segments))

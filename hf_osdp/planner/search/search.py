@@ -1,41 +1,50 @@
-"""Find the fastest plan that fits: build the candidates, solve, decode."""
+"""Find the fastest plan that fits: build the candidates, solve, decode; on CUDA, as torch's caching allocator serves it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from ...errors import InfeasibleError, OSDPError
-from ...quantities import format_bytes
-from ..cost.evaluate import capacity_needed, is_replayed
-from ..cost.timing import estimate_time
+from ...errors import OSDPError
+from ..cost.correction import Correction
+from ..cost.evaluate import CLOSE, capacity_needed, capacity_of, is_replayed
+from ..cost.memory import MemoryEstimate, estimate_memory
+from ..cost.timing import TimeEstimate, estimate_time
 from ..decision import UnitLayout
-from ..description import GatherSpan, ModelDescription
-from ..job import TrainingJob
+from ..description import GatherSpan
 from ..plan import Plan
 from ..problem import PlanningProblem, Strategy
 from .candidates import Candidate, possible_candidates
 from .remedies import infeasible_error
-from .reserved import within_reserved
-from .result import SearchResult, StrategyResult
 from .solver import Solution, any_within, fastest
 
 _NEAR = 1.02
 """Times the first plan's step: closer to it, single strategies are not asked."""
+_ROUNDS = 6
+"""Searches for a plan that the allocator serves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """A plan with what it is expected to need."""
+
+    plan: Plan
+    memory: MemoryEstimate
+    time: TimeEstimate
+
+    @property
+    def peak_bytes(self) -> int:
+        """The plan's peak, with what no tensor can have."""
+        assert self.plan.peak_bytes is not None
+        return self.plan.peak_bytes
 
 
 def search(problem: PlanningProblem) -> SearchResult:
     """Return the plan with the most samples a second whose peak stays within the limit less the margin, proven for the cost model.
 
     The global batch is fixed, so that most samples a second is least time a step. On CUDA the plan also has to run as torch's caching
-    allocator serves it (`within_reserved`), where the description has traces.
-
-    Args:
-        problem: the model at one sequence length, devices, job, limit and strategy.
-
-    Returns:
-        The plan with memory and time estimates.
+    allocator serves it, where the description has traces.
 
     Raises:
         InfeasibleError: no plan fits; it gives the tightest limit that could be met and what would help.
@@ -73,59 +82,68 @@ def least_memory(problem: PlanningProblem) -> int:
     return problem.hardware.limit_for(_needed(_least(problem), problem))
 
 
-def compare_strategies(problem: PlanningProblem, *, split: ModelDescription | None = None) -> tuple[StrategyResult, ...]:
-    """Compare all strategies, each at its own best batch under the same limit, OSDP first; `split` is the model as OSDP has it split.
-
-    Returns:
-        One row a strategy; a strategy that cannot run here has a reason instead of a result. Two stages have a row where
-        there are several nodes of several devices.
-    """
-    rows = []
-    several = 1 < problem.hardware.devices_per_node < problem.hardware.world_size
-    for strategy in (one for one in Strategy if several or one is not Strategy.TWO_STAGE):
-        model = split if split is not None and strategy is Strategy.OSDP else problem.description
-        try:
-            rows.append(StrategyResult(strategy=strategy, result=search(replace(problem, description=model, strategy=strategy))))
-        except InfeasibleError as error:
-            reason = f"needs {format_bytes(error.least_peak_bytes)}"
-            rows.append(StrategyResult(strategy=strategy, result=None, reason=reason, least_peak_bytes=error.least_peak_bytes))
-        except ValueError:
-            if strategy is not Strategy.HSDP:
-                raise
-            rows.append(StrategyResult(strategy=strategy, result=None, reason="no group size between 1 and all"))
-    return tuple(rows)
-
-
 def _found(problem: PlanningProblem) -> SearchResult | None:
     """Return the best plan, as the allocator serves it where it can be replayed; None where none fits.
 
     Where the allocator does not serve the first plan, another is found by what that one missed; single strategies may miss less.
     """
-    first, found = _served(problem)
+    first = _fastest(problem)
+    found = _served(first, problem)
     if problem.strategy is not Strategy.OSDP or first is None or (found is not None and found.time.step_s <= _NEAR * first.time.step_s):
         return found  # no other plan is quicker than the first
     served = [] if found is None else [found]
     for single in (one for one in Strategy if one is not Strategy.OSDP):
         with suppress(ValueError):  # no group size between 1 and all
-            if (other := _served(replace(problem, strategy=single))[1]) is not None:
+            alone = replace(problem, strategy=single)
+            if (other := _served(_fastest(alone), alone)) is not None:
                 served.append(replace(other, plan=replace(other.plan, strategy=problem.strategy.value, proven_optimal=False)))
     return min(served, key=lambda result: result.time.step_s, default=None)
 
 
-def _served(problem: PlanningProblem) -> tuple[SearchResult | None, SearchResult | None]:
-    """Return the best plan of one strategy by its estimate, and the best that the allocator serves, where it can be replayed."""
+def _served(first: SearchResult | None, problem: PlanningProblem) -> SearchResult | None:
+    """Return the fastest plan found that the allocator serves within the limit less the margin, where it can be replayed.
 
-    def find(job: TrainingJob) -> SearchResult | None:
-        return _fastest(replace(problem, job=job))
-
-    def least() -> SearchResult | None:
+    Plans for which it never empties its cache come first, and the one that needs least comes last: there is one if any runs. A plan that
+    is not the first is not proven to be optimal.
+    """
+    description, hardware, job = problem.description, problem.hardware, problem.job
+    if first is None or not is_replayed(description, hardware):
+        return first
+    found = _first_served(first, problem, retries=False) or _first_served(first, problem, retries=True)
+    if found is None:
         found = _least(problem)
-        return found if found.memory.on(problem.hardware) <= problem.room_bytes else None
+        if found.memory.on(hardware) > problem.room_bytes or _missing(found, problem, retries=True) > 0:
+            return None
+    plan = found.plan
+    memory = estimate_memory(description, plan.layouts(description), plan.world_size, job, plan.batch)  # without what was added
+    proven = plan.proven_optimal and found is first
+    plan = replace(plan, peak_bytes=memory.on(hardware), proven_optimal=proven, memory_limit_bytes=problem.memory_limit_bytes)
+    return replace(found, plan=plan, memory=memory)
 
-    first = find(problem.job)
-    if first is None or not is_replayed(problem.description, problem.hardware):
-        return first, first
-    return first, within_reserved(first, find, least, problem)
+
+def _first_served(first: SearchResult, problem: PlanningProblem, *, retries: bool) -> SearchResult | None:
+    """Search again with the bytes that were missing at every moment, or half of what was added last where no plan is left."""
+    close, extra, too_little, over = int(problem.room_bytes * CLOSE), 0, 0, 0
+    found: SearchResult | None = first
+    too_much: int | None = None
+    for _ in range(_ROUNDS):
+        if found is None:
+            too_much = extra
+        elif (over := _missing(found, problem, retries=retries)) <= 0:
+            return found
+        else:
+            too_little = extra
+        if too_much is not None and too_much - too_little <= close:
+            return None
+        extra = too_little + max(over, close, 1) if too_much is None else (too_little + too_much) // 2
+        found = _fastest(replace(problem, job=Correction(extra_bytes=extra).of_job(problem.job)))
+    return None
+
+
+def _missing(found: SearchResult, problem: PlanningProblem, *, retries: bool) -> int:
+    """Return the bytes that the allocator lacks for a plan under the limit, at most 0 where it runs."""
+    capacity = capacity_of(found.plan, problem.hardware, problem.job, problem.memory_limit_bytes)
+    return capacity_needed(found.plan, problem.description, problem.job, retries=retries) - capacity
 
 
 def _fastest(problem: PlanningProblem) -> SearchResult | None:

@@ -12,7 +12,7 @@ add least gives a plan; every option with which a better one could exist is then
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..decision import UnitLayout
@@ -25,8 +25,7 @@ _RESOLUTION = 2**40
 _FEW, _MORE = 12, 4
 """Options of each group in the first program, and by how many times more there are in the next where nothing was found."""
 _SAME = 1e-7
-"""Part of a step's time by which a plan must be quicker to be another's better: no rate or link is known so well, and to tell apart plans
-that are nearer takes long."""
+"""Part of a step's time by which a plan must be quicker to count: no rate is known so well, and to tell nearer plans apart takes long."""
 _ROUNDED = 1e-6
 """Part of a bound by which rounding in the linear solver may have raised it."""
 _ROUNDING = 2**22
@@ -62,63 +61,46 @@ def fastest(timeline: Timeline, job: TrainingJob, limit_bytes: int, *, cutoff_s:
         return None
     largest = sum(len(group.units) * max(option.seconds for option in group.options) for group in possible.groups) or 1.0
     scale = _RESOLUTION / largest
-    relaxed = _relaxed(possible, job, limit_bytes, scale)
-    if relaxed is None and any_within(possible, job, limit_bytes) is None:
-        return None
-    bound, added = relaxed or (-math.inf, {group: dict.fromkeys(group.options, 0.0) for group in possible.groups})
     best = math.inf if cutoff_s is None else cutoff_s * scale
-    if bound > best + _ROUNDING:
+    relaxed = _relaxed(possible, job, limit_bytes, scale)
+    if relaxed is None or relaxed[0] > best + _ROUNDING:
         return None
+    bound, added = relaxed
+    # of each group, those that add least first
+    ranked = {group: sorted(group.options, key=added[group].__getitem__) for group in possible.groups}
     found, proven, few = None, True, _FEW
     tried: dict[UnitGroup, set[Option]] = {group: set() for group in possible.groups}
     while True:
-        worthwhile = {group: _worthwhile(group, added[group], best - bound) for group in possible.groups}
+        worthwhile = {g: [o for o in ranked[g] if added[g][o] <= best - bound + _ROUNDING] or ranked[g][:1] for g in ranked}
         needed = {group: set(options[:few]) for group, options in worthwhile.items()}
         if all(options <= tried[group] for group, options in needed.items()):
             if max(map(len, worthwhile.values())) <= few:
-                if proven:
-                    return found
-                return replace(found or Solution(layouts={}, objective=math.inf, proven=False), proven=False)
+                return found if proven else replace(found or Solution(layouts={}, objective=math.inf, proven=False), proven=False)
             few *= _MORE
             continue
         tried = needed
-        solution, complete = _solved(possible.keeping(needed), job, limit_bytes, scale, best)
+        program = Program(possible.keeping(needed), job, limit_bytes)
+        program.minimize_seconds(scale, None if best == math.inf else max(-1, int(best) - 1 - int(best * _SAME)))
+        if (solved := program.solve()) is None:
+            proven = proven and not program.gave_up
+            continue
+        layouts, cost, complete = solved
         proven = proven and complete
-        if solution is not None:
-            found, best = solution, solution.objective * scale
+        found = Solution(layouts=layouts, objective=cost / scale, proven=complete)
+        best = found.objective * scale
 
 
 def _relaxed(
     timeline: Timeline, job: TrainingJob, limit_bytes: int, scale: float
 ) -> tuple[float, dict[UnitGroup, dict[Option, float]]] | None:
-    """Return what no plan costs less than, and what each option adds to that at least for a unit of each group; None if not found.
-
-    Groups of equal units share their options, but not what these add.
-    """
+    """Return what no plan costs less than, and what each option adds to that at least for a unit of each group; None if nothing fits."""
     program = Program(timeline, job, limit_bytes, linear=True)
     program.minimize_seconds(scale)
-    relaxed = program.relax()
-    if relaxed is None:
+    if (relaxed := program.relax()) is not None:
+        return relaxed
+    if any_within(timeline, job, limit_bytes) is None:
         return None
-    bound, reduced = relaxed
-    return bound, {group: dict(zip(group.options, costs, strict=True)) for group, costs in reduced.items()}
-
-
-def _worthwhile(group: UnitGroup, added: Mapping[Option, float], gap: float) -> list[Option]:
-    """Return the options of plans that are no more than the gap above the bound; those that add least come first."""
-    options = sorted(group.options, key=lambda option: added[option])
-    return [option for option in options if added[option] <= gap + _ROUNDING] or options[:1]
-
-
-def _solved(timeline: Timeline, job: TrainingJob, limit_bytes: int, scale: float, best: float) -> tuple[Solution | None, bool]:
-    """Return the optimum of a timeline's options that is better than the best one known, and whether that is proven."""
-    program = Program(timeline, job, limit_bytes)
-    program.minimize_seconds(scale, None if best == math.inf else max(-1, int(best) - 1 - int(best * _SAME)))
-    found = program.solve()
-    if found is None:
-        return None, not program.gave_up
-    layouts, objective, proven = found
-    return Solution(layouts=layouts, objective=objective / scale, proven=proven), proven
+    return -math.inf, {group: dict.fromkeys(group.options, 0.0) for group in timeline.groups}
 
 
 def any_within(timeline: Timeline, job: TrainingJob, limit_bytes: int) -> dict[int, UnitLayout] | None:
@@ -138,20 +120,10 @@ def least_peak(
     floor_bytes: int,
     peak_of: Callable[[dict[int, UnitLayout]], int],
 ) -> tuple[dict[int, UnitLayout], int]:
-    """Return the layouts whose peak is lowest: the tightest limit that can be met.
+    """Return the layouts whose peak is lowest, and that peak in bytes: the tightest limit that can be met.
 
     Asks again and again for anything under the lowest peak so far, first just under it (most often there is nothing),
-    then by bisection.
-
-    Args:
-        timeline: stages with their options.
-        job: which optimizer step runs.
-        start: layouts to better.
-        floor_bytes: a peak that nothing goes below.
-        peak_of: peak in bytes of a layout for each unit, its meshes' communicators included.
-
-    Returns:
-        The layouts and their peak in bytes.
+    then by bisection. `start` are layouts to better, and no peak goes below `floor_bytes`.
     """
     best, highest, attempt = start, peak_of(start), 0
     program = Program(timeline, job, None, linear=True)

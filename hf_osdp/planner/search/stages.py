@@ -60,10 +60,19 @@ class Option:
         return max(self.compute_peak + self.bytes.reduce_tail, self.reduce_peak)
 
     @property
+    def transient(self) -> int:
+        """Highest level in backward among units of the same option."""
+        return max(self.gather_peak + self.bytes.reduce_tail, self.backward_peak + self.bytes.prefetched)
+
+    @property
+    def stays(self) -> int:
+        """What it holds, whether forward or backward left it."""
+        return self.bytes.held + self.left_by_forward + self.left_by_backward
+
+    @property
     def order(self) -> tuple[int, int]:
         """Sort key of the rule above, for backward."""
-        peak = max(self.gather_peak + self.bytes.reduce_tail, self.backward_peak + self.bytes.prefetched)
-        return (0, peak) if self.change < 0 else (1, self.change - peak)
+        return (0, self.transient) if self.change < 0 else (1, self.change - self.transient)
 
     @property
     def lowest_level(self) -> int:

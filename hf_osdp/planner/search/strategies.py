@@ -19,23 +19,17 @@ Space = tuple[tuple[UnitLayout, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Shardings:
-    """Layouts that all units may take."""
+class _Open:
+    """What may be decided for a unit."""
 
     shard_sizes: tuple[int, ...]
     reshard_after_forward: bool | None
     """None leaves it open."""
     stage_sizes: tuple[int, ...] = (1,)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Open:
-    """What may be decided for a unit beside its layout."""
-
-    reduces: tuple[bool, ...]
+    reduces: tuple[bool, ...] = (True,)
     """Reduce gradients in every micro-step, or hold whole ones."""
-    activations: tuple[Activations, ...]
-    on_host: tuple[bool, ...]
+    activations: tuple[Activations, ...] = (Activations.SAVE,)
+    on_host: tuple[bool, ...] = (False,)
 
 
 def batches(job: TrainingJob, world_size: int) -> Iterator[Batch]:
@@ -58,21 +52,12 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
         ValueError: activations are to be recomputed or offloaded, and none can be; HSDP in a world that has no group size
             between 1 and all; two stages without several nodes of several devices.
     """
-    description, hardware, job = problem.description, problem.hardware, problem.job
-    shardings, free = _shardings(problem.strategy, hardware), _open(job, hardware, batch)
-    _check_activations(description, job)
-    if problem.strategy is Strategy.OSDP:
-        ways = [free]
-        if hardware.world_size == 1 and len(free.on_host) > 1:  # one process is FSDP2's only where the host is used, which costs buffers
-            ways.insert(0, replace(free, on_host=(False,)))
-    else:
-        fixed = itertools.product(free.reduces, free.activations, free.on_host)
-        ways = [_Open(reduces=(reduces,), activations=(kept,), on_host=(host,)) for reduces, kept, host in fixed]
+    description, hardware = problem.description, problem.hardware
+    _check_activations(description, problem.job)
+    choices = [choice for sharding in _shardings(problem.strategy, hardware) for choice in _choices(sharding, problem, batch)]
     recomputable, offloadable = description.recomputable, description.offloadable
     spaces = [
-        tuple(_layouts(unit, i in recomputable, i in offloadable, sharding, way) for i, unit in enumerate(description.units))
-        for sharding in shardings
-        for way in ways
+        tuple(_layouts(unit, i in recomputable, i in offloadable, choice) for i, unit in enumerate(description.units)) for choice in choices
     ]
     return tuple({tuple(map(id, space)): space for space in spaces}.values())  # equal layouts are the same object, see `_product`
 
@@ -90,53 +75,56 @@ def _check_activations(description: ModelDescription, job: TrainingJob) -> None:
         )
 
 
-def _shardings(strategy: Strategy, hardware: Hardware) -> list[_Shardings]:
-    """Return the layouts of a strategy: several where all units take one of them together."""
-    shardings = _of_strategy(strategy, hardware)
-    # one device has nothing to free: what is cast to a lower precision is needed in backward
-    return [_Shardings(shard_sizes=(1,), reshard_after_forward=False)] if hardware.world_size == 1 else shardings
-
-
-def _of_strategy(strategy: Strategy, hardware: Hardware) -> list[_Shardings]:
+def _shardings(strategy: Strategy, hardware: Hardware) -> list[_Open]:
+    """Return the shardings of a strategy: several where all units take one of them together."""
     world_size, per_node = hardware.world_size, hardware.devices_per_node
     whole = (world_size,)
     stages = (per_node,) if 1 < per_node < world_size else ()
     match strategy:
+        case Strategy.TWO_STAGE if not stages:
+            raise ValueError(
+                f"strategy=two_stage needs several nodes of several devices, not {hardware.nodes} of {per_node}; use fsdp, or start more."
+            )
+        case Strategy.HSDP if not divisors(world_size)[1:-1]:
+            raise ValueError(
+                f"strategy=hsdp needs a group size between 1 and {world_size}, the number of devices, that divides it, and there is"
+                " none; use fsdp or ddp."
+            )
+        case _ if world_size == 1:  # one device has nothing to free: what is cast to a lower precision is needed in backward
+            return [_Open(shard_sizes=(1,), reshard_after_forward=False)]
         case Strategy.OSDP:
-            return [_Shardings(shard_sizes=divisors(world_size), reshard_after_forward=None, stage_sizes=(1, *stages))]
+            return [_Open(shard_sizes=divisors(world_size), reshard_after_forward=None, stage_sizes=(1, *stages))]
         case Strategy.FSDP:
-            return [_Shardings(shard_sizes=whole, reshard_after_forward=True)]
+            return [_Open(shard_sizes=whole, reshard_after_forward=True)]
         case Strategy.DDP:
-            return [_Shardings(shard_sizes=(1,), reshard_after_forward=reshard) for reshard in (True, False)]
+            return [_Open(shard_sizes=(1,), reshard_after_forward=reshard) for reshard in (True, False)]
         case Strategy.ZERO2:
-            return [_Shardings(shard_sizes=whole, reshard_after_forward=False)]
+            return [_Open(shard_sizes=whole, reshard_after_forward=False)]
         case Strategy.TWO_STAGE:
-            if not stages:
-                raise ValueError(
-                    f"strategy=two_stage needs several nodes of several devices, not {hardware.nodes} of {per_node}; use fsdp, or"
-                    " start more."
-                )
-            return [_Shardings(shard_sizes=whole, reshard_after_forward=True, stage_sizes=stages)]
+            return [_Open(shard_sizes=whole, reshard_after_forward=True, stage_sizes=stages)]
         case Strategy.HSDP:
-            if not (sizes := divisors(world_size)[1:-1]):
-                raise ValueError(
-                    f"strategy=hsdp needs a group size between 1 and {world_size}, the number of devices, that divides it, and there is"
-                    " none; use fsdp or ddp."
-                )
-            return [_Shardings(shard_sizes=(size,), reshard_after_forward=True) for size in sizes]
+            return [_Open(shard_sizes=(size,), reshard_after_forward=True) for size in divisors(world_size)[1:-1]]
     raise AssertionError(strategy)
 
 
-def _open(job: TrainingJob, hardware: Hardware, batch: Batch) -> _Open:
-    """Return what the job leaves open beside layouts."""
+def _choices(sharding: _Open, problem: PlanningProblem, batch: Batch) -> list[_Open]:
+    """Return what the job leaves open beside the sharding, for each unit alone or for all units together."""
+    job, hardware = problem.job, problem.hardware
     reduces = (True, False) if job.reduce_every_micro_step is None else (job.reduce_every_micro_step,)
     recomputes = (False, True) if job.recompute is None else (job.recompute,)
     offloads = _with_host("offload_activations", job.offload_activations, hardware)
-    return _Open(
+    free = replace(
+        sharding,
         reduces=reduces if batch.accumulation_steps > 1 else (True,),
         activations=tuple(Activations.of(recomputes=again, offloads=away) for away in offloads for again in recomputes),
         on_host=_with_host("host_offload", job.host_offload, hardware),
     )
+    if problem.strategy is not Strategy.OSDP:
+        fixed = itertools.product(free.reduces, free.activations, free.on_host)
+        return [replace(free, reduces=(reduce,), activations=(kept,), on_host=(host,)) for reduce, kept, host in fixed]
+    if hardware.world_size == 1 and len(free.on_host) > 1:  # one process is FSDP2's only where the host is used, which costs buffers
+        return [replace(free, on_host=(False,)), free]
+    return [free]
 
 
 def _with_host(name: str, asked: bool | None, hardware: Hardware) -> tuple[bool, ...]:
@@ -148,21 +136,18 @@ def _with_host(name: str, asked: bool | None, hardware: Hardware) -> tuple[bool,
     return (False, True) if asked is None else (asked,)
 
 
-def _layouts(unit: UnitDescription, recomputable: bool, offloadable: bool, sharding: _Shardings, free: _Open) -> tuple[UnitLayout, ...]:
+def _layouts(unit: UnitDescription, recomputable: bool, offloadable: bool, free: _Open) -> tuple[UnitLayout, ...]:
     """Return the layouts of one unit."""
     able = (Activations.of(recomputes=a.recomputes and recomputable, offloads=a.offloads and offloadable) for a in free.activations)
-    free = replace(free, activations=tuple(dict.fromkeys(able)))
-    if not unit.trainable_numel or unit.span is GatherSpan.CALLS:
-        # FSDP2 would reduce what is held in one call, and in another what this micro-step adds to it
-        free = replace(free, reduces=(True,))
-    return _product(unit.span, sharding, free)
+    # of several calls FSDP2 would reduce what is held in one, and in another what this micro-step adds to it
+    always = not unit.trainable_numel or unit.span is GatherSpan.CALLS
+    return _product(unit.span, replace(free, activations=tuple(dict.fromkeys(able)), reduces=(True,) if always else free.reduces))
 
 
 @functools.lru_cache(maxsize=256)
-def _product(span: GatherSpan, sharding: _Shardings, free: _Open) -> tuple[UnitLayout, ...]:
+def _product(span: GatherSpan, free: _Open) -> tuple[UnitLayout, ...]:
     """Return every layout with every other decision; the same object for the same question, as a model asks it of each block."""
-    reshards, stages = sharding.reshard_after_forward, sharding.stage_sizes
-    layouts = layouts_for(span, sharding.shard_sizes, reshard_after_forward=reshards, stage_sizes=stages)
+    layouts = layouts_for(span, free.shard_sizes, reshard_after_forward=free.reshard_after_forward, stage_sizes=free.stage_sizes)
     return tuple(
         replace(layout, reduce_every_micro_step=reduces, activations=kept, on_host=host)
         for layout, reduces, kept, host in itertools.product(layouts, free.reduces, free.activations, free.on_host)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import functools
+from dataclasses import replace
 
 from ..cost.memory import SegmentBytes, activation_host_bytes, gathered_ahead, merging_segments, resident_bytes
 from ..cost.timing import UnitTimer
@@ -23,48 +23,11 @@ _MOST_BYTES = 2**48
 
 
 def build_timeline(problem: PlanningProblem, batch: Batch, space: Space) -> Timeline:
-    """Return the timeline of one micro-step.
+    """Return the timeline of one micro-step, with options out of the space: groups of equal units, and what comes between them.
 
-    Args:
-        problem: its model's units with span USE run at most once a micro-step, those with span CALLS perhaps several times.
-        batch: micro-batch size and accumulation.
-        space: layouts of each unit.
-
-    Returns:
-        Groups of equal units with their options, and what comes between them.
+    Units with span USE run at most once a micro-step, those with span CALLS perhaps several times.
     """
     return _Builder(problem, batch, space).timeline()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    """What a segment of a unit that is freed after use costs."""
-
-    forms: dict[Activations, SegmentBytes]
-    on_host: dict[Activations, int]
-
-    def under(self, layout: UnitLayout, terms: UnitBytes, seconds: float) -> Option:
-        """Return the call under a layout, its gradients left out."""
-        costs, own = self.forms[layout.activations], 0 if terms.kept else terms.gathered
-        return Option(
-            layout=layout,
-            bytes=terms,
-            seconds=seconds,
-            left_by_forward=costs.saved + terms.kept,
-            copy_out_peak=terms.gather_buffer + terms.gathered,
-            forward_peak=terms.gather_buffer + terms.gathered + costs.forward_peak,
-            gather_peak=own + terms.prefetched + (0 if terms.kept else terms.cast_buffer),
-            compute_peak=own + costs.backward_peak,
-            activations_on_host=self.on_host[layout.activations],
-        )
-
-    def reducing(self, option: Option, waiting: int = 0) -> Option:
-        """Return the option with its gradients, `waiting` bytes of them from later calls, reduced when backward is done."""
-        costs, terms = self.forms[option.layout.activations], option.bytes
-        after = terms.gradients_after + terms.reduced_after
-        level = costs.gradient - costs.saved - terms.kept - waiting + terms.reduce_input
-        highest = level + max(terms.unsharded_gradients, after + terms.reduce_work)
-        return replace(option, left_by_backward=after - waiting, reduce_peak=highest)
 
 
 class _Builder:
@@ -84,6 +47,7 @@ class _Builder:
         self._always_in_flight = hardware.world_size == 1 and any(layout.on_host for layouts in space for layout in layouts)
         self._shapes = shape_ids(description.units)
         self._terms: dict[tuple[object, ...], UnitBytes] = {}
+        self._segment_bytes = functools.cache(self._bytes_of_segment)
 
     def timeline(self) -> Timeline:
         """Return the timeline."""
@@ -130,50 +94,62 @@ class _Builder:
         return several, self._shapes[unit], costs, self._merging.get(index, 0), windows, self._space[unit]
 
     def _root_stage(self, index: int, prefetches: bool) -> RootStage:
-        segment = self._segments[index]
-        costs = SegmentBytes.of(segment, GatherSpan.STEP, self._batch.micro_batch_size)
+        costs = self._segment_bytes(index, Activations.SAVE)
         return RootStage(
-            unit=segment.unit,
+            unit=self._segments[index].unit,
             saved=costs.saved,
             forward_peak=costs.forward_peak,
-            backward_peak=costs.backward_peak + self._merging.get(index, 0),
+            backward_peak=costs.backward_peak,
             gradients=self._arriving[index],
             prefetches=prefetches,
         )
 
+    def _bytes_of_segment(self, index: int, activations: Activations) -> SegmentBytes:
+        """Return what a segment takes, with gradients of shared weights that merge in its backward."""
+        segment = self._segments[index]
+        costs = SegmentBytes.of(segment, self._units[segment.unit].span, self._batch.micro_batch_size, activations)
+        return replace(costs, backward_peak=costs.backward_peak + self._merging.get(index, 0))
+
     def _options(self, unit: int) -> tuple[Option, ...]:
         """Return the options of a unit that are not dominated, in the order of the rule."""
-        hardware, span = self._problem.hardware, self._units[unit].span
-        calls = [] if span is GatherSpan.STEP else [self._call(index) for index in self._calls.get(unit, ())]
-        made = [self._option(unit, layout, calls) for layout in self._space[unit]]
+        hardware = self._problem.hardware
+        made = [self._option(unit, layout) for layout in self._space[unit]]
         if hardware.device.communicator_bytes:
             world_size = hardware.world_size
             made = [replace(o, meshes=meshes_of(o.layout.shard_size, o.layout.stage_size, world_size)) for o in made]
         made = [option for option in made if option.highest <= _MOST_BYTES] or made[:1]
         return tuple(sorted(undominated(made, Option.dominates), key=lambda option: option.order))
 
-    def _call(self, index: int) -> _Call:
-        """Return what a segment costs."""
-        segment = self._segments[index]
-        span, samples = self._units[segment.unit].span, self._batch.micro_batch_size
-        forms = {kept: SegmentBytes.of(segment, span, samples, kept) for kept in Activations}
-        if merging := self._merging.get(index, 0):
-            forms = {kept: replace(form, backward_peak=form.backward_peak + merging) for kept, form in forms.items()}
-        on_host = {kept: activation_host_bytes(segment, samples, kept) for kept in Activations}
-        return _Call(forms=forms, on_host=on_host)
-
-    def _option(self, unit: int, layout: UnitLayout, calls: Sequence[_Call]) -> Option:
+    def _option(self, unit: int, layout: UnitLayout) -> Option:
         """Return a layout with all that it brings, over the unit's calls in forward order."""
         terms, seconds = self._bytes(unit, layout), self._timer(unit, layout).total_s
-        if not calls:
+        indices = [] if self._units[unit].span is GatherSpan.STEP else self._calls.get(unit, [])
+        if not indices:
             return Option(layout=layout, bytes=terms, seconds=seconds)
-        first, *later = (call.under(layout, terms, seconds) for call in calls)
-        if not later:
-            return calls[0].reducing(first)
-        # gradients of the last call, whose backward comes first, wait for those of the first call
-        waiting = terms.waiting_gradients
-        later[-1] = replace(later[-1], left_by_backward=waiting)
-        return replace(calls[0].reducing(first, waiting), later=tuple(later))
+        first, *later = (self._call(index, layout, terms, seconds) for index in indices)
+        waiting = terms.waiting_gradients if later else 0
+        if later:  # gradients of the last call, whose backward comes first, wait for those of the first call
+            later[-1] = replace(later[-1], left_by_backward=waiting)
+        costs = self._segment_bytes(indices[0], layout.activations)
+        after = terms.gradients_after + terms.reduced_after
+        reduced = costs.gradient - costs.saved - terms.kept - waiting + terms.reduce_input
+        highest = reduced + max(terms.unsharded_gradients, after + terms.reduce_work)
+        return replace(first, left_by_backward=after - waiting, reduce_peak=highest, later=tuple(later))
+
+    def _call(self, index: int, layout: UnitLayout, terms: UnitBytes, seconds: float) -> Option:
+        """Return one call of a unit that is freed after use, its gradients left out."""
+        costs, own = self._segment_bytes(index, layout.activations), 0 if terms.kept else terms.gathered
+        return Option(
+            layout=layout,
+            bytes=terms,
+            seconds=seconds,
+            left_by_forward=costs.saved + terms.kept,
+            copy_out_peak=terms.gather_buffer + terms.gathered,
+            forward_peak=terms.gather_buffer + terms.gathered + costs.forward_peak,
+            gather_peak=own + terms.prefetched + (0 if terms.kept else terms.cast_buffer),
+            compute_peak=own + costs.backward_peak,
+            activations_on_host=activation_host_bytes(self._segments[index], self._batch.micro_batch_size, layout.activations),
+        )
 
     def _bytes(self, unit: int, layout: UnitLayout) -> UnitBytes:
         decided = layout.shard_size, layout.reshard_after_forward, layout.stage_size, layout.reduce_every_micro_step, layout.on_host

@@ -10,19 +10,17 @@ import torch.distributed as dist
 from torch import nn
 
 from ...distributed.device import own_gpu
+from ...distributed.mesh import find_topology
 from ...distributed.process_group import waiting_group
-from ...distributed.topology import find_topology
 from ...measurement.memory_limits import memory_limits, tightest
 from ...planner.cost.timing import TimeEstimate
 from ...planner.description import UnitDescription
 from ...planner.hardware import DeviceSpec, Hardware
 from ...planner.job import OptimizerSpec, Precision
 from ...planner.plan import Plan
-from ...planner.search.result import StrategyResult
-from .devices import DeviceMemory, fp16_for_bf16, memory_now, native_bf16, slow_link
-from .findings import Finding, refuse_errors
-from .folder import RunFolder, not_writable, too_small
-from .model import frozen, no_masters, unused_block_classes, whole_in_one_unit
+from ...planner.search.compare import StrategyResult
+from . import checks
+from .checks import Check, DeviceMemory, Finding, RunFolder, Severity, native_bf16, refuse_errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +35,13 @@ class KnownRun:
     found_classes: Sequence[str] = ()
     frozen_in_optimizer: int = 0
     plan: Plan | None = None
-    chosen: bool = True
-    """The search chose the plan, out of everything, for this hardware."""
     hardware: Hardware | None = None
     bf16_on: str | None = None
     """The device's name where it computes bfloat16 as fast as float16."""
     time: TimeEstimate | None = None
-    """The plan's."""
+    """The plan's; None where the search chose the plan out of everything, for this hardware: no other is better."""
     others: Sequence[StrategyResult] = ()
+    """What other strategies would take under the same limit, where that was estimated."""
     needed_bytes: int | None = None
     """The plan's highest moment, tensors alone."""
     memory: DeviceMemory | None = None
@@ -52,12 +49,7 @@ class KnownRun:
 
 
 def check_run(known: KnownRun, model: nn.Module, device_type: str) -> tuple[Finding, ...]:
-    """Return what all ranks find before a run on their devices. Collective.
-
-    Args:
-        known: of the run; device memory and bfloat16 support are looked up here.
-        model: not yet sharded.
-        device_type: `"cpu"` or `"cuda"`.
+    """Return what all ranks find before a run; device memory and bfloat16 support are looked up here. Collective.
 
     Raises:
         PreflightError: the run would fail, or train something else than was meant; the same line on every rank.
@@ -73,31 +65,26 @@ def findings_of(known: KnownRun) -> tuple[Finding, ...]:
 
 
 def _findings(known: KnownRun) -> Iterator[Finding | None]:
-    yield whole_in_one_unit(known.units)
-    yield unused_block_classes(known.asked_classes, known.found_classes)
-    yield no_masters(known.units, known.precision)
-    yield fp16_for_bf16(known.precision, known.bf16_on)
-    yield frozen(known.units, in_optimizer=known.frozen_in_optimizer)
-    if known.plan is not None and not known.chosen:
-        yield slow_link(known.plan, known.hardware, known.time, known.others)
-    if known.memory is not None and known.needed_bytes is not None and known.plan is not None:
-        yield memory_now(known.memory, known.needed_bytes, known.plan.communicators)
+    yield checks.whole_in_one_unit(known.units)
+    yield checks.unused_block_classes(known.asked_classes, known.found_classes)
+    yield checks.no_masters(known.units, known.precision)
+    yield checks.fp16_for_bf16(known.precision, known.bf16_on)
+    yield checks.frozen(known.units, in_optimizer=known.frozen_in_optimizer)
+    if known.plan is not None:
+        yield checks.slow_link(known.plan, known.hardware, known.time, known.others)
+        if known.memory is not None and known.needed_bytes is not None:
+            yield checks.memory_now(known.memory, known.needed_bytes, known.plan.communicators)
     if known.folder is not None:
-        broken = not_writable(known.folder)
-        yield broken or too_small(known.folder, known.units, known.optimizer)
+        yield checks.not_writable(known.folder) or checks.too_small(known.folder, known.units, known.optimizer)
 
 
 def merged_findings(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Return the findings of all ranks, each once: rank 0's, else those of the first rank that has them. Collective.
-
-    Raises:
-        PreflightError: there is an error among them; the same line on every rank.
-    """
+    """Return the findings of all ranks, each once: rank 0's, else the first rank's; all raise if an error is among them. Collective."""
     by_rank: list[Sequence[Finding]] = [tuple(findings)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         by_rank = [()] * dist.get_world_size()
         dist.all_gather_object(by_rank, tuple(findings), group=waiting_group())
-    first: dict[tuple[object, object], Finding] = {}
+    first: dict[tuple[Check, Severity], Finding] = {}
     for rank, found in enumerate(by_rank):
         for finding in found:
             said = finding if rank == 0 else replace(finding, message=f"On rank {rank}: {finding.message}")
@@ -106,12 +93,20 @@ def merged_findings(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     return tuple(first.values())
 
 
+def check_model(model: nn.Module, *, trains: bool = True) -> None:
+    """Refuse a model that cannot be trained as it was meant, before it is described and sharded.
+
+    Raises:
+        PreflightError: its tied weights are separate parameters, or it is to be trained and all parameters are frozen.
+    """
+    found = (checks.split_ties(model), checks.nothing_to_train(model) if trains else None)
+    refuse_errors(finding for finding in found if finding is not None)
+
+
 def device_memory(device_type: str, model: nn.Module | None = None) -> DeviceMemory | None:
     """Return the memory of this rank's device now; None where a plan is made for a device that is not here. Collective.
 
-    Args:
-        device_type: `"cpu"` or `"cuda"`.
-        model: its parameters on the CPU belong to this process, and as many to each other rank of the node.
+    The model's parameters on the CPU belong to this process, and as many to each other rank of the node.
     """
     if device_type == "cuda":
         if not torch.cuda.is_available():
@@ -121,8 +116,7 @@ def device_memory(device_type: str, model: nn.Module | None = None) -> DeviceMem
         name = f"{torch.cuda.get_device_name(device)} {device.index}"
         return DeviceMemory(name=name, total_bytes=total, free_bytes=free, own_bytes=torch.cuda.memory_reserved(device))
     memory, ranks = tightest(memory_limits()), find_topology().ranks_per_node
-    parameters = () if model is None else model.parameters()
-    held = sum(p.numel() * p.element_size() for p in parameters if p.device.type == "cpu")
+    held = sum(p.numel() * p.element_size() for p in (model.parameters() if model else ()) if p.device.type == "cpu")
     return DeviceMemory(name="cpu", total_bytes=memory.total_bytes, free_bytes=memory.free_bytes, own_bytes=ranks * held, sharing=ranks)
 
 

@@ -19,7 +19,8 @@ from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, Hardware, Link
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
-from hf_osdp.planner.search.search import compare_strategies, least_memory
+from hf_osdp.planner.search.compare import compare_strategies
+from hf_osdp.planner.search.search import least_memory
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem

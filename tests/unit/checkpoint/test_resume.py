@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
-from hf_osdp.checkpoint import resume
 from hf_osdp.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hf_osdp.checkpoint.resume import checkpoint_to_resume, is_restart, last_checkpoint, recorded_batch, start_fresh, warn_of_changes
+from hf_osdp.checkpoint.resume import check_checkpoint, checkpoint_to_resume, last_checkpoint, recorded_batch, start_fresh, warn_of_changes
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.errors import CheckpointError
 
@@ -24,53 +22,52 @@ def restarted(monkeypatch):
     return lambda: monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
 
 
-def test_restart_takes_checkpoints_of_its_own_training_only(tmp_path, restarted):
-    for name in ("checkpoint-4", "checkpoint-6"):
+def test_last_checkpoint_has_the_highest_number_and_its_marker(tmp_path, caplog):
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint_2", "other-99"):
         small(tmp_path, name)
-    assert checkpoint_to_resume(tmp_path) is None
-    assert last_checkpoint(tmp_path).name == "checkpoint-6", "one that is asked for"
+    (tmp_path / "checkpoint-77").write_text("no folder")
+    (tmp_path / "checkpoint-99").mkdir()  # half removed, or no checkpoint
+    assert last_checkpoint(tmp_path).name == "checkpoint-10" and "has no weights" in caplog.text
+    (tmp_path / "checkpoint-9" / "trainer_state.json").write_text("{}")
+    assert last_checkpoint(tmp_path, marker="trainer_state.json").name == "checkpoint-9"
+    assert "checkpoint-10 is damaged and passed over: trainer_state.json is missing" in caplog.text
+    assert last_checkpoint(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_restart_takes_checkpoints_of_its_own_training_only(tmp_path, restarted, copied):
+    folder = tmp_path / "run"
+    for name in ("checkpoint-4", "checkpoint-6"):
+        small(folder, name)
+    assert checkpoint_to_resume(folder) is None
+    assert last_checkpoint(folder).name == "checkpoint-6", "one that is asked for"
+    saved(folder / "checkpoint-4")  # written again by this training
+    if copied:  # other inodes and times
+        folder = shutil.copytree(folder, tmp_path / "copy")
     restarted()
-    assert checkpoint_to_resume(tmp_path) is None and last_checkpoint(tmp_path) is None
-    saved(tmp_path / "checkpoint-4")
-    assert checkpoint_to_resume(tmp_path).name == "checkpoint-4", "written again by this training"
-    assert checkpoint_to_resume(tmp_path, False) is None
-    assert checkpoint_to_resume(tmp_path, after_restart=False) is None
-    assert checkpoint_to_resume(tmp_path, True).name == "checkpoint-6"
+    assert checkpoint_to_resume(folder).name == "checkpoint-4"
+    assert checkpoint_to_resume(folder, False) is checkpoint_to_resume(folder, after_restart=False) is None
+    assert checkpoint_to_resume(folder, True).name == "checkpoint-6"
 
 
-def test_restart_in_a_copied_folder_takes_its_own_training_only(tmp_path, restarted):
-    """Copies have other inodes and times than what was copied."""
-    small(tmp_path / "run", "checkpoint-6")
-    start_fresh(tmp_path / "run")
-    saved(tmp_path / "run" / "checkpoint-4")
-    for path in shutil.copytree(tmp_path / "run", tmp_path / "copy").rglob("*"):
-        path.touch()
-    restarted()
-    assert checkpoint_to_resume(tmp_path / "copy").name == "checkpoint-4"
-
-
-def test_path_is_checked_and_resumed(tmp_path, restarted):
+def test_given_path_is_checked_and_resumed(tmp_path, restarted):
     given = saved(tmp_path / "elsewhere")
     assert checkpoint_to_resume(tmp_path / "run", given) == given
-    with pytest.raises(CheckpointError, match="There is no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"There is no checkpoint .*; give the path of one"):
         checkpoint_to_resume(tmp_path / "run", tmp_path / "nowhere")
     saved(tmp_path / "run" / "checkpoint-2")
     restarted()
     assert checkpoint_to_resume(tmp_path / "run", given).name == "checkpoint-2", "what this training wrote since"
 
 
-def test_newest_checkpoint_without_manifest_is_passed_over(tmp_path, restarted, caplog):
+def test_newest_checkpoint_without_manifest_is_passed_over_unless_none_has_one(tmp_path, restarted, caplog):
     saved(tmp_path / "checkpoint-4")
     (saved(tmp_path / "checkpoint-6") / MANIFEST_NAME).unlink()
     restarted()
     assert checkpoint_to_resume(tmp_path).name == "checkpoint-4"
     line = "checkpoint-6 is damaged and passed over: osdp_checkpoint.json is missing, so it is incomplete or another program's;"
     assert caplog.text.count(line) == 1
-
-
-def test_checkpoints_of_another_program_are_taken_where_none_has_a_manifest(tmp_path):
-    for name in ("checkpoint-4", "checkpoint-6"):
-        (saved(tmp_path / name) / MANIFEST_NAME).unlink()
+    (tmp_path / "checkpoint-4" / MANIFEST_NAME).unlink()
     assert checkpoint_to_resume(tmp_path, True).name == "checkpoint-6"
 
 
@@ -81,36 +78,18 @@ def test_restart_passes_over_checkpoints_without_optimizer(tmp_path, restarted, 
     assert "has no optimizer state" in caplog.text and "training starts from the beginning" in caplog.text
 
 
-def test_damaged_note_of_the_training_is_not_taken_for_none(tmp_path, restarted):
+@pytest.mark.parametrize(("note", "line"), [('{"training": "ab', "is not JSON"), ("[]", "is no note of a training")])
+def test_damaged_note_of_the_training_is_not_taken_for_none(tmp_path, restarted, note, line):
     small(tmp_path)
     start_fresh(tmp_path)
-    note = tmp_path / ".partial" / "training.json"
-    note.write_text(note.read_text()[:-4])
+    path = tmp_path / ".partial" / "training.json"
+    path.write_text(note)
     restarted()
-    with pytest.raises(CheckpointError, match=r"training.json is not JSON .* Remove it to resume from the last checkpoint"):
+    with pytest.raises(CheckpointError, match=f"training.json {line}.* Remove it to resume from the last checkpoint"):
         last_checkpoint(tmp_path)
     small(tmp_path, "checkpoint-2")  # is not lost for it
-    note.unlink()
+    path.unlink()
     assert last_checkpoint(tmp_path).name == "checkpoint-2"
-
-
-def test_torchrun_that_starts_again_without_counting_resumes(tmp_path, monkeypatch):
-    """torchrun where machines come and go counts no restarts."""
-    small(tmp_path, "checkpoint-9")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/torchelastic_a/none_1/attempt_0/0/error.json")
-    start_fresh(tmp_path)
-    small(tmp_path, "checkpoint-2")
-    assert not is_restart(tmp_path), "another training of the same process"
-    monkeypatch.setattr(resume, "_process", lambda: "a new process")
-    assert is_restart(tmp_path)
-    start_fresh(tmp_path)
-    assert last_checkpoint(tmp_path).name == "checkpoint-2"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/torchelastic_b/none_2/attempt_0/0/error.json")
-    assert not is_restart(tmp_path), "another torchrun"
-    start_fresh(tmp_path)
-    monkeypatch.setattr(resume, "_process", lambda: "a newer process")
-    assert is_restart(tmp_path) and last_checkpoint(tmp_path) is None
 
 
 def test_start_without_anything_to_note_writes_nothing(tmp_path):
@@ -134,10 +113,14 @@ def test_changed_settings_are_named_with_value_before_and_now(tmp_path, caplog):
     ) in caplog.text
 
 
-def test_manifest_of_an_earlier_version_is_read(tmp_path):
+def test_files_of_earlier_versions_are_read(tmp_path, restarted):
     folder = small(tmp_path)
     path = folder / MANIFEST_NAME
     content = json.loads(path.read_text())
     del content["training"], content["settings"]
     path.write_text(json.dumps(content))
-    assert Manifest.load(folder).settings == {} and last_checkpoint(tmp_path) == Path(folder)
+    (tmp_path / ".partial").mkdir(exist_ok=True)
+    (tmp_path / ".partial" / "training.json").write_text('{"training": null, "launches": ["host /tmp/x"], "process": "7 on host"}')
+    restarted()
+    assert last_checkpoint(tmp_path) == folder and Manifest.load(folder).settings == {}
+    check_checkpoint(folder)

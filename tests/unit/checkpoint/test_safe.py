@@ -34,6 +34,14 @@ class Runs:
         return os.mkdir, (str(self.mark),)
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def in_shards(folder: Path) -> Path:
+    """A checkpoint's folder of weights in shards."""
+    return saved(folder / "checkpoint-1") / "pytorch_model_fsdp_0"
+
+
 def test_files_of_tensors_run_nothing(tmp_path):
     torch.save({"state": {}, "x": Runs(tmp_path / "ran")}, tmp_path / "optimizer.bin")
     with pytest.raises(CheckpointError, match="cannot be read as tensors and plain values"):
@@ -41,28 +49,27 @@ def test_files_of_tensors_run_nothing(tmp_path):
     (tmp_path / "optimizer.bin").write_bytes(b"\x80\x02garbage")
     with pytest.raises(CheckpointError, match="cannot be read as tensors and plain values"):
         load_file(tmp_path / "optimizer.bin", numpy=True)
+    dcp.save(
+        {"optimizer": {"state": {}, "param_groups": [{"params": [], "lr": Runs(tmp_path / "ran")}]}}, checkpoint_id=tmp_path / "optimizer_0"
+    )
+    with pytest.raises(CheckpointError, match=r"cannot be read .*(weights_only|Weights only)"):
+        read_optimizer(find_optimizer(tmp_path))
     assert not (tmp_path / "ran").exists()
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.mark.parametrize("content", ["call", "dotted", "other", "garbage", "nothing"])
-def test_an_index_runs_nothing(tmp_path, content):
-    folder = saved(tmp_path / "checkpoint-1")
-    index = folder / "pytorch_model_fsdp_0" / ".metadata"
-    match content:
-        case "call":
-            index.write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
-        case "dotted":  # protocol 4 looks names with dots up part by part
-            index.write_bytes(b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93.")
-        case "other":
-            index.write_bytes(pickle.dumps(["a list"]))
-        case "garbage":
-            index.write_bytes(index.read_bytes()[:-20])
-        case "nothing":
-            index.unlink()
-    for reader in (SafeReader(index.parent).read_metadata, lambda: read_weights(find_model(folder))):
+@pytest.mark.parametrize("content", ["call", "dotted", "list", "short", "none"])
+def test_index_runs_nothing(tmp_path, content):
+    index = in_shards(tmp_path) / ".metadata"
+    bad = {
+        "call": pickle.dumps(Runs(tmp_path / "ran")),
+        "dotted": b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93.",  # protocol 4 looks names with dots up part by part
+        "list": pickle.dumps(["a list"]),
+        "short": index.read_bytes()[:-20],
+    }
+    index.unlink()
+    if content in bad:
+        index.write_bytes(bad[content])
+    for reader in (SafeReader(index.parent).read_metadata, lambda: read_weights(find_model(index.parent.parent))):
         with pytest.raises(CheckpointError, match=r"index|cannot be read|is missing"):
             reader()
     assert not (tmp_path / "ran").exists()
@@ -113,9 +120,9 @@ def pickled(value: object) -> bytes:
     return stream.getvalue()
 
 
-@pytest.mark.parametrize("place", ["key", "metadata index", "layout", "relative path", "planner data", "size"])
-def test_index_of_nested_tuples_is_refused_at_once(tmp_path, place):
-    folder = saved(tmp_path / "checkpoint-1") / "pytorch_model_fsdp_0"
+@pytest.mark.parametrize("place", ["key", "metadata index", "layout", "relative path", "planner data", "size", "huge size"])
+def test_hostile_index_is_refused_at_once(tmp_path, place):
+    folder = in_shards(tmp_path)
     index, deep = SafeReader(folder).read_metadata(), nested(64)
     match place:
         case "key":
@@ -130,6 +137,8 @@ def test_index_of_nested_tuples_is_refused_at_once(tmp_path, place):
             index.planner_data = dict.fromkeys(index.planner_data, ("model", deep))
         case "size":
             next(iter(index.state_dict_metadata.values())).chunks[0].offsets = deep
+        case "huge size":
+            next(iter(index.state_dict_metadata.values())).size = torch.Size([1 << 50, 1 << 10])
     (folder / ".metadata").write_bytes(pickled(index))
     begun = time.monotonic()
     with pytest.raises(CheckpointError, match=r"do not use it|cannot be read"):
@@ -141,76 +150,49 @@ def test_pipe_in_the_place_of_a_file_does_not_block(tmp_path):
     os.mkfifo(tmp_path / "optimizer.bin")
     with pytest.raises(CheckpointError, match=r"optimizer.bin is a pipe, a socket or a device, no file; take another checkpoint"):
         read_optimizer(find_optimizer(tmp_path))
-    folder = saved(tmp_path / "checkpoint-1") / "pytorch_model_fsdp_0"
-    (folder / "__0_0.distcp").unlink()
-    os.mkfifo(folder / "__0_0.distcp")
+    shard = in_shards(tmp_path) / "__0_0.distcp"
+    shard.unlink()
+    os.mkfifo(shard)
     with pytest.raises(CheckpointError, match=r"__0_0.distcp is a pipe"):
-        read_weights(find_model(folder.parent))
+        read_weights(find_model(shard.parent.parent))
     os.mkfifo(tmp_path / "part.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "part.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"part.safetensors is a pipe"):
         read_weights(find_model(tmp_path))
 
 
-def test_values_in_shards_run_nothing(tmp_path):
-    folder = tmp_path / "optimizer_0"
-    dcp.save({"optimizer": {"state": {}, "param_groups": [{"params": [], "lr": Runs(tmp_path / "ran")}]}}, checkpoint_id=folder)
-    with pytest.raises(CheckpointError, match=r"cannot be read .*(weights_only|Weights only)"):
-        read_optimizer(find_optimizer(tmp_path))
-    assert not (tmp_path / "ran").exists()
-
-
-def test_names_stay_in_the_folder(tmp_path):
+def test_names_of_files_must_stay_in_the_folder(tmp_path):
     assert check_inside("a/b.distcp") == "a/b.distcp"
     for name in ("../x", "/etc/passwd", "a/../../x", "C:/x", "a\\..\\x", "", None, 3, "x\0y"):
         with pytest.raises(CheckpointError, match="outside of its folder"):
             check_inside(name)
-    folder = saved(tmp_path / "checkpoint-1")
-    reader = SafeReader(folder / "pytorch_model_fsdp_0")
+    reader = SafeReader(in_shards(tmp_path))
     index = reader.read_metadata()
     for info in index.storage_data.values():
         info.relative_path = "../../elsewhere.distcp"
-    (folder / "pytorch_model_fsdp_0" / ".metadata").write_bytes(pickle.dumps(index))
+    (Path(reader.path) / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(CheckpointError, match="outside of its folder"):
         reader.read_metadata()
-    several = tmp_path / "several"
-    several.mkdir()
-    (several / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../secret.safetensors"}}))
-    with pytest.raises(CheckpointError, match="outside of its folder"):
-        read_weights(find_model(several))
-    (several / "model.safetensors.index.json").write_text("[1]")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_weights(find_model(several))
+    for content, line in (('{"weight_map": {"w": "../secret.safetensors"}}', "outside of its folder"), ("[1]", "cannot be read")):
+        (tmp_path / "model.safetensors.index.json").write_text(content)
+        with pytest.raises(CheckpointError, match=line):
+            read_weights(find_model(tmp_path))
 
 
-def test_an_index_of_any_sharded_checkpoint_is_read(tmp_path):
+def test_index_of_any_sharded_checkpoint_is_read(tmp_path):
     model, optimizer = trained()
-    folder = saved(tmp_path / "checkpoint-1", model=model, optimizer=optimizer)
-    read = read_weights(find_model(folder))
+    read = read_weights(find_model(saved(tmp_path / "checkpoint-1", model=model, optimizer=optimizer)))
     assert all(torch.equal(read[name], value) for name, value in model.state_dict().items())
     dcp.save({"model": {"w": torch.zeros(2, dtype=torch.bfloat16)}}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0")
     assert read_weights(find_model(tmp_path))["w"].dtype is torch.bfloat16
 
 
-def test_an_absurd_index_is_an_error(tmp_path):
-    folder = saved(tmp_path / "checkpoint-1")
-    path = folder / "pytorch_model_fsdp_0" / ".metadata"
-    index = SafeReader(path.parent).read_metadata()
-    first = next(iter(index.state_dict_metadata.values()))
-    first.size = torch.Size([1 << 50, 1 << 10])
-    path.write_bytes(pickle.dumps(index))
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_weights(find_model(folder))
-
-
-def test_a_folder_without_states_says_what_it_lacks(tmp_path):
-    with pytest.raises(CheckpointError, match=r"has no weights \(pytorch_model_fsdp_0/, pytorch_model_fsdp.bin, model.safetensors"):
-        find_model(tmp_path)
+def test_folder_without_states_names_what_it_lacks(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no optimizer state \(optimizer_0/, optimizer.bin, optimizer.pt\)"):
         find_optimizer(tmp_path)
     torch.save([1, 2], tmp_path / "optimizer.bin")
     with pytest.raises(CheckpointError, match="holds no optimizer's state"):
         read_optimizer(find_optimizer(tmp_path))
     model, optimizer = trained(steps=0)
-    with pytest.raises(CheckpointError, match="has no weights"):
+    with pytest.raises(CheckpointError, match=r"has no weights \(pytorch_model_fsdp_0/, pytorch_model_fsdp.bin, model.safetensors"):
         load_loop(tmp_path, model, optimizer, others={})

@@ -24,24 +24,29 @@ def no_launcher(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("text", "limit"), [("", 100), ("70", 70), ("170", 100)])
-def test_limit_only_falls(monkeypatch, text, limit):
+def test_limit_after_oom_only_falls(monkeypatch, text, limit):
     monkeypatch.setenv(LIMIT_VARIABLE, text)
     assert limit_after_oom(100) == limit
 
 
 @pytest.mark.parametrize("text", ["-1", "0", "1e3", "8GiB", "9" * 30])
-def test_limit_that_is_no_number_of_bytes_is_refused(monkeypatch, text):
+def test_limit_after_oom_refuses_what_is_no_number_of_bytes(monkeypatch, text):
     monkeypatch.setenv(LIMIT_VARIABLE, text)
     with pytest.raises(ValueError, match=r"OSDP_MEMORY_LIMIT_AFTER_OOM='.*' is not a number of bytes"):
         limit_after_oom(100)
 
 
-def test_limit_reaches_the_next_start_of_the_same_launcher_alone(monkeypatch):
+def test_limit_reaches_next_start_of_same_user_and_launcher_alone(monkeypatch):
     for name, value in UNDER_TORCHRUN.items():
         monkeypatch.setenv(name, value)
     restart.restart(80, "not printed")
     restart.restart(70, "not printed")
     assert limit_after_oom(100) == 70
+    note = restart._note()
+    with monkeypatch.context() as other_user:
+        other_user.setattr(restart, "_note", lambda: note)
+        other_user.setattr(restart.os, "getuid", lambda: note.stat().st_uid + 1)
+        assert limit_after_oom(100) == 100
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert limit_after_oom(100) == 100, "a first start has no limit from before"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -49,17 +54,7 @@ def test_limit_reaches_the_next_start_of_the_same_launcher_alone(monkeypatch):
     assert limit_after_oom(100) == 100, "another launcher, which has the same process number"
 
 
-def test_limit_of_another_user_is_not_read(monkeypatch):
-    for name, value in UNDER_TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    restart.restart(70, "not printed")
-    note = restart._note()
-    monkeypatch.setattr(restart, "_note", lambda: note)
-    monkeypatch.setattr(restart.os, "getuid", lambda: note.stat().st_uid + 1)
-    assert limit_after_oom(100) == 100
-
-
-def test_single_process_replaces_itself_with_its_first_environment(monkeypatch, capsys):
+def test_restart_replaces_single_process_with_its_first_environment(monkeypatch, capsys):
     calls: list[tuple] = []
     monkeypatch.setattr(restart.os, "execve", lambda *arguments: calls.append(arguments))
     monkeypatch.setattr(restart.os, "set_inheritable", lambda *arguments: None)
@@ -73,34 +68,46 @@ def test_single_process_replaces_itself_with_its_first_environment(monkeypatch, 
     assert capsys.readouterr().err == "out of memory\n"
 
 
-def test_hindrance_of_a_launcher_that_starts_no_more():
-    assert hindrance(UNDER_TORCHRUN) is None
-    assert "--max-restarts 3" in hindrance({**UNDER_TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "1"})
-    assert "torchrun --max-restarts 3" in hindrance({"WORLD_SIZE": "2"})
+def test_hindrance_names_launcher_that_starts_no_more(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "torchrun --max-restarts 3" in hindrance()
+    for name, value in UNDER_TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert hindrance() is None
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    assert "--max-restarts 3" in hindrance()
 
 
-def test_hindrance_of_a_single_process(monkeypatch):
+def test_hindrance_names_why_single_process_cannot_restart(monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", ["python", "train.py"])
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
-    assert hindrance({}) is None and hindrance({COUNT_VARIABLE: "2"}) is None
-    assert hindrance({COUNT_VARIABLE: "3"}) == "it did so 3 times"
+    monkeypatch.setenv(COUNT_VARIABLE, "2")
+    assert hindrance() is None
     with monkeypatch.context() as fork:
         fork.setattr(multiprocessing, "parent_process", lambda: object())
-        assert "a notebook, or another program, holds this process" in hindrance({})
+        assert "a notebook, or another program, holds this process" in hindrance()
     for unknown in (["python"], ["python", "-"]):
         monkeypatch.setattr(sys, "orig_argv", unknown)
-        assert hindrance({}) == "the command line that started it is not known"
+        assert hindrance() == "the command line that started it is not known"
+    monkeypatch.setenv(COUNT_VARIABLE, "3")
+    assert hindrance() == "it did so 3 times"
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", COUNT_VARIABLE])
-def test_restart_count_takes_the_largest(name):
-    assert restart_count({}) == 0 and restart_count({name: "2"}) == 2 and restart_count({name: "x"}) == 0
+@pytest.mark.parametrize(("text", "count"), [("", 0), ("2", 2), ("x", 0)])
+def test_restart_count_takes_largest(monkeypatch, name, text, count):
+    monkeypatch.setenv(name, text)
+    assert restart_count() == count
 
 
-def test_on_oom_is_checked():
-    with pytest.raises(ValueError, match=r"on_oom='retry' is not known; use one of raise, replan\."):
-        OSDPConfig(on_oom="retry")
-    with pytest.raises(ValueError, match="plan runs a given plan as it is"):
-        OSDPConfig(plan="plan.json", on_oom="replan")
-    assert OSDPConfig(on_oom="replan").on_oom == "replan"
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_oom": "retry"}, r"on_oom='retry' is not known; use one of raise, replan\."),
+        ({"plan": "plan.json", "on_oom": "replan"}, "plan runs a given plan as it is"),
+    ],
+)
+def test_on_oom_is_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        OSDPConfig(**options)

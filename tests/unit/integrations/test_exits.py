@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,27 +14,23 @@ from hf_osdp.integrations.exits import USER_ERROR, run_script
 from hf_osdp.planning.config import OSDPConfig
 
 
-def refused_by_the_package():
-    OSDPConfig(strategy="zero3")
-
-
-def refused_by_the_script():
+def refuse_in_script():
     raise ValueError("block_size=64 is too long;\nuse 32.")
 
 
-def of_our_domain():
+def refuse_in_domain():
     raise PlanError("The plan is for 2 processes.")
 
 
 @pytest.mark.parametrize(
     ("main", "line"),
     [
-        (refused_by_the_package, "error: strategy='zero3' is not known"),
-        (refused_by_the_script, "error: block_size=64 is too long; use 32."),
-        (of_our_domain, "error: The plan is for 2 processes."),
+        (lambda: OSDPConfig(strategy="zero3"), "error: strategy='zero3' is not known"),
+        (refuse_in_script, "error: block_size=64 is too long; use 32."),
+        (refuse_in_domain, "error: The plan is for 2 processes."),
     ],
 )
-def test_input_that_is_refused_is_one_line(main, line, capsys):
+def test_run_script_shows_refused_input_in_one_line(main, line, capsys):
     with pytest.raises(SystemExit) as stop:
         run_script(main)
     assert stop.value.code == USER_ERROR
@@ -41,60 +38,47 @@ def test_input_that_is_refused_is_one_line(main, line, capsys):
     assert said.startswith(line) and said.count("\n") == 1
 
 
-def fails_in_a_library():
-    json.loads("{")
-
-
-def lacks_a_file():
-    open("/nowhere/at/all").close()
-
-
-def is_a_bug():
-    raise KeyError("lost")
-
-
-@pytest.mark.parametrize(("main", "kind"), [(fails_in_a_library, ValueError), (lacks_a_file, FileNotFoundError), (is_a_bug, KeyError)])
-def test_other_errors_keep_their_traceback(main, kind):
+@pytest.mark.parametrize(
+    ("main", "kind"),
+    [(lambda: json.loads("{"), ValueError), (lambda: open("/nowhere/at/all"), FileNotFoundError), (lambda: {}[0], KeyError)],
+)
+def test_run_script_leaves_other_errors_their_traceback(main, kind):
     with pytest.raises(kind):
         run_script(main)
 
 
-class Ends:
-    """A writer and a tracker whose ends are counted."""
-
-    def __init__(self):
-        self.waited = self.finished = 0
-
-    def wait(self):
-        self.waited += 1
-
-    def finish(self):
-        self.finished += 1
-
-
-def watched() -> tuple[OSDPAccelerator, Ends]:
-    accelerator, ends = OSDPAccelerator(cpu=True, osdp={}), Ends()
-    accelerator._writer, accelerator.trackers = ends, [ends]
+@pytest.fixture
+def watched() -> tuple[OSDPAccelerator, list[str]]:
+    """An accelerator, and what its end waited for or finished."""
+    accelerator, ends = OSDPAccelerator(cpu=True, osdp={}), []
+    accelerator._writer = SimpleNamespace(wait=lambda: ends.append("waited"))
+    accelerator.trackers = [SimpleNamespace(finish=lambda: ends.append("finished"))]
     return accelerator, ends
 
 
 @pytest.mark.parametrize(
-    ("error", "waited"), [(KeyError("lost"), 0), (KeyboardInterrupt(), 0), (SystemExit(EXIT_CODE), 0), (Stopped(EXIT_CODE), 1)]
+    ("error", "expected"),
+    [
+        (KeyError("lost"), ["finished"]),
+        (KeyboardInterrupt(), ["finished"]),
+        (SystemExit(EXIT_CODE), ["finished"]),
+        (Stopped(EXIT_CODE), ["waited", "finished"]),
+    ],
 )
-def test_the_end_of_training_waits_for_nobody_while_an_error_is_on_its_way(error, waited):
-    accelerator, ends = watched()
+def test_end_training_waits_for_nobody_while_an_error_propagates(watched, error, expected):
+    accelerator, ends = watched
     with pytest.raises(type(error)):
         try:
             raise error
         finally:
             accelerator.end_training()
-    assert (ends.waited, ends.finished) == (waited, 1)
+    assert ends == expected
 
 
-def test_the_end_of_training_is_a_whole_one_where_another_training_failed_before_it():
+def test_end_training_is_complete_where_another_training_failed_before(request):
     try:
         raise MemoryError
     except MemoryError:
-        accelerator, ends = watched()
+        accelerator, ends = request.getfixturevalue("watched")
         accelerator.end_training()
-    assert (ends.waited, ends.finished) == (1, 1)
+    assert ends == ["waited", "finished"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_osdp.integrations.optimizers import spec_of_optimizer, spec_of_trainer_name
-from hf_osdp.planner.job import OptimizerStep
+from hf_osdp.integrations.optimizers import frozen_parameters, spec_of_optimizer, spec_of_trainer_name
+from hf_osdp.planner.job import OptimizerSpec, OptimizerStep
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from hf_osdp.planner.job import OptimizerStep
         (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}, 3),
     ],
 )
-def test_states_are_what_torch_really_keeps(cls, options, states):
+def test_spec_of_optimizer_counts_the_states_that_torch_keeps(cls, options, states):
     parameter = torch.nn.Parameter(torch.ones(7))
     optimizer = cls([parameter], **options)
     parameter.grad = torch.ones(7)
@@ -39,14 +39,16 @@ def test_states_are_what_torch_really_keeps(cls, options, states):
         ({"foreach": False}, "cuda", OptimizerStep.FOR_LOOP),
     ],
 )
-def test_how_the_step_runs(options, device_type, step):
+def test_spec_of_optimizer_says_how_the_step_runs(options, device_type, step):
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], **options)
     assert spec_of_optimizer(optimizer, device_type=device_type).step is step
+    if not options:
+        assert spec_of_optimizer(None, device_type=device_type) == spec_of_optimizer(optimizer, device_type=device_type)
+        assert spec_of_trainer_name("adamw_torch", device_type=device_type) == spec_of_optimizer(optimizer, device_type=device_type)
 
 
-def test_names_of_the_trainer():
+def test_spec_of_trainer_name_knows_fused_and_stateless_optimizers():
     assert spec_of_trainer_name("adamw_torch_fused", device_type="cpu").step is OptimizerStep.FUSED
-    assert spec_of_trainer_name("adamw_torch", device_type="cuda").step is OptimizerStep.FOREACH
     assert spec_of_trainer_name("sgd", device_type="cpu").states == 0
 
 
@@ -55,3 +57,10 @@ def test_unknown_optimizers_are_refused_by_name():
         spec_of_trainer_name("adafactor", device_type="cpu")
     with pytest.raises(ValueError, match=r"LBFGS.*adamw"):
         spec_of_optimizer(torch.optim.LBFGS([torch.nn.Parameter(torch.ones(1))]), device_type="cpu")
+
+
+def test_frozen_parameters_counts_those_of_an_optimizer():
+    layer = torch.nn.Linear(2, 2)
+    layer.bias.requires_grad_(False)
+    assert frozen_parameters(torch.optim.SGD(layer.parameters(), lr=0.1)) == 1
+    assert frozen_parameters(None) == frozen_parameters(OptimizerSpec()) == 0

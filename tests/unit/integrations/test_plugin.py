@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainingArguments
 
 from hf_osdp import Trainer
-from hf_osdp.integrations.launch import launch_request
 from hf_osdp.integrations.plugin import OSDPPlugin, plugin_for, precision_of
 from hf_osdp.integrations.trainer_options import asked_config, plugin_options, refuse_unplanned
 from hf_osdp.modeling.split.names import is_split
@@ -26,6 +26,8 @@ from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.tracing.describe import describe
 from tests.helpers.models import tiny_model
 
+DATA = [{"input_ids": torch.arange(12), "labels": torch.arange(12)}] * 8
+
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
@@ -36,14 +38,17 @@ def clean_environment(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def launched(monkeypatch, strategy: str = "{'osdp': True, 'memory_limit': '1GiB'}") -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", strategy)
+def launch(monkeypatch, strategy: str | None = "{'osdp': True, 'memory_limit': '1GiB'}") -> None:
+    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": strategy}.items():
+        if strategy is not None:
+            monkeypatch.setenv(name, value)
 
 
 def arguments(tmp_path, **options) -> TrainingArguments:
     return TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)
+
+
+# -------------------------------------------------------------------------------------------------------------- the plugin
 
 
 def test_plugin_is_fsdp2_with_float32_reduction():
@@ -59,30 +64,34 @@ def test_plugin_is_fsdp2_with_float32_reduction():
     ("options", "remedy"),
     [
         ({"fsdp_version": 1}, "use 2"),
-        ({"reshard_after_forward": True}, r"OSDPConfig\(strategy"),
-        ({"reshard_after_forward": False}, r"OSDPConfig\(strategy"),
-        ({"sharding_strategy": "FULL_SHARD"}, r"OSDPConfig\(strategy"),
-        ({"min_num_params": 1000}, r"OSDPConfig\(block_classes"),
-        ({"auto_wrap_policy": "size_based_wrap"}, r"OSDPConfig\(block_classes"),
-        ({"ignored_modules": "x"}, r"OSDPConfig\(block_classes"),
+        ({"reshard_after_forward": True}, "OSDPConfig(strategy"),
+        ({"reshard_after_forward": False}, "OSDPConfig(strategy"),
+        ({"sharding_strategy": "FULL_SHARD"}, "OSDPConfig(strategy"),
+        ({"min_num_params": 1000}, "OSDPConfig(block_classes"),
+        ({"auto_wrap_policy": "size_based_wrap"}, "OSDPConfig(block_classes"),
+        ({"ignored_modules": "x"}, "OSDPConfig(block_classes"),
         ({"backward_prefetch": "BACKWARD_PRE"}, "leave it out"),
         ({"limit_all_gathers": False}, "leave it out"),
+        ({"transformer_cls_names_to_wrap": ["BertLayer"], "osdp": OSDPConfig(block_classes="GPT2Block")}, "OSDPConfig(block_classes"),
+        ({"state_dict_type": "FULL_STATE_DICT", "osdp": {"async_save": True}}, "async_save=True writes shards while training goes on"),
     ],
 )
-def test_plugin_refuses_what_the_plan_decides(options, remedy):
-    with pytest.raises(ValueError, match=f"{next(iter(options))}.*{remedy}") as caught:
+def test_plugin_refuses_what_the_plan_decides_or_contradicts(options, remedy):
+    with pytest.raises(ValueError, match=re.escape(remedy)) as caught:
         OSDPPlugin(**options)
-    assert "\n" not in str(caught.value)
+    assert next(iter(options)) in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("names", [["GPT2Block", "BertLayer"], "GPT2Block,BertLayer"])
-def test_classes_to_wrap_are_block_classes(names):
+def test_plugin_takes_classes_to_wrap_as_block_classes(names):
     assert OSDPPlugin(transformer_cls_names_to_wrap=names).osdp.block_classes == ("GPT2Block", "BertLayer")
-    with pytest.raises(ValueError, match=r"transformer_cls_names_to_wrap.*OSDPConfig\(block_classes"):
-        OSDPPlugin(osdp=OSDPConfig(block_classes="GPT2Block"), transformer_cls_names_to_wrap=names)
 
 
-def test_defaults_that_the_launcher_exports_pass(monkeypatch):
+def test_plugin_writes_shards_where_it_saves_in_the_background():
+    assert "SHARDED" in str(OSDPPlugin(osdp={"async_save": True}).state_dict_type)
+
+
+def test_plugin_accepts_the_defaults_that_the_launcher_exports(monkeypatch):
     flags = ["--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
     args = launch_command_parser().parse_args([*flags, "--dynamo_backend", "no", "train.py"])
     for name, value in prepare_multi_gpu_env(args).items():
@@ -92,107 +101,93 @@ def test_defaults_that_the_launcher_exports_pass(monkeypatch):
     assert OSDPPlugin().osdp == OSDPConfig(memory_limit="1GiB")
 
 
-def test_plugin_for_takes_either_name_and_one_of_them():
+def test_plugin_for_takes_either_name_and_one_of_them(monkeypatch):
     plugin = OSDPPlugin()
-    assert plugin_for(None, plugin, None, None) is plugin
-    assert plugin_for(None, None, plugin, None) is plugin
+    assert plugin_for(None, plugin, None) is plugin and plugin_for(None, None, plugin) is plugin
     with pytest.raises(ValueError, match="Both osdp_plugin and fsdp_plugin"):
-        plugin_for(None, plugin, plugin, None)
+        plugin_for(None, plugin, plugin)
     with pytest.raises(ValueError, match="Both osdp and osdp_plugin"):
-        plugin_for(OSDPConfig(), plugin, None, None)
-
-
-def test_an_accelerator_that_is_switched_off_says_so(monkeypatch):
-    launched(monkeypatch, "{'osdp': False, 'memory_limit': '1GiB'}")
+        plugin_for(OSDPConfig(), plugin, None)
+    launch(monkeypatch, "{'osdp': False, 'memory_limit': '1GiB'}")
     with pytest.raises(ValueError, match=r"osdp: false.*use accelerate's Accelerator"):
-        plugin_for(None, None, None, launch_request())
-    assert plugin_for({"strategy": "ddp"}, None, None, launch_request()).osdp == OSDPConfig(strategy="ddp", memory_limit="1GiB")
+        plugin_for(None, None, None)
+    assert plugin_for({"strategy": "ddp"}, None, None).osdp == OSDPConfig(strategy="ddp", memory_limit="1GiB")
 
 
-def test_an_explicit_configuration_and_the_file_are_merged_everywhere(tmp_path, monkeypatch):
-    launched(monkeypatch, "{'osdp': True, 'memory_limit': '1GiB', 'strategy': 'ddp'}")
-    args = arguments(tmp_path)
-    for asked, want in (
-        (OSDPConfig(memory_limit="2GiB"), OSDPConfig(memory_limit="2GiB", strategy="ddp")),
-        ({"strategy": "osdp"}, OSDPConfig(memory_limit="1GiB")),
-    ):
-        assert asked_config(asked, args) == want
-        assert OSDPPlugin(osdp=asked).osdp == want
-        assert plugin_for(asked, None, None, launch_request()).osdp == want
-        assert OSDPPlugin(osdp=want.options()).osdp == want
-
-
-def test_the_file_can_switch_off(tmp_path, monkeypatch):
-    launched(monkeypatch, "{'osdp': False, 'memory_limit': '1GiB'}")
-    args = arguments(tmp_path)
-    assert asked_config(None, args) is None
-    assert asked_config(True, args) == OSDPConfig(memory_limit="1GiB")
-
-
-@pytest.mark.parametrize(
-    ("beside", "part"),
-    [
-        ({"reshard_after_forward": True}, r"reshard_after_forward=True.*OSDPConfig\(strategy"),
-        ({"fsdp_min_num_params": 10}, r"min_num_params=10.*OSDPConfig\(block_classes"),
-        ({"no_such_key": 1}, "no_such_key=1.*no effect"),
-        ({"xla": True}, "xla=True.*no effect"),
-        ({"version": 1}, "version=1"),
-    ],
-)
-def test_fsdp_config_without_effect_is_refused(tmp_path, beside, part):
-    with pytest.raises(ValueError, match=part) as caught:
-        asked_config(True, arguments(tmp_path, fsdp_config=beside))
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("fsdp", [None, True])
-def test_layers_of_fsdp_config_are_block_classes(tmp_path, fsdp):
-    options = {} if fsdp is None else {"fsdp": fsdp}
-    args = arguments(tmp_path, fsdp_config={"transformer_layer_cls_to_wrap": ["GPT2Block"]}, **options)
-    assert asked_config(True, args) == OSDPConfig(block_classes="GPT2Block")
-    with pytest.raises(ValueError, match=r"transformer_layer_cls_to_wrap.*OSDPConfig\(block_classes"):
-        asked_config(OSDPConfig(block_classes="BertLayer"), args)
-
-
-def test_precision_from_name_or_policy():
+def test_precision_is_that_of_the_name_or_of_the_policy():
     assert precision_of("fp16", None, alone=False).compute is DType.FLOAT16
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     assert precision_of("no", policy, alone=False).reduce is DType.BFLOAT16
 
 
-def test_off_unless_asked_for(tmp_path, monkeypatch):
-    args = arguments(tmp_path)
-    assert asked_config(None, args) is None
-    assert asked_config(True, args) == OSDPConfig()
-    launched(monkeypatch)
-    assert asked_config(None, args) == OSDPConfig(memory_limit="1GiB")
-    assert asked_config(False, args) is None
-    assert asked_config({"strategy": "ddp"}, args) == OSDPConfig(strategy="ddp", memory_limit="1GiB")
+# --------------------------------------------------------------------------------------------------- the Trainer's arguments
+
+ON, OFF = "{'osdp': True, 'memory_limit': '1GiB'}", "{'osdp': False, 'memory_limit': '1GiB'}"
 
 
-def test_asked_for_in_fsdp_config(tmp_path, monkeypatch):
-    launched(monkeypatch)
-    assert asked_config(None, arguments(tmp_path, fsdp_config={"osdp": {"strategy": "hsdp"}})) == OSDPConfig(
-        strategy="hsdp", memory_limit="1GiB"
-    )
+@pytest.mark.parametrize(
+    ("asked", "fsdp_config", "launched", "expected"),
+    [
+        (None, None, None, None),
+        (True, None, None, {}),
+        (None, None, ON, {"memory_limit": "1GiB"}),
+        (False, None, ON, None),
+        ({"strategy": "ddp"}, None, ON, {"strategy": "ddp", "memory_limit": "1GiB"}),
+        (OSDPConfig(memory_limit="2GiB"), None, "{'osdp': True, 'strategy': 'ddp'}", {"memory_limit": "2GiB", "strategy": "ddp"}),
+        ({"strategy": "osdp"}, None, "{'osdp': True, 'strategy': 'ddp'}", {}),
+        (None, None, OFF, None),
+        (True, None, OFF, {"memory_limit": "1GiB"}),
+        (None, {"osdp": {"strategy": "hsdp"}}, ON, {"strategy": "hsdp", "memory_limit": "1GiB"}),
+        (None, {"osdp": False}, ON, None),
+        (True, {"transformer_layer_cls_to_wrap": ["GPT2Block"]}, None, {"block_classes": "GPT2Block"}),
+    ],
+)
+def test_asked_config_merges_argument_fsdp_config_and_launcher(tmp_path, monkeypatch, asked, fsdp_config, launched, expected):
+    args = arguments(tmp_path, fsdp_config=fsdp_config)
+    launch(monkeypatch, launched)
+    config = asked_config(asked, args)
+    assert config == (None if expected is None else OSDPConfig(**expected))
+    if config is not None:
+        assert OSDPPlugin(osdp=config.options()).osdp == config
+        if asked not in (None, True) and fsdp_config is None:
+            assert OSDPPlugin(osdp=asked).osdp == plugin_for(asked, None, None).osdp == config
+
+
+def test_asked_config_reads_the_file_of_fsdp_config_and_layers_beside_fsdp(tmp_path):
     file = tmp_path / "fsdp.json"
     file.write_text(json.dumps({"osdp": {"strategy": "zero2"}, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}))
     args = arguments(tmp_path, fsdp_config=str(file))
-    assert asked_config(None, args) == OSDPConfig(strategy="zero2", memory_limit="1GiB")
+    assert asked_config(None, args) == OSDPConfig(strategy="zero2")
     assert plugin_options(args) == {"state_dict_type": "SHARDED_STATE_DICT"}
+    layers = arguments(tmp_path, fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": ["GPT2Block"]})
+    assert asked_config(True, layers) == OSDPConfig(block_classes="GPT2Block")
 
 
-@pytest.mark.parametrize("bad", [{"osdp": "yes"}, {"osdp": {"no_such": 1}}])
-def test_unreadable_fsdp_config_fails(tmp_path, bad):
-    with pytest.raises(ValueError):
-        asked_config(None, arguments(tmp_path, fsdp_config=bad))
+@pytest.mark.parametrize(
+    ("asked", "fsdp_config", "part"),
+    [
+        ("yes", {}, "osdp='yes'"),
+        (None, {"osdp": "yes"}, "osdp='yes'"),
+        (None, {"osdp": {"no_such": 1}}, "no_such"),
+        (True, {"reshard_after_forward": True}, r"reshard_after_forward=True.*OSDPConfig\(strategy"),
+        (True, {"fsdp_min_num_params": 10}, r"min_num_params=10.*OSDPConfig\(block_classes"),
+        (True, {"no_such_key": 1}, "no_such_key=1.*no effect"),
+        (True, {"xla": True}, "xla=True.*no effect"),
+        (True, {"version": 1}, "version=1"),
+        ({"block_classes": "B"}, {"transformer_layer_cls_to_wrap": ["A"]}, r"transformer_layer_cls_to_wrap.*OSDPConfig\(block_classes"),
+    ],
+)
+def test_asked_config_refuses_what_has_no_effect_or_cannot_be_read(tmp_path, asked, fsdp_config, part):
+    with pytest.raises(ValueError, match=part) as caught:
+        asked_config(asked, arguments(tmp_path, fsdp_config=fsdp_config))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("text", "part"),
     [('{"osdp": true, "osdp": false}', "the key 'osdp' twice"), ("[1]", "holds a list"), ("{", "is not JSON"), (None, "No such")],
 )
-def test_a_file_of_fsdp_config_that_cannot_be_read_fails(tmp_path, text, part):
+def test_asked_config_names_the_file_that_it_cannot_read(tmp_path, text, part):
     args = arguments(tmp_path)
     args.fsdp_config = str(tmp_path / "fsdp.json")  # as transformers leaves it where fsdp is not set
     if text is not None:
@@ -202,61 +197,40 @@ def test_a_file_of_fsdp_config_that_cannot_be_read_fails(tmp_path, text, part):
     assert "fsdp.json" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_another_type_fails():
-    with pytest.raises(ValueError, match="osdp='yes'"):
-        asked_config("yes", None)
-
-
-def test_what_cannot_be_planned_is_refused(tmp_path):
+def test_refuse_unplanned_names_compilation_and_model_init(tmp_path):
     with pytest.raises(ValueError, match="torch_compile"):
         refuse_unplanned({"model": torch.nn.Linear(1, 1), "args": arguments(tmp_path, torch_compile=True)})
+    with pytest.raises(ValueError, match="model_init"):
+        refuse_unplanned({"model_init": lambda: None})
 
 
-def test_auto_find_batch_size_is_answered_by_the_plan(tmp_path):
+# ----------------------------------------------------------------------------------------------------------------- a Trainer
+
+
+def test_plan_replaces_auto_find_batch_size_in_a_copy_of_the_arguments(tmp_path):
     asked = arguments(tmp_path, auto_find_batch_size=True, per_device_train_batch_size=8)
-    data = [{"input_ids": torch.zeros(12, dtype=torch.long), "labels": torch.zeros(12, dtype=torch.long)}] * 8
-    trainer = Trainer(model=tiny_model("gpt2", layers=1), args=asked, train_dataset=data, osdp={"hardware": "cpu", "memory_limit": "1GiB"})
+    trainer = Trainer(model=tiny_model("gpt2", layers=1), args=asked, train_dataset=DATA, osdp={"hardware": "cpu", "memory_limit": "1GiB"})
     assert trainer.args.auto_find_batch_size is False and asked.auto_find_batch_size is True
     assert trainer.args.per_device_train_batch_size == trainer.plan.micro_batch_size
     assert trainer.plan.global_batch_size == 8
-
-
-def test_model_init_is_refused():
-    with pytest.raises(ValueError, match="model_init"):
-        refuse_unplanned({"model_init": lambda: None})
 
 
 @pytest.mark.parametrize("split", [WHOLE_BLOCKS, ModelSplit(sliced=(OperatorSplit(fqn="lm_head", slices=3),))], ids=["recomputed", "split"])
 def test_one_process_runs_what_its_plan_says(tmp_path, split):
     model = tiny_model("llama", layers=2)
     description = describe(model, sequence_length=12, split=split)
-    choices = [
-        UnitLayout(
-            shard_size=1,
-            reshard_after_forward=False,
-            activations=Activations.RECOMPUTE if index in description.recomputable else Activations.SAVE,
-        )
-        for index in range(len(description.units))
-    ]
-    plan = Plan.of(description, choices, Batch(micro_batch_size=4, accumulation_steps=2), world_size=1)
-    data = [{"input_ids": torch.arange(12), "labels": torch.arange(12)}] * 8
+    activations = [Activations.RECOMPUTE if i in description.recomputable else Activations.SAVE for i in range(len(description.units))]
+    layouts = [UnitLayout(shard_size=1, reshard_after_forward=False, activations=each) for each in activations]
+    plan = Plan.of(description, layouts, Batch(micro_batch_size=4, accumulation_steps=2), world_size=1)
     args = arguments(tmp_path, per_device_train_batch_size=8, max_steps=1, logging_steps=1, save_strategy="no")
     before = model.lm_head.weight.detach().clone()
-    trainer = Trainer(model=model, args=args, train_dataset=data, osdp=OSDPConfig(plan=plan))
-    trainer.train()
+    Trainer(model=model, args=args, train_dataset=DATA, osdp=OSDPConfig(plan=plan)).train()
     assert all(is_recomputed(layer) for layer in model.model.layers)
     assert is_split(model) == bool(split.sliced)
     assert not torch.equal(model.state_dict()["lm_head.weight"], before), "the optimizer trains what the model computes with"
 
 
-def test_recomputation_that_others_decide_cannot_be_forbidden(tmp_path):
-    data = [{"input_ids": torch.arange(12), "labels": torch.arange(12)}] * 8
+def test_recompute_false_is_refused_beside_gradient_checkpointing(tmp_path):
     args = arguments(tmp_path, per_device_train_batch_size=8, gradient_checkpointing=True)
     with pytest.raises(ValueError, match="recompute=False has no effect beside activation checkpointing"):
-        Trainer(model=tiny_model("gpt2", layers=1), args=args, train_dataset=data, osdp={"recompute": False})
-
-
-def test_saving_in_the_background_is_for_shards():
-    assert "SHARDED" in str(OSDPPlugin(osdp={"async_save": True}).state_dict_type)
-    with pytest.raises(ValueError, match="async_save=True writes shards while training goes on, but state_dict_type is FULL_STATE_DICT"):
-        OSDPPlugin(osdp={"async_save": True}, state_dict_type="FULL_STATE_DICT")
+        Trainer(model=tiny_model("gpt2", layers=1), args=args, train_dataset=DATA, osdp={"recompute": False})

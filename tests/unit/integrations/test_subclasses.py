@@ -1,4 +1,4 @@
-"""Trainers of others under a plan: how classes are put together, and what stays as it is."""
+"""Trainers of others under a plan: how classes are put together, which loss is planned for, and what stays as it is."""
 
 from __future__ import annotations
 
@@ -9,13 +9,23 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Seq2SeqTrainer, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrainingArguments,
+)
 
 import hf_osdp
 from hf_osdp import OSDPConfig, with_osdp
 from hf_osdp.integrations.subclasses import whole_weights
 from hf_osdp.integrations.trainer_facts import batch_coupling
-from hf_osdp.integrations.trainer_loss import held_models, traced_loss
+from hf_osdp.integrations.trainer_loss import held_models, ignores_item_count
 from hf_osdp.planner.presets import preset
 
 
@@ -53,14 +63,7 @@ def arguments(tmp_path, **options):
 CONFIG = OSDPConfig(hardware=preset("cpu"), compare=False)
 
 
-def test_with_osdp_takes_the_option_though_the_subclass_does_not_know_it(tmp_path):
-    trainer = with_osdp(Scaled)(model(), arguments(tmp_path), 2.0, train_dataset=rows(), osdp=CONFIG)
-    assert trainer.plan is not None and trainer.scale == 2.0 and isinstance(trainer, Scaled) and isinstance(trainer, hf_osdp.Trainer)
-    assert with_osdp(Scaled).__name__ == "Scaled"
-    assert with_osdp(Scaled)(model(), arguments(tmp_path), 2.0, train_dataset=rows(), osdp=False).plan is None
-
-
-def test_own_subclass_takes_the_option_too(tmp_path):
+def test_osdp_is_an_option_of_subclasses_whether_they_know_it_or_not(tmp_path):
     class Mine(Scaled, hf_osdp.Trainer):
         pass
 
@@ -69,17 +72,21 @@ def test_own_subclass_takes_the_option_too(tmp_path):
             self.given = osdp
             super().__init__(*args, osdp=osdp, **kwargs)
 
-    assert Mine(model(), arguments(tmp_path), 1.0, train_dataset=rows(), osdp=CONFIG).plan is not None
+    for cls in (with_osdp(Scaled), Mine):
+        trainer = cls(model(), arguments(tmp_path), 2.0, train_dataset=rows(), osdp=CONFIG)
+        assert trainer.plan is not None and trainer.scale == 2.0 and isinstance(trainer, Scaled) and isinstance(trainer, hf_osdp.Trainer)
+    assert with_osdp(Scaled)(model(), arguments(tmp_path), 2.0, train_dataset=rows(), osdp=False).plan is None
     known = Known(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)
     assert known.given is CONFIG and known.plan is not None
+    assert with_osdp(Scaled).__name__ == "Scaled" and "scale" in inspect.signature(with_osdp(Scaled).__init__).parameters
 
 
-def test_other_order_of_bases_is_refused_by_name():
+def test_subclass_with_our_trainer_first_is_refused_by_name():
     with pytest.raises(TypeError, match=r"Wrong lists hf_osdp's Trainer before Scaled, .* write class Wrong\(Scaled, Trainer\)"):
         type("Wrong", (hf_osdp.Trainer, Scaled), {})
 
 
-def test_with_osdp_of_known_classes():
+def test_with_osdp_keeps_known_classes_and_refuses_others():
     assert with_osdp(transformers.Trainer) is hf_osdp.Trainer and with_osdp(hf_osdp.Trainer) is hf_osdp.Trainer
     assert issubclass(with_osdp(Seq2SeqTrainer), Seq2SeqTrainer)
     with pytest.raises(ValueError, match=r"with_osdp takes a subclass of transformers\.Trainer"):
@@ -108,7 +115,7 @@ def test_micro_batches_stay_where_a_loss_may_couple_samples(tmp_path, caplog):
     assert batch_coupling(hf_osdp.Trainer(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)) is None
 
 
-def test_own_loss_of_a_subclass_of_sft_couples_again():
+def test_batch_coupling_sees_own_loss_of_a_subclass_of_sft():
     sft = type("SFTTrainer", (transformers.Trainer,), {"compute_loss": lambda *args: None})
     trainers = [object.__new__(cls) for cls in (sft, type("Mine", (sft,), {"compute_loss": lambda *args: None}))]
     for trainer in trainers:
@@ -118,7 +125,7 @@ def test_own_loss_of_a_subclass_of_sft_couples_again():
     assert "balances its experts" in batch_coupling(trainers[0])
 
 
-def test_loss_that_cannot_be_traced_falls_back_and_says_so(tmp_path, caplog):
+def test_loss_that_cannot_be_traced_falls_back_with_a_warning(tmp_path, caplog):
     class Odd(transformers.Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             raise RuntimeError("not under fake tensors")
@@ -128,7 +135,7 @@ def test_loss_that_cannot_be_traced_falls_back_and_says_so(tmp_path, caplog):
     assert "What the loop's own loss computes from its batches cannot be traced" in caplog.text
 
 
-def test_modules_that_a_loss_holds_are_fake_copies(tmp_path):
+def test_traced_loss_runs_on_fake_copies_of_the_modules_that_it_holds(tmp_path):
     class Holder(torch.nn.Module):
         def __init__(self, inner):
             super().__init__()
@@ -149,7 +156,6 @@ def test_modules_that_a_loss_holds_are_fake_copies(tmp_path):
     trainer = with_osdp(Held)(model=inner, args=arguments(tmp_path), train_dataset=rows(), holder=Holder(inner), osdp=CONFIG)
     assert trainer._run.description.trace.startswith("fake tensors")
     assert trainer.holder.inner is inner and trainer.holder.own.grad is None
-    assert callable(traced_loss(trainer))
 
 
 def test_whole_weights_are_shown_while_a_trainer_saves():
@@ -160,5 +166,39 @@ def test_whole_weights_are_shown_while_a_trainer_saves():
     assert inner.lm_head.weight is before
 
 
-def test_constructor_keeps_its_signature():
-    assert "scale" in inspect.signature(with_osdp(Scaled).__init__).parameters
+# ------------------------------------------------------------------------- losses that are not divided by the items of a batch
+
+BERT = BertConfig(
+    vocab_size=61, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, max_position_embeddings=16,
+    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3,
+)  # fmt: skip
+T5 = T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "ignores"),
+    [
+        (lambda: BertForSequenceClassification(BERT), True),
+        (lambda: BertForMaskedLM(BERT), True),
+        (lambda: T5ForConditionalGeneration(T5), True),
+        (model, False),
+        (lambda: torch.nn.Linear(2, 2), False),
+    ],
+)
+def test_ignores_item_count_knows_models_whose_loss_is_a_mean(make, ignores):
+    assert ignores_item_count(make()) is ignores
+
+
+def test_micro_batch_of_the_plan_does_not_change_loss_and_gradient_norm(tmp_path):
+    def first_step(micro_batch_size: int) -> tuple[float, float]:
+        torch.manual_seed(0)
+        data = [{"input_ids": torch.randint(61, (8,)), "labels": torch.tensor(index % 3)} for index in range(8)]
+        options = {"max_steps": 1, "logging_steps": 1, "disable_tqdm": True, "report_to": [], "use_cpu": True}
+        args = TrainingArguments(output_dir=str(tmp_path), per_device_train_batch_size=8, **options)
+        osdp = {"micro_batch_size": micro_batch_size, "sequence_length": 8, "hardware": "cpu", "compare": False}
+        trainer = hf_osdp.Trainer(model=BertForSequenceClassification(BERT), args=args, train_dataset=data, osdp=osdp)
+        trainer.train()
+        logged = next(entry for entry in trainer.state.log_history if "grad_norm" in entry)
+        return logged["loss"], logged["grad_norm"]
+
+    assert first_step(2) == pytest.approx(first_step(8), rel=1e-3)

@@ -10,9 +10,9 @@ from torch import nn
 from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
 
 from hf_osdp.errors import ProfileError
-from hf_osdp.measurement.block_times import TimedModel, materialise, measure_block_times, shortened
-from hf_osdp.measurement.profile import measure_profile
-from hf_osdp.measurement.stopwatch import Stopwatch
+from hf_osdp.measurement.block_times import Stopwatch, TimedModel, measure_block_times
+from hf_osdp.measurement.machine import measure_profile
+from hf_osdp.measurement.model_copies import materialised, shortened
 from hf_osdp.measurement.timing import trimmed_mean
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.modeling.units import find_units
@@ -34,15 +34,18 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def measured(name: str, **options):
-    timed = TimedModel(model_or_config=CONFIGS[name], **{"sequence_length": 12, "micro_batch_sizes": (1, 2), **options})
-    return measure_block_times(timed, device=CPU, seconds=0.1)
+def timed(name: str, **options) -> TimedModel:
+    return TimedModel(model_or_config=CONFIGS[name], **{"sequence_length": 12, "micro_batch_sizes": (1, 2), **options})
+
+
+def measured(name: str, **options) -> Profile:
+    return Profile(hardware=preset("cpu"), segments=measure_block_times(timed(name, **options), device=CPU, seconds=0.1))
 
 
 @pytest.mark.parametrize("name", slow_but(CONFIGS, daily=("gpt2", "llama")))
-def test_every_segment_of_the_whole_model_finds_its_times(name):
+def test_block_times_hold_every_segment_of_the_whole_model(name):
     state = torch.get_rng_state()
-    profile = Profile(hardware=preset("cpu"), segments=measured(name))
+    profile = measured(name)
     assert torch.equal(torch.get_rng_state(), state)
     description = with_block_times(describe(CONFIGS[name], sequence_length=12), profile)
     blocks = [s for s in description.segments if description.units[s.unit].class_name in description.block_classes]
@@ -51,40 +54,35 @@ def test_every_segment_of_the_whole_model_finds_its_times(name):
     assert profile.micro_batch_sizes == (1, 2)
 
 
-def test_checkpointed_and_plain_blocks_are_told_apart():
-    profile = Profile(hardware=preset("cpu"), segments=measured("gpt2", activation_checkpointing=True))
+def test_block_times_of_checkpointed_blocks_do_not_fit_plain_ones():
+    profile = measured("gpt2", activation_checkpointing=True)
     with_block_times(describe(CONFIGS["gpt2"], sequence_length=12, activation_checkpointing=True), profile)
     with pytest.raises(ProfileError, match="checkpointing"):
         with_block_times(describe(CONFIGS["gpt2"], sequence_length=12), profile)
 
 
-def test_wrong_sizes_are_refused():
-    for sizes, message in (((), "is empty"), ((0, 1), "micro_batch_sizes has 0"), ((1.5,), "has 1.5")):
-        with pytest.raises(ValueError, match=message):
-            measured("gpt2", micro_batch_sizes=sizes)
+@pytest.mark.parametrize(("sizes", "message"), [((), "is empty"), ((0, 1), "micro_batch_sizes has 0"), ((1.5,), "has 1.5")])
+def test_timed_model_raises_for_wrong_sizes(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        timed("gpt2", micro_batch_sizes=sizes)
 
 
-def test_a_shortened_model_has_a_few_blocks_and_the_original_all():
-    model = build_on_meta(CONFIGS["gpt2"])
-    short = shortened(model, find_units(model), 2)
-    assert (len(short.transformer.h), len(model.transformer.h)) == (2, 5)
-    assert all(parameter.is_meta for parameter in short.parameters())
-
-
-def test_blocks_of_every_kind_stay():
+def test_shortened_keeps_a_few_blocks_of_each_kind_and_leaves_the_original():
     class Even(nn.Linear):
         pass
 
     model = nn.Module()
     model.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), Even(4, 4), nn.Linear(4, 4)])
     short = shortened(model, find_units(model, ["Linear", "Even"]), 2)
-    assert len(short.layers) == 4  # the only Even is the fourth
+    assert (len(short.layers), len(model.layers)) == (4, 5)  # the only Even is the fourth
+    assert all(parameter.is_meta for parameter in short.parameters())
 
 
-def test_materialised_models_keep_ties_and_have_real_buffers():
+def test_materialised_keeps_ties_and_has_real_buffers_and_weights():
     whole = build_on_meta(CONFIGS["bert"])
-    model = materialise(shortened(whole, find_units(whole), 1), CPU, torch.bfloat16)
+    model = materialised(shortened(whole, find_units(whole), 1), CPU, torch.bfloat16)
     embeddings = model.bert.embeddings
+    assert len(model.bert.encoder.layer) == 1
     assert embeddings.word_embeddings.weight is model.cls.predictions.decoder.weight
     assert embeddings.word_embeddings.weight.dtype is torch.bfloat16
     assert torch.equal(embeddings.position_ids[0], torch.arange(CONFIGS["bert"].max_position_embeddings))
@@ -102,8 +100,7 @@ class Slow(nn.Module):
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         time.sleep(self.forward_s)
-        out = value * self.weight
-        inner = out.clone()
+        inner = (value * self.weight).clone()
         inner.register_hook(lambda _: time.sleep(self.backward_s))
         return inner + 0.0
 
@@ -124,53 +121,35 @@ class Row(nn.Module):
 
 def test_stopwatch_gives_each_section_its_own_time():
     model = Row()
-    units = find_units(model, ["Slow"])
-    watch = Stopwatch(model, units, CPU, None, meets=True)
+    watch = Stopwatch(model, find_units(model, ["Slow"]), CPU, None, meets=True)
     with watch.attached():
-        watch.start()
-        loss = model()
-        watch.turn()
-        loss.backward()
-        seconds = watch.stop()
+        seconds = watch.measure(model)
     assert watch.sections == [0, 1, 0, 2, 0]
     least = [(0, 0), (0.01, 0.02), (0, 0), (0.03, 0.04), (0.05, 0)]
     for (forward, backward), (least_forward, least_backward) in zip(seconds, least, strict=True):
         assert forward >= least_forward and backward >= least_backward
-    # of each phase's sleep nothing is in another stretch: those that do not sleep stay below the shortest sleep
+    # of each phase's sleep nothing is in another section: those that do not sleep stay below the shortest sleep
     assert max(seconds[0][0], seconds[2][0], seconds[0][1], seconds[2][1], seconds[4][1]) < 0.01
     assert all(parameter.grad is None for parameter in model.parameters())
     assert "forward" not in model.layers[0].__dict__
 
 
 def _profile_here():
-    model = TimedModel(model_or_config=CONFIGS["gpt2"], sequence_length=12, micro_batch_sizes=(1, 2))
-    profile = measure_profile(device_type="cpu", seconds=0.5, model=model)
-    return profile.to_json()
+    return measure_profile(device_type="cpu", seconds=0.5, model=timed("gpt2")).to_json()
 
 
 @pytest.mark.slow
-def test_ranks_agree_on_the_whole_profile():
+def test_measure_profile_is_equal_on_all_ranks():
     texts = run_ranks(_profile_here, 2)
     assert texts[0] == texts[1]
     profile = Profile.from_json(texts[0])
-    handling = profile.hardware.fsdp_overhead
-    for work in (handling.gather, handling.reduce, *handling.updates.values()):
+    overhead = profile.hardware.fsdp_overhead
+    for work in (overhead.gather, overhead.reduce, *overhead.updates.values()):
         assert work(4, 2**20) > 0, "of a few tensors; on a busy machine a call or a tensor alone may come out as nothing"
     assert len(profile.device_names) == 2 and profile.host_link.to_host_bytes_per_s > 1e6
     with_block_times(describe(CONFIGS["gpt2"], sequence_length=12), profile)
 
 
-def test_alone_the_machine_has_no_links_and_nothing_to_shard():
-    profile = measure_profile(device_type="cpu", seconds=0.2)
-    assert (profile.hardware.timings, profile.hardware.fsdp_overhead, profile.segments) == ((), None, ())
-    assert "torch" in profile.versions and profile.date
-
-
-def test_what_cannot_be_measured_is_refused():
-    with pytest.raises(ValueError, match="seconds=0 must be positive"):
-        measure_profile(device_type="cpu", seconds=0)
-
-
-def test_trimmed_mean_is_a_mean_that_one_outlier_in_ten_does_not_move():
+def test_trimmed_mean_leaves_out_one_outlier_in_ten():
     assert trimmed_mean([1.0, 3.0]) == 2.0
     assert trimmed_mean([1.0] * 8 + [3.0, 100.0]) == pytest.approx((7 * 1.0 + 3.0) / 8)

@@ -1,4 +1,4 @@
-"""How many groups and collectives it takes to measure links; ranks are emulated, nothing is sent."""
+"""Links are measured in few groups, within a limit of time, and give back the collectives that were measured."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_osdp.measurement import links, machine, timing
-from hf_osdp.planner.cost.collectives import collective_seconds, replicate_ring, shard_ring
+from hf_osdp.measurement import links, timing
+from hf_osdp.planner.affine import linear_fit
+from hf_osdp.planner.cost.collectives import collective_seconds, shard_ring
 from hf_osdp.planner.hardware import Collective, CollectiveTiming, Hardware, Link
 from hf_osdp.planner.presets import preset
 from hf_osdp.planning.simulate import fake_process_group
 
+CPU = torch.device("cpu")
 NODE = 8
 CALLS = ("new_group", "barrier", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+FLAT = {Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE}
 
 
 def counted(monkeypatch, world: int) -> tuple[Counter, int, set]:
-    """Calls of torch.distributed, the most groups that this rank had at once, and what was timed."""
+    """Calls of torch.distributed, the most groups that this rank had at once, and what was timed; nothing is sent."""
     calls, held = Counter(), 0
 
     def count(name: str):
@@ -39,14 +42,13 @@ def counted(monkeypatch, world: int) -> tuple[Counter, int, set]:
     monkeypatch.setattr(links, "_SIZES_BYTES", {"cpu": (2**10, 2**12, 2**14, 2**16)})
     with fake_process_group(world):
         before = len(dist.distributed_c10d._world.pg_map)
-        sizes = machine._group_sizes(world, NODE, None)
-        timings = links.measure_collectives(torch.device("cpu"), sizes, 1e-6, local_world_size=NODE)
+        timings = links.measure_collectives(CPU, 1e-6, local=NODE)
         assert len(dist.distributed_c10d._world.pg_map) == before, "communicators are given back"
     return calls, held, {(t.collective, t.group_size, t.crosses_nodes) for t in timings}
 
 
 @pytest.mark.parametrize(("world", "formed"), [(16, 2 + 8), (64, 8 + 8), (128, 16 + 8)])
-def test_several_nodes_are_measured_in_two_groups_beside_the_world(monkeypatch, world, formed):
+def test_measure_collectives_forms_groups_of_a_node_and_of_one_place_beside_the_world(monkeypatch, world, formed):
     calls, held, timed = counted(monkeypatch, world)
     assert calls["new_group"] == formed
     assert held <= 3
@@ -56,45 +58,50 @@ def test_several_nodes_are_measured_in_two_groups_beside_the_world(monkeypatch, 
     assert sum(calls.values()) - calls["new_group"] < 500
 
 
-def test_up_to_eight_ranks_every_size_is_measured(monkeypatch):
+def test_measure_collectives_takes_every_size_of_up_to_eight_ranks(monkeypatch):
     calls, _, timed = counted(monkeypatch, 8)
-    flat = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
-    assert timed == {(collective, size, False) for collective in flat for size in (2, 4, 8)}
+    assert timed == {(collective, size, False) for collective in FLAT for size in (2, 4, 8)}
     assert calls["new_group"] == 12
 
 
-def test_one_rank_in_each_node_needs_the_world_alone():
-    assert links.few_sizes(16, 1) == links.GroupSizes(shards=(16,), replicas=(16,))
-    assert links.few_sizes(16, 16) == links.GroupSizes(shards=(16,), replicas=(16,))
+@pytest.mark.parametrize(
+    ("world", "local", "asked", "sizes"),
+    [(16, 1, None, ([16], [16])), (16, 16, None, ([16], [16])), (16, 8, [1, 4], ([4, 16], [4, 16]))],
+)
+def test_group_sizes_holds_the_world_and_nothing_twice(world, local, asked, sizes):
+    assert links.group_sizes(world, local, asked) == sizes
 
 
-def timing_of(known: Hardware, collective: Collective, size: int) -> CollectiveTiming:
-    ring = replicate_ring(known, known.world_size // size) if collective is Collective.ALL_REDUCE else shard_ring(known, size)
-    alone, most = (collective_seconds(known, collective, ring, nbytes) for nbytes in (1, 10**9))
-    return CollectiveTiming(
-        collective=collective, group_size=size, latency_s=alone, seconds_per_byte=(most - alone) / 10**9,
-        crosses_nodes=ring.node_crossings > 0,
-    )  # fmt: skip
+def test_group_sizes_raises_for_a_size_that_does_not_divide_the_world():
+    with pytest.raises(ValueError, match="group_sizes has 3, which does not divide the 4 processes; use divisors of 4"):
+        links.group_sizes(4, 4, [3])
 
 
-@pytest.mark.parametrize("size", [2, 4, 16, 32, 64])
-def test_sizes_that_are_not_measured_follow_from_the_links(size):
-    """Rings on known links: what is measured in few groups gives the others back."""
+@pytest.mark.parametrize(("nodes", "local"), [(16, NODE), (2, 4)])
+def test_links_of_measured_gathers_predict_rings_of_every_size(nodes, local):
+    inside, across = Link(latency_s=1e-5, bytes_per_s=1e11, source=""), Link(latency_s=1e-3, bytes_per_s=1e10, source="")
     known = Hardware(
-        device=preset("cpu", devices_per_node=1).device, nodes=16, devices_per_node=NODE, backend=preset("cpu").backend,
-        intra_node=Link(latency_s=1e-5, bytes_per_s=4e11, source=""), inter_node=Link(latency_s=2e-5, bytes_per_s=2e11, source=""),
+        device=preset("cpu").device, backend=preset("cpu").backend, nodes=nodes, devices_per_node=local,
+        intra_node=inside, inter_node=across,
     )  # fmt: skip
-    sizes = links.few_sizes(128, NODE)
-    timings = [timing_of(known, Collective.ALL_GATHER, shard) for shard in sizes.shards]
-    inside, across = links.links_of(known.device, timings, local=NODE, world=128)
-    found = Hardware(
-        device=known.device, nodes=16, devices_per_node=NODE, backend=known.backend, intra_node=inside, inter_node=across,
-        timings=tuple(timings),
-    )  # fmt: skip
-    for nbytes in (2**20, 2**28):
+    world = nodes * local
+
+    def timing_of(size: int) -> CollectiveTiming:
         ring = shard_ring(known, size)
-        expected = collective_seconds(known, Collective.ALL_GATHER, ring, nbytes)
-        assert collective_seconds(found, Collective.ALL_GATHER, ring, nbytes) == pytest.approx(expected, rel=0.01)
+        alone, most = (collective_seconds(known, Collective.ALL_GATHER, ring, nbytes) for nbytes in (1, 10**9))
+        return CollectiveTiming(
+            collective=Collective.ALL_GATHER, group_size=size, latency_s=alone, seconds_per_byte=(most - alone) / 10**9,
+            crosses_nodes=ring.node_crossings > 0,
+        )  # fmt: skip
+
+    timings = [timing_of(size) for size in links.group_sizes(world, local)[0]]
+    found = links.links_of(known.device, timings, local=local, world=world)
+    for link, original in zip(found, (inside, across), strict=True):
+        assert link.latency_s == pytest.approx(original.latency_s, rel=0.02)
+        assert link.bytes_per_s == pytest.approx(original.bytes_per_s, rel=0.01)
+        assert not link.assumed
+    alone = links.links_of(known.device, [timing_of(world)], local=1, world=world)
+    assert alone[0].assumed and not alone[1].assumed, "one rank in each node"
 
 
 STANDARD = (2**16, 2**19, 2**21)
@@ -119,13 +126,13 @@ def emulated_measurement(monkeypatch, *, bytes_per_s: float, latency_s: float, s
     monkeypatch.setattr(links._Test, "choose_sizes", choose)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
     with fake_process_group(4):
-        found = links.measure_collectives(torch.device("cpu"), links.few_sizes(4, 2), seconds, local_world_size=2)
+        found = links.measure_collectives(CPU, seconds, local=2)
     return clock[0], sent, found
 
 
 @pytest.mark.parametrize("latency_s", [1e-4, 0.05])
 @pytest.mark.parametrize("bytes_per_s", [1e5, 1e6, 1e7])
-def test_links_are_measured_within_a_limit_on_a_slow_network(monkeypatch, bytes_per_s, latency_s):
+def test_measure_collectives_ends_within_a_limit_on_a_slow_network(monkeypatch, bytes_per_s, latency_s):
     taken_s, sent, found = emulated_measurement(monkeypatch, bytes_per_s=bytes_per_s, latency_s=latency_s)
     assert taken_s < 10.5
     assert all(len(sizes) >= 2 for sizes in sent)
@@ -134,11 +141,12 @@ def test_links_are_measured_within_a_limit_on_a_slow_network(monkeypatch, bytes_
         assert timing_found.latency_s == pytest.approx(latency_s, rel=0.01)
 
 
-def test_links_are_measured_with_large_messages_on_a_fast_network(monkeypatch):
-    _, sent, _ = emulated_measurement(monkeypatch, bytes_per_s=1e9, latency_s=1e-4)
-    assert all(sizes >= set(STANDARD) and min(sizes) == STANDARD[0] for sizes in sent)
-
-
-def test_links_are_measured_for_longer_where_more_time_is_given(monkeypatch):
-    _, sent, _ = emulated_measurement(monkeypatch, bytes_per_s=1e6, latency_s=1e-4, seconds=60.0)
+@pytest.mark.parametrize("network", [{"bytes_per_s": 1e9}, {"bytes_per_s": 1e6, "seconds": 60.0}])
+def test_measure_collectives_sends_large_messages_where_time_suffices(monkeypatch, network):
+    _, sent, _ = emulated_measurement(monkeypatch, latency_s=1e-4, **network)
     assert all(sizes >= set(STANDARD) for sizes in sent)
+    assert "seconds" in network or all(min(sizes) == STANDARD[0] for sizes in sent)
+
+
+def test_linear_fit_stays_physical_under_noise():
+    assert linear_fit([(1_000, 2e-3), (1_000_000, 1e-3)]) == pytest.approx((0.0, 1e-9))

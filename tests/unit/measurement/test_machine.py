@@ -1,99 +1,123 @@
-"""Measurements of this machine: plausible alone, and the same on every rank together."""
+"""Measurements of this machine: plausible alone, the same on every rank together; what the CPU takes to issue work to a GPU."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 
 from hf_osdp.errors import HardwareError
-from hf_osdp.measurement.links import links_of
-from hf_osdp.measurement.machine import measure_hardware
-from hf_osdp.planner.affine import linear_fit
-from hf_osdp.planner.cost.collectives import collective_seconds, shard_ring
+from hf_osdp.measurement import machine, rates, timing
+from hf_osdp.measurement.fsdp_overhead import measure_hooks
+from hf_osdp.measurement.machine import measure_hardware, measure_profile
 from hf_osdp.planner.description import DType
-from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, Link
+from hf_osdp.planner.hardware import Backend, Collective, HostSpec
+from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
+from hf_osdp.planner.profile import Profile
+from hf_osdp.planner.search.search import search
+from hf_osdp.planning.simulate import fake_process_group
+from hf_osdp.report.run_tables import profile_tables
+from hf_osdp.tracing.describe import describe
+from tests.helpers.descriptions import untraced
 from tests.helpers.distributed import run_ranks
+from tests.helpers.problems import problem
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+HOST = HostSpec(memory_bytes=3 * 2**30, to_device_bytes_per_s=2e10, to_host_bytes_per_s=1e10, update_bytes_per_s=4.2e9, source="measured")
 
 
 def test_measure_hardware_alone_is_plausible_and_leaves_the_random_state():
     state = torch.get_rng_state()
     hardware = measure_hardware(device_type="cpu", seconds=0.2)
-    assert (hardware.world_size, hardware.backend, hardware.timings) == (1, Backend.GLOO, ())
+    assert (hardware.world_size, hardware.backend, hardware.timings, hardware.host) == (1, Backend.GLOO, (), None)
     assert hardware.device.name.startswith("cpu (")
     assert 1e8 < hardware.device.rate(DType.FLOAT32) < 1e14
     assert 1e8 < hardware.device.memory_bytes_per_s < 1e13
     assert 2**20 < hardware.device.memory_bytes < 2**50
+    assert 1e8 < rates.update_rate(CPU, 0.02, elements=2**16) < 1e13
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_measure_profile_alone_has_no_links_and_nothing_to_shard():
+    profile = measure_profile(device_type="cpu", seconds=0.2)
+    assert (profile.hardware.timings, profile.hardware.fsdp_overhead, profile.segments) == ((), None, ())
+    assert "torch" in profile.versions and profile.date
 
 
 def _measure_here():
     hardware = measure_hardware(device_type="cpu", seconds=0.1)
     sizes = {(t.collective, t.group_size, t.crosses_nodes) for t in hardware.timings}
     positive = all(t.latency_s >= 0 and t.seconds_per_byte > 0 for t in hardware.timings)
-    return repr(hardware), hardware.devices_per_node, hardware.nodes, sizes, positive
+    return repr(hardware), (hardware.nodes, hardware.devices_per_node), sizes, positive
 
 
-def test_measure_hardware_is_equal_on_all_ranks():
-    results = run_ranks(_measure_here, 2)
-    text, devices_per_node, nodes, sizes, positive = results[0]
-    assert results[1][0] == text
-    assert (devices_per_node, nodes, positive) == (2, 1, True)
-    flat = {Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE}
-    assert sizes == {(collective, 2, False) for collective in flat}
+FLAT = {(collective, 2, False) for collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)}
+STAGED = {(Collective.ALL_GATHER, 2, False), (Collective.REDUCE_SCATTER, 2, False), (Collective.ALL_REDUCE, 2, True)}
+"""Pairs that gather and scatter lie inside a node, pairs that reduce replicas across."""
 
 
-@pytest.mark.slow
-def test_four_ranks_measure_every_divisor_and_two_nodes():
-    results = run_ranks(_measure_here, 4, nodes=2)
-    text, devices_per_node, nodes, sizes, positive = results[0]
+@pytest.mark.parametrize(
+    ("nodes", "expected"), [(1, FLAT), pytest.param(2, STAGED | {(c, 4, True) for c in Collective}, marks=pytest.mark.slow)]
+)
+def test_measure_hardware_is_equal_on_all_ranks(nodes, expected):
+    results = run_ranks(_measure_here, 2 * nodes, nodes=nodes)
+    text, shape, sizes, positive = results[0]
     assert all(result[0] == text for result in results)
-    assert (devices_per_node, nodes, positive) == (2, 2, True)
-    # pairs that gather and scatter lie inside a node, pairs that reduce replicas across
-    pairs = {(Collective.ALL_GATHER, 2, False), (Collective.REDUCE_SCATTER, 2, False), (Collective.ALL_REDUCE, 2, True)}
-    assert sizes == pairs | {(collective, 4, True) for collective in Collective}
+    assert (shape, sizes, positive) == ((nodes, 2), expected, True)
 
 
-def test_measure_hardware_raises_for_bad_requests():
+def test_measurements_raise_for_bad_requests():
     with pytest.raises(ValueError, match="device_type='tpu' is not known; use cpu or cuda"):
         measure_hardware(device_type="tpu")
-    with pytest.raises(ValueError, match="group_sizes has 3, which does not divide the 1 processes"):
-        measure_hardware(device_type="cpu", group_sizes=[3])
+    with pytest.raises(ValueError, match="seconds=0 must be positive"):
+        measure_profile(device_type="cpu", seconds=0)
     if not torch.cuda.is_available():
         with pytest.raises(HardwareError, match="torch sees no CUDA device here"):
             measure_hardware(device_type="cuda")
 
 
-def test_linear_fit_recovers_a_line():
-    latency_s, seconds_per_byte = linear_fit([(n, 1e-4 + 2e-9 * n) for n in (1_000, 100_000, 10_000_000)])
-    assert latency_s == pytest.approx(1e-4) and seconds_per_byte == pytest.approx(2e-9)
+def test_profile_keeps_and_shows_the_host():
+    profile = Profile(hardware=replace(preset("rtx-4090"), host=HOST))
+    assert Profile.from_json(profile.to_json()).hardware.host == HOST
+    told = " ".join(str(part) for part in profile_tables(profile))
+    assert "Host: 3.0 GiB for each, optimizer steps at 4.2 GB/s." in told
 
 
-def test_linear_fit_stays_physical_under_noise():
-    latency_s, seconds_per_byte = linear_fit([(1_000, 2e-3), (1_000_000, 1e-3)])
-    assert latency_s == 0.0 and seconds_per_byte == pytest.approx(1e-9)
+def test_operator_seconds_of_a_gpu_are_the_cpus_and_not_the_gpus(monkeypatch):
+    waits = []
+    step = rates._tiny_step(CPU)
+    monkeypatch.setattr(rates, "_tiny_step", lambda device: lambda: (step(), time.sleep(2e-3))[0])
+    monkeypatch.setattr(timing, "synchronize", lambda device: (waits.append(device), time.sleep(0.1)))
+    with rates._Counter() as counter:
+        step()
+    found = rates.operator_seconds(CUDA, 0.01)
+    assert 2e-3 < found * counter.operators < 0.1
+    assert set(waits) == {CUDA}
 
 
-def test_links_give_back_the_gathers_that_were_measured():
-    """Two nodes of four: a ring of four inside, one of eight of which two hops leave a node."""
-    inside, across = Link(latency_s=1e-5, bytes_per_s=1e9, source=""), Link(latency_s=1e-3, bytes_per_s=1e8, source="")
-    known = replace(preset("cpu", nodes=2, devices_per_node=4), intra_node=inside, inter_node=across)
-    timings = []
-    for size in (2, 4, 8):
-        ring = shard_ring(known, size)
-        latency_s = collective_seconds(known, Collective.ALL_GATHER, ring, 1)
-        seconds_per_byte = collective_seconds(known, Collective.ALL_GATHER, ring, 10**9) / 10**9
-        timings.append(
-            CollectiveTiming(
-                collective=Collective.ALL_GATHER, group_size=size, latency_s=latency_s, seconds_per_byte=seconds_per_byte,
-                crosses_nodes=size == 8,
-            )
-        )  # fmt: skip
-    found = links_of(known.device, timings, local=4, world=8)
-    for link, original in zip(found, (inside, across), strict=True):
-        assert link.latency_s == pytest.approx(original.latency_s, rel=1e-3)
-        assert link.bytes_per_s == pytest.approx(original.bytes_per_s, rel=1e-3)
-    alone = links_of(known.device, [replace(timings[2], crosses_nodes=False)], local=1, world=8)
-    assert alone[0].assumed and not alone[1].assumed
+def test_hooks_of_fsdp2_are_timed_beside_a_gpu_and_among_ranks(monkeypatch):
+    with fake_process_group(2):
+        assert 1e-6 < measure_hooks(CPU, 0.01) < 1
+    assert machine._hooks_s(CPU, 0.01) == 0.0
+    monkeypatch.setattr(machine, "measure_hooks", lambda device, seconds: 0.25)
+    assert machine._hooks_s(CUDA, 0.01) == 1e-3  # alone
+    monkeypatch.setattr(machine, "world_size", lambda: 2)
+    assert machine._hooks_s(CUDA, 0.01) == 0.25
+
+
+def test_small_model_gets_few_micro_steps_where_issuing_takes_time(configuration):
+    """Recomputing more is quicker than issuing a micro-step more often."""
+    config = configuration("GPT2LMHeadModel", n_layer=4, n_embd=128, vocab_size=1000, n_positions=128)
+    small = untraced(describe(config, sequence_length=128, compute_dtype=DType.BFLOAT16, device_type="cuda", capability=(9, 0)))
+    job = TrainingJob(global_batch_size=512, precision=Precision.named("bf16"))
+    gpus = preset("h100", devices_per_node=8)
+    assert (gpus.device.operator_s, gpus.device.unit_s, preset("cpu").device.unit_s) == (5e-6, 1e-3, 0.0)
+
+    def micro_batch(**changes) -> int:
+        device = replace(gpus.device, reserved_bytes=0, communicator_bytes=0, **changes)
+        return search(problem(small, replace(gpus, host=None, margin=0.0, device=device), job, 120_000_000)).plan.micro_batch_size
+
+    assert micro_batch() == 64 > micro_batch(operator_s=0.0, unit_s=0.0)

@@ -12,24 +12,8 @@ from hf_osdp.measurement.machine import measure_hardware
 from hf_osdp.measurement.memory_limits import MemoryLimit, memory_limits, rank_share, tightest
 
 GIB = 2**30
-V2 = "30 20 0:26 {root} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n"
-V1 = "35 31 0:32 {root} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n33 31 0:30 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
-
-
-@pytest.fixture
-def machine(monkeypatch, tmp_path):
-    """A machine of 64 GiB, half of them free, whose groups are below a folder."""
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=32 * GIB))
-
-    def make(cgroup: str, mounts: str, groups: dict[str, dict[str, str]]) -> Path:
-        files = {"proc/self/cgroup": cgroup, "proc/self/mountinfo": mounts}
-        files |= {f"{folder}/{name}": text for folder, group in groups.items() for name, text in group.items()}
-        for name, text in files.items():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(text)
-        return tmp_path
-
-    return make
+TOP = "sys/fs/cgroup"
+V1 = f"{TOP}/memory/docker/abc"
 
 
 def v2_group(limit: str, used: int, *, droppable: int = 0, high: str = "max") -> dict[str, str]:
@@ -37,53 +21,56 @@ def v2_group(limit: str, used: int, *, droppable: int = 0, high: str = "max") ->
     return {"memory.max": limit, "memory.high": high, "memory.current": str(used), "memory.stat": stat}
 
 
-def told(root: Path) -> list[tuple[str, int, int]]:
-    return [(limit.name, limit.total_bytes, limit.free_bytes) for limit in memory_limits(root)]
+def v1_group(limit: int, used: int, droppable: int) -> dict[str, str]:
+    stat = f"total_inactive_file {droppable}\n"
+    return {"memory.limit_in_bytes": str(limit), "memory.usage_in_bytes": str(used), "memory.stat": stat}
 
 
-def test_memory_limits_without_control_groups_are_the_machines(machine):
-    assert told(machine("0::/\n", "", {})) == [("this machine", 64 * GIB, 32 * GIB)]
-    assert told(machine("", "", {"sys/fs/cgroup": v2_group("max", GIB)}))[1:] == []
+NESTED = {
+    f"{TOP}/job.slice/step/task": v2_group("max\n", GIB),
+    f"{TOP}/job.slice/step": v2_group(str(16 * GIB), 6 * GIB, droppable=2 * GIB),
+    f"{TOP}/job.slice": v2_group(str(128 * GIB), 9 * GIB, high=str(20 * GIB)),
+}
+STEP, SLICE = (f"{TOP}/job.slice/step/memory.max", 16 * GIB, 12 * GIB), (f"{TOP}/job.slice/memory.high", 20 * GIB, 11 * GIB)
+CONTAINER = {TOP: v2_group(str(4 * GIB), GIB)}
+MOUNT = (f"{TOP}/memory.max", 4 * GIB, 3 * GIB)
+V1_LINES = "4:memory:/docker/abc\n1:cpu:/docker/abc\n0::/\n"
+V1_GROUPS = {V1: v1_group(8 * GIB, 3 * GIB, GIB), f"{TOP}/memory": v1_group(2**63 - 4096, 0, 0)}
+BROKEN = {f"{TOP}/x": {"memory.max": "a lot", "memory.high": str(8 * GIB), "memory.current": "-"}}
 
 
-def test_version_2_counts_each_group_up_to_the_root_and_high_too(machine):
-    root = machine("0::/job.slice/step/task\n", V2.format(root="/"), {
-        "sys/fs/cgroup/job.slice/step/task": v2_group("max\n", GIB),
-        "sys/fs/cgroup/job.slice/step": v2_group(str(16 * GIB), 6 * GIB, droppable=2 * GIB),
-        "sys/fs/cgroup/job.slice": v2_group(str(128 * GIB), 9 * GIB, high=str(20 * GIB)),
-    })  # fmt: skip
-    assert told(root)[1:] == [
-        ("sys/fs/cgroup/job.slice/step/memory.max", 16 * GIB, 12 * GIB), ("sys/fs/cgroup/job.slice/memory.high", 20 * GIB, 11 * GIB),
-    ]  # fmt: skip
-    least = tightest(memory_limits(root))
-    assert (least.name, least.total_bytes, least.free_bytes) == ("sys/fs/cgroup/job.slice/step/memory.max", 16 * GIB, 11 * GIB)
+@pytest.mark.parametrize(
+    ("cgroup", "groups", "limits"),
+    [
+        pytest.param("0::/\n", {}, [], id="none"),
+        pytest.param("", {TOP: v2_group("max", GIB)}, [], id="no path"),
+        pytest.param("0::/job.slice/step/task\n", NESTED, [STEP, SLICE], id="version 2: each up to the root, and high too"),
+        pytest.param(V1_LINES, V1_GROUPS, [(f"{V1}/memory.limit_in_bytes", 8 * GIB, 6 * GIB)], id="version 1: none is a large number"),
+        pytest.param("0::/docker/abc\n", CONTAINER, [MOUNT], id="a container that sees its group as the mount"),
+        pytest.param("0::/pod/job.slice/step\n", NESTED, [STEP, SLICE], id="a container that sees the end of the path"),
+        pytest.param("0::/../job.slice\n", {**CONTAINER, **NESTED}, [MOUNT], id="a path beside the mount"),
+        pytest.param("0::/x\nnonsense\n", BROKEN, [], id="not readable"),
+    ],
+)
+def test_memory_limits_are_the_machines_and_those_of_control_groups(monkeypatch, tmp_path, cgroup, groups, limits):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=32 * GIB))
+    files = {"proc/self/cgroup": cgroup} | {f"{folder}/{name}": text for folder, group in groups.items() for name, text in group.items()}
+    for name, text in files.items():
+        Path(tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Path(tmp_path / name).write_text(text)
+    found = memory_limits(tmp_path)
+    assert [(limit.name, limit.total_bytes, limit.free_bytes) for limit in found] == [("this machine", 64 * GIB, 32 * GIB), *limits]
+    if groups is NESTED:
+        least = tightest(found)
+        assert (least.name, least.total_bytes, least.free_bytes) == (STEP[0], 16 * GIB, 11 * GIB)
 
 
-def test_version_1_has_its_own_files_and_no_limit_is_a_large_number(machine):
-    folder = "sys/fs/cgroup/memory/docker/abc"
-    inside = {"memory.limit_in_bytes": str(8 * GIB), "memory.usage_in_bytes": str(3 * GIB), "memory.stat": f"total_inactive_file {GIB}\n"}
-    outside = {"memory.limit_in_bytes": "9223372036854771712", "memory.usage_in_bytes": "0"}
-    root = machine(
-        "4:memory:/docker/abc\n1:cpu:/docker/abc\n0::/\n", V1.format(root="/"), {folder: inside, "sys/fs/cgroup/memory": outside}
-    )
-    assert told(root)[1:] == [(f"{folder}/memory.limit_in_bytes", 8 * GIB, 6 * GIB)]
+def limit_of(name: str, gib: int) -> MemoryLimit:
+    return MemoryLimit(name=name, total_bytes=gib * GIB, free_bytes=gib * GIB)
 
 
-@pytest.mark.parametrize(("path", "mounted"), [("/docker/abc", "/docker/abc"), ("/", "/"), ("/docker/abc", "/"), ("/../other", "/")])
-def test_a_container_sees_its_own_group_at_the_mount(machine, path, mounted):
-    root = machine(f"0::{path}\n", V2.format(root=mounted), {"sys/fs/cgroup": v2_group(str(4 * GIB), GIB)})
-    assert told(root)[1:] == [("sys/fs/cgroup/memory.max", 4 * GIB, 3 * GIB)]
-
-
-def test_memory_limits_leave_out_what_cannot_be_read(machine):
-    broken = {"memory.max": "a lot", "memory.high": str(8 * GIB), "memory.current": "-"}
-    assert told(machine("0::/x\nnonsense\n", V2.format(root="/"), {"sys/fs/cgroup/x": broken}))[1:] == []
-
-
-def test_ranks_share_the_groups_that_they_are_in_together():
-    machine = MemoryLimit(name="this machine", total_bytes=64 * GIB, free_bytes=64 * GIB)
-    job = MemoryLimit(name="job/memory.max", total_bytes=16 * GIB, free_bytes=16 * GIB)
-    own = MemoryLimit(name="job/task0/memory.max", total_bytes=6 * GIB, free_bytes=6 * GIB)
+def test_rank_share_divides_groups_among_the_ranks_in_them():
+    machine, job, own = limit_of("this machine", 64), limit_of("job/memory.max", 16), limit_of("job/task0/memory.max", 6)
     names = ["this machine", job.name]
     assert rank_share([machine, job], [names, names]) == (8 * GIB, "16.0 GiB of job/memory.max less what others hold, among 2 ranks")
     share = rank_share([machine, job, own], [[*names, own.name], [*names, "job/task1/memory.max"]])
@@ -100,8 +87,7 @@ def test_share_is_equal_for_small_changes_of_use():
 
 
 def test_measure_hardware_on_the_cpu_has_what_control_groups_allow(monkeypatch):
-    small = MemoryLimit(name="job/memory.max", total_bytes=2 * GIB, free_bytes=2 * GIB)
-    monkeypatch.setattr("hf_osdp.measurement.rates.memory_limits", lambda: (small,))
+    monkeypatch.setattr("hf_osdp.measurement.memory_limits.memory_limits", lambda: (limit_of("job/memory.max", 2),))
     device = measure_hardware(device_type="cpu", seconds=0.05).device
     assert device.memory_bytes == 2 * GIB
     assert device.source == "measured; memory: 2.0 GiB of job/memory.max less what others hold"

@@ -9,10 +9,10 @@ from hf_osdp.errors import DescriptionError
 from hf_osdp.modeling.split_candidates import SHALLOW, possible_splits, split_units
 from hf_osdp.modeling.units import find_units
 from hf_osdp.modeling.wrapping import is_recomputed, recompute
-from hf_osdp.planner.description import Activations, DType, GatherSpan
+from hf_osdp.planner.description import Activations, GatherSpan
 from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.search.compare import choose_description
 from hf_osdp.planner.search.search import fastest_without_limit, least_memory, search
-from hf_osdp.planner.search.split_search import choose_description
 from hf_osdp.planner.split import WHOLE_BLOCKS, ModelSplit, OperatorSplit
 from hf_osdp.tracing.describe import describe
 from tests.helpers.hardware import bare_preset
@@ -30,7 +30,7 @@ def described(llama):
     return describe(llama, sequence_length=12)
 
 
-def test_operator_units_are_the_parts_of_blocks_and_norms_are_the_roots(llama):
+def test_operator_units_are_parts_of_blocks_and_norms_are_the_roots(llama):
     root, *units = find_units(llama, operators=True)
     assert [unit.fqn for unit in units] == [
         "model.embed_tokens", "model.layers.0.self_attn", "model.layers.0.mlp", "model.layers.1.self_attn", "model.layers.1.mlp", "lm_head",
@@ -41,46 +41,36 @@ def test_operator_units_are_the_parts_of_blocks_and_norms_are_the_roots(llama):
     assert sum(unit.numel for unit in (root, *units)) == sum(p.numel() for p in llama.parameters())
 
 
-def test_each_slice_is_a_unit_and_the_model_stays_whole(llama):
+def test_slices_are_units_whose_blocks_are_split_whatever_is_asked_for(llama):
     before = [name for name, _ in llama.named_parameters()]
-    split = ModelSplit(operators=True, sliced=(OperatorSplit(fqn="model.layers.1.mlp.down_proj", slices=3),))
-    names = [unit.fqn for unit in split_units(llama, split)]
-    assert [name for name in names if "down_proj" in name] == [f"model.layers.1.mlp.down_proj.slices.{i}" for i in range(3)]
-    assert "model.layers.1.mlp.gate_proj" in names and "model.layers.0.mlp" in names
+    for operators in (True, False):
+        split = ModelSplit(operators=operators, sliced=(OperatorSplit(fqn="model.layers.1.mlp.down_proj", slices=3),))
+        names = [unit.fqn for unit in split_units(llama, split)]
+        assert [name for name in names if "down_proj" in name] == [f"model.layers.1.mlp.down_proj.slices.{i}" for i in range(3)]
+        assert "model.layers.1.mlp.gate_proj" in names and "model.layers.1" not in names
+        assert ("model.layers.0.mlp" in names, "model.layers.0" in names) == (operators, not operators)
     assert [name for name, _ in llama.named_parameters()] == before
 
 
-def test_blocks_with_slices_are_split_whatever_is_asked_for(llama):
-    split = ModelSplit(sliced=(OperatorSplit(fqn="model.layers.0.mlp.up_proj", slices=2),))
-    names = [unit.fqn for unit in split_units(llama, split)]
-    assert "model.layers.1" in names and "model.layers.0" not in names
-
-
-def test_cuts_that_are_thought_of(llama, described):
+def test_possible_splits_are_of_operators_and_head_down_to_a_quarter_of_the_largest(llama, described):
     splits = possible_splits(llama, described)
     assert ModelSplit(operators=True) in splits and WHOLE_BLOCKS not in splits and len(set(splits)) == len(splits)
     assert {operator.fqn for split in splits for operator in split.sliced if not split.operators} == {"lm_head"}
     assert not any(operator.fqn == "lm_head" for split in possible_splits(llama, described, vocabulary=False) for operator in split.sliced)
     sizes = {name: p.numel() for name, p in llama.named_parameters()}
     largest = max(numel for name, numel in sizes.items() if ".mlp." in name)
-    for split in splits:
-        for operator in split.sliced:
-            if operator.fqn != "lm_head":
-                assert sizes[f"{operator.fqn}.weight"] * 4 > largest, "a quarter of the largest operator is small enough"
+    inside = {operator.fqn for split in splits for operator in split.sliced} - {"lm_head"}
+    assert inside and all(sizes[f"{name}.weight"] * 4 > largest for name in inside)
 
 
-def test_deep_models_are_not_split_into_operators():
-    model = tiny_model("llama", layers=SHALLOW + 1, dtype=torch.float32)
-    assert not any(split.operators for split in possible_splits(model, describe(model, sequence_length=12)))
-
-
-def test_heads_that_cannot_be_split_are_left_alone():
-    model = tiny_model("bert", layers=2, dtype=torch.float32)
-    splits = possible_splits(model, describe(model, sequence_length=12))
+def test_possible_splits_leave_deep_models_and_other_heads_whole():
+    deep, bert = tiny_model("llama", layers=SHALLOW + 1, dtype=torch.float32), tiny_model("bert", layers=2, dtype=torch.float32)
+    assert not any(split.operators for split in possible_splits(deep, describe(deep, sequence_length=12)))
+    splits = possible_splits(bert, describe(bert, sequence_length=12))
     assert splits and all(operator.fqn.startswith("bert.") for split in splits for operator in split.sliced)
 
 
-def test_a_split_model_computes_the_same_in_smaller_units(llama, described):
+def test_split_model_computes_the_same_in_smaller_units(llama, described):
     split = ModelSplit(operators=True, sliced=(OperatorSplit(fqn="model.layers.0.mlp.down_proj", slices=4),))
     other = describe(llama, sequence_length=12, split=split)
     assert other.split == split and other.numel == described.numel
@@ -127,8 +117,8 @@ HARDWARE = bare_preset("cpu", devices_per_node=4)
 JOB = TrainingJob(global_batch_size=4)
 
 
-def chosen(plain, limit: int, splits, describe_split):
-    return choose_description(problem(plain, HARDWARE, JOB, limit), splits, describe_split)
+def chosen(plain, limit: int, splits, describe_split, **options):
+    return choose_description(problem(plain, HARDWARE, JOB, limit, **options), splits, describe_split)
 
 
 def test_splits_are_tried_only_where_memory_binds(described):
@@ -152,18 +142,16 @@ def test_the_split_with_the_fastest_plan_is_taken(llama, described):
 
 
 def test_single_strategies_take_the_model_as_it_is(described):
-    same = choose_description(problem(described, HARDWARE, JOB, 1, strategy="fsdp"), tuple, None)
-    assert same is described
+    assert chosen(described, 1, tuple, None, strategy="fsdp") is described
 
 
-def test_units_of_slices_are_freed_after_use(llama):
+def test_slices_of_a_head_are_freed_after_use(llama):
     split = ModelSplit(operators=True, sliced=(OperatorSplit(fqn="lm_head", slices=2),))
     spans = {u.fqn: u.span for u in describe(llama, sequence_length=12, split=split).units if "lm_head" in u.fqn}
     assert spans == {f"lm_head.slices.{i}": GatherSpan.USE for i in range(2)}
-    assert DType.FLOAT32 in {p.dtype for u in find_units(llama) for p in u.parameters}
 
 
-def test_cuts_that_a_model_cannot_run_are_left_out():
+def test_splits_that_a_model_cannot_run_are_left_out():
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(num_layers=1, num_decoder_layers=1, d_model=16, d_kv=8, d_ff=64, num_heads=2, vocab_size=61)

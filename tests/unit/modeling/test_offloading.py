@@ -74,47 +74,35 @@ def all_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
+def changed(model: nn.Module, way: Way) -> nn.Module:
+    for block in blocks(model):
+        way(block)
+    return model
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_losses_and_gradients_are_the_plain_models(name, attention, dropout, way):
     plain, model = (two_layers(name, attention=attention, dropout=dropout) for _ in range(2))
-    for block in blocks(model):
-        way(block)
+    changed(model, way)
     assert all_equal(gradients(model, batch_loss), gradients(plain, batch_loss))
 
 
-def test_one_block_of_each_kind():
+def test_blocks_of_each_way_train_together_also_where_the_graph_is_retained():
     plain, model = (tiny_model("gpt2", layers=4) for _ in range(2))
     for block, change in zip(blocks(model), (offload, recompute, recompute_and_offload), strict=False):
         change(block)
-    assert all_equal(gradients(model, batch_loss), gradients(plain, batch_loss))
-
-
-def test_backward_runs_twice_where_the_graph_is_retained(way):
-    plain, model = (two_layers("llama") for _ in range(2))
-    for block in blocks(model):
-        way(block)
     assert all_equal(gradients(model, batch_loss, backwards=2), gradients(plain, batch_loss, backwards=2))
 
 
-def test_names_stay_as_they_are(way):
-    plain, model = (two_layers("gpt2") for _ in range(2))
-    for block in blocks(model):
-        way(block)
-        way(block)
+def test_names_stay_and_each_way_is_told_apart(way):
+    plain, model = two_layers("gpt2"), changed(changed(two_layers("gpt2"), way), way)
     for names in ("named_modules", "named_parameters", "state_dict"):
         assert list(dict(getattr(model, names)())) == list(dict(getattr(plain, names)()))
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_each_way_is_told_apart(again):
-    block = nn.Linear(2, 2)
-    if again:
-        recompute(block)
-    assert (is_recomputed(block), is_offloaded(block)) == (again, False)
-    offload(block)
-    assert (is_recomputed(block), is_offloaded(block)) == (again, True)
+    assert all((is_recomputed(block), is_offloaded(block)) == (way is not offload, True) for block in blocks(model))
+    recompute(blocks(plain)[0])
+    assert (is_recomputed(blocks(plain)[0]), is_offloaded(blocks(plain)[0])) == (True, False)
 
 
 def device_and_host_bytes(block: nn.Module, x: torch.Tensor) -> tuple[int, int]:
@@ -127,7 +115,7 @@ def device_and_host_bytes(block: nn.Module, x: torch.Tensor) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_nothing_but_the_output_is_left_on_the_device(name, way):
+def test_only_the_output_is_left_on_the_device(name, way):
     model = two_layers(name)
     x = torch.randn(2, 8, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
     positions = {"position_embeddings": model.model.rotary_emb(x, torch.arange(8)[None])} if name == "llama" else {}
@@ -216,20 +204,12 @@ def test_what_storage_and_strides_do_not_say_is_not_lost():
         assert torch.equal(torch.autograd.grad((block(x * 1) ** 2).sum(), x)[0], wanted)
 
 
-def test_nothing_is_copied_where_nothing_is_saved(host_copies, way):
-    model = two_layers("gpt2").eval()
-    for block in blocks(model):
-        way(block)
+def test_host_memory_is_taken_only_while_a_graph_lives(host_copies, way):
+    model = changed(two_layers("gpt2"), way)
     with torch.no_grad():
-        batch_loss(model)
+        batch_loss(model.eval())
     assert host_copies == []
-
-
-def test_a_graph_that_is_dropped_leaves_nothing(host_copies, way):
-    model = two_layers("gpt2")
-    for block in blocks(model):
-        way(block)
-    loss = batch_loss(model)
+    loss = batch_loss(model.train())
     assert sizes(host_copies)
     del loss
     assert sizes(host_copies) == []
@@ -240,14 +220,14 @@ def t5_loss(model: nn.Module) -> torch.Tensor:
     return model(input_ids=ids, decoder_input_ids=ids[:, :5], use_cache=False).logits.square().mean()
 
 
-def test_encoder_and_decoder(real_model, way):
+def test_encoder_and_decoder_train_as_the_plain_model(real_model, way):
     plain, model = (real_model("T5ForConditionalGeneration").double().train() for _ in range(2))
     for block in (*model.encoder.block, *model.decoder.block):
         way(block)
     assert all_equal(gradients(model, t5_loss), gradients(plain, t5_loss))
 
 
-def test_of_a_decoder_blocks_inputs_the_hidden_states_alone_are_its_own(real_model):
+def test_only_the_hidden_states_of_a_decoder_blocks_inputs_are_its_own(real_model):
     model, owned = real_model("T5ForConditionalGeneration"), []
 
     def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -273,7 +253,7 @@ class Copied:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["saved", "recomputed"])
-def test_the_host_s_memory_is_read_before_a_further_micro_step_takes_it_again(again, monkeypatch):
+def test_host_memory_is_read_before_a_further_micro_step_takes_it_again(again, monkeypatch):
     """However far the CPU is ahead: copies back that still run hold page-locked memory."""
     running: list[Copied] = []
     monkeypatch.setattr(offloading._OffloadedStorage, "wait", lambda self: None)
@@ -286,11 +266,7 @@ def test_the_host_s_memory_is_read_before_a_further_micro_step_takes_it_again(ag
             self.copied = Copied(running)
 
     monkeypatch.setattr(offloading._OffloadedStorage, "_copy", copied)
-    model = two_layers("gpt2")
-    for block in blocks(model):
-        offload(block)
-        if again:
-            recompute(block)
+    model = changed(two_layers("gpt2"), recompute_and_offload if again else offload)
     most = 0
     for step in range(4):
         loss = tiny_loss(model, tiny_batch(step))

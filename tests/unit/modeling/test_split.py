@@ -1,22 +1,159 @@
-"""What can be split, under which names it is saved, and what is refused in one line."""
+"""Operators, embeddings and vocabulary projections in slices compute what whole ones do; what cannot be split is refused."""
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import GPT2LMHeadModel
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    CohereConfig,
+    GPT2Config,
+    GPT2DoubleHeadsModel,
+    GPT2LMHeadModel,
+    GPTJConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    OPTConfig,
+)
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.pytorch_utils import Conv1D
 
 from hf_osdp.errors import OSDPError
 from hf_osdp.modeling.split.apply_split import split_operators
-from hf_osdp.modeling.split.names import is_split, slice_names, split_names
+from hf_osdp.modeling.split.head import SplitHead
+from hf_osdp.modeling.split.modules import SplitLinear, slice_sizes
+from hf_osdp.modeling.split.names import is_split, merge_state_dict, slice_names, split_names
 from hf_osdp.planner.split import OperatorSplit
-from tests.helpers.models import VOCABULARY, tiny_batch, tiny_model
+from tests.helpers.models import tiny_batch, tiny_model
 
-NAMES = ("lm_head", "transformer.h.0.mlp.c_fc", "transformer.h.1.attn.c_attn", "transformer.h.2.mlp.c_proj")
+# --------------------------------------------------------------------------------------------------- operators and embeddings
+
+
+def operator(kind: str, features: int = 11, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """With tiny integers for weights: sums of their products are exact, in bfloat16 too, whatever kernel a BLAS picks."""
+    module = Conv1D(features, 6) if kind == "conv1d" else nn.Linear(6, features, bias=kind == "linear")
+    for parameter in module.parameters():
+        parameter.data = torch.randint(-2, 3, parameter.shape).to(dtype)
+    return module
+
+
+def integers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randint(-2, 3, shape).to(dtype)
+
+
+def test_slice_sizes_are_as_equal_as_can_be():
+    found = [slice_sizes(features, slices) for features, slices in ((8, 4), (11, 4), (5, 5), (6, 4))]
+    assert found == [(2, 2, 2, 2), (3, 3, 3, 2), (1,) * 5, (2, 2, 1, 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("slices", [2, 4, 11])
+@pytest.mark.parametrize("kind", ["linear", "no bias", "conv1d"])
+def test_split_operator_computes_outputs_and_gradients_of_the_whole(kind, slices, dtype):
+    whole = operator(kind, dtype=dtype)
+    split = SplitLinear(whole, slices)
+    value, grad = integers(2, 3, 6, dtype=dtype), integers(2, 3, 11, dtype=dtype)
+    inputs = [value.clone().requires_grad_() for _ in range(2)]
+    outputs = [module(x) for module, x in zip((whole, split), inputs, strict=True)]
+    assert torch.equal(*outputs)
+    for output in outputs:
+        output.backward(grad)
+    assert torch.equal(inputs[0].grad, inputs[1].grad)
+    for leaf, dim in split.leaves.items():
+        assert torch.equal(torch.cat([part.grad for part in split.parts(leaf)], dim), getattr(whole, leaf).grad)
+
+
+def test_split_operator_takes_weights_over():
+    whole = operator("linear")
+    whole.weight.requires_grad_(False)
+    whole.eval()
+    split = SplitLinear(whole, 2)
+    assert split.slices[0].weight.data_ptr() == whole.weight.data_ptr()
+    assert not split.slices[1].weight.requires_grad and split.slices[1].bias.requires_grad
+    assert not split.training and not split.slices[0].training
+    assert all(part.weight.is_contiguous() for part in SplitLinear(operator("conv1d"), 2).slices)
+    with pytest.raises(AttributeError, match="no 'weight': it is in 2 slices; leave the operator whole"):
+        split.weight  # noqa: B018
+
+
+def test_slice_may_change_between_forward_and_backward_of_another():
+    split = SplitLinear(operator("linear"), 2)
+    loss = split.slices[0](integers(3, 6).requires_grad_()).sum()
+    with torch.no_grad():
+        split.slices[1].weight.add_(1)
+    loss.backward()
+
+
+def test_operators_are_split_on_the_meta_device_and_under_fake_tensors():
+    with torch.device("meta"):
+        assert SplitLinear(operator("conv1d"), 4)(torch.empty(2, 6)).shape == (2, 11)
+    with FakeTensorMode():
+        split = SplitLinear(nn.Linear(6, 11), 4)
+        split(torch.empty(2, 6)).sum().backward()
+        assert split.slices[3].weight.grad.shape == (2, 6)
+
+
+@pytest.mark.parametrize("padding", [None, 0, 4, -1])
+@pytest.mark.parametrize("slices", [2, 11])
+def test_split_embedding_looks_up_as_the_whole_and_has_its_gradient(slices, padding):
+    whole, head = nn.Embedding(11, 6, padding_idx=padding), nn.Linear(6, 11, bias=False)
+    whole.weight = head.weight
+    split = SplitHead(head, slices).tie(whole)
+    ids, grad = torch.tensor([[0, 3, 10, 4], [4, 9, 1, 0]]), torch.randn(2, 4, 6)
+    assert torch.equal(split(ids), whole(ids))
+    for module in (whole, split):
+        module(ids).backward(grad)
+        with pytest.raises(IndexError):
+            module(torch.tensor([1, 11]))
+        with pytest.raises(IndexError):
+            module(torch.tensor([1, -1]))
+    assert torch.equal(torch.cat([part.grad for part in split.parts("weight")]), whole.weight.grad)
+    with torch.no_grad():
+        assert torch.equal(split(ids), whole(ids))
+
+
+# ------------------------------------------------------------------------------------------------------ the head and its loss
+
+VOCABULARY = 61
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "num_hidden_layers": 1,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+GPT = {
+    "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": VOCABULARY, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0,
+    "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0,
+}  # fmt: skip
+CONFIGS = {
+    "gpt2": GPT2Config(**GPT),  # tied
+    "opt": OPTConfig(**SIZES, ffn_dim=32, word_embed_proj_dim=16, max_position_embeddings=16, dropout=0.0, pad_token_id=1),  # tied, padding
+    "llama": LlamaConfig(**SIZES, intermediate_size=32),
+    "mistral": MistralConfig(**SIZES, num_key_value_heads=1, intermediate_size=32, tie_word_embeddings=True),
+    "gptj": GPTJConfig(**GPT, rotary_dim=4),  # a head with bias
+}
+
+
+def model_of(kind: str, slices: int = 1, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind]).to(dtype).train()
+    for parameter in model.parameters():  # logits that differ, so that errors show
+        parameter.data.mul_(3)
+    return split(model, slices, "lm_head") if slices > 1 else model
 
 
 def split(model: nn.Module, slices: int, *names: str) -> nn.Module:
@@ -24,10 +161,148 @@ def split(model: nn.Module, slices: int, *names: str) -> nn.Module:
     return model
 
 
+def batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (3, 12), generator=generator)
+    ids[0, :3] = 1  # OPT's padding
+    labels = torch.randint(0, VOCABULARY, (3, 12), generator=generator)
+    labels[1, 4:9] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def exact_loss(logits: torch.Tensor, labels: torch.Tensor, **options) -> torch.Tensor:
+    """transformers' own, were it not for its cast to float32."""
+
+    class Exact(torch.Tensor):
+        def float(self):
+            return self
+
+    return ForCausalLMLoss(logits.as_subclass(Exact), labels, VOCABULARY, **options).as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_items_in_batch": 17},
+        {"num_items_in_batch": torch.tensor(23)},
+        {"shift_labels": batch()["labels"].roll(1)},
+        {"ignore_index": 5},
+    ],
+    ids=["mean", "items", "items as a tensor", "shifted", "ignore"],
+)
+def test_loss_takes_what_transformers_takes(options):
+    inputs = batch()
+    if "ignore_index" in options:
+        inputs["labels"] = inputs["labels"].clamp(min=5)
+    whole = exact_loss(model_of("llama")(inputs["input_ids"]).logits, inputs["labels"], **options)
+    assert abs(model_of("llama", 4)(**inputs, **options).loss - whole).item() < 1e-12
+
+
+@pytest.mark.parametrize("slices", [2, 7, VOCABULARY])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_loss_and_gradients_equal_the_whole_models(kind, slices):
+    whole, parts, inputs = model_of(kind), model_of(kind, slices), batch()
+    want = exact_loss(whole(inputs["input_ids"]).logits, inputs["labels"])
+    out = parts(**inputs)
+    assert abs(out.loss - want).item() < 1e-12
+    want.backward()
+    out.loss.backward()
+    gradients = merge_state_dict({name: parameter.grad for name, parameter in parts.named_parameters()}, parts)
+    for name, parameter in whole.named_parameters():
+        assert (gradients[name] - parameter.grad).abs().max().item() < 1e-12, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loss_of_low_precision_is_transformers_own(dtype):
+    want, got = (model_of("gpt2", slices, dtype)(**batch()).loss for slices in (1, 4))
+    assert got.dtype == want.dtype == torch.float32
+    assert abs(got - want).item() < 2e-6 * want.item()
+
+
+def test_labels_that_do_not_count_give_nan_and_those_outside_the_vocabulary_fail():
+    inputs = batch()
+    for model in (model_of("llama"), model_of("llama", 4)):
+        assert model(inputs["input_ids"], labels=torch.full((3, 12), -100)).loss.isnan()
+        for wrong in (VOCABULARY, -7):
+            with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+                model(inputs["input_ids"], labels=inputs["labels"].clone().index_fill_(1, torch.tensor(5), wrong))
+
+
+def test_logits_are_whole_but_in_training_with_labels():
+    whole, parts, inputs = model_of("gpt2"), model_of("gpt2", 4), batch()
+    ids = inputs["input_ids"]
+    out = parts(**inputs)
+    assert out.logits is None and "logits" not in out
+    as_tuple = parts(**inputs, return_dict=False)
+    assert as_tuple[0].ndim == 0 and not any(torch.is_tensor(value) and 0 in value.shape for value in as_tuple)
+    assert (parts(ids).logits - whole(ids).logits).abs().max() < 1e-12
+    parts.eval(), whole.eval()
+    evaluated = parts(**inputs)
+    assert (evaluated.logits - whole(ids).logits).abs().max() < 1e-12
+    assert abs(evaluated.loss - whole(**inputs).loss) < 1e-6
+    generated = [model.generate(ids[1:2], max_new_tokens=3, do_sample=False) for model in (parts, whole)]
+    assert torch.equal(*generated)
+
+
+def test_failed_forward_leaves_nothing_behind():
+    parts, inputs = model_of("llama", 4), batch()
+    with pytest.raises(IndexError):
+        parts(input_ids=inputs["input_ids"] + VOCABULARY, labels=inputs["labels"])
+    assert parts.lm_head(torch.zeros(1, 16, dtype=torch.float64)).shape == (1, VOCABULARY)
+
+
+def test_copy_of_a_split_model_is_one_of_its_own():
+    parts = model_of("gpt2", 4)
+    copied = copy.deepcopy(parts)
+    assert copied.lm_head.slices is copied.transformer.wte.slices and copied.lm_head.slices is not parts.lm_head.slices
+    assert copied.loss_function.__self__ is copied.lm_head
+    for parameter in parts.parameters():
+        parameter.data.zero_()
+    assert abs(copied(**batch()).loss - model_of("gpt2", 4)(**batch()).loss) < 1e-12
+    copied.tie_weights()
+    assert copied.lm_head.slices is copied.transformer.wte.slices
+
+
+class SliceSized(TorchDispatchMode):
+    """How wide tensors with a row for each token are, of those as wide as a slice at least, and how many are alive at once."""
+
+    def __init__(self, tokens: int, columns: int):
+        super().__init__()
+        self.tokens, self.columns, self.live, self.most, self.widest = tokens, columns, {}, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.ndim > 1 and out.shape[-2] == self.tokens and out.shape[-1] >= self.columns:
+            storage = out.untyped_storage()
+            self.live[storage._cdata] = StorageWeakRef(storage)
+            self.live = {key: ref for key, ref in self.live.items() if not ref.expired()}
+            self.widest, self.most = max(self.widest, out.shape[-1]), max(self.most, len(self.live))
+        return out
+
+
+def test_no_more_than_a_slice_of_the_logits_exists():
+    """A slice's logits and one temporary of log-sum-exp in forward; in backward the logits made again become their gradient."""
+    vocabulary, slices, tokens = 2048, 8, 64
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**SIZES, "vocab_size": vocabulary}, intermediate_size=32)).train()
+    split(model, slices, "lm_head")
+    ids = torch.randint(0, vocabulary, (1, tokens))
+    with SliceSized(tokens, vocabulary // slices) as seen:
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert seen.widest == vocabulary // slices
+    assert seen.most <= 2
+
+
+# ------------------------------------------------------------------------------------------------------------- whole models
+
+NAMES = ("lm_head", "transformer.h.0.mlp.c_fc", "transformer.h.1.attn.c_attn", "transformer.h.2.mlp.c_proj")
+GPT2 = functools.partial(tiny_model, "gpt2")
+
+
 @pytest.mark.parametrize("slices", [2, 3, 20])
 def test_outputs_and_state_dict_are_the_whole_models(slices):
-    whole, inputs = tiny_model("gpt2"), tiny_batch(0)["input_ids"]
-    model = split(tiny_model("gpt2"), slices, *NAMES)
+    whole, inputs = GPT2(), tiny_batch(0)["input_ids"]
+    model = split(split(GPT2(), slices, NAMES[0]), slices, *NAMES[1:])
     assert is_split(model) and not is_split(whole)
     assert (model(inputs).logits - whole(inputs).logits).abs().max().item() < 1e-14
     state, want = model.state_dict(), whole.state_dict()
@@ -37,8 +312,7 @@ def test_outputs_and_state_dict_are_the_whole_models(slices):
 
 
 def test_pretrained_weights_load_and_are_saved(tmp_path):
-    whole = tiny_model("gpt2", seed=5)
-    model = split(tiny_model("gpt2"), 4, *NAMES)
+    whole, model = GPT2(seed=5), split(GPT2(), 4, *NAMES)
     assert str(model.load_state_dict(whole.state_dict())) == "<All keys matched successfully>"
     model.save_pretrained(tmp_path)
     again = GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float64)
@@ -46,7 +320,7 @@ def test_pretrained_weights_load_and_are_saved(tmp_path):
 
 
 def test_loading_tells_what_does_not_fit():
-    model, state = split(tiny_model("gpt2"), 4, *NAMES), tiny_model("gpt2").state_dict()
+    model, state = split(GPT2(), 4, *NAMES), GPT2().state_dict()
     with pytest.raises(RuntimeError, match=r"transformer.h.0.mlp.c_fc.weight: shape \(20, 79\) was given, but the model's is \(20, 80\)"):
         model.load_state_dict({**state, "transformer.h.0.mlp.c_fc.weight": torch.zeros(20, 79)})
     del state["transformer.h.0.mlp.c_fc.bias"]
@@ -54,24 +328,21 @@ def test_loading_tells_what_does_not_fit():
         model.load_state_dict(state)
 
 
-def test_names_of_slices():
-    names = split_names(split(tiny_model("gpt2"), 4, *NAMES))
+def test_slices_have_names_in_the_whole_and_of_their_own():
+    model = split(GPT2(), 4, *NAMES)
+    names = split_names(model)
     fc = names["transformer.h.0.mlp.c_fc.weight"]
     assert fc.parts == tuple(f"transformer.h.0.mlp.c_fc.slices.{index}.weight" for index in range(4))
     assert (fc.dim, fc.sizes, fc.shape, fc.starts) == (1, (20,) * 4, (20, 80), (0, 20, 40, 60))
     assert names["lm_head.weight"].parts == names["transformer.wte.weight"].parts
     assert names["lm_head.weight"].sizes == (16, 15, 15, 15)
-
-
-def test_slices_are_listed_once():
-    names = slice_names(split(tiny_model("gpt2"), 2, "transformer.h.0.mlp.c_fc", "lm_head"))
-    assert names == tuple(f"transformer.{owner}.slices.{index}" for owner in ("wte", "h.0.mlp.c_fc") for index in (0, 1))
-    assert slice_names(split(tiny_model("llama"), 2, "lm_head")) == ("lm_head.slices.0", "lm_head.slices.1")
-    assert slice_names(tiny_model("gpt2")) == ()
+    found = slice_names(split(GPT2(), 2, "transformer.h.0.mlp.c_fc", "lm_head"))
+    assert found == tuple(f"transformer.{owner}.slices.{index}" for owner in ("wte", "h.0.mlp.c_fc") for index in (0, 1))
+    assert slice_names(GPT2()) == ()
 
 
 def test_blocks_in_a_checkpoint_wrapper_keep_their_names():
-    model = tiny_model("gpt2")
+    model = GPT2()
     model.transformer.h[0] = checkpoint_wrapper(model.transformer.h[0])
     want = set(model.state_dict())
     split(model, 2, "transformer.h.0.mlp.c_fc")
@@ -79,13 +350,7 @@ def test_blocks_in_a_checkpoint_wrapper_keep_their_names():
     assert set(model.state_dict()) == want
 
 
-def test_a_second_call_splits_others():
-    model = split(split(tiny_model("gpt2"), 2, NAMES[0]), 3, NAMES[1])
-    assert set(model.state_dict()) == set(tiny_model("gpt2").state_dict())
-    assert not split(tiny_model("gpt2"), 2)._state_dict_hooks
-
-
-def test_an_operator_in_two_places_is_split_in_both():
+def test_operator_in_two_places_is_split_in_both():
     model = nn.ModuleDict({"a": nn.Sequential(shared := nn.Linear(4, 6)), "b": nn.Sequential(shared, nn.Linear(6, 4))})
     split(model, 2, "b.0")
     assert model["a"][0] is model["b"][0] and is_split(model["a"])
@@ -101,7 +366,15 @@ class Tied(nn.Module):
         self.down.weight = self.up.weight
 
 
-GPT2 = functools.partial(tiny_model, "gpt2")
+def changed(change, model=None):
+    model = model or GPT2()
+    change(model)
+    return model
+
+
+BERT = BertConfig(**SIZES, intermediate_size=32, max_position_embeddings=16)
+COHERE = CohereConfig(**SIZES, intermediate_size=32, tie_word_embeddings=False)
+FC = "transformer.h.0.mlp.c_fc"
 REFUSED = {
     "absent": (GPT2, "transformer.mlp.c_fc", 2, ValueError, "no module of GPT2LMHeadModel; did you mean 'transformer.h.0.mlp.c_fc'?"),
     "absent, nothing alike": (GPT2, "nothing", 2, ValueError, "take a name from named_modules"),
@@ -110,34 +383,44 @@ REFUSED = {
     "a subclass": (lambda: nn.MultiheadAttention(4, 2), "out_proj", 2, OSDPError, "is a NonDynamicallyQuantizableLinear"),
     "the embedding": (GPT2, "transformer.wte", 2, OSDPError, "name the head"),
     "tied": (Tied, "up", 2, OSDPError, "shares its weight or bias with 'down', which is not split with it; leave it whole"),
-    "split already": (lambda: split(tiny_model("gpt2"), 2, "lm_head"), "lm_head", 2, OSDPError, "in 2 slices already"),
-    "a slice": (lambda: split(tiny_model("gpt2"), 2, "lm_head"), "transformer.wte.slices.0", 2, OSDPError, "is a VocabularySlice"),
-}
+    "split already": (lambda: split(GPT2(), 2, "lm_head"), "lm_head", 2, OSDPError, "in 2 slices already"),
+    "a slice": (lambda: split(GPT2(), 2, "lm_head"), "transformer.wte.slices.0", 2, OSDPError, "is a VocabularySlice"),
+    "hooks": (lambda: changed(lambda m: m.get_submodule(FC).register_forward_hook(print)), FC, 2, OSDPError, "has hooks"),
+    "max_norm": (
+        lambda: changed(lambda m: setattr(m.transformer.wte, "max_norm", 1.0)), "lm_head", 2, OSDPError, "one plain nn.Embedding",
+    ),
+    "no causal loss": (
+        lambda: BertForMaskedLM(BERT), "cls.predictions.decoder", 4, OSDPError, "of BertForMaskedLM cannot be split: its forward does not",
+    ),
+    "two heads": (lambda: GPT2DoubleHeadsModel(CONFIGS["gpt2"]), "lm_head", 4, OSDPError, "leave the head whole"),
+    "another loss": (
+        lambda: changed(lambda m: setattr(m, "loss_function", print), model_of("llama")), "lm_head", 4, OSDPError,
+        "not transformers' ForCausalLMLoss",
+    ),
+    "scaled logits": (
+        lambda: AutoModelForCausalLM.from_config(COHERE), "lm_head", 4, OSDPError, "its forward puts logit_scale between head and loss",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "fqn", "slices", "error", "says"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_split_says_so(model, fqn, slices, error, says):
+def test_what_cannot_be_split_says_so_and_stays_as_it_is(model, fqn, slices, error, says):
+    built = model()
+    before = {name: type(module) for name, module in built.named_modules()}
     with pytest.raises(error) as caught:
-        split(model(), slices, fqn)
+        split(built, slices, *(["lm_head"] if fqn == "nothing" else []), fqn)
     assert says in str(caught.value) and repr(fqn) in str(caught.value) and "\n" not in str(caught.value)
+    assert {name: type(module) for name, module in built.named_modules()} == before
 
 
-def test_nothing_is_changed_where_one_cannot_be_split():
-    model = tiny_model("gpt2")
-    with pytest.raises(ValueError, match="no module"):
-        split(model, 2, "lm_head", "nothing")
-    assert not is_split(model) and "_loss_function" not in model.__dict__
+def test_model_that_changes_its_logits_is_refused_when_it_runs():
+    class Doubled(LlamaForCausalLM):
+        def forward(self, input_ids, labels=None):
+            logits = 2 * self.lm_head(self.model(input_ids).last_hidden_state)
+            loss = None if labels is None else self.loss_function(logits, labels, vocab_size=VOCABULARY)
+            return CausalLMOutput(loss=loss, logits=logits)
 
-
-def test_hooks_are_not_lost_silently():
-    model = tiny_model("gpt2")
-    model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda *args: None)
-    with pytest.raises(OSDPError, match="has hooks"):
-        split(model, 2, "transformer.h.0.mlp.c_fc")
-
-
-def test_an_operator_is_named_once():
-    model = tiny_model("gpt2")
-    with pytest.raises(ValueError, match="'lm_head' is to be split twice; name each operator once"):
-        split(model, 2, "lm_head", "lm_head")
-    assert not is_split(model)
+    model = split(Doubled(CONFIGS["llama"]).train(), 4, "lm_head")
+    with pytest.raises(OSDPError, match="changes its logits between head and loss"):
+        model(**batch())
+    assert model(batch()["input_ids"]).logits.shape == (3, 12, VOCABULARY)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
@@ -39,27 +41,17 @@ EMBEDDING_AND_HEAD = {
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_every_parameter_is_in_one_unit(meta_model, name):
+def test_units_are_root_blocks_embedding_and_head_with_each_parameter_once(meta_model, name):
     model = meta_model(name)
-    units = find_units(model)
-    listed = [parameter.name for unit in units for parameter in unit.parameters]
-    assert sorted(listed) == sorted(dict(model.named_parameters()))
-    assert sum(unit.numel for unit in units) == sum(p.numel() for p in model.parameters())
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_blocks_of_each_architecture(meta_model, name):
-    units = find_units(meta_model(name))
-    counts = {cls: sum(unit.class_name == cls and unit.span is GatherSpan.USE for unit in units) for cls in BLOCKS[name]}
-    assert counts == BLOCKS[name]
-    others = {u.fqn: u.span for u in units if u.class_name not in BLOCKS[name] and u.fqn}
-    assert others == EMBEDDING_AND_HEAD.get(name, others)
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_the_root_comes_first_and_spans_the_step(meta_model, name):
-    root = find_units(meta_model(name))[0]
+    root, *units = find_units(model)
     assert (root.fqn, root.module_names, root.span) == ("", ("",), GatherSpan.STEP)
+    listed = [parameter.name for unit in (root, *units) for parameter in unit.parameters]
+    assert sorted(listed) == sorted(dict(model.named_parameters()))
+    assert sum(unit.numel for unit in (root, *units)) == sum(p.numel() for p in model.parameters())
+    blocks = Counter(unit.class_name for unit in units if unit.class_name in BLOCKS[name] and unit.span is GatherSpan.USE)
+    assert blocks == BLOCKS[name]
+    others = {unit.fqn: unit.span for unit in units if unit.class_name not in BLOCKS[name]}
+    assert others == EMBEDDING_AND_HEAD.get(name, others)
 
 
 def test_tied_parameters_are_listed_with_all_their_names(meta_model):
@@ -79,14 +71,11 @@ def test_untied_embedding_and_head_are_units_of_their_own(meta_model):
     assert not any(unit.shared for unit in units)
 
 
-def test_absent_classes_beside_a_present_one_are_ignored(meta_model):
+def test_block_classes_may_be_absent_beside_a_present_one_alone(meta_model):
     model = meta_model("GPT2LMHeadModel")
     assert find_units(model, ["GPT2Block", "BertLayer"]) == find_units(model)
-
-
-def test_no_matching_class_names_the_classes_there_are(meta_model):
     with pytest.raises(DescriptionError, match=r"block_classes \(BertLayer\) match nothing in GPT2LMHeadModel; use .*: GPT2Block, "):
-        find_units(meta_model("GPT2LMHeadModel"), ["BertLayer"])
+        find_units(model, ["BertLayer"])
 
 
 def test_layers_are_blocks_where_the_model_names_only_a_part_of_each():
@@ -103,63 +92,46 @@ def test_layers_are_blocks_where_the_model_names_only_a_part_of_each():
     assert [unit.fqn for unit in find_units(Model())] == ["", "layers.0", "layers.1", "layers.2"]
 
 
-def test_a_model_without_repetition_is_one_unit():
-    (root,) = find_units(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    assert (root.fqn, root.numel, root.span) == ("", 6, GatherSpan.STEP)
-
-
-def test_a_parameter_without_dimensions_has_one_element():
-    model = nn.Module()
+def test_model_without_repetition_is_one_unit():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     model.scale = nn.Parameter(torch.tensor(2.0))
     (root,) = find_units(model)
-    assert (root.parameters[0].shape, root.numel) == ((), 1)
+    assert (root.fqn, root.numel, root.span, root.parameters[0].shape) == ("", 7, GatherSpan.STEP, ())
 
 
-def test_albert_without_its_class_named_is_root_and_embedding(meta_model):
+def test_albert_is_root_and_embedding_unless_its_class_is_named(meta_model):
     model = meta_model("AlbertForMaskedLM")
     assert not any("Layer" in unit.class_name for unit in find_units(model))
-    assert [u.fqn for u in find_units(model, ["AlbertLayer"]) if u.class_name == "AlbertLayer"] == [
-        "albert.encoder.albert_layer_groups.0.albert_layers.0"
-    ]
+    names = [u.fqn for u in find_units(model, ["AlbertLayer"]) if u.class_name == "AlbertLayer"]
+    assert names == ["albert.encoder.albert_layer_groups.0.albert_layers.0"]
 
 
 class Block(nn.Module):
-    def __init__(self, width: int = 4) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.inner, self.outer = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x):
-        return self.outer(self.inner(x).relu())
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
 
 
 class Stack(nn.Module):
-    def __init__(self, blocks: int = 3) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(4, 2)
 
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
-
-def test_plain_modules_are_cut_at_homogeneous_lists():
+def test_plain_modules_are_split_at_homogeneous_lists_and_nested_blocks_count_once():
     assert [u.fqn for u in find_units(Stack())] == ["", "blocks.0", "blocks.1", "blocks.2"]
-
-
-def test_nested_blocks_count_once_as_the_outermost():
     assert [u.fqn for u in find_units(Stack(), ["Block", "Linear"])] == ["", "blocks.0", "blocks.1", "blocks.2", "head"]
 
 
 def test_names_are_canonical_through_checkpoint_wrappers():
-    plain, wrapped = Stack(), Stack()
+    wrapped = Stack()
     wrapped.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in wrapped.blocks)
-    assert find_units(wrapped) == find_units(plain)
+    assert find_units(wrapped) == find_units(Stack())
     assert canonical_name("blocks.0._checkpoint_wrapped_module.inner.weight") == "blocks.0.inner.weight"
 
 
-def test_a_block_does_not_swallow_half_of_a_tie():
+def test_tie_between_blocks_is_a_unit_for_the_whole_step():
     model = Stack()
     model.blocks[2].outer.weight = model.blocks[0].inner.weight
     units = {u.fqn: u for u in find_units(model, ["Block"])}
@@ -169,7 +141,7 @@ def test_a_block_does_not_swallow_half_of_a_tie():
     assert {p.name for p in units["blocks.2"].parameters} == {"blocks.2.inner.weight", "blocks.2.inner.bias"}
 
 
-def test_a_tie_within_one_block_stays_in_it():
+def test_tie_within_one_block_stays_in_it():
     model = Stack()
     model.blocks[1].outer.weight = model.blocks[1].inner.weight
     unit = find_units(model)[2]
@@ -182,10 +154,6 @@ def test_dtype_and_trainability_are_recorded():
     model.blocks[0].inner.weight.requires_grad_(False)
     weight, bias = find_units(model)[1].parameters[:2]
     assert (weight.dtype, weight.requires_grad, bias.requires_grad) == (DType.BFLOAT16, False, True)
-
-
-def test_an_unknown_dtype_is_refused():
-    model = Stack()
     model.head.weight = nn.Parameter(torch.zeros(2, 4, dtype=torch.complex64))
     with pytest.raises(DescriptionError, match=r"torch\.complex64 cannot be planned"):
         find_units(model)

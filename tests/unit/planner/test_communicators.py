@@ -11,7 +11,8 @@ from hf_osdp.planner.hardware import Backend
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import COMMUNICATOR_BYTES, preset
-from hf_osdp.planner.search.search import compare_strategies, least_memory
+from hf_osdp.planner.search.compare import compare_strategies
+from hf_osdp.planner.search.search import least_memory
 from hf_osdp.planning.simulate import fake_process_group
 from tests.helpers.descriptions import transformer
 from tests.helpers.distributed import run_ranks

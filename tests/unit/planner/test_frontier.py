@@ -6,68 +6,47 @@ import pytest
 
 from hf_osdp.errors import InfeasibleError
 from hf_osdp.planner.job import TrainingJob
-from hf_osdp.planner.search.frontier import frontier, not_dominated
-from hf_osdp.planner.search.search import compare_strategies, least_memory, search
+from hf_osdp.planner.search import compare
+from hf_osdp.planner.search.compare import compare_strategies, frontier, not_dominated
+from hf_osdp.planner.search.search import least_memory, search
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem
 
-MODEL = transformer(layers=6)
+MODEL, JOB = transformer(layers=6), TrainingJob(global_batch_size=32)
 HARDWARE = bare_preset("titan-rtx", devices_per_node=4)
-JOB = TrainingJob(global_batch_size=32)
-MOST = 2**30
+MOST = problem(MODEL, HARDWARE, JOB, 2**30)
+LEAST = least_memory(MOST)
 
 
-LEAST = least_memory(problem(MODEL, HARDWARE, JOB))
-
-
-def test_the_least_is_what_an_error_states_and_what_fits():
-    with pytest.raises(InfeasibleError) as error:
-        search(problem(MODEL, HARDWARE, JOB, LEAST - 1))
-    assert error.value.least_peak_bytes == LEAST == search(problem(MODEL, HARDWARE, JOB, LEAST)).plan.peak_bytes
-
-
-def test_points_rise_in_both_and_reach_both_ends():
-    front = frontier(problem(MODEL, HARDWARE, JOB, MOST))
+def test_front_rises_from_the_least_memory_and_each_point_is_fastest_under_its_peak(monkeypatch):
+    asked = []
+    monkeypatch.setattr(compare, "search", lambda problem: asked.append(problem) or search(problem))
+    front = frontier(MOST, points=6)
     peaks, rates = [r.plan.peak_bytes for r in front], [r.plan.samples_per_s for r in front]
-    assert peaks == sorted(set(peaks)) and rates == sorted(set(rates)) and len(front) > 3
-    assert peaks[0] == LEAST
-    assert rates[-1] == search(problem(MODEL, HARDWARE, JOB, MOST)).plan.samples_per_s
-
-
-def test_every_point_is_the_fastest_under_its_own_peak():
-    for point in frontier(problem(MODEL, HARDWARE, JOB, MOST), points=6):
+    assert peaks == sorted(set(peaks)) and rates == sorted(set(rates)) and 3 < len(front) <= len(asked) == 6
+    assert peaks[0] == LEAST and rates[-1] == search(MOST).plan.samples_per_s
+    for point in front:
         assert search(problem(MODEL, HARDWARE, JOB, point.plan.peak_bytes)).plan.step_s == pytest.approx(point.plan.step_s, rel=2e-7)
 
 
-def test_no_strategy_lies_above_a_front_that_was_searched_at_its_peak():
+def test_front_searched_at_the_peaks_of_strategies_is_not_below_them():
     rows = [row.result.plan for row in compare_strategies(problem(MODEL, HARDWARE, JOB, 2 * LEAST)) if row.result is not None]
-    front = frontier(problem(MODEL, HARDWARE, JOB, MOST), points=2, at=[plan.peak_bytes for plan in rows])
+    front = frontier(MOST, points=2, at=[plan.peak_bytes for plan in rows])
     assert len(rows) > 1
     for plan in rows:
         assert max(r.plan.samples_per_s for r in front if r.plan.peak_bytes <= plan.peak_bytes) >= plan.samples_per_s * (1 - 2e-7)
 
 
-def test_points_bound_the_searches(monkeypatch):
-    asked = []
-    monkeypatch.setattr("hf_osdp.planner.search.frontier.search", lambda asked_for: asked.append(asked_for) or search(asked_for))
-    frontier(problem(MODEL, HARDWARE, JOB, MOST), points=5)
-    assert len(asked) <= 5 + 1  # the one that finds the least
-
-
-def test_dominated_and_equal_results_are_left_out():
-    small, large = frontier(problem(MODEL, HARDWARE, JOB, MOST), points=2)
-    slow = search(problem(MODEL, HARDWARE, JOB, MOST, strategy="fsdp"))
+def test_not_dominated_leaves_out_worse_and_equal_results():
+    small, large = frontier(MOST, points=2)
+    slow = search(problem(MODEL, HARDWARE, JOB, 2**30, strategy="fsdp"))
     assert slow.plan.step_s > large.plan.step_s
     assert not_dominated([large, slow, small, large]) in ((small, large), (small, slow, large))
-    assert not_dominated([large, large]) == (large,)
 
 
-def test_one_point_is_no_front():
+def test_frontier_refuses_one_point_and_a_limit_that_nothing_fits():
     with pytest.raises(ValueError, match="points=1 must be at least 2"):
-        frontier(problem(MODEL, HARDWARE, JOB, MOST), points=1)
-
-
-def test_nothing_fits():
+        frontier(MOST, points=1)
     with pytest.raises(InfeasibleError):
         frontier(problem(MODEL, HARDWARE, JOB, 1000))

@@ -151,7 +151,11 @@ OTHERS = [
     (transformer(dtype=DType.BFLOAT16), PROFILE, "in bfloat16; it has times of Block at 32 tokens in float32"),
     (transformer(hidden=96), PROFILE, "its segments of that class have other parameter shapes, attention, dropout or checkpointing"),
     (with_work(1.5, "matmul_flops", "backward", "Block"), PROFILE, "no times for Block"),  # checkpointed
-    (DESCRIPTION, BLOCKS_ONLY, "no times for Root 'embedding+head' at 32 tokens in float32; it has times of Block at 32 tokens in float32."),
+    (
+        DESCRIPTION,
+        BLOCKS_ONLY,
+        "no times for Root 'embedding+head' at 32 tokens in float32; it has times of Block at 32 tokens in float32.",
+    ),
 ]
 
 

@@ -13,7 +13,8 @@ from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
-from hf_osdp.planner.search.search import compare_strategies, fastest_without_limit, least_memory, search, search_or_floor
+from hf_osdp.planner.search.compare import StrategyResult, compare_strategies
+from hf_osdp.planner.search.search import fastest_without_limit, least_memory, search, search_or_floor
 from hf_osdp.planner.search.solver import fastest
 from hf_osdp.quantities import format_bytes
 from tests.helpers.descriptions import at_random, transformer
@@ -32,109 +33,97 @@ def machine(nodes: int, devices: int, *, reserved: int = 0) -> Hardware:
 
 
 @pytest.mark.parametrize(("nodes", "devices", "there"), [(1, 1, False), (1, 4, False), (4, 1, False), (2, 4, True), (4, 2, True)])
-def test_two_stages_are_compared_where_nodes_have_several_devices(nodes, devices, there):
+def test_compare_has_two_stages_where_nodes_have_several_devices(nodes, devices, there):
     rows = compare_strategies(problem(MODEL, machine(nodes, devices), JOB, AMPLE))
     strategies = [row.strategy for row in rows]
     assert strategies == [one for one in Strategy if there or one is not Strategy.TWO_STAGE]
     hsdp = rows[strategies.index(Strategy.HSDP)]
     assert hsdp.reason == ("" if nodes * devices > 1 else "no group size between 1 and all")
     assert all(row.result is not None or row is hsdp for row in rows)
-    assert [row.result.plan.strategy for row in rows if row.result] == [row.strategy.value for row in rows if row.result]
+    assert all(row.result.plan.strategy == row.strategy.value for row in rows if row.result)
 
 
-def test_a_row_says_what_a_strategy_would_need():
+def test_compare_gives_least_memory_of_a_strategy_that_does_not_fit():
     hardware = machine(1, 4, reserved=1000)
     least = least_memory(problem(MODEL, hardware, JOB, strategy=Strategy.DDP))
-    row = next(row for row in compare_strategies(problem(MODEL, hardware, JOB, least - 1)) if row.strategy is Strategy.DDP)
-    assert (row.result, row.reason, row.least_peak_bytes) == (None, f"needs {format_bytes(least)}", least)
-    row = next(row for row in compare_strategies(problem(MODEL, hardware, JOB, least)) if row.strategy is Strategy.DDP)
-    assert (row.result.plan.peak_bytes, row.reason, row.least_peak_bytes) == (least, "", None)
-
-
-@pytest.mark.parametrize("limit", [float("nan"), float("inf"), None, "8GiB", -1, 0, True, 2**60])
-def test_problem_refuses_limit_that_is_no_number_of_bytes(limit):
-    with pytest.raises(ValueError) as caught:
-        problem(MODEL, machine(1, 4), JOB, limit)
-    assert str(caught.value) == (
-        f'memory_limit_bytes={limit!r} must be a number of bytes from 1 to 2**60; give one, for example 8 * 2**30 or parse_bytes("8GiB").'
+    below, at = ({row.strategy: row for row in compare_strategies(problem(MODEL, hardware, JOB, limit))} for limit in (least - 1, least))
+    assert below[Strategy.DDP] == StrategyResult(
+        strategy=Strategy.DDP, result=None, reason=f"needs {format_bytes(least)}", least_peak_bytes=least
     )
+    assert at[Strategy.DDP].result.plan.peak_bytes == least and not at[Strategy.DDP].reason
 
 
-def test_search_says_missing_bytes_where_limit_and_least_read_the_same():
-    least = least_memory(problem(MODEL, machine(1, 4), JOB))
-    with pytest.raises(InfeasibleError, match=rf"needs on 4 devices is {re.escape(format_bytes(least))} \(1 byte more\), at micro-batch"):
-        search(problem(MODEL, machine(1, 4), JOB, least - 1))
-    with pytest.raises(InfeasibleError, match=rf"is {re.escape(format_bytes(least))}, at micro-batch"):
-        search(problem(MODEL, machine(1, 4), JOB, least // 2))
-
-
-def test_a_comparison_is_of_the_model_as_osdp_has_it_split():
+def test_compare_takes_the_split_model_for_osdp_alone():
     other = transformer(layers=1)
     rows = compare_strategies(problem(MODEL, machine(1, 4), JOB, AMPLE), split=other)
     units = {row.strategy: len(row.result.plan.units) for row in rows if row.result}
     assert units.pop(Strategy.OSDP) == len(other.units) and set(units.values()) == {len(MODEL.units)}
 
 
-def test_a_batch_that_cannot_be_cut_is_no_strategy_s_fault():
+def test_compare_raises_where_the_batch_does_not_divide():
     with pytest.raises(ValueError, match="does not divide"):
         compare_strategies(problem(MODEL, machine(1, 4), TrainingJob(global_batch_size=6), AMPLE))
 
 
-def test_bounds_are_met_where_memory_is_ample():
-    for hardware in (machine(1, 4), machine(2, 2)):
-        assert fastest_without_limit(problem(MODEL, hardware, JOB)) == pytest.approx(
-            search(problem(MODEL, hardware, JOB, AMPLE)).time.step_s, rel=2e-7
-        )
-        ddp = search(problem(MODEL, hardware, JOB, AMPLE, strategy="ddp")).time.step_s
-        assert fastest_without_limit(problem(MODEL, hardware, JOB, strategy="ddp")) == pytest.approx(ddp, rel=2e-7)
+@pytest.mark.parametrize("limit", [float("nan"), float("inf"), None, "8GiB", -1, 0, True, 2**60])
+def test_problem_refuses_limit_that_is_no_number_of_bytes(limit):
+    with pytest.raises(ValueError, match=re.escape(f"memory_limit_bytes={limit!r} must be a number of bytes from 1 to 2**60; give one")):
+        problem(MODEL, machine(1, 4), JOB, limit)
+
+
+@pytest.mark.parametrize(("devices", "words"), [(1, "on 1 device is"), (2, "on 2 devices is")])
+def test_infeasible_error_names_devices_batch_and_the_two_largest_parts(devices, words):
+    hardware = machine(1, devices, reserved=2**30)
+    with pytest.raises(InfeasibleError) as caught:
+        search(problem(MODEL, hardware, JOB, 2**20))
+    text = str(caught.value)
+    assert text.startswith("No plan fits 1.0 MiB per device: the least that osdp needs") and words in text
+    assert "at micro-batch size 1 in " in text and re.search(r"\(reserved by the device 1\.0 GiB, [^,]+\)\.", text)
+
+
+def test_infeasible_error_gives_missing_bytes_where_limit_and_least_read_the_same():
+    least = least_memory(problem(MODEL, machine(1, 4), JOB))
+    for limit, more in ((least - 1, r" \(1 byte more\)"), (least // 2, "")):
+        with pytest.raises(InfeasibleError, match=rf"is {re.escape(format_bytes(least))}{more}, at micro-batch"):
+            search(problem(MODEL, machine(1, 4), JOB, limit))
+
+
+@pytest.mark.parametrize("strategy", ["osdp", "ddp"])
+@pytest.mark.parametrize("world", [(1, 4), (2, 2)])
+def test_fastest_without_limit_is_met_where_memory_is_ample(world, strategy):
+    asked = problem(MODEL, machine(*world), JOB, AMPLE, strategy=strategy)
+    assert fastest_without_limit(asked) == pytest.approx(search(asked).time.step_s, rel=2e-7)
 
 
 @pytest.mark.parametrize("reserved", [0, 12345])
-def test_where_nothing_fits_there_is_a_floor_instead_of_an_error(reserved):
+def test_search_or_floor_gives_a_bound_where_nothing_fits(reserved):
     hardware = machine(1, 4, reserved=reserved)
     least = least_memory(problem(MODEL, hardware, JOB))
     floor = search_or_floor(problem(MODEL, hardware, JOB, least - 1))
     assert least_memory(problem(MODEL, machine(1, 4), JOB)) == least - reserved
     assert isinstance(floor, int) and reserved < floor <= least
     assert floor - reserved == search_or_floor(problem(MODEL, machine(1, 4), JOB, 1))
-    assert search_or_floor(problem(MODEL, hardware, JOB, least)).plan == search(problem(MODEL, hardware, JOB, least)).plan
+    assert search_or_floor(problem(MODEL, hardware, JOB, least)) == search(problem(MODEL, hardware, JOB, least))
 
 
-@pytest.mark.parametrize(("devices", "words"), [(1, "on 1 device is"), (2, "on 2 devices is")])
-def test_the_error_says_how_many_devices_which_batch_and_what_fills_it(devices, words):
-    hardware = machine(1, devices, reserved=2**30)
-    with pytest.raises(InfeasibleError) as caught:
-        search(problem(MODEL, hardware, JOB, 2**20, strategy="osdp"))
-    assert words in str(caught.value) and "at micro-batch size 1 in " in str(caught.value)
-    assert re.search(r"\(reserved by the device 1\.0 GiB, [^,]+\)\.", str(caught.value)), "the two largest parts, the largest first"
-    assert str(caught.value).startswith("No plan fits 1.0 MiB per device: the least that osdp needs")
-
-
-def test_a_plan_says_what_it_was_made_for():
+def test_plan_states_what_it_was_made_for():
     hardware = machine(2, 2, reserved=77)
     found = search(problem(MODEL, hardware, JOB, 2**33))
     plan = found.plan
     assert (plan.memory_limit_bytes, plan.hardware, plan.devices_per_node, plan.strategy) == (2**33, hardware.summary, 2, "osdp")
-    assert plan.peak_bytes == found.memory.peak_bytes + 77 and plan.step_s == found.time.step_s and plan.proven_optimal
+    assert plan.peak_bytes == found.peak_bytes == found.memory.peak_bytes + 77
+    assert plan.step_s == found.time.step_s and plan.proven_optimal
 
 
-def test_the_limit_counts_what_the_device_reserves():
-    bare, reserving = machine(1, 4), machine(1, 4, reserved=10**6)
-    least = least_memory(problem(MODEL, bare, JOB))
-    assert search(problem(MODEL, reserving, JOB, least + 10**6)).plan.units == search(problem(MODEL, bare, JOB, least)).plan.units
-
-
-def test_a_unit_that_is_freed_runs_once():
+def test_search_refuses_a_freed_unit_that_runs_twice():
     model = at_random(1, kinds=1, blocks=2)
     block = next(s for s in model.segments if model.units[s.unit].fqn == "b0")
-    for run in (search, search_or_floor):
+    for run in (search, search_or_floor, least_memory):
         with pytest.raises(OSDPError, match="Unit 'b0' runs more than once a forward pass"):
             run(problem(replace(model, segments=(*model.segments, block)), machine(1, 2), JOB))
-    with pytest.raises(OSDPError, match="runs more than once"):
-        least_memory(problem(replace(model, segments=(*model.segments, block)), machine(1, 2), JOB))
 
 
-def test_a_host_with_room_to_spare_is_no_reason_to_refuse():
+def test_search_moves_states_to_a_host_with_room():
     hardware = replace(machine(1, 4), host=preset("v100-16", devices_per_node=4).host)
     least = least_memory(problem(MODEL, hardware, JOB))
     assert 0 < least < least_memory(problem(MODEL, machine(1, 4), JOB))
@@ -142,7 +131,7 @@ def test_a_host_with_room_to_spare_is_no_reason_to_refuse():
 
 
 @pytest.mark.parametrize("seed", [14, 50, 289])
-def test_the_least_is_that_of_the_best_batch_not_of_the_lowest_floor(seed):
+def test_least_memory_is_that_of_the_best_batch_not_of_the_lowest_floor(seed):
     """Instances whose batch with the lowest floor is not the one that needs least; of the last one the second is no better either."""
     model, hardware, job, _ = instance(seed)
     of_batch = [
@@ -152,7 +141,7 @@ def test_the_least_is_that_of_the_best_batch_not_of_the_lowest_floor(seed):
 
 
 @pytest.mark.parametrize("seed", [211, 241])
-def test_the_least_is_that_of_a_plan_which_fits_the_host(seed):
+def test_least_memory_is_that_of_a_plan_which_fits_the_host(seed):
     """Instances whose most frugal choices take more of the host's memory than there is."""
     model, hardware, job, _ = instance(seed)
     least = least_memory(problem(model, hardware, job))
@@ -162,7 +151,7 @@ def test_the_least_is_that_of_a_plan_which_fits_the_host(seed):
 
 
 @pytest.mark.parametrize("proven", [(True, False), (False, True), (True, True)])
-def test_a_plan_is_proven_where_every_solution_was(proven, monkeypatch):
+def test_plan_is_proven_where_every_solution_was(proven, monkeypatch):
     hardware, job = machine(1, 4), TrainingJob(global_batch_size=64)
     least, ample = least_memory(problem(MODEL, hardware, job)), search(problem(MODEL, hardware, job, AMPLE)).plan.peak_bytes
     given = iter(proven)

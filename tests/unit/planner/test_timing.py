@@ -91,7 +91,9 @@ def launching(operators: float, unit_s: float) -> tuple[ModelDescription, Hardwa
         return replace(phase, operators=Affine(constant=operators))
 
     plain = transformer()
-    segments = (s.each(lambda costs: replace(costs, forward=issued(costs.forward), backward=issued(costs.backward))) for s in plain.segments)
+    segments = (
+        s.each(lambda costs: replace(costs, forward=issued(costs.forward), backward=issued(costs.backward))) for s in plain.segments
+    )
     return replace(plain, segments=tuple(segments)), hardware(operator_s=1e-3, unit_s=unit_s)
 
 

@@ -1,4 +1,4 @@
-"""An explanation agrees with the planner's own functions."""
+"""An explanation agrees with the planner's own functions; its tables fit 100 columns whole."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ from dataclasses import asdict, replace
 import pytest
 
 from hf_osdp.planner.cost.evaluate import estimate_plan
+from hf_osdp.planner.cost.memory import MemoryBreakdown
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.search.search import least_memory, search
-from hf_osdp.report.explain import Binds, explain, stream_times
+from hf_osdp.quantities import format_bytes, format_seconds
+from hf_osdp.report.content import explanation_content
+from hf_osdp.report.explain import Binding, Binds, Explanation, explain, stream_times
+from hf_osdp.report.explain_tables import binding_text, explanation_tables, peak_table, reason_table, stream_table
 from hf_osdp.report.plan_file import PlanInputs
+from hf_osdp.report.run_tables import simulation_table
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem
+from tests.unit.report.test_tables import assert_whole, rendered
 
 MODEL = transformer(layers=12, hidden=256)
 HARDWARE = bare_preset("titan-rtx", nodes=2, devices_per_node=4)
 JOB = TrainingJob(global_batch_size=64)
 LIMIT = int(1.3 * least_memory(problem(MODEL, HARDWARE, JOB)))
+<<<<<<< HEAD
 MIXED = search(problem(MODEL, HARDWARE, JOB, LIMIT)).plan
 
 
@@ -30,10 +37,20 @@ def with_row(plan: Plan, units, choice) -> Plan:
 
 def explained(plan: Plan, hardware=HARDWARE, job=JOB):
     return explain(plan, PlanInputs(description=MODEL, job=job, hardware=hardware))
+=======
+>>>>>>> house
 
 
 def best(hardware=HARDWARE, job=JOB, limit=2**40) -> Plan:
     return search(problem(MODEL, hardware, job, limit)).plan
+
+
+def explained(plan: Plan, hardware=HARDWARE, job=JOB) -> Explanation:
+    return explain(plan, PlanInputs(description=MODEL, job=job, hardware=hardware))
+
+
+MIXED = best(limit=LIMIT)
+EXPLANATION = explained(MIXED)
 
 
 @pytest.mark.parametrize("hardware", [HARDWARE, bare_preset("cpu", nodes=2, devices_per_node=4)], ids=["overlapping", "blocking"])
@@ -41,7 +58,7 @@ def best(hardware=HARDWARE, job=JOB, limit=2**40) -> Plan:
 @pytest.mark.parametrize("every", [True, False])
 def test_stream_times_add_up_to_the_step(hardware, times, every):
     job = replace(JOB, micro_batch_size=2, reduce_every_micro_step=every)
-    plan = search(problem(MODEL, hardware, job, int(times * least_memory(problem(MODEL, hardware, job))))).plan
+    plan = best(hardware, job, int(times * least_memory(problem(MODEL, hardware, job))))
     time = estimate_plan(plan, MODEL, job, hardware).time
     streams = {stream.name: stream for stream in stream_times(plan, MODEL, job, hardware)}
     collectives = [streams.pop(name) for name in ("all-gather", "reduce-scatter", "all-reduce")]
@@ -53,32 +70,36 @@ def test_stream_times_add_up_to_the_step(hardware, times, every):
     assert all(0 <= s.exposed_s <= s.total_s * (1 + 1e-9) for s in collectives)
 
 
-def test_reasons_cost_what_the_changed_plan_costs():
-    before = estimate_plan(MIXED, MODEL, JOB, HARDWARE).time.step_s
-    reasons = explained(MIXED).reasons
-    seen = [(r.row.units, other) for r in reasons for other in (r.quicker, r.next_fitting) if other is not None]
-    assert len(seen) > 3
-    for units, other in seen:
-        after = estimate_plan(with_row(MIXED, units, other.choice), MODEL, JOB, HARDWARE)
-        assert other.added_s == pytest.approx(after.time.step_s - before, abs=1e-12)
-        assert other.peak_bytes == after.memory.peak_bytes
-        assert other.over_bytes == after.memory.peak_bytes - LIMIT
-
-
-def test_reasons_cover_the_plan_and_quicker_layouts_do_not_fit():
-    reasons = explained(MIXED).reasons
-    assert sorted(i for r in reasons for i in r.row.units) == list(range(len(MODEL.units)))
-    assert any(r.quicker for r in reasons)
-    for reason in reasons:
+@pytest.mark.parametrize(("reserved", "margin"), [(0, 0.0), (2**20, 0.0), (0, 0.25)])
+def test_reasons_cost_what_the_changed_plan_costs(reserved, margin):
+    hardware = replace(HARDWARE, device=replace(HARDWARE.device, reserved_bytes=reserved)).with_margin(margin)
+    limit = hardware.limit_for(LIMIT + reserved)
+    plan = best(hardware, limit=limit)
+    explanation = explained(plan, hardware)
+    room, before = hardware.room_bytes(limit), explanation.estimate.time.step_s
+    assert explanation.estimate.memory.peak_bytes + explanation.outside_bytes == plan.peak_bytes
+    assert explanation.margin_bytes == limit - room
+    assert sorted(i for r in explanation.reasons for i in r.row.units) == list(range(len(MODEL.units)))
+    assert any(r.quicker for r in explanation.reasons) and any(r.next_fitting for r in explanation.reasons)
+    for reason in explanation.reasons:
+        for other in filter(None, (reason.quicker, reason.next_fitting)):
+            chosen = (UnitDecision.of(u.fqn, other.choice) if i in reason.row.units else u for i, u in enumerate(plan.units))
+            after = estimate_plan(replace(plan, units=tuple(chosen)), MODEL, JOB, hardware)
+            assert other.added_s == pytest.approx(after.time.step_s - before, abs=1e-12)
+            assert other.peak_bytes == after.memory.peak_bytes + reserved == other.over_bytes + room
         if reason.quicker:
-            assert reason.quicker.added_s < 0 < reason.quicker.over_bytes
-            assert 0 < reason.quicker.single_over_bytes <= reason.quicker.over_bytes
+            assert reason.quicker.added_s < 0 < reason.quicker.single_over_bytes <= reason.quicker.over_bytes
         if reason.next_fitting:
             assert reason.next_fitting.added_s >= 0 >= reason.next_fitting.over_bytes
 
 
+def test_reasons_are_none_on_one_device():
+    alone, job = bare_preset("titan-rtx"), TrainingJob(global_batch_size=4)
+    assert not any(r.quicker or r.next_fitting for r in explained(best(alone, job, 2**32), alone, job).reasons)
+
+
 def test_binding_is_memory_where_no_limit_is_faster():
-    binding, free = explained(MIXED).binding, best(limit=2**50)
+    binding, free = EXPLANATION.binding, best(limit=2**50)
     assert binding.kind is Binds.MEMORY
     assert binding.gain == pytest.approx(free.samples_per_s / MIXED.samples_per_s)
     assert binding.peak_bytes == free.peak_bytes > LIMIT
@@ -97,42 +118,59 @@ def test_binding_is_a_fixed_micro_batch_that_is_too_small():
     assert (binding.kind, binding.batch_size) == (Binds.MICRO_BATCH, best().micro_batch_size)
 
 
-def test_nothing_binds_one_device_whose_batch_is_all_compute():
+def test_binding_is_nothing_on_one_device_whose_batch_is_all_compute():
     alone, job = bare_preset("h100"), TrainingJob(global_batch_size=2**14)
     assert explained(best(alone, job, 2**50), alone, job).binding.kind is Binds.NOTHING
+
+
+@pytest.mark.parametrize("kind", Binds)
+def test_binding_text_is_a_sentence(kind):
+    text = binding_text(Binding(kind=kind, gain=1.5, peak_bytes=2**33, batch_size=128), MIXED)
+    assert text.startswith("What binds: ") and text.endswith(".")
+    assert ("1.50x" in text) == (kind is not Binds.NOTHING)
 
 
 def test_explain_without_hardware_gives_bytes_alone():
     explanation = explained(MIXED, hardware=None)
     assert explanation.estimate.memory == estimate_plan(MIXED, MODEL, JOB).memory
     assert explanation.streams == () and explanation.reasons == () and explanation.binding is None
+    assert len(explanation_tables(explanation)) == 3
 
 
-def test_explain_counts_what_the_device_reserves_once():
-    reserved = 2**20
-    hardware = replace(HARDWARE, device=replace(HARDWARE.device, reserved_bytes=reserved))
-    plan = best(hardware, limit=LIMIT)
-    explanation = explained(plan, hardware)
-    assert explanation.estimate.memory.peak_bytes + explanation.outside_bytes == plan.peak_bytes
-    for reason in explanation.reasons:
-        for other in filter(None, (reason.quicker, reason.next_fitting)):
-            changed = estimate_plan(with_row(plan, reason.row.units, other.choice), MODEL, JOB, hardware)
-            assert other.over_bytes == changed.memory.peak_bytes + reserved - LIMIT
+@pytest.mark.parametrize("table", explanation_tables(EXPLANATION)[:-1], ids=lambda table: table.title)
+def test_explanation_tables_fit_100_columns(table):
+    assert_whole(rendered(table))
 
 
-def test_explain_keeps_the_margin_free():
-    hardware = HARDWARE.with_margin(0.25)
-    limit = hardware.limit_for(LIMIT)
-    explanation = explained(best(hardware, limit=limit), hardware)
-    assert explanation.margin_bytes == limit - hardware.room_bytes(limit) > 0
-    for reason in explanation.reasons:
-        if reason.next_fitting:
-            assert reason.next_fitting.peak_bytes <= hardware.room_bytes(limit)
-        if reason.quicker:
-            assert reason.quicker.over_bytes == reason.quicker.peak_bytes - hardware.room_bytes(limit)
+def test_explanation_tables_have_kinds_streams_and_alternatives():
+    text, peak = "\n".join(rendered(peak_table(EXPLANATION))), EXPLANATION.estimate.memory.peak
+    for name in peak.breakdown.__slots__:
+        assert (name.replace("_", " ") in text) == (getattr(peak.breakdown, name) > 0)
+    assert format_bytes(peak.total_bytes) in text and format_bytes(LIMIT - peak.total_bytes) in text
+    lines = rendered(stream_table(EXPLANATION))
+    for stream in EXPLANATION.streams:
+        assert any(line.startswith(stream.name) and format_seconds(stream.exposed_s) in line for line in lines)
+    flat = " ".join(" ".join(rendered(reason_table(EXPLANATION), width=400)).split())
+    for reason in EXPLANATION.reasons:
+        if other := reason.quicker:
+            assert f"{format_seconds(other.added_s)}, {format_bytes(other.over_bytes)} over the limit" in flat
+        if other := reason.next_fitting:
+            assert f"{format_seconds(other.added_s)}, peak {format_bytes(other.peak_bytes)}" in flat
 
 
-def test_reasons_are_none_on_one_device():
-    alone, job = bare_preset("titan-rtx"), TrainingJob(global_batch_size=4)
-    reasons = explained(best(alone, job, 2**32), alone, job).reasons
-    assert all(reason.quicker is None and reason.next_fitting is None for reason in reasons)
+def test_simulation_table_gives_the_error_of_each_kind():
+    estimated = EXPLANATION.estimate.memory.peak
+    simulated = MemoryBreakdown(parameters=estimated.breakdown.parameters, activations=2 * estimated.breakdown.activations)
+    lines = rendered(simulation_table(estimated, 2 * estimated.total_bytes, simulated))
+    assert_whole(lines)
+    ends = {line.split()[0]: line.split()[-2:] for line in lines if "%" in line}
+    assert ends == {"parameters": ["+0.0", "%"], "activations": ["-50.0", "%"], "peak": ["-50.0", "%"]}
+
+
+def test_explanation_content_holds_the_explanation_in_full():
+    content = explanation_content(EXPLANATION)
+    assert content["peak"]["total_bytes"] == MIXED.peak_bytes and content["step_s"] == MIXED.step_s
+    assert [fqn for row in content["rows"] for fqn in row["units"]] == [unit.fqn for unit in MODEL.units]
+    assert sum(row["bytes"]["parameters"] for row in content["rows"]) == content["peak"]["breakdown"]["parameters"]
+    assert content["binds"]["kind"] == EXPLANATION.binding.kind.value
+    assert sum(stream["exposed_s"] for stream in content["streams"]) == pytest.approx(MIXED.step_s)

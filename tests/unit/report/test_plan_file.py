@@ -1,4 +1,4 @@
-"""A plan file runs and is explained from itself alone."""
+"""A plan file and a run's report are plain JSON, whole on disk; each runs and is explained from itself alone."""
 
 from __future__ import annotations
 
@@ -10,78 +10,107 @@ import pytest
 from hf_osdp.errors import PlanError
 from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.evaluate import estimate_plan
-from hf_osdp.planner.description import DType, PhaseCost
-from hf_osdp.planner.files import plain
 from hf_osdp.planner.hardware import Collective, CollectiveTiming
-from hf_osdp.planner.job import Precision, TrainingJob
+from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.presets import preset
+from hf_osdp.planner.search.compare import compare_strategies
 from hf_osdp.planner.search.search import search
-from hf_osdp.report.content import report_content, write_report
+from hf_osdp.report.content import REPORT_FILE, report_content, write_report
 from hf_osdp.report.plan_file import PlanInputs, plan_file_content, read_plan_file, write_json
 from tests.helpers.descriptions import transformer
-from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem
 
-MEASURED = PhaseCost(seconds=Affine(constant=1e-3, per_sample=2e-3))
 MODEL = transformer()
-TIMED = replace(MODEL, segments=tuple(replace(s, forward=replace(s.forward, seconds=MEASURED.seconds)) for s in MODEL.segments))
-TIMING = CollectiveTiming(collective=Collective.ALL_GATHER, group_size=4, latency_s=1e-5, seconds_per_byte=1e-10)
-HARDWARE = replace(bare_preset("titan-rtx", devices_per_node=4), timings=(TIMING,))
-JOB = TrainingJob(global_batch_size=32, precision=Precision(compute=DType.FLOAT32))
-PLAN = search(problem(TIMED, HARDWARE, JOB, 2**30)).plan
-INPUTS = PlanInputs(description=TIMED, job=JOB, hardware=HARDWARE)
+TIMES = Affine(constant=1e-3, per_sample=2e-3)
+MODEL = replace(MODEL, segments=tuple(replace(s, forward=replace(s.forward, seconds=TIMES)) for s in MODEL.segments))
+MEASURED = CollectiveTiming(collective=Collective.ALL_REDUCE, group_size=4, latency_s=1e-3, seconds_per_byte=1e-9)
+HARDWARE = replace(preset("cpu", devices_per_node=4), timings=(MEASURED,))
+JOB, LIMIT = TrainingJob(global_batch_size=8), 4 * 2**20
+PLAN = search(problem(MODEL, HARDWARE, JOB, LIMIT)).plan
+INPUTS = PlanInputs(description=MODEL, job=JOB, hardware=HARDWARE)
 
 
-def written(tmp_path, content):
-    write_json(content, tmp_path / "plan.json")
-    return tmp_path / "plan.json"
+def report(*, hardware=HARDWARE, compared: bool = False) -> dict:
+    return report_content(
+        PLAN,
+        replace(INPUTS, hardware=hardware),
+        estimate_plan(PLAN, MODEL, JOB, hardware),
+        planning_s=0.125,
+        comparison=compare_strategies(problem(MODEL, HARDWARE, JOB, LIMIT)) if compared else None,
+    )
 
 
-@pytest.mark.parametrize("inputs", [INPUTS, replace(INPUTS, hardware=None)], ids=["hardware", "none"])
-def test_plan_and_inputs_come_back_equal(tmp_path, inputs):
-    assert read_plan_file(written(tmp_path, plan_file_content(PLAN, inputs))) == (PLAN, inputs)
-
-
-def test_plan_load_takes_the_plan_from_it(tmp_path):
-    path = written(tmp_path, plan_file_content(PLAN, INPUTS))
-    assert Plan.load(path) == PLAN
-
-
-def test_a_saved_plan_has_no_inputs(tmp_path):
-    PLAN.save(tmp_path / "plan.json")
-    assert read_plan_file(tmp_path / "plan.json") == (PLAN, None)
-
-
-def test_a_run_s_report_can_be_read(tmp_path):
-    content = report_content(PLAN, INPUTS, estimate_plan(PLAN, TIMED, JOB, HARDWARE), planning_s=1.0)
-    assert read_plan_file(write_report(content, tmp_path)) == (PLAN, INPUTS)
-
-
-def test_plain_values_are_what_json_has():
-    content = plain(INPUTS)
-    assert json.loads(json.dumps(content)) == content
-    assert content["hardware"]["device"]["flops_per_s"]["float32"] == HARDWARE.device.rate(DType.FLOAT32)
+@pytest.mark.parametrize("hardware", [HARDWARE, None], ids=["hardware", "none"])
+def test_plan_and_inputs_are_read_back_equal(tmp_path, hardware):
+    inputs = replace(INPUTS, hardware=hardware)
+    write_json(plan_file_content(PLAN, inputs), tmp_path / "plan.json")
+    assert read_plan_file(tmp_path / "plan.json") == (PLAN, inputs)
+    assert Plan.load(tmp_path / "plan.json") == PLAN
+    content = report(hardware=hardware)
+    assert read_plan_file(write_report(content, tmp_path)) == (PLAN, inputs)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [REPORT_FILE, "plan.json"]
+    assert json.loads((tmp_path / REPORT_FILE).read_text()) == content
+    PLAN.save(tmp_path / "bare.json")
+    assert read_plan_file(tmp_path / "bare.json") == (PLAN, None)
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda c: c["inputs"]["job"].pop("precision") and c["inputs"].pop("job"), "inputs in .* cannot be read: job"),
+        (lambda c: c["inputs"].pop("job"), "inputs in .* cannot be read: job"),
         (lambda c: c["inputs"]["job"].update(surprise=1), "job.surprise"),
-        (lambda c: c["inputs"]["description"].update(sequence_length="12"), "description.sequence_length"),
         (lambda c: c["plan"].update(micro_batch_size=3), "changed or damaged"),
         (lambda c: c["inputs"]["description"]["units"].pop(), "does not have|names unit|fingerprint"),
-        (lambda c: c.update(plan=[]), "not a valid plan"),
+        (lambda c: c["inputs"]["hardware"].update(devices_per_node=2, timings=[]), "is of 2 devices, but its plan of 4"),
     ],
 )
-def test_damage_is_one_line(tmp_path, damage, message):
+def test_read_plan_file_refuses_damage_in_one_line(tmp_path, damage, message):
     content = plan_file_content(PLAN, INPUTS)
     damage(content)
+    write_json(content, tmp_path / "plan.json")
     with pytest.raises(PlanError, match=message) as error:
-        read_plan_file(written(tmp_path, content))
+        read_plan_file(tmp_path / "plan.json")
     assert "\n" not in str(error.value)
 
 
-def test_a_missing_file_is_a_plan_error(tmp_path):
-    with pytest.raises(PlanError, match="Cannot read the plan"):
-        read_plan_file(tmp_path / "none.json")
+def test_report_gives_the_estimate_in_parts():
+    content = report()
+    estimated, terms = content["estimated"], content["estimated"]["step_breakdown"]
+    assert content["plan"]["peak_bytes"] == estimated["peak_bytes"] == sum(estimated["peak_breakdown"].values()) <= LIMIT
+    assert terms["compute_s"] + terms["exposed_s"] + terms["copy_s"] + terms["optimizer_s"] == pytest.approx(estimated["step_s"])
+    assert content["hardware"]["source"] == HARDWARE.device.source
+    assert content["hardware"]["collectives"] == [
+        {"collective": "all_reduce", "group_size": 4, "latency_s": 1e-3, "seconds_per_byte": 1e-9}
+    ]
+    assert content["hardware"]["flops_per_s"]["float32"] == HARDWARE.device.flops_per_s["float32"]
+    assert set(content["versions"]) == {"python", "system", "hf_osdp", "torch", "accelerate", "transformers"}
+    assert content["versions"]["torch"][0].isdigit() and content["date"].endswith("+00:00")
+
+
+def test_report_has_reserved_memory_of_cuda_devices_alone():
+    assert report()["estimated"]["reserved"] is None
+    reserved = report(hardware=preset("a100-40", devices_per_node=4))["estimated"]["reserved"]
+    assert reserved["peak_reserved_bytes"] >= reserved["peak_allocated_bytes"] > 0
+
+
+def test_report_has_figures_or_a_reason_for_every_strategy():
+    rows = report(compared=True)["strategies"]
+    assert [row["strategy"] for row in rows] == ["osdp", "fsdp", "ddp", "zero2", "hsdp"]
+    without = [row for row in rows if "reason" in row]
+    assert 0 < len(without) < 5
+    assert all(row["least_peak_bytes"] > LIMIT for row in without)
+    assert all(row["peak_bytes"] <= LIMIT and row["samples_per_s"] > 0 for row in rows if "reason" not in row)
+
+
+def test_report_has_null_for_what_is_not_known():
+    content = report(hardware=None)
+    assert (content["hardware"], content["strategies"], content["measured"]) == (None, None, None)
+    assert (content["estimated"]["step_s"], content["estimated"]["step_breakdown"]) == (None, None)
+
+
+def test_write_report_that_fails_leaves_the_report_that_was_there(tmp_path):
+    write_report({"kept": True}, tmp_path)
+    with pytest.raises(TypeError):
+        write_report({"broken": object()}, tmp_path)
+    assert json.loads((tmp_path / REPORT_FILE).read_text()) == {"kept": True}

@@ -1,16 +1,39 @@
-"""Where one process's plan is laid out; torch.cuda and the group's backend are played."""
+"""What training changes in a model before it is described, and where one process's plan is laid out; torch.cuda is played."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_osdp.distributed import mesh
 from hf_osdp.modeling.units import find_units
+from hf_osdp.planner.description import DType
+from hf_osdp.planner.job import Precision
 from hf_osdp.sharding import apply, environment
+from hf_osdp.sharding.environment import hold_master_weights, prepare_model
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_model
+
+
+def test_hold_master_weights_makes_trainable_parameters_float32():
+    layer = nn.Linear(2, 2, dtype=torch.bfloat16)
+    layer.bias.requires_grad_(False)
+    hold_master_weights(layer, Precision())
+    assert layer.weight.dtype is torch.bfloat16
+    hold_master_weights(layer, Precision(compute=DType.BFLOAT16))
+    assert (layer.weight.dtype, layer.bias.dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_prepare_model_switches_cache_off_where_there_is_one():
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16))
+    assert model.config.use_cache
+    prepare_model(model, Precision())
+    assert not model.config.use_cache
+    assert model(input_ids=torch.zeros(1, 2, dtype=torch.long)).past_key_values is None
+    prepare_model(nn.Linear(2, 2), Precision())  # has no configuration
 
 
 class Asked(Exception):

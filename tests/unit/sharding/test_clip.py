@@ -9,10 +9,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hf_osdp.sharding import clip
-from hf_osdp.sharding.clip import clip_grad_norm_, total_norm
+from hf_osdp.sharding import gradients as clip
+from hf_osdp.sharding.gradients import clip_grad_norm_, total_norm
 
-WORLDS = [2, 4]
 NORM_TYPES = [1.0, 2.0, 3.0, math.inf]
 
 
@@ -34,7 +33,7 @@ def of_rank(rank: int, size: int, whole: dict[str, torch.Tensor]) -> list[torch.
     return held
 
 
-@pytest.fixture(params=WORLDS, ids="{} ranks".format)
+@pytest.fixture(params=[2, 4], ids="{} ranks".format)
 def size(request) -> int:
     return request.param
 
@@ -72,12 +71,12 @@ def world(monkeypatch, size):
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_each_element_counts_once(world, size, norm_type):
+def test_total_norm_counts_each_element_once(world, size, norm_type):
     whole = whole_gradients()
-    wanted = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in whole.values()]), norm_type)
+    expected = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in whole.values()]), norm_type)
     for norm in world(lambda rank: total_norm(of_rank(rank, size, whole), norm_type)):
         assert norm.shape == () and norm.dtype == torch.float64
-        assert norm.item() == pytest.approx(wanted.item(), rel=1e-14)
+        assert norm.item() == pytest.approx(expected.item(), rel=1e-14)
 
 
 def clipped(held: list[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> tuple[float, list[torch.Tensor]]:
@@ -90,48 +89,41 @@ def clipped(held: list[torch.Tensor], max_norm: float, norm_type: float = 2.0) -
 
 @pytest.mark.parametrize("max_norm", [0.1, 5.0, 100.0])
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_gradients_are_scaled_as_torch_scales_whole_ones(world, size, max_norm, norm_type):
+def test_clip_grad_norm_scales_shards_as_torch_scales_whole_gradients(world, size, max_norm, norm_type):
     whole = whole_gradients()
     alone = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in whole.values()]
     for parameter, grad in zip(alone, whole.values(), strict=True):
         parameter.grad = grad.clone()
-    wanted = torch.nn.utils.clip_grad_norm_(alone, max_norm, norm_type).item()
+    expected = torch.nn.utils.clip_grad_norm_(alone, max_norm, norm_type).item()
     after = {name: parameter.grad for name, parameter in zip(whole, alone, strict=True)}
     for rank, (norm, locals_) in enumerate(world(lambda rank: clipped(of_rank(rank, size, whole), max_norm, norm_type))):
-        assert norm == pytest.approx(wanted, rel=1e-14)
+        assert norm == pytest.approx(expected, rel=1e-14)
         for mine, theirs in zip(locals_, map(clip.local, of_rank(rank, size, after)), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-14, atol=0)
 
 
-def test_the_norm_by_default_is_the_second():
-    grads = [torch.tensor([3.0, 4.0], dtype=torch.float64)]
-    assert total_norm(grads).item() == 5.0
-    assert clipped(grads, 1.0)[0] == 5.0 and grads[0].norm().item() == pytest.approx(1.0, abs=1e-6)
-
-
-def test_a_single_parameter_is_taken_as_it_is():
+def test_clip_grad_norm_takes_single_parameter_and_second_norm():
     parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
     parameter.grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
     assert clip_grad_norm_(parameter, 10.0).item() == 5.0 and parameter.grad.tolist() == [3.0, 4.0]
+    assert clip_grad_norm_(parameter, 1.0).item() == 5.0 and parameter.grad.norm().item() == pytest.approx(1.0, abs=1e-6)
 
 
-def test_what_is_sent_lies_where_collectives_run(monkeypatch):
-    """Gradients may be on the host, where NCCL cannot reach."""
+def test_total_norm_is_sent_where_collectives_run(monkeypatch):
+    """Gradients may be on the host, where NCCL cannot reach. One process sends nothing."""
     sent = []
+    with monkeypatch.context() as alone:
+        alone.setattr(clip.dist, "all_reduce", None)
+        alone.setattr(clip, "collective_device", None)
+        assert total_norm([torch.tensor([3.0]), torch.tensor([[-4.0]])]).item() == 5.0
     monkeypatch.setattr(clip, "world_size", lambda: 2)
     monkeypatch.setattr(clip, "collective_device", lambda: torch.device("meta"))
     monkeypatch.setattr(clip.dist, "all_reduce", lambda value, op: sent.append(value.device.type))
     assert total_norm([torch.ones(3)]).device.type == "meta" and sent == ["meta"]
 
 
-def test_alone_nothing_is_sent(monkeypatch):
-    monkeypatch.setattr(clip.dist, "all_reduce", None)
-    monkeypatch.setattr(clip, "collective_device", None)
-    assert total_norm([torch.tensor([3.0]), torch.tensor([[-4.0]])]).item() == 5.0
-
-
 @pytest.mark.parametrize(
-    ("dtypes", "wanted"),
+    ("dtypes", "expected"),
     [
         ([], torch.float32),
         ([torch.bfloat16], torch.float32),
@@ -139,30 +131,23 @@ def test_alone_nothing_is_sent(monkeypatch):
         ([torch.bfloat16, torch.float64], torch.float64),
     ],
 )
-def test_the_norm_has_the_widest_dtype_of_at_least_float32(dtypes, wanted):
-    norm = total_norm([torch.full((4096,), 1.0, dtype=dtype) for dtype in dtypes])
-    assert norm.dtype == wanted
-    assert norm.item() == pytest.approx(math.sqrt(4096 * len(dtypes)), rel=1e-6)
-
-
-def test_small_numbers_do_not_vanish_in_half_precision():
-    """1e-4 squared is 0 in float16."""
-    assert total_norm([torch.full((100,), 1e-4, dtype=torch.float16)]).item() == pytest.approx(1e-3, rel=1e-3)
+@pytest.mark.parametrize("value", [1.0, 2.0**-14])  # the second's square is 0 in float16
+def test_total_norm_has_widest_dtype_of_at_least_float32(dtypes, expected, value):
+    norm = total_norm([torch.full((4096,), value, dtype=dtype) for dtype in dtypes])
+    assert norm.dtype == expected
+    assert norm.item() == pytest.approx(value * math.sqrt(4096 * len(dtypes)), rel=1e-6)
 
 
 @pytest.mark.parametrize("norm_type", [0.0, -1.0, -math.inf, math.nan])
-def test_a_norm_that_is_none_is_refused(norm_type):
+def test_total_norm_refuses_what_is_no_norm(norm_type):
     with pytest.raises(ValueError, match=r"norm_type=.* must be positive; use 1, 2 or inf"):
         total_norm([torch.ones(1)], norm_type)
 
 
-def test_shards_that_are_empty_take_part():
-    for norm_type in NORM_TYPES:
-        assert total_norm([torch.zeros(0, 3), torch.tensor([2.0])], norm_type).item() == 2.0
-        assert total_norm([torch.zeros(0)], norm_type).item() == 0.0
-
-
-def test_no_gradient_of_the_graph_is_made():
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_total_norm_takes_empty_shards_and_makes_no_graph(norm_type):
+    assert total_norm([torch.zeros(0, 3), torch.tensor([2.0])], norm_type).item() == 2.0
+    assert total_norm([torch.zeros(0)], norm_type).item() == 0.0
     grad = torch.ones(2, requires_grad=True)
-    assert not total_norm([grad]).requires_grad
+    assert not total_norm([grad], norm_type).requires_grad
     assert clipped([grad], 0.5)[0] == pytest.approx(math.sqrt(2))  # in place, on a leaf

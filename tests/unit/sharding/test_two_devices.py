@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from hf_osdp.sharding.clip import _main_device, clip_grad_norm_
+from hf_osdp.sharding.gradients import OSDPGradScaler, _main_device, clip_grad_norm_
 from hf_osdp.sharding.optimizer import step_by_device
-from hf_osdp.sharding.scaler import OSDPGradScaler
 from tests.helpers.elsewhere import ELSEWHERE, There, two_devices
 
 SHAPES = [(3, 2), (4,), (2, 2), (5,)]
@@ -31,11 +30,11 @@ def parameters_of(*, mixed: bool, dtype: torch.dtype = torch.float64) -> list[to
 def test_clip_norm_is_that_of_both_devices(norm_type, monkeypatch):
     plain, mixed = parameters_of(mixed=False), parameters_of(mixed=True)
     assert _main_device([p.grad for p in mixed]) == ELSEWHERE, "the norm is where most of a model is"
-    monkeypatch.setattr("hf_osdp.sharding.clip._main_device", lambda grads: torch.device("cpu"))  # the other is not real
-    wanted = torch.nn.utils.clip_grad_norm_(plain, 0.5, norm_type)
+    monkeypatch.setattr("hf_osdp.sharding.gradients._main_device", lambda grads: torch.device("cpu"))  # the other is not real
+    expected = torch.nn.utils.clip_grad_norm_(plain, 0.5, norm_type)
     with two_devices():
         norm = clip_grad_norm_(mixed, 0.5, norm_type)
-    assert norm.item() == pytest.approx(wanted.item(), rel=1e-14)
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-14)
     assert all(torch.allclose(a.grad, b.grad, rtol=1e-14) for a, b in zip(plain, mixed, strict=True))
 
 
@@ -54,13 +53,13 @@ def test_scaler_steps_or_skips_on_both_devices(unscales, overflows):
             parameter.grad.mul_(8.0 if index != overflows else math.inf)
         scaler.step(optimizer)
         scaler.update()
-    wanted = plain if overflows is None else before
-    assert all(torch.allclose(a, b, rtol=1e-13) for a, b in zip(wanted, mixed, strict=True))
+    expected = plain if overflows is None else before
+    assert all(torch.allclose(a, b, rtol=1e-13) for a, b in zip(expected, mixed, strict=True))
     assert scaler.get_scale() == (8.0 if overflows is None else 4.0)
     assert optimizer._step_supports_amp_scaling is unscales and not hasattr(optimizer, "found_inf")
 
 
-def places(optimizer: torch.optim.Optimizer) -> list[list[tuple]]:
+def stepped(optimizer: torch.optim.Optimizer) -> list[tuple]:
     """What the groups are while the optimizer steps."""
     seen: list[list[tuple]] = []
     optimizer.register_step_pre_hook(
@@ -72,18 +71,13 @@ def places(optimizer: torch.optim.Optimizer) -> list[list[tuple]]:
 
 def test_step_by_device_makes_a_group_for_each_device():
     mixed = parameters_of(mixed=True)
-    groups = [{"params": mixed[:3], "lr": 1e-2}, {"params": mixed[3:], "lr": 1e-3}]
-    optimizer = torch.optim.AdamW(groups, foreach=True)
+    optimizer = torch.optim.AdamW([{"params": mixed[:3], "lr": 1e-2}, {"params": mixed[3:], "lr": 1e-3}], foreach=True)
     step_by_device(optimizer, mixed[::2])
-    assert places(optimizer) == [(2, 1e-2, False, True), (1, 1e-2, True, None), (1, 1e-3, True, None)]
+    assert stepped(optimizer) == [(2, 1e-2, False, True), (1, 1e-2, True, None), (1, 1e-3, True, None)]
     assert [len(group["params"]) for group in optimizer.param_groups] == [3, 1] and len(optimizer.state) == 4
-
-
-def test_step_by_device_keeps_groups_on_one_device():
-    plain = parameters_of(mixed=False)
-    optimizer = torch.optim.SGD(plain, lr=0.1, foreach=True)
-    step_by_device(optimizer)
-    assert places(optimizer) == [(4, 0.1, True, None)]
+    on_one_device = torch.optim.SGD(parameters_of(mixed=False), lr=0.1, foreach=True)
+    step_by_device(on_one_device)
+    assert stepped(on_one_device) == [(4, 0.1, True, None)]
 
 
 def test_step_by_device_keeps_what_an_optimizer_counts_in_its_groups():
@@ -102,8 +96,7 @@ def test_step_by_device_keeps_what_an_optimizer_counts_in_its_groups():
 
 
 def test_step_by_device_restores_groups_after_a_step_that_raised():
-    mixed = parameters_of(mixed=True)
-    optimizer = torch.optim.AdamW(mixed, lr=0.1)
+    optimizer = torch.optim.AdamW(parameters_of(mixed=True), lr=0.1)
     step_by_device(optimizer)
     with pytest.raises(ZeroDivisionError):
         optimizer.step(lambda: 1 / 0)
@@ -112,11 +105,11 @@ def test_step_by_device_restores_groups_after_a_step_that_raised():
 
 
 def test_step_by_device_moves_step_counts_to_the_host():
-    mixed = parameters_of(mixed=False)
-    optimizer = torch.optim.AdamW(mixed, lr=0.1)
+    plain = parameters_of(mixed=False)
+    optimizer = torch.optim.AdamW(plain, lr=0.1)
     optimizer.step()
     for state in optimizer.state.values():
         state["step"] = torch.empty((), device="meta")  # what a checkpoint of a unit on the device leaves
-    step_by_device(optimizer, mixed)
+    step_by_device(optimizer, plain)
     with pytest.raises(NotImplementedError, match="meta"):  # copied, which this device cannot
         optimizer.step()

@@ -1,46 +1,40 @@
-"""Descriptions of models and configurations."""
+"""Descriptions of models and configurations, with their own loss or the user's."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
+import types
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from hf_osdp.errors import DescriptionError
+from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import build_on_meta
+from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import DType, GatherSpan
 from hf_osdp.tracing.describe import describe
+from hf_osdp.tracing.fake_model import fake_copy
+from hf_osdp.tracing.trace import TraceOptions, trace_segments
 from tests.helpers.sampling import slow_but
 
-DEFAULT_CLASS = {
-    "GPT2LMHeadModel": "GPT2LMHeadModel",
-    "BertForMaskedLM": "BertForMaskedLM",
-    "T5ForConditionalGeneration": "T5ForConditionalGeneration",
-    "BartForConditionalGeneration": "BartForConditionalGeneration",
-    "LlamaForCausalLM": "LlamaForCausalLM",
-    "ViTForImageClassification": "ViTForImageClassification",
-    "WhisperForConditionalGeneration": "WhisperForConditionalGeneration",
-}
+DEFAULT_CLASS = [
+    "GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration", "BartForConditionalGeneration", "LlamaForCausalLM",
+    "ViTForImageClassification", "WhisperForConditionalGeneration",
+]  # fmt: skip
 TRACED = [
-    *DEFAULT_CLASS,
-    "BertForSequenceClassification",
-    "MixtralForCausalLM",
-    "Qwen2ForCausalLM",
-    "OPTForCausalLM",
-    "DistilBertForMaskedLM",
-]
-
+    *DEFAULT_CLASS, "BertForSequenceClassification", "MixtralForCausalLM", "Qwen2ForCausalLM", "OPTForCausalLM", "DistilBertForMaskedLM",
+]  # fmt: skip
 TRACED_AS_CUDA = ["GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration", "MixtralForCausalLM"]
 
 
-@pytest.mark.parametrize(("name", "expected"), DEFAULT_CLASS.items())
-def test_the_class_that_a_configuration_stands_for(configuration, name, expected):
-    assert type(build_on_meta(configuration(name))).__name__ == expected
-
-
-def test_architectures_of_the_configuration_decide(configuration):
+def test_class_is_found_from_the_configuration(configuration):
+    for name in DEFAULT_CLASS:
+        assert type(build_on_meta(configuration(name))).__name__ == name
     config = configuration("BertForMaskedLM", architectures=["BertForTokenClassification"])
     assert type(build_on_meta(config)).__name__ == "BertForTokenClassification"
     assert type(build_on_meta(config, "BertForMaskedLM")).__name__ == "BertForMaskedLM"
@@ -66,55 +60,44 @@ def test_architectures_are_traced(meta_model, name, device_type):
     assert all(s.saved_bytes(2) > 0 and s.forward.matmul_flops(2) > 0 for s in description.segments if s.unit in blocks)
 
 
-def test_a_model_and_its_configuration_give_one_description(configuration, real_model):
-    of_model = describe(real_model("GPT2LMHeadModel"), sequence_length=16)
-    of_configuration = describe(configuration("GPT2LMHeadModel"), sequence_length=16)
-    assert of_model == of_configuration
-    assert of_model.fingerprint == of_configuration.fingerprint
+def test_model_and_its_configuration_give_one_description(configuration, real_model):
+    of_model = describe(real_model("LlamaForCausalLM"), sequence_length=16)
+    assert of_model == describe(configuration("LlamaForCausalLM"), sequence_length=16)
+    order = [of_model.units[s.unit].fqn for s in of_model.segments]
+    assert order == ["model.embed_tokens", "", "model.layers.0", "model.layers.1", "", "lm_head", ""]
 
 
 def test_facts_of_a_description(configuration):
     description = describe(configuration("BertForMaskedLM"), sequence_length=16, compute_dtype=DType.BFLOAT16)
-    assert (description.model_class, description.compute_dtype, description.block_classes) == (
-        "BertForMaskedLM",
-        DType.BFLOAT16,
-        ("BertLayer",),
-    )
+    facts = (description.model_class, description.compute_dtype, description.block_classes)
+    assert facts == ("BertForMaskedLM", DType.BFLOAT16, ("BertLayer",))
     assert {p.dtype for u in description.units for p in u.parameters} == {DType.FLOAT32}
     assert description.input_bytes(3) == 3 * 3 * 16 * 8  # ids, mask and labels in int64
     assert description.buffer_bytes == 2 * 512 * 8  # position and token type ids
 
 
-def test_use_units_own_the_segments_in_which_they_run(configuration):
-    description = describe(configuration("LlamaForCausalLM"), sequence_length=16)
-    order = [description.units[s.unit].fqn for s in description.segments]
-    assert order == ["model.embed_tokens", "", "model.layers.0", "model.layers.1", "", "lm_head", ""]
-    assert description.units[1].span is GatherSpan.USE
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    slow_but([("GPT2LMHeadModel", 64), ("BertForMaskedLM", 512), ("RobertaForMaskedLM", 64)], daily=[("RobertaForMaskedLM", 64)]),
+)
+def test_describe_refuses_more_tokens_than_positions(configuration, name, limit):
+    with pytest.raises(ValueError, match=f"sequence_length={limit + 1} is more than the {limit} positions.*use at most {limit}"):
+        describe(configuration(name), sequence_length=limit + 1)
+    describe(configuration(name), sequence_length=limit)
+    describe(configuration("LlamaForCausalLM", max_position_embeddings=8), sequence_length=16)  # rotary ones are not learned
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens", "limit"),
-    slow_but(
-        [("GPT2LMHeadModel", 65, 64), ("BertForMaskedLM", 513, 512), ("RobertaForMaskedLM", 65, 64)], daily=[("RobertaForMaskedLM", 65, 64)]
-    ),
+    ("error", "message", "options"),
+    [
+        (ValueError, "sequence_length=0 must be at least 1", {"sequence_length": 0}),
+        (ValueError, "device_type='tpu' is not known; use cpu or cuda", {"sequence_length": 8, "device_type": "tpu"}),
+        (DescriptionError, "transformers has no class 'AutoModelForNo'", {"sequence_length": 8, "auto_class": "AutoModelForNo"}),
+    ],
 )
-def test_more_tokens_than_positions_are_refused(configuration, name, tokens, limit):
-    with pytest.raises(ValueError, match=f"sequence_length={tokens} is more than the {limit} positions.*use at most {limit}"):
-        describe(configuration(name), sequence_length=tokens)
-    describe(configuration(name), sequence_length=limit)
-
-
-def test_rotary_models_have_no_such_limit(configuration):
-    describe(configuration("LlamaForCausalLM", max_position_embeddings=8), sequence_length=16)
-
-
-def test_bad_arguments_are_refused(configuration):
-    with pytest.raises(ValueError, match="sequence_length=0 must be at least 1"):
-        describe(configuration("GPT2LMHeadModel"), sequence_length=0)
-    with pytest.raises(ValueError, match="device_type='tpu' is not known; use cpu or cuda"):
-        describe(configuration("GPT2LMHeadModel"), sequence_length=8, device_type="tpu")
-    with pytest.raises(DescriptionError, match="transformers has no class 'AutoModelForNothing'"):
-        describe(configuration("GPT2LMHeadModel"), sequence_length=8, auto_class="AutoModelForNothing")
+def test_describe_refuses_bad_arguments(configuration, error, message, options):
+    with pytest.raises(error, match=message):
+        describe(configuration("GPT2LMHeadModel"), **options)
 
 
 class Plain(nn.Module):
@@ -128,27 +111,147 @@ class Plain(nn.Module):
         return nn.functional.mse_loss(x, target)
 
 
-def test_plain_modules_need_inputs():
+def test_plain_module_is_traced_with_inputs_that_it_takes():
     with pytest.raises(DescriptionError, match=r"Plain is not a transformers model.*pass inputs"):
         describe(Plain(), sequence_length=1)
+    with pytest.raises(DescriptionError, match=r"Plain could not be traced .TypeError.*pass inputs that its forward accepts"):
+        describe(Plain(), sequence_length=1, inputs=lambda n: {"y": torch.zeros(n, 8)})
     description = describe(Plain(), sequence_length=1, inputs=lambda n: {"x": torch.zeros(n, 8), "target": torch.zeros(n, 8)})
     assert [s.unit for s in description.segments] == [1, 2, 3, 0]
     assert description.segments[1].saved_bytes(5) == 2 * 5 * 8 * 4  # the product and its GELU
     assert description.input_bytes(5) == 2 * 5 * 8 * 4
 
 
-def test_a_failing_trace_without_a_configuration_says_why():
-    with pytest.raises(DescriptionError, match=r"Plain could not be traced .TypeError.*pass inputs that its forward accepts"):
-        describe(Plain(), sequence_length=1, inputs=lambda n: {"y": torch.zeros(n, 8)})
-
-
-def test_a_failing_trace_falls_back_to_the_formula(real_model, caplog):
+def test_failing_trace_falls_back_to_the_formula(real_model, caplog):
     model = real_model("LlamaForCausalLM")
-    inputs = {"input_ids": torch.zeros(1, 16, dtype=torch.long), "no_such_argument": 1}
-    model.forward = lambda input_ids: None
+    model.forward = lambda input_ids: torch.ones(1)[input_ids.shape[1]]
     with caplog.at_level(logging.WARNING, logger="hf_osdp.tracing.describe"):
-        description = describe(model, sequence_length=16, inputs=lambda n: inputs)
-    assert description.trace == "formula (arXiv 2205.05198, equation 2); the trace failed with TypeError"
-    assert "LlamaForCausalLM could not be traced (TypeError" in caplog.text
-    block = next(s for s in description.segments if description.units[s.unit].class_name == "LlamaDecoderLayer")
+        found = describe(model, sequence_length=16, inputs=lambda n: {"input_ids": torch.zeros(n, 16, dtype=torch.long)})
+    assert found.trace == "formula (arXiv 2205.05198, equation 2); the trace failed with IndexError" and not found.recomputable
+    assert "LlamaForCausalLM could not be traced (IndexError" in caplog.text and "blocks in backward is not offered" in caplog.text
+    block = next(s for s in found.segments if found.units[s.unit].class_name == "LlamaDecoderLayer")
     assert block.saved_bytes(1) == 16 * 32 * (34 + 5 * 2 * 16 / 32) * 4 / 2
+
+
+# ------------------------------------------------------------------------------------------------------ a loss of the user's
+
+TOKENS = 8
+
+
+@pytest.fixture
+def gpt2(real_model):
+    return real_model("GPT2LMHeadModel", tie_word_embeddings=False)
+
+
+def described(model: nn.Module, **options):
+    return describe(model, sequence_length=TOKENS, recomputation=False, **options)
+
+
+def in_use_all_step(description) -> list[str]:
+    return [unit.fqn for unit in description.units if unit.span is GatherSpan.STEP]
+
+
+def test_loss_is_traced_in_the_place_of_the_models_own(gpt2):
+    def log_probabilities(model, batch):
+        labels = batch["rows"].pop("labels")  # as trainers do: each run gets the batch anew
+        return model(**batch["rows"]).logits.log_softmax(-1).gather(-1, labels[..., None]).mean()
+
+    rows = training_batch(gpt2, TOKENS)
+    plain, own = described(gpt2), described(gpt2, loss=log_probabilities, inputs=lambda samples: {"rows": rows(samples)})
+    assert own.trace == plain.trace
+    assert own.segments[-1].saved_bytes != plain.segments[-1].saved_bytes
+
+
+def test_second_forward_on_other_rows_is_traced(gpt2):
+    def twice(model, batch):
+        with torch.no_grad():
+            reference = model(**batch).logits
+        return ((model(**batch).logits - reference) ** 2).mean()
+
+    once, both = described(gpt2), described(gpt2, loss=twice)
+    assert len(both.segments) > 1.5 * len(once.segments)
+    assert "transformer.h.0" in in_use_all_step(both)  # it runs again while it is still needed
+    assert all(parameter.grad is None for parameter in gpt2.parameters())
+
+
+def test_loss_that_calls_the_model_it_knows_runs_the_fake_one(gpt2):
+    assert described(gpt2, loss=lambda model, batch: gpt2(**batch)) == described(gpt2)
+    assert all(parameter.grad is None for parameter in gpt2.parameters()) and "forward" not in vars(gpt2)
+
+
+def test_reference_model_runs_wherever_its_weights_are_and_they_count_nowhere(gpt2):
+    reference = copy.deepcopy(gpt2).to("meta")
+
+    def compared(model, batch):
+        with torch.no_grad():
+            wanted = reference(**batch).logits
+        return (model(**batch).logits - wanted).square().mean()
+
+    alone, both = described(gpt2), described(gpt2, loss=compared)
+    assert both.trace == alone.trace and both.units == alone.units
+    saved = [sum(segment.saved_bytes(0) for segment in found.segments) for found in (alone, both)]
+    assert saved[1] < saved[0] + sum(parameter.nbytes for parameter in reference.parameters()) / 10
+
+
+def test_loss_that_reads_a_weight_of_the_model_it_knows_is_refused(gpt2):
+    def loss(model, batch):
+        return model(**batch).loss + gpt2.lm_head.weight.square().sum()
+
+    with pytest.raises(DescriptionError, match=r"lm_head\.weight of a model that it keeps; use the model that is passed"):
+        trace_segments(gpt2, find_units(gpt2), training_batch(gpt2, TOKENS), TraceOptions(loss=loss))
+    assert gpt2.lm_head.weight.grad is None
+
+
+def by_method(model: nn.Module) -> None:
+    original = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(self, *args, **kwargs):
+        assert isinstance(self.lm_head.weight, FakeTensor)
+        return original(*args, **kwargs)
+
+    model.forward = types.MethodType(forward, model)
+
+
+def by_partial(model: nn.Module) -> None:
+    model.forward = functools.partial(type(model).forward, model)
+
+
+def by_partial_of_a_bound_method(model: nn.Module) -> None:
+    model.forward = functools.partial(model.forward, return_dict=True)
+
+
+def by_closure(model: nn.Module) -> None:
+    model.forward = lambda **batch: type(model).forward(model, **batch)
+
+
+@pytest.mark.parametrize("replace", [by_method, by_partial, by_partial_of_a_bound_method, by_closure])
+def test_forward_that_was_replaced_on_the_instance_runs_on_the_copy(gpt2, replace):
+    plain = described(gpt2)
+    replace(gpt2)
+    found = described(gpt2)
+    assert [s.saved_bytes for s in found.segments] == [s.saved_bytes for s in plain.segments] and found.trace == plain.trace
+    assert all(parameter.grad is None for parameter in gpt2.parameters())
+
+
+def test_forward_that_was_replaced_inside_adapters_runs_on_the_copy(gpt2):
+    peft = pytest.importorskip("peft")
+    by_method(gpt2)
+    model = peft.get_peft_model(gpt2, peft.LoraConfig(target_modules=["c_attn"]))
+    fake = fake_copy(model, FakeTensorMode(allow_non_fake_inputs=True), untie=True)
+    assert fake.get_base_model().forward.__self__ is fake.get_base_model()
+    assert described(model).trace.startswith("fake tensors")
+
+
+def fused(model, batch):
+    hidden = model.transformer(batch["input_ids"], use_cache=False).last_hidden_state
+    return nn.functional.cross_entropy((hidden @ model.lm_head.weight.T).flatten(0, 1), batch["labels"].flatten())
+
+
+def decayed(model, batch):
+    return model(**batch).loss + model.transformer.h[1].mlp.c_fc.weight.square().sum()
+
+
+@pytest.mark.parametrize(("loss", "read"), [(fused, ["lm_head"]), (decayed, ["transformer.h.1"]), (None, [])])
+def test_units_whose_weights_a_loss_reads_stay_gathered(gpt2, loss, read):
+    assert in_use_all_step(describe(gpt2, sequence_length=TOKENS, loss=loss, activation_checkpointing=loss is None)) == ["", *read]

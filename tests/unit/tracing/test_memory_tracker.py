@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -11,22 +13,18 @@ from hf_osdp.tracing.memory_tracker import MemoryTracker
 from tests.helpers.distributed import run_ranks
 
 
-@pytest.fixture(params=["real", "fake"])
-def maybe_fake(request):
-    if request.param == "real":
-        yield
-    else:
-        with FakeTensorMode():
-            yield
-
-
-def test_views_and_freed_tensors(maybe_fake):
-    with MemoryTracker(block_bytes=1) as live:
+@pytest.mark.parametrize("mode", [nullcontext, FakeTensorMode], ids=["real", "fake"])
+def test_tracker_counts_storages_once_and_while_they_live(mode):
+    with mode(), MemoryTracker(block_bytes=1) as live:
         a = torch.empty(1000)
         b = a.view(10, 100)
         assert live.current_bytes == 4000
         c = b + 1
         assert live.current_bytes == 8000
+        a.add_(1)
+        torch.add(a, 1, out=a)
+        torch._foreach_mul_([a, c], 2.0)
+        assert (live.current_bytes, live.peak_bytes) == (8000, 8000)
         del c
         assert (live.current_bytes, live.peak_bytes) == (4000, 8000)
         live.reset_peak()
@@ -37,37 +35,20 @@ def test_views_and_freed_tensors(maybe_fake):
         assert live.current_bytes == 0
 
 
-def test_sizes_are_rounded_up_to_blocks(maybe_fake):
+def test_sizes_are_rounded_up_to_blocks():
     with MemoryTracker(block_bytes=512) as live:
-        a, b = torch.empty(1), torch.empty(129)
-        assert live.current_bytes == 512 + 1024
-        del a, b
+        kept = torch.empty(1), torch.empty(129)
+        assert live.current_bytes == 512 + 1024 and kept
 
 
-def test_in_place_and_out_operators_allocate_nothing(maybe_fake):
-    with MemoryTracker(block_bytes=1) as live:
-        a, out = torch.empty(100), torch.empty(100)
-        a.add_(1)
-        torch.add(a, 1, out=out)
-        torch._foreach_mul_([a, out], 2.0)
-        assert (live.current_bytes, live.peak_bytes) == (800, 800)
-
-
-def test_resized_storages_count_at_their_present_size():
-    with MemoryTracker(block_bytes=1) as live:
+def test_resized_storages_count_at_their_present_size_also_in_nested_trackers():
+    original = torch.UntypedStorage.resize_
+    with MemoryTracker(block_bytes=1) as outer, MemoryTracker(block_bytes=1) as live:
         a = torch.empty(1000)
         a.untyped_storage().resize_(0)
-        assert live.current_bytes == 0
+        assert outer.current_bytes == live.current_bytes == 0
         a.untyped_storage().resize_(4000)
         assert (live.current_bytes, live.peak_bytes) == (4000, 4000)
-
-
-def test_the_resize_patch_is_undone_also_after_nesting():
-    original = torch.UntypedStorage.resize_
-    with MemoryTracker() as outer, MemoryTracker() as inner:
-        a = torch.empty(1000)
-        a.untyped_storage().resize_(0)
-        assert outer.current_bytes == inner.current_bytes == 0
     assert torch.UntypedStorage.resize_ is original
 
 
@@ -82,7 +63,7 @@ def test_tensors_from_before_count_only_when_tracked():
     assert live.current_bytes == 0
 
 
-def test_a_training_step_peaks_where_it_should():
+def test_training_step_peaks_where_it_should():
     linear, x = nn.Linear(100, 100, bias=False), torch.ones(50, 100)
     with MemoryTracker(block_bytes=1) as live:
         live.track([*linear.parameters(), x])
@@ -102,18 +83,11 @@ def test_a_training_step_peaks_where_it_should():
         assert live.current_bytes == held + 2 * 40_000 + 4  # both moments and the step count
 
 
-def test_other_devices_are_left_out():
-    with MemoryTracker(block_bytes=1, device_type="cuda") as live:
-        kept = torch.empty(1000)
+@pytest.mark.parametrize(("counted", "made"), [("cuda", "cpu"), (None, "meta")])
+def test_tensors_of_other_devices_are_left_out(counted, made):
+    with MemoryTracker(block_bytes=1, device_type=counted) as live:
+        kept = torch.empty(1000, device=made)
         assert live.current_bytes == 0 and kept.numel() == 1000
-    with MemoryTracker(block_bytes=1) as live:
-        kept = torch.empty(1000, device="meta")
-        assert live.current_bytes == 0
-
-
-def test_block_bytes_must_be_positive():
-    with pytest.raises(ValueError, match="block_bytes=0 must be at least 1"):
-        MemoryTracker(block_bytes=0)
 
 
 def _levels_of_fsdp2_steps() -> tuple[int, list[tuple[int, int, int, int]]]:
@@ -123,9 +97,8 @@ def _levels_of_fsdp2_steps() -> tuple[int, list[tuple[int, int, int, int]]]:
     mesh = init_device_mesh("cpu", (2,))
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     levels = []
     for _ in range(2):

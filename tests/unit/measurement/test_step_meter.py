@@ -9,8 +9,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from hf_osdp.measurement.loop_meter import LoopMeter
-from hf_osdp.measurement.step_meter import Observation
+from hf_osdp.measurement.step_meter import LoopMeter, Observation
 from hf_osdp.tracing.memory_tracker import MemoryTracker
 
 ELEMENTS = 100_000

@@ -1,0 +1,304 @@
+"""Collectives of a unit: FSDP2's own, in two stages over nodes, or for gloo in pieces from rank to rank; and who listens to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultAllocMixin, DefaultReduceScatter
+
+from ..planner.hardware import Collective
+
+PIECE_BYTES = 256 * 2**10
+"""Longer messages between two ranks go one way at a time over gloo, and take up to twice as long (measured on 2 ranks of one
+machine and over a rate-limited link: 1.0 against 1.5 to 2.0 times the time)."""
+
+# torch 2.13 deprecates the names that 2.11 has.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
+"""FSDP2 hands in either."""
+
+
+class Listener(Protocol):
+    """Hears of every collective that begins and ends on this rank."""
+
+    def begins(self, collective: Collective, group: dist.ProcessGroup, nbytes: int) -> None:
+        """`nbytes` are those of the whole tensor; on CUDA what is issued from now on belongs to it."""
+
+    def ends(self) -> None:
+        """All of it has been issued; on the CPU it is done, unless it returned a work to wait for."""
+
+
+_listeners: list[Listener] = []
+"""Of the whole process: backward runs in threads of autograd's, to which context variables do not go along."""
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Tell the listener of collectives inside the context."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+@contextmanager
+def _announced(collective: Collective, group: dist.ProcessGroup, whole: torch.Tensor) -> Iterator[None]:
+    """Inside the context one collective is issued, of the tensor `whole`."""
+    heard = tuple(_listeners)
+    for listener in heard:
+        listener.begins(collective, group, whole.numel() * whole.element_size())
+    try:
+        yield
+    finally:
+        for listener in heard:
+            listener.ends()
+
+
+# ------------------------------------------------------------------------------------- how a stage's bytes travel
+
+
+class Works(dist.Work):
+    """Several works as one, which holds on to tensors until it was waited for. FSDP2 waits only for instances of `dist.Work`."""
+
+    def __init__(self, works: Sequence[dist.Work], *, held: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._works, self._held = list(works), tuple(held)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait() if timeout is None else work.wait(timeout)
+        self._works, self._held = [], ()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+class BackendTransport:
+    """The process group's own collectives.
+
+    Several gathers or reductions run in one group at once. Tensors are flat and contiguous.
+
+    Args:
+        coalesces: those of one call are one launch, as NCCL can; else one after the other.
+    """
+
+    def __init__(self, *, coalesces: bool) -> None:
+        self._coalesces = coalesces
+
+    def all_gather(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, async_op: bool = False
+    ) -> dist.Work | None:
+        """Make each output the ranks' inputs one after the other; an input may be a view of its place there.
+
+        Returns:
+            With `async_op` the work, which holds on to the inputs until it was waited for.
+        """
+        pairs = list(zip(outputs, inputs, strict=True))
+        if len(pairs) == 1 or not self._coalesces:
+            works = [all_gather_single(output, given, group=group, async_op=async_op) for output, given in pairs]
+        else:
+            with _coalescing_manager(group=group, async_ops=async_op) as coalesced:
+                for output, given in pairs:
+                    all_gather_single(output, given, group=group)
+            works = coalesced.works
+        return Works(works, held=inputs) if async_op else None
+
+    def reduce_scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: ReduceOp, group: dist.ProcessGroup
+    ) -> None:
+        """Make each output this rank's chunk of the reduced inputs. The inputs' content is lost."""
+        coalesces = self._coalesces and len(outputs) > 1
+        with _coalescing_manager(group=group) if coalesces else nullcontext():
+            for output, given in zip(outputs, inputs, strict=True):
+                _reduce_scatter(output, given, op=op, group=group)
+
+
+class PieceTransport:
+    """Pieces that each rank sends to others: what gloo's own collectives do in one message, or not at all.
+
+    An all-gather sends the input to every other rank. A reduce-scatter sends partial sums around the ring of ranks, so that a
+    group of neighbours crosses the link between two nodes once each way, and receives into the output, so that it needs no memory.
+    Arguments are those of `BackendTransport`.
+    """
+
+    def all_gather(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, async_op: bool = False
+    ) -> dist.Work | None:
+        """Send each input to all other ranks."""
+        ranks, me = dist.get_world_size(group), dist.get_rank(group)
+        works: list[dist.Work] = []
+        for output, given in zip(outputs, inputs, strict=True):
+            places = output.view(ranks, -1)
+            if places[me].data_ptr() != given.data_ptr():
+                places[me].copy_(given)
+            for hop in range(1, ranks):
+                to, source = (me + hop) % ranks, (me - hop) % ranks
+                for sent, received in zip(_pieces(given), _pieces(places[source]), strict=True):
+                    works += [_receive(received, group, source), _send(sent, group, to)]
+        work = Works(works, held=inputs)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def reduce_scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: ReduceOp, group: dist.ProcessGroup
+    ) -> None:
+        """Send partial sums around the ring."""
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ValueError(f"gloo reduces gradients by SUM or AVG, not {op}; leave set_gradient_divide_factor alone on the CPU.")
+        ranks = dist.get_world_size(group)
+        lanes: list[tuple[torch.Tensor, ...]] = []
+        for output, given in zip(outputs, inputs, strict=True):
+            lanes += zip(_pieces(output), *map(_pieces, given.view(ranks, -1)), strict=True)
+        _reduce_around(lanes, group)
+        if op == dist.ReduceOp.AVG:
+            for output in outputs:
+                output.div_(ranks)
+
+
+def _reduce_around(lanes: Sequence[tuple[torch.Tensor, ...]], group: dist.ProcessGroup) -> None:
+    """Pass on, in step k, the partial sum of the chunk k + 1 ranks behind; a lane's next step starts as soon as its piece is there.
+
+    Args:
+        lanes: each a piece of the output, and the same piece of each rank's chunk of the input.
+        group: of the ranks.
+    """
+    ranks, me = dist.get_world_size(group), dist.get_rank(group)
+    before, after = (me - 1) % ranks, (me + 1) % ranks
+    if ranks == 1:
+        for output, chunk in lanes:
+            output.copy_(chunk)
+        return
+    sends, receives = [], []
+    for output, *chunks in lanes:  # receives first: two ranks that both only send do so one way at a time
+        receives.append(_receive(output, group, before))
+        sends.append(_send(chunks[before], group, after))
+    for step in range(ranks - 1):
+        arriving = (me - step - 2) % ranks
+        for number, (output, *chunks) in enumerate(lanes):
+            receives[number].wait()
+            if arriving == me:
+                output.add_(chunks[me])
+                continue
+            chunks[arriving].add_(output)
+            receives[number] = _receive(output, group, before)
+            sends.append(_send(chunks[arriving], group, after))
+    for send in sends:
+        send.wait()
+
+
+Transport = BackendTransport | PieceTransport
+
+
+def transport_of(group: dist.ProcessGroup, device_type: str) -> Transport:
+    """Return the transport for tensors on `device_type` (`"cpu"` or `"cuda"`) in a group."""
+    backend = _backend(group, device_type)
+    return PieceTransport() if backend == "gloo" else BackendTransport(coalesces=backend == "nccl")
+
+
+def _backend(group: dist.ProcessGroup, device_type: str) -> str:
+    return group._get_backend(torch.device(device_type)).name()
+
+
+def _send(tensor: torch.Tensor, group: dist.ProcessGroup, to: int) -> dist.Work:
+    work = dist.isend(tensor, group=group, group_dst=to)
+    assert work is not None  # as for a rank outside of the group
+    return work
+
+
+def _receive(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> dist.Work:
+    work = dist.irecv(tensor, group=group, group_src=source)
+    assert work is not None
+    return work
+
+
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    return torch.split(tensor, max(1, PIECE_BYTES // tensor.element_size()))
+
+
+# ------------------------------------------------------------------------------------------ what FSDP2 calls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """A rank's groups of a collective over whole nodes; its place in the whole is `place between * ranks within + place within`."""
+
+    between: dist.ProcessGroup
+    """Ranks of the same place in each node."""
+    within: dist.ProcessGroup
+    """Ranks of this node."""
+
+
+class TwoStageAllGather(DefaultAllocMixin, AllGather):
+    """Between nodes first, so that each byte crosses the slow link once a node, then inside the node, into place.
+
+    With `async_op` the work returned is that of the second stage. The first has been issued to the current stream by then; gloo,
+    which has no streams, has ended it.
+    """
+
+    def __init__(self, stages: Stages, transport: Transport) -> None:
+        self.stages, self._transport = stages, transport
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        with _announced(Collective.TWO_STAGE_ALL_GATHER, group, output_tensor):
+            nodes = self.stages.between.size()
+            of_my_place = input_tensor.new_empty(nodes * input_tensor.numel())
+            self._transport.all_gather([of_my_place], [input_tensor], self.stages.between)
+            parts = output_tensor.chunk(nodes), of_my_place.chunk(nodes)
+            return self._transport.all_gather(*parts, self.stages.within, async_op=async_op)
+
+
+class TwoStageReduceScatter(DefaultAllocMixin, ReduceScatter):
+    """Inside the node first, then between nodes what is left: the all-gather's way back."""
+
+    def __init__(self, stages: Stages, transport: Transport) -> None:
+        self.stages, self._transport = stages, transport
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool = False
+    ) -> None:
+        """Done on the current stream when it returns: FSDP2 waits for nothing else."""
+        with _announced(Collective.TWO_STAGE_REDUCE_SCATTER, group, input_tensor):
+            nodes = self.stages.between.size()
+            of_my_place = output_tensor.new_empty(nodes * output_tensor.numel())
+            self._transport.reduce_scatter(of_my_place.chunk(nodes), input_tensor.chunk(nodes), op, self.stages.within)
+            # A mean of means is the mean; a factor (PREMUL_SUM) was applied in the first stage.
+            second = op if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) else dist.ReduceOp.SUM
+            self._transport.reduce_scatter([output_tensor], [of_my_place], second, self.stages.between)
+
+
+class RingReduceScatter(DefaultAllocMixin, ReduceScatter):
+    """For gloo, which sends a reduce-scatter as an all-reduce: half the bytes, and no memory. The input's content is lost."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool = False
+    ) -> None:
+        """Done when it returns."""
+        with _announced(Collective.REDUCE_SCATTER, group, input_tensor):
+            PieceTransport().reduce_scatter([output_tensor], [input_tensor], op, group)
+
+
+def flat_collectives(group: dist.ProcessGroup, device_type: str) -> tuple[AllGather, ReduceScatter]:
+    """Return what a unit gathers and reduces with in one stage, in its shard group: FSDP2's own, but for gloo's reduce-scatter."""
+    return DefaultAllGather(), RingReduceScatter() if _backend(group, device_type) == "gloo" else DefaultReduceScatter()
+
+
+def two_stage_collectives(stages: Stages, device_type: str) -> tuple[AllGather, ReduceScatter]:
+    """Return what a unit gathers and reduces with in two stages, over tensors on `device_type` (`"cpu"` or `"cuda"`)."""
+    transport = transport_of(stages.within, device_type)
+    return TwoStageAllGather(stages, transport), TwoStageReduceScatter(stages, transport)

@@ -1,0 +1,97 @@
+"""Throw-away copies of a model: on the meta device with few blocks, or on a device with random weights."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..modeling.units import modules_by_name
+from ..modeling.wrapping import batch_norm_parameters
+from ..planner.description import GatherSpan, UnitDescription
+from ..tracing.equal_blocks import block_key
+
+_SPREAD = 0.02
+"""Weights are uniform within this, about as transformers are initialised, and finite in float16."""
+
+
+def empty_copy(model: nn.Module, device: torch.device, *, keeps_buffers: bool = False) -> nn.Module:
+    """Return a copy with uninitialised parameters and buffers on a device, or with the model's buffers; shared ones stay shared."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device=device, requires_grad=False), requires_grad=p.requires_grad)
+        for p in model.parameters()
+    }
+    if not keeps_buffers:
+        memo |= {id(buffer): torch.empty_like(buffer, device=device) for buffer in model.buffers()}
+    return copy.deepcopy(model, memo).train()
+
+
+@torch.no_grad()
+def fill(model: nn.Module, source: nn.Module) -> None:
+    """Fill a copy's weights from a generator of their own; copy buffers, or zero them where the source has none in memory."""
+    generators: dict[torch.device, torch.Generator] = {}
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        generator = generators.setdefault(local.device, torch.Generator(local.device).manual_seed(0))
+        if local.is_floating_point():
+            local.uniform_(-_SPREAD, _SPREAD, generator=generator)
+        else:
+            local.zero_()
+    for buffer, original in zip(model.buffers(), source.buffers(), strict=True):
+        if original.is_meta:
+            buffer.zero_()
+        else:
+            buffer.copy_(original)
+
+
+def materialised(model: nn.Module, device: torch.device, compute_dtype: torch.dtype | None) -> nn.Module:
+    """Return a copy of a model on the meta device, with random weights on another.
+
+    Parameters get `compute_dtype` as FSDP2's mixed precision casts them, not those of batch norms; None keeps theirs. transformers
+    models set their buffers anew, others must have real ones.
+    """
+    real = empty_copy(model, device)
+    fill(real, model)
+    if hasattr(real, "init_weights"):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+            torch.manual_seed(0)
+            real.init_weights()  # type: ignore[operator]
+    keeping = batch_norm_parameters(real)
+    for parameter in real.parameters():
+        if compute_dtype is not None and parameter.is_floating_point() and id(parameter) not in keeping:
+            parameter.data = parameter.data.to(compute_dtype)
+    return real
+
+
+def shortened(model: nn.Module, units: tuple[UnitDescription, ...], copies: int) -> nn.Module:
+    """Return a copy on the meta device in which lists of blocks end once `copies` of each kind are there.
+
+    Buffers that were real keep their values; blocks that are not in a `nn.ModuleList` all stay.
+    """
+    short = empty_copy(model, torch.device("meta"), keeps_buffers=True)
+    modules = modules_by_name(short)
+    lists: dict[str, list[str]] = {}
+    for unit in units:
+        parent = unit.fqn.rpartition(".")[0]
+        if unit.span is GatherSpan.USE and isinstance(modules.get(parent), nn.ModuleList):
+            lists.setdefault(parent, []).append(unit.fqn)
+    for parent, blocks in lists.items():
+        row = modules[parent]
+        if isinstance(row, nn.ModuleList) and len(blocks) == len(row):
+            del row[_enough([block_key(modules[name]) for name in blocks], copies) :]
+    return short
+
+
+def _enough(keys: Sequence[Hashable], copies: int) -> int:
+    """Return how many of the first blocks hold `copies` of each kind, or all there are of it."""
+    missing = Counter({key: min(copies, count) for key, count in Counter(keys).items()})
+    for number, key in enumerate(keys, start=1):
+        missing[key] -= 1
+        if max(missing.values()) <= 0:
+            return number
+    return len(keys)

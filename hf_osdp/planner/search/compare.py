@@ -1,0 +1,155 @@
+"""Several searches side by side: strategies at their best, memory against throughput, ways to split a model."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ...errors import DescriptionError, InfeasibleError
+from ...quantities import format_bytes
+from ..description import ModelDescription
+from ..problem import PlanningProblem, Strategy
+from ..split import ModelSplit
+from .search import SearchResult, fastest_without_limit, least_memory, search, search_or_floor
+
+_log = logging.getLogger(__name__)
+
+POINTS = 16
+"""Searches of one front, unless the caller wants another number: enough for a curve, and a few seconds at most."""
+_NEAR = 1.01
+"""Plans nearer than this ratio of memory or time are the same to a person."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyResult:
+    """What one strategy can do at its own best batch, or why it cannot run."""
+
+    strategy: Strategy
+    result: SearchResult | None
+    reason: str = ""
+    least_peak_bytes: int | None = None
+    """Where nothing fits: the tightest limit that it would meet."""
+
+
+def compare_strategies(problem: PlanningProblem, *, split: ModelDescription | None = None) -> tuple[StrategyResult, ...]:
+    """Compare all strategies, each at its own best batch under the same limit, OSDP first; `split` is the model as OSDP has it split.
+
+    Returns:
+        One row a strategy; a strategy that cannot run here has a reason instead of a result. Two stages have a row where
+        there are several nodes of several devices.
+    """
+    several = 1 < problem.hardware.devices_per_node < problem.hardware.world_size
+    return tuple(
+        _best_of(replace(problem, strategy=one, description=split if split and one is Strategy.OSDP else problem.description))
+        for one in Strategy
+        if several or one is not Strategy.TWO_STAGE
+    )
+
+
+def _best_of(problem: PlanningProblem) -> StrategyResult:
+    strategy = problem.strategy
+    try:
+        return StrategyResult(strategy=strategy, result=search(problem))
+    except InfeasibleError as error:
+        least = error.least_peak_bytes
+        return StrategyResult(strategy=strategy, result=None, reason=f"needs {format_bytes(least)}", least_peak_bytes=least)
+    except ValueError:
+        if strategy is not Strategy.HSDP:
+            raise
+        return StrategyResult(strategy=strategy, result=None, reason="no group size between 1 and all")
+
+
+def frontier(problem: PlanningProblem, *, points: int = POINTS, at: Sequence[int] = ()) -> tuple[SearchResult, ...]:
+    """Return points of the Pareto front of peak memory and throughput, from the least memory that any plan needs to the problem's limit.
+
+    Each point is the fastest plan under some limit (the ε-constraint method: Haimes, Lasdon, Wismer 1971). Limits are put
+    where most is not known yet: in the middle, by ratio, of the gap with the largest product of memory and throughput.
+    Limits are here what a plan may fill: the margin is left out of them.
+
+    Args:
+        problem: what is searched; its limit is the highest one.
+        points: at most so many searches, those of `at` aside.
+        at: limits that are searched in any case, such as the peaks of other plans, which the front is then not below.
+
+    Returns:
+        Search results by rising peak and rising throughput; equal ones only once.
+
+    Raises:
+        InfeasibleError: nothing fits the problem's limit.
+        ValueError: fewer than two points, or what `search` refuses.
+    """
+    if points < 2:
+        raise ValueError(f"points={points} must be at least 2, the two ends of the front.")
+    problem = replace(problem, hardware=problem.hardware.with_margin(0.0))
+
+    def fastest(limit: int) -> tuple[int, SearchResult]:
+        return limit, search(replace(problem, memory_limit_bytes=limit))
+
+    last, least = fastest(problem.memory_limit_bytes), least_memory(problem)
+    known = [fastest(least), last]
+    for limit in at:
+        for gap, ((low, _), (_, high)) in enumerate(itertools.pairwise(known)):
+            if low < limit < high.peak_bytes:
+                known.insert(gap + 1, fastest(limit))
+                break
+    for _ in range(points - 2):
+        sizes = [_unknown(low, below, above) for (low, below), (_, above) in itertools.pairwise(known)]
+        if not any(sizes):
+            break
+        gap = sizes.index(max(sizes))
+        known.insert(gap + 1, fastest(int(math.sqrt(known[gap][0] * known[gap + 1][1].peak_bytes))))
+    return not_dominated([result for _, result in known])
+
+
+def _unknown(low_bytes: int, below: SearchResult, above: SearchResult) -> float:
+    """Return the area, by ratios, in which the front may lie between a limit and a later plan; 0 where it is too narrow to ask."""
+    memory, rate = above.peak_bytes / low_bytes, below.time.step_s / above.time.step_s
+    return 0.0 if memory < _NEAR or rate <= 1 else math.log(memory) * math.log(rate)
+
+
+def not_dominated(results: Sequence[SearchResult]) -> tuple[SearchResult, ...]:
+    """Return those to which no other is equal or better in both peak and step time, by rising peak."""
+    front: list[SearchResult] = []
+    for result in sorted(results, key=lambda r: (r.peak_bytes, r.time.step_s)):
+        if not front or result.time.step_s < front[-1].time.step_s:
+            front.append(result)
+    return tuple(front)
+
+
+def choose_description(
+    problem: PlanningProblem, splits: Callable[[], Sequence[ModelSplit]], describe: Callable[[ModelSplit], ModelDescription]
+) -> ModelDescription:
+    """Return the description, out of those of the plain and the split model, whose best plan is fastest.
+
+    Splits are for memory: they are tried only where the limit keeps the plain model from running as fast as without one. Where
+    nothing fits, the one that needs least. Single strategies take the plain model.
+
+    Args:
+        problem: of the model as it is.
+        splits: ways to split it.
+        describe: from a split to the description of the model that is split so; a DescriptionError leaves the split out.
+    """
+
+    def rank(description: ModelDescription) -> tuple[bool, float]:
+        """Rank what fits first, by its time; then what needs least, by a bound."""
+        found = search_or_floor(replace(problem, description=description))
+        return (True, float(found)) if isinstance(found, int) else (False, found.time.step_s)
+
+    plain = problem.description
+    if problem.strategy is not Strategy.OSDP:
+        return plain
+    ranked = [(rank(plain), plain)]
+    (over, step_s), _ = ranked[0]
+    if not over and step_s <= _NEAR * fastest_without_limit(problem):
+        return plain
+    for split in splits():
+        try:
+            description = describe(split)
+        except DescriptionError as error:
+            _log.debug("%s", error)
+            continue
+        ranked.append((rank(description), description))
+    return min(ranked, key=lambda pair: pair[0])[1]

@@ -1,0 +1,222 @@
+"""The variables of a search's integer program and its two solvers: CP-SAT, and GLOP for the linear relaxation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from ..decision import UnitLayout
+from .stages import Option, Timeline, UnitGroup
+
+if TYPE_CHECKING:
+    from ortools.linear_solver import pywraplp
+    from ortools.sat.python import cp_model
+
+    Bytes: TypeAlias = cp_model.LinearExpr | int
+    Count: TypeAlias = cp_model.IntVar
+
+Value: TypeAlias = Callable[[Option], int]
+_MOST_WORK = 8.0
+"""Of one solution for an objective, in CP-SAT's deterministic seconds, which are some of a clock's: models with dozens of unlike
+units may need more, and then get the best plan found."""
+_SLACK = 1e-7
+"""Part of each bound by which the relaxation loosens it, so that rounding refuses nothing that is possible."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GroupCounts:
+    """Variables of a group, one for each option."""
+
+    group: UnitGroup
+    counts: Sequence[Count]
+    used: Sequence[Count]
+    """Whether any unit takes the option; empty in the relaxation of a group of several units."""
+    first: Sequence[Count]
+    """Whether the first unit takes it."""
+    last: Sequence[Count]
+
+    def total(self, value: Value) -> Bytes:
+        """Return the sum of a number over all units."""
+        return self._weighted(value, self.counts)
+
+    def of_first(self, value: Value) -> Bytes:
+        """Return a number of the first unit's option."""
+        return self._weighted(value, self.first)
+
+    def of_last(self, value: Value) -> Bytes:
+        """Return a number of the last unit's option."""
+        return self._weighted(value, self.last)
+
+    def _weighted(self, value: Value, variables: Sequence[Count]) -> Bytes:
+        return sum(value(o) * x for o, x in zip(self.group.options, variables, strict=True))
+
+    def runs(self) -> Iterator[tuple[Option, Count, Count]]:
+        """Yield option, count and whether it is used, in the order of backward."""
+        yield from zip(self.group.options, self.counts, self.used, strict=True)
+
+
+class IntegerModel:
+    """Counts of options for each group of units, without constraints on them.
+
+    Args:
+        timeline: stages with their options.
+        limit_bytes: bytes that no moment may pass; None makes it a variable, to be minimized.
+        linear: leave out what holds only for runs that exist; the model is then a relaxation, for `relax`.
+    """
+
+    def __init__(self, timeline: Timeline, limit_bytes: int | None, *, linear: bool) -> None:
+        from ortools.sat.python import cp_model
+
+        self._model, self._linear = cp_model.CpModel(), linear
+        self._limit: Bytes = self._model.new_int_var(0, 2**60, "") if limit_bytes is None else limit_bytes
+        self._groups = {group: self._declare(group) for group in timeline.groups}
+        named = 8 * sum(len(group.options) for group in timeline.groups if len(group.units) > 1)
+        most = 2**61 // max(2**8, named)  # of each variable that stands for bytes: CP-SAT's whole numbers hold their sum
+        self._most_bytes = most if limit_bytes is None else min(most, max(0, limit_bytes))
+        self.gave_up = False
+        """The last `solve` found nothing, and did not prove that there is nothing."""
+
+    def minimize_seconds(self, scale: float, at_most: int | None = None) -> None:
+        """Set the objective Σ scale · seconds, to be found where it is at most a bound; without an objective any solution will do."""
+        cost = self._sum(self._groups.values(), lambda option: round(option.seconds * scale))
+        self._model.minimize(cost)
+        if at_most is not None:
+            self._model.add(cost <= at_most)
+
+    def minimize_limit(self) -> None:
+        """Set the objective: the limit, which must be a variable."""
+        self._model.minimize(self._limit)
+
+    def solve(self) -> tuple[dict[int, UnitLayout], float, bool] | None:
+        """Return layouts by unit, the objective, and whether it is proven; None where nothing satisfies the constraints."""
+        from ortools.sat.python import cp_model
+
+        solver = cp_model.CpSolver()
+        parameters = solver.parameters
+        parameters.num_workers, parameters.random_seed = 1, 0  # so that the same question always gets the same answer
+        # with any of these, OR-tools 9.15 calls some feasible programs of these infeasible
+        parameters.cp_model_presolve, parameters.cut_level, parameters.use_implied_bounds = False, 0, False
+        if self._model.has_objective():
+            parameters.max_deterministic_time = _MOST_WORK
+        status = solver.solve(self._model)
+        if status == cp_model.INFEASIBLE or (status == cp_model.UNKNOWN and self._model.has_objective()):
+            self.gave_up = status == cp_model.UNKNOWN
+            return None
+        assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE), solver.status_name(status)
+        layouts: dict[int, UnitLayout] = {}
+        for group, variables in self._groups.items():
+            layouts |= group.assign([solver.value(x) for x in variables.counts])
+        return layouts, solver.objective_value, status == cp_model.OPTIMAL
+
+    def relax(self) -> tuple[float, dict[UnitGroup, dict[Option, float]]] | None:
+        """Return the minimum over real numbers, and what each option of a group adds to it at least for each unit (reduced costs).
+
+        None where no optimum was found, because there is no solution or rounding got in the way. The model must be `linear`.
+        """
+        from ortools.linear_solver import pywraplp
+
+        program, solver = self._model.proto, pywraplp.Solver.CreateSolver("GLOP")
+        variables = [solver.NumVar(v.domain[0], v.domain[1], "") for v in program.variables]
+        for constraint in program.constraints:
+            if constraint.has_linear():
+                linear = constraint.linear
+                _add_row(solver, variables, linear.vars, linear.coeffs, *linear.domain)
+            else:
+                literals = constraint.exactly_one.literals
+                _add_row(solver, variables, literals, [1] * len(literals), 1, 1)
+        objective, scale = solver.Objective(), max(map(abs, program.objective.coeffs), default=1) or 1
+        for index, coefficient in zip(program.objective.vars, program.objective.coeffs, strict=True):
+            objective.SetCoefficient(variables[index], coefficient / scale)
+        objective.SetMinimization()
+        if solver.Solve() != pywraplp.Solver.OPTIMAL:
+            return None
+        added = {
+            group: {o: variables[x.index].reduced_cost() * scale for o, x in zip(group.options, own.counts, strict=True)}
+            for group, own in self._groups.items()
+        }
+        return objective.Value() * scale + program.objective.offset, added
+
+    def _declare(self, group: UnitGroup) -> GroupCounts:
+        """Σ_k x_k = n; which options are used; which one the first and the last unit take."""
+        size, model = len(group.units), self._model
+        if size == 1:
+            literals = [model.new_bool_var("") for _ in group.options]
+            model.add_exactly_one(literals)
+            return GroupCounts(group=group, counts=literals, used=literals, first=literals, last=literals)
+        counts = [model.new_int_var(0, size, "") for _ in group.options]
+        model.add(sum(counts) == size)
+        if self._linear:
+            return GroupCounts(group=group, counts=counts, used=(), first=self._one_of(counts), last=self._one_of(counts))
+        used = [self._at_least(x, 1) for x in counts]
+        first = self._foremost(used[::-1])[::-1]
+        return GroupCounts(group=group, counts=counts, used=used, first=first, last=self._foremost(used))
+
+    def _one_of(self, counts: Sequence[Count]) -> list[Count]:
+        """Return for each option a literal ≤ x_k, exactly one of them true."""
+        literals = [self._model.new_bool_var("") for _ in counts]
+        self._model.add_exactly_one(literals)
+        for literal, x in zip(literals, counts, strict=True):
+            self._model.add(literal <= x)
+        return literals
+
+    def _at_least(self, x: Count, number: int) -> Count:
+        literal = self._model.new_bool_var("")
+        self._model.add(x >= number).only_enforce_if(literal)
+        self._model.add(x <= number - 1).only_enforce_if(~literal)
+        return literal
+
+    def _foremost(self, used: Sequence[Count]) -> list[Count]:
+        """Return for each option a literal: it is used, and none before it is."""
+        literals = []
+        for k, literal in enumerate(used):
+            foremost = self._model.new_bool_var("")
+            self._model.add_bool_and([literal, *(~u for u in used[:k])]).only_enforce_if(foremost)
+            literals.append(foremost)
+        self._model.add_exactly_one(literals)
+        return literals
+
+    def _named(self, level: Bytes) -> Bytes:
+        """Return a variable for a level, so that constraints on it stay short."""
+        if isinstance(level, int):
+            return level
+        named = self._model.new_int_var(-self._most_bytes, self._most_bytes, "")
+        self._model.add(named == level)
+        return named
+
+    def _latest(self, used: Count, nbytes: int, otherwise: Bytes) -> Bytes:
+        """Return at least `nbytes` where a run is used, else at least what the run beside it gave."""
+        if isinstance(otherwise, int) and otherwise == nbytes:
+            return nbytes
+        latest = self._model.new_int_var(0, self._most_bytes, "")
+        self._model.add(latest >= min(nbytes, self._most_bytes)).only_enforce_if(used)  # an option with more has no unit
+        self._model.add(latest >= otherwise).only_enforce_if(~used)
+        return latest
+
+    @staticmethod
+    def _sum(groups: Iterable[GroupCounts], value: Value) -> Bytes:
+        return sum(value(o) * x for own in groups for o, x in zip(own.group.options, own.counts, strict=True))
+
+    def _fits(self, level: Bytes, *literals: cp_model.BoolVarT) -> None:
+        """Level ≤ limit, where all literals are true."""
+        constraint = self._model.add(level <= self._limit)
+        if literals:
+            constraint.only_enforce_if(list(literals))
+
+
+def _add_row(
+    solver: pywraplp.Solver,
+    variables: Sequence[pywraplp.Variable],
+    indices: Sequence[int],
+    coefficients: Sequence[int],
+    low: int,
+    high: int,
+) -> None:
+    """Add one row, scaled so that its largest coefficient is 1: bytes and counts stand side by side."""
+    scale = max((abs(c) for c in coefficients), default=1) or 1
+    infinity, far, margin = solver.infinity(), 2**62, 0.0 if low == high else _SLACK
+    row = solver.Constraint(
+        -infinity if low <= -far else (low - margin * abs(low)) / scale, infinity if high >= far else (high + margin * abs(high)) / scale
+    )
+    for index, coefficient in zip(indices, coefficients, strict=True):
+        row.SetCoefficient(variables[index], row.GetCoefficient(variables[index]) + coefficient / scale)

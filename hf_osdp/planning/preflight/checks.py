@@ -1,0 +1,315 @@
+"""The preflight checks, one function each: of the model, of the devices, of the output folder."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from torch import nn
+
+from ...errors import PreflightError
+from ...modeling.batch import without_adapters
+from ...planner.cost.timing import TimeEstimate
+from ...planner.description import DType, UnitDescription
+from ...planner.hardware import DeviceSpec, Hardware
+from ...planner.job import OptimizerSpec, Precision
+from ...planner.plan import Plan
+from ...planner.presets import COMMUNICATOR_BYTES, CONTEXT_BYTES
+from ...planner.search.compare import StrategyResult
+from ...quantities import format_bytes, format_count, format_seconds
+
+_NUMBERED = re.compile(r"\.(\d+)(?=\.)")
+_AS_FAST = 0.8
+"""bf16 is native where its rate is at least this part of fp16's."""
+_WAITING = 0.25
+"""A link is slow where a step waits for communication for more than this part."""
+_FASTER = 1.1
+"""Another strategy is named where a step of the one asked for takes this much longer."""
+_SLACK_BYTES = 2**30
+"""Driver, context and communicators may take this much beyond what is known of them."""
+
+
+class Check(str, Enum):
+    """A preflight check; its value is shown to the user."""
+
+    MODEL = "model"
+    BLOCKS = "blocks"
+    TIES = "tied weights"
+    MASTERS = "float32 masters"
+    FP16 = "fp16 or bf16"
+    FROZEN = "frozen parameters"
+    OPTIMIZER = "optimizer"
+    BATCH = "batch"
+    DEVICES = "devices"
+    LIMIT = "memory limit"
+    PLAN = "plan"
+    LINKS = "links"
+    PROCESSES = "device memory"
+    FOLDER = "output folder"
+
+
+class Severity(str, Enum):
+    """A note is worth knowing, a warning asks for action, an error stops the run."""
+
+    NOTE = "note"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One finding of one check; its message holds value, limit and remedy in one line."""
+
+    check: Check
+    severity: Severity
+    message: str
+
+    @property
+    def line(self) -> str:
+        """Severity and message, such as `warning: ...`."""
+        return f"{self.severity.value}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Memory of a device now, as this process sees it. The CPU's is its node's, shared by all ranks there."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    own_bytes: int
+    """Held by this process's tensors already, or kept by its allocator."""
+    sharing: int = 1
+    """Ranks that use it together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """The folder that a run writes to, and what it writes there."""
+
+    path: str | Path
+    saves: bool = True
+    """Whether checkpoints are written while it trains."""
+    limit: int | None = None
+    """How many are kept (`save_total_limit`); None keeps all."""
+    states: bool = True
+    """Whether they hold the optimizer's states."""
+    adapters: bool = False
+    """Whether they hold trained parameters alone, as those of peft do."""
+
+
+def refuse_errors(findings: Iterable[Finding]) -> None:
+    """Raise a PreflightError that has all errors in one line, if there are any."""
+    if errors := [finding.message for finding in findings if finding.severity is Severity.ERROR]:
+        raise PreflightError(" ".join(errors))
+
+
+# --------------------------------------------------------------------------------------------------------------- the model
+
+
+def whole_in_one_unit(units: Sequence[UnitDescription]) -> Finding | None:
+    """Find a unit that holds more than half of the model, with repeated blocks in it: sharding then saves little."""
+    total, largest = sum(unit.numel for unit in units), max(units, key=lambda unit: unit.numel)
+    elements: dict[str, set[str]] = {}
+    for parameter in largest.parameters:
+        for match in _NUMBERED.finditer(parameter.name):
+            elements.setdefault(parameter.name[: match.start()], set()).add(match.group(1))
+    name, repeated = max(elements.items(), key=lambda item: len(item[1]), default=("", set()))
+    if 2 * largest.numel <= total or len(repeated) < 2:
+        return None
+    message = (
+        f"Unit {largest.label} ({largest.class_name}) holds {format_count(largest.numel)} of {format_count(total)} parameters, all"
+        f" {len(repeated)} of {name} among them, and gathers them at once; name the class of those with block_classes."
+    )
+    return Finding(Check.BLOCKS, Severity.WARNING, message)
+
+
+def unused_block_classes(asked: Sequence[str] | None, found: Sequence[str]) -> Finding | None:
+    """Find classes that were asked for and make no unit; where none does, the model cannot be described."""
+    if not (unused := [name for name in asked or () if name not in found]):
+        return None
+    message = (
+        f"block_classes has {', '.join(unused)}, of which the model has none, or none outside of other blocks; units are"
+        f" {', '.join(found)}. Leave it out where it was meant for another model."
+    )
+    return Finding(Check.BLOCKS, Severity.NOTE, message)
+
+
+def split_ties(model: nn.Module) -> Finding | None:
+    """Find weights that the configuration ties and the model holds twice: they would be trained apart, and loading keeps one of them."""
+    base = without_adapters(model)
+    try:
+        ties = base.get_expanded_tied_weights_keys(all_submodels=True)  # type: ignore[operator]
+    except (AttributeError, ValueError):  # another module, or names that adapters have changed
+        return None
+    parameters = dict(base.named_parameters(remove_duplicate=False))
+    for copy, source in ties.items():
+        if copy in parameters and source in parameters and parameters[copy] is not parameters[source]:
+            message = (
+                f"The configuration ties {copy} to {source}, but the model has two parameters: they would be trained apart, and a saved"
+                " model is loaded with one of them. Call model.tie_weights(), or set config.tie_word_embeddings=False."
+            )
+            return Finding(Check.TIES, Severity.ERROR, message)
+    return None
+
+
+def no_masters(units: Sequence[UnitDescription], precision: Precision) -> Finding | None:
+    """Find trainable parameters in half precision without float32 masters: an optimizer's small updates are rounded away."""
+    names = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}
+    half = [p for unit in units for p in unit.parameters if p.requires_grad and p.dtype in names]
+    if precision.compute is not None or not half:
+        return None
+    message = (
+        f"{format_count(sum(p.numel for p in half))} trainable parameters are in {half[0].dtype.value}, and mixed_precision=no has the"
+        f" optimizer update them in it, where small updates are rounded away; use mixed_precision={names[half[0].dtype]}, or load the"
+        " model in float32."
+    )
+    return Finding(Check.MASTERS, Severity.WARNING, message)
+
+
+def nothing_to_train(model: nn.Module) -> Finding | None:
+    """Find that all parameters are frozen."""
+    parameters = list(model.parameters())
+    if any(p.requires_grad for p in parameters):
+        return None
+    message = f"All {len(parameters)} parameters are frozen: there is nothing to train; set requires_grad=True on some of them."
+    return Finding(Check.FROZEN, Severity.ERROR, message)
+
+
+def frozen(units: Sequence[UnitDescription], *, in_optimizer: int = 0) -> Finding | None:
+    """Find that some parameters are frozen, `in_optimizer` of which the optimizer was given."""
+    parameters = [p for unit in units for p in unit.parameters]
+    still = [p for p in parameters if not p.requires_grad]
+    if not still or len(still) == len(parameters):
+        return None
+    count, total = (format_count(sum(p.numel for p in some)) for some in (still, parameters))
+    given = f" The optimizer was given {in_optimizer} of them, which it leaves alone." if in_optimizer else ""
+    message = f"{count} of {total} parameters are frozen, without gradients and optimizer states; to thaw any, plan again.{given}"
+    return Finding(Check.FROZEN, Severity.NOTE, message)
+
+
+# ------------------------------------------------------------------------------------------------------------- the devices
+
+
+def native_bf16(device: DeviceSpec) -> bool:
+    """Return whether the device multiplies bfloat16 about as fast as float16, or has no float16."""
+    bf16, fp16 = (device.flops_per_s.get(dtype) for dtype in (DType.BFLOAT16, DType.FLOAT16))
+    return bf16 is not None and (fp16 is None or bf16 >= _AS_FAST * fp16)
+
+
+def fp16_for_bf16(precision: Precision, native_on: str | None) -> Finding | None:
+    """Find float16, which needs loss scaling, where bfloat16 is as fast; `native_on` names a device that has it natively."""
+    if native_on is None or precision.compute is not DType.FLOAT16:
+        return None
+    message = (
+        f"mixed_precision=fp16 scales the loss and skips steps that overflow, and {native_on} computes bf16 as fast; use"
+        " mixed_precision=bf16, which needs neither."
+    )
+    return Finding(Check.FP16, Severity.WARNING, message)
+
+
+def slow_link(plan: Plan, hardware: Hardware | None, time: TimeEstimate | None, others: Sequence[StrategyResult] = ()) -> Finding | None:
+    """Find units that are gathered between nodes over a link for which every step waits; arguments are as in `KnownRun`."""
+    if hardware is None or time is None or hardware.nodes == 1 or not time.step_s:
+        return None
+    crossing = sum(unit.shard_size > hardware.devices_per_node and not unit.two_stage for unit in plan.units)
+    waiting = time.total("exposed_s") / time.step_s
+    best = max((row.result.plan for row in others if row.result is not None), key=lambda p: p.samples_per_s or 0.0, default=None)
+    gain = 0.0 if best is None else (best.samples_per_s or 0.0) / (plan.global_batch_size / time.step_s)
+    if not crossing or waiting <= _WAITING or (best is not None and gain < _FASTER):
+        return None
+    remedy = "try strategy=osdp, hsdp or two_stage"
+    if best is not None:
+        remedy = f"strategy={best.strategy} is estimated to be {gain:.1f} times as fast under the same limit"
+    message = (
+        f"{crossing} of {len(plan.units)} units are sharded across {hardware.nodes} nodes over"
+        f" {format_bytes(hardware.inter_node.bytes_per_s)}/s, and {100 * waiting:.0f} % of a step of {format_seconds(time.step_s)} waits"
+        f" for communication; {remedy}."
+    )
+    return Finding(Check.LINKS, Severity.WARNING, message)
+
+
+def memory_now(memory: DeviceMemory, needed_bytes: int, communicators: int) -> Finding | None:
+    """Find that the plan's tensors have no room now, or that other processes use the device."""
+    available, needed = memory.free_bytes + memory.own_bytes, memory.sharing * needed_bytes
+    if needed > available:
+        whose = f"The plan's {memory.sharing} ranks here need" if memory.sharing > 1 else "The plan needs"
+        message = (
+            f"{whose} {format_bytes(needed)} on {memory.name}, but {format_bytes(available)} of {format_bytes(memory.total_bytes)} are"
+            " there now; end what holds the rest, or plan again with a lower memory limit."
+        )
+        return Finding(Check.PROCESSES, Severity.WARNING if memory.name == "cpu" else Severity.ERROR, message)
+    ours = CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES
+    outside = memory.total_bytes - memory.free_bytes - memory.own_bytes
+    if memory.name == "cpu" or outside <= ours + _SLACK_BYTES:
+        return None
+    message = (
+        f"{format_bytes(outside)} of {memory.name} are held outside of this process's tensors, where CUDA and NCCL take about"
+        f" {format_bytes(ours)}: other processes are on it (nvidia-smi lists them) and may take more. End them, or choose another device"
+        " with CUDA_VISIBLE_DEVICES."
+    )
+    return Finding(Check.PROCESSES, Severity.WARNING, message)
+
+
+# ------------------------------------------------------------------------------------------------------------ the folder
+
+
+def checkpoint_bytes(units: Sequence[UnitDescription], optimizer: OptimizerSpec | None, *, adapters: bool = False) -> int:
+    """Return the bytes of one checkpoint, whatever the plan: each parameter once, and the states of those that are trained.
+
+    `Σ_p n_p b_p [p is saved] + s Σ_p n_p b_p [p is trained]` with n elements of b bytes and s states; schedulers, random states and
+    the Trainer's notes are kilobytes. None as optimizer stands for weights alone, `adapters` for trained parameters alone.
+    """
+    parameters = [parameter for unit in units for parameter in unit.parameters]
+    trained = sum(p.numel * p.dtype.itemsize for p in parameters if p.requires_grad)
+    weights = trained if adapters else sum(p.numel * p.dtype.itemsize for p in parameters)
+    return weights + (0 if optimizer is None else optimizer.states * trained)
+
+
+def not_writable(folder: RunFolder) -> Finding | None:
+    """Find that no file can be made in the folder, or in its nearest existing parent. Nothing is left behind."""
+    where = _nearest(folder)
+    reason = "is a file"
+    if where.is_dir():
+        try:
+            with tempfile.TemporaryFile(dir=where) as handle:
+                handle.write(b"\0")
+            return None
+        except OSError as problem:
+            reason = f"cannot be written ({problem.strerror})"
+    shown = folder.path if where == Path(folder.path).absolute() else f"{folder.path}: {where}"
+    return Finding(Check.FOLDER, Severity.ERROR, f"Output folder {shown} {reason}; give a folder that can be written.")
+
+
+def too_small(folder: RunFolder, units: Sequence[UnitDescription], optimizer: OptimizerSpec) -> Finding | None:
+    """Find that checkpoints do not fit on the disk: while one is written, one more than are kept. Quotas are not seen."""
+    size = checkpoint_bytes(units, optimizer if folder.saves and folder.states else None, adapters=folder.adapters)
+    free = shutil.disk_usage(_nearest(folder)).free
+    kept = 1 if folder.limit is None else folder.limit
+    there = sum(1 for _ in Path(folder.path).glob("checkpoint[-_]*"))
+    wanted = max(1, kept + 1 - there) if folder.saves else 1
+    if wanted * size <= free:
+        return None
+    has = f"the disk of {folder.path} has {format_bytes(free)} free"
+    if not folder.saves:
+        message = f"The model takes {format_bytes(size)}, but {has}; free some space before it is saved."
+        return Finding(Check.FOLDER, Severity.WARNING, message)
+    if free < size:
+        message = f"A checkpoint takes {format_bytes(size)}, but {has}; free some space, or give another folder."
+        return Finding(Check.FOLDER, Severity.ERROR, message)
+    message = (
+        f"A checkpoint takes {format_bytes(size)}, and {has}: room for {free // size} of the {wanted} that will lie there at once; free"
+        " some space, give another folder, or keep fewer with save_total_limit."
+    )
+    return Finding(Check.FOLDER, Severity.WARNING, message)
+
+
+def _nearest(folder: RunFolder) -> Path:
+    """Return the folder itself, or its nearest parent that exists."""
+    path = Path(folder.path).absolute()
+    return next(place for place in (path, *path.parents) if place.exists())

@@ -1,0 +1,209 @@
+"""Bad input of every recipe: one clear line on stderr, exit code 2, and nothing written."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets.config
+import pytest
+
+from hf_osdp.integrations.exits import run_script
+from tests.helpers.shared_data import SHARED_DATA, needs_shared_data
+from tests.recipes.conftest import Recipe
+
+CASES: dict[str, dict[str, tuple[dict[str, object], str]]] = {
+    "run_clm": {
+        "missing training file": (dict(train_file="none.txt"), "train file none.txt does not exist"),
+        "missing validation file": (dict(train_file="some.txt", validation_file="none.txt"), "validation file none.txt does not exist"),
+        "empty training file": (dict(train_file="empty.txt"), "empty.txt is empty"),
+        "too short for a block": (dict(train_file="some.txt", validation_file="some.txt"), "less than one block of 32"),
+        "unknown kind of file": (dict(train_file="some.pdf"), "of no known kind"),
+        "one line, nothing to split": (dict(train_file="line.txt"), "line.txt has too little text to split (1 line)"),
+        "another encoding": (dict(train_file="latin.txt"), "latin.txt is not UTF-8 text"),
+        "malformed line of JSON": (dict(train_file="lines.jsonl"), "lines.jsonl, line 2, is not JSON"),
+        "malformed JSON": (dict(train_file="whole.json"), "whole.json cannot be read as json"),
+        "numbers for text": (dict(train_file="numbers.jsonl"), "`text` holds int64"),
+        "upper-case extension, too short": (dict(train_file="UPPER.TXT", validation_file="UPPER.TXT"), "less than one block of 32"),
+        "upper-case extension of JSON": (dict(train_file="LINES.JSONL"), "LINES.JSONL, line 2, is not JSON"),
+        "longer than the positions": (dict(block_size=64), "block_size=64 is longer than the model's 32 positions"),
+        "unknown strategy": (dict(strategy="zero3"), "strategy='zero3' is not known"),
+        "unknown block class": (dict(block_classes="NoSuchBlock"), "NoSuchBlock"),
+        "limit below the feasible": (dict(memory_limit="100KiB"), "No plan fits 100.0 KiB"),
+        "plan for another world": (dict(plan="world2.json", hardware=None), "The plan is for 2 processes, but 1 are running"),
+        "unreadable plan": (dict(plan="broken.json", hardware=None), "broken.json is not JSON"),
+        "unknown override": (dict(config_overrides="n_layers=2"), "config_overrides has 'n_layers=2'"),
+        "override of another type": (dict(config_overrides="n_layer=two"), "n_layer takes a int"),
+        "unknown model type": (dict(model_type="gpt9", config_overrides=None), "model_type='gpt9'"),
+        "unknown flag": (dict(no_such_flag=1), "no_such_flag"),
+        "value of another type": (dict(max_steps="many"), "many"),
+        "no checkpoint": (dict(resume_from_checkpoint="nowhere"), "resume_from_checkpoint=nowhere holds no checkpoint"),
+        "adapters of nothing": (dict(lora_rank=2), "lora_rank=2 trains adapters of a model that was trained; give model_name_or_path"),
+        "targets without adapters": (dict(lora_targets="c_attn"), "lora_alpha and lora_targets need lora_rank"),
+        "nothing to do": (dict(do_train=None, do_eval=None), "Nothing to do"),
+        "fp16 on one CPU process": (dict(fp16=True), "use bf16"),
+        "tracker that is not there": (dict(report_to="wandb"), "report_to=wandb is not installed here; install it, or use one of"),
+        "stream without an end": (dict(streaming=True, max_steps=None), "streaming=true needs max_steps"),
+        "negative buffer": (dict(streaming=True, shuffle_buffer=-1), "shuffle_buffer=-1 must be at least 0"),
+        "stream of a missing file": (dict(streaming=True, train_file="none.txt"), "train file none.txt does not exist"),
+        "stream of nothing": (
+            dict(streaming=True, do_eval=None, train_file="empty.txt"),
+            "empty.txt: the train text has less than one block",
+        ),
+        "stream of numbers": (
+            dict(streaming=True, train_file="numbers.jsonl"),
+            "numbers.jsonl needs a column `text` of text; it holds int",
+        ),
+        "stream of other columns": (dict(streaming=True, train_file="other.csv"), "it is not among name, words"),
+        "malformed stream": (dict(streaming=True, train_file="lines.jsonl"), "lines.jsonl cannot be read as a stream: JSON parse error"),
+        "stream in another encoding": (dict(streaming=True, train_file="latin.txt"), "latin.txt cannot be read as a stream: 'utf-8' codec"),
+        "stream without validation": (
+            dict(streaming=True, train_file="line.txt", max_eval_samples=None),
+            "This stream has no validation text; give max_eval_samples",
+        ),
+    },
+    "run_mlm": {
+        "unknown grouping": (
+            dict(grouping="hsdp"),
+            "grouping='hsdp' is not known; use one of group_sharding, communication_with_groups, none.",
+        ),
+        "grouping and strategy": (dict(grouping="none", strategy="ddp"), "strategy=ddp cannot stand beside it"),
+        "grouping and plan": (dict(grouping="none", plan="plan.json"), "plan=plan.json cannot stand beside it"),
+        "grouping for the stock Trainer": (dict(grouping="none", osdp=False), "grouping=none has no effect with osdp false"),
+        "groups of one process": (dict(grouping="group_sharding"), "strategy=hsdp needs a group size"),
+        "stages on one machine": (dict(grouping="communication_with_groups"), "strategy=two_stage needs several nodes"),
+        "causal model": (dict(model_type="gpt2"), "model_type='gpt2' is no masked language model; use one such as bert or roberta"),
+        "unknown model": (dict(model_type="bert9"), "model_type='bert9' is not known to transformers; use one such as bert or roberta"),
+        "nothing to guess": (dict(mlm_probability=0), "mlm_probability=0.0 must lie between 0 and 1"),
+        "no room for text": (dict(block_size=2), "block_size=2 leaves no room"),
+        "fewer embeddings than tokens": (dict(config_overrides="vocab_size=299"), "less than the 300 entries of the tokenizer"),
+    },
+    "run_clm_no_trainer": {
+        "less than a step": (dict(max_train_samples=3), "has 3 blocks of 32 tokens, less than the 4 samples of one optimizer step"),
+        "micro-batch that does not divide": (dict(micro_batch_size=3), "micro_batch_size=3 does not divide"),
+        "switched off": (dict(osdp=False), "osdp false was given, but this loop runs by a plan"),
+        "unknown schedule": (dict(lr_scheduler_type="zigzag"), "lr_scheduler_type='zigzag' is not known; use one of linear, cosine"),
+        "unknown precision": (dict(mixed_precision="fp8"), "mixed_precision='fp8' is not known; use one of no, bf16, fp16"),
+        "no learning": (dict(learning_rate=0), "learning_rate=0.0 must be greater than 0"),
+        "no steps": (dict(max_steps=0), "max_steps=0 must be at least 1"),
+        "no checkpoint": (dict(resume_from_checkpoint="nowhere"), "resume_from_checkpoint=nowhere holds no checkpoint"),
+        "argument of the Trainer": (dict(do_train=True), "do_train"),
+    },
+    "train_plain": {
+        "missing training file": (dict(train_file="none.txt"), "train file none.txt does not exist"),
+        "less than a step": (dict(max_train_samples=3), "The train text has 3 blocks of 32 tokens; give text for 8 or more"),
+        "unknown strategy": (dict(strategy="zero3"), "zero3"),
+        "unknown precision": (dict(mixed_precision="fp8"), "fp8"),
+        "no steps": (dict(steps=0), "steps=0 must be at least 1"),
+        "unknown flag": (dict(max_steps=3), "max_steps"),
+        "no streams here": (dict(streaming=True), "streaming"),
+    },
+    "run_glue": {
+        "unknown task": (dict(task_name="mnli"), "task_name='mnli' is not known; use one of sst2, rte, cola, or train_file"),
+        "missing file": (dict(train_file="none.jsonl"), "train file none.jsonl does not exist"),
+        "no labels": (
+            dict(train_file="plain.jsonl"),
+            "plain.jsonl has the columns sentence; it needs sentence, label or sentence1, sentence2, label",
+        ),
+        "columns of another task": (dict(train_file="pairs.jsonl", task_name="sst2"), "it needs sentence, label."),
+        "labels of text": (dict(train_file="words.jsonl"), "The labels of words.jsonl are string; they must be whole numbers"),
+        "negative labels": (dict(train_file="hidden.jsonl"), "hidden.jsonl has rows without a label"),
+        "one label only": (dict(train_file="same.jsonl"), "same.jsonl has 1 for all of its 19 labels"),
+        "numbers for text": (dict(train_file="sentences.jsonl"), "The column `sentence` of sentences.jsonl holds int64"),
+        "unknown metric": (dict(metric="no_such_metric"), "Cannot load the metric no_such_metric"),
+        "longer than the positions": (dict(max_seq_length=64), "max_seq_length=64 is longer than the model's 32 positions"),
+        "no length": (dict(max_seq_length=0), "max_seq_length=0 must be at least 1"),
+        "patience without a best model": (dict(early_stopping_patience=2), "early_stopping_patience=2 needs load_best_model_at_end: true"),
+        "best by what is not computed": (
+            dict(metric_for_best_model="f1"),
+            "metric_for_best_model=f1 is not computed; use accuracy or loss",
+        ),
+        "no classifier": (
+            dict(model_type="whisper", config_overrides=None),
+            "model_type='whisper' is no model for sentence classification",
+        ),
+        "hub without a network": (dict(task_name="rte"), "Cannot load the data set nyu-mll/glue"),
+    },
+}
+"""Script → case → changes of its arguments, and a part of the line."""
+
+
+@pytest.fixture
+def bad_files(tmp_path: Path) -> None:
+    """Every file that a case names and that exists."""
+    texts = {
+        "empty.txt": " \n", "some.txt": "A few words only.\n", "UPPER.TXT": "A few words only.\n", "some.pdf": "A few words only.\n",
+        "line.txt": "A few words only. " * 200, "numbers.jsonl": '{"text": 1}\n{"text": 2}\n', "other.csv": "name,words\nAnna,fine\n",
+        "broken.json": "{ not a plan", **dict.fromkeys(("lines.jsonl", "LINES.JSONL", "whole.json"), '{"text": "fine"}\n{"text": \n'),
+    }  # fmt: skip
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "latin.txt").write_bytes("Été à la mer.\n".encode("latin-1") * 50)
+    unit = {"fqn": "", "shard_size": 1, "reshard_after_forward": False}
+    plan = {"world_size": 2, "strategy": "osdp", "micro_batch_size": 4, "accumulation_steps": 1, "model_fingerprint": "0", "units": [unit]}
+    (tmp_path / "world2.json").write_text(json.dumps(plan))
+
+    sentences = [{"sentence": f"word {number}", "label": number % 2} for number in range(20)]
+    changes = {"words": {"label": "good"}, "hidden": {"label": -1}, "same": {"label": 1}, "sentences": {"sentence": 1}}
+    tables = {name: [{**row, **change} for row in sentences] for name, change in changes.items()}
+    tables["plain"] = [{"sentence": row["sentence"]} for row in sentences]
+    tables["pairs"] = [{"sentence1": row["sentence"], "sentence2": "so .", "label": row["label"]} for row in sentences]
+    for name, rows in tables.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Refused:
+    """Run a script in this process, which must end with one line, exit code 2 and nothing written: the line."""
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+    def run(script: str, *positional: str, **changes: object) -> str:
+        recipe, module = Recipe(script, tmp_path), importlib.import_module(script)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", recipe.command(*positional, **changes))
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            run_script(module.main)
+        errors = capfd.readouterr().err
+        lines = [line for line in errors.splitlines() if line.startswith("error: ")]
+        assert stop.value.code == 2 and len(lines) == 1, errors
+        assert not recipe.output.exists()
+        return lines[0]
+
+    return run
+
+
+@pytest.mark.parametrize(("script", "case"), [(script, case) for script, cases in CASES.items() for case in cases])
+def test_bad_input_is_one_clear_line(bad_files, refused, script, case):
+    changes, part = CASES[script][case]
+    line = refused(script, **changes)
+    assert part in line, line
+
+
+@pytest.mark.parametrize(
+    ("script", "content", "part"),
+    [
+        ("run_clm", "no_such_key: 1\n", "no_such_key"),
+        ("run_clm", "- a list\n", "holds a list"),
+        ("run_clm", "a: [\n", "is not YAML (line 2"),
+        ("run_clm", "max_steps: true\n", "takes a whole number"),
+        ("run_clm_no_trainer", "do_train: true\n", "bad.yaml has unknown keys do_train; known are"),
+        ("run_clm_no_trainer", "no_such_key: true\n", "bad.yaml has unknown keys no_such_key; known are"),
+    ],
+)
+def test_bad_file_of_arguments_is_one_clear_line(tmp_path, refused, script, content, part):
+    (tmp_path / "bad.yaml").write_text(content)
+    line = refused(script, "bad.yaml")
+    assert part in line and (script == "run_clm" or "TrainingArguments" not in line)
+
+
+@needs_shared_data
+def test_masked_model_refuses_the_tokenizer_of_a_causal_model(refused):
+    line = refused("run_mlm", tokenizer_name=SHARED_DATA / "tokenizers" / "gpt2")
+    assert "gpt2 has no cls_token; name one of a masked language model" in line

@@ -1,0 +1,81 @@
+"""A loop's checkpoints: written while it goes on, read by what fits, with its random states."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from hf_osdp.checkpoint.loop import load_loop, load_random_states, save_loop, save_random_states
+from hf_osdp.checkpoint.manifest import MANIFEST_NAME
+from hf_osdp.checkpoint.resume import last_checkpoint
+from hf_osdp.checkpoint.writer import CheckpointWriter
+from hf_osdp.errors import CheckpointError
+from tests.helpers.models import tiny_model
+
+from .checkpoints import saved, trained
+from .test_folders import small
+
+
+def test_shards_are_written_while_training_goes_on(tmp_path):
+    model, optimizer = trained()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    writer = CheckpointWriter(in_background=True)
+    save_loop(writer, tmp_path / "checkpoint-1", model, optimizer, others={}, progress={"step": 2}, sharded=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    writer.wait()
+    assert load_loop(tmp_path / "checkpoint-1", model, optimizer, others={}) == {"step": 2}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_failure_in_the_background_is_raised_once_by_wait(tmp_path, monkeypatch):
+    writer = CheckpointWriter(in_background=True)
+    small(tmp_path)
+    monkeypatch.setattr("hf_osdp.checkpoint.writer.complete", lambda *args, **kwargs: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with writer.new(tmp_path / "checkpoint-2"):
+        pass
+    with pytest.raises(CheckpointError, match=r"could not be written on rank 0 \(OSError: .* No space left\); the one before"):
+        writer.wait()
+    writer.wait()
+    assert last_checkpoint(tmp_path).name == "checkpoint-1"
+
+
+def test_states_of_another_layout_do_not_stay_in_a_replaced_checkpoint(tmp_path):
+    folder = saved(tmp_path / "checkpoint-1", sharded=True)
+    (folder / MANIFEST_NAME).unlink()  # as another program writes it
+    model, optimizer = trained(seed=5)
+    saved(folder, sharded=False, model=model, optimizer=optimizer)
+    assert not (folder / "pytorch_model_fsdp_0").exists() and not (folder / "optimizer_0").exists()
+    again, its = trained(seed=9)
+    load_loop(folder, again, its, others={})
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_random_states_go_on_and_new_ranks_get_their_own(tmp_path):
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    save_random_states(tmp_path, 0)
+    draw = lambda: (torch.rand(2).tolist(), random.random(), np.random.rand())  # noqa: E731
+    want = draw()
+    load_random_states(tmp_path, 0)
+    assert draw() == want
+    others = []
+    for rank in (1, 2, 1):
+        load_random_states(tmp_path, rank)
+        others.append(draw())
+    assert others[0] == others[2] and len({str(each) for each in (want, *others)}) == 3
+    load_random_states(tmp_path / "nowhere", 0)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_checkpoint_of_another_model_or_without_a_needed_file_is_refused(tmp_path, sharded):
+    folder = saved(tmp_path / "checkpoint-1", sharded=sharded)
+    for other in (tiny_model("llama", layers=1), tiny_model("gpt2", layers=2)):
+        with pytest.raises(CheckpointError, match="is not of this model"):
+            load_loop(folder, other, torch.optim.AdamW(other.parameters()), others={})
+    model, optimizer = trained()
+    with pytest.raises(CheckpointError, match=r"lacks scaler.pt, which this run needs"):
+        load_loop(folder, model, optimizer, others={"scaler.pt": torch.amp.GradScaler("cpu")})

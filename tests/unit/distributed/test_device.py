@@ -1,0 +1,152 @@
+"""Each process takes a GPU of its own, and segments that expand where nobody has said otherwise; torch.cuda is played."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_osdp.cli import profile_command
+from hf_osdp.distributed import device as module
+from hf_osdp.distributed.device import expands_segments, own_gpu, prefer_expandable_segments
+from hf_osdp.distributed.mesh import collective_device
+from hf_osdp.measurement.machine import measuring_device
+from hf_osdp.planning.preflight.run import device_memory
+from hf_osdp.sharding import environment
+
+CURRENT = "PYTORCH_ALLOC_CONF"
+VARIABLES = (CURRENT, "PYTORCH_CUDA_ALLOC_CONF")
+
+
+class Gpus:
+    """What torch.cuda tells of the GPUs that a process sees."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, self.current = 1, 0
+        for name, played in {
+            "is_available": lambda: True, "device_count": lambda: self.count, "current_device": lambda: self.current,
+            "set_device": self.set, "mem_get_info": lambda device: (2**30, 2**30), "get_device_name": lambda device: "GPU",
+            "memory_reserved": lambda device: 0, "get_device_properties": lambda device: SimpleNamespace(name="GPU", total_memory=2**30),
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, played)
+
+    def set(self, device: int | torch.device) -> None:
+        index = device if isinstance(device, int) else device.index
+        assert index < self.count, "invalid device ordinal"
+        self.current = index
+
+
+@pytest.fixture
+def gpus(monkeypatch) -> Gpus:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    return Gpus(monkeypatch)
+
+
+@pytest.fixture
+def form(monkeypatch):
+    """A process group of one rank that counts as NCCL's."""
+
+    def formed(device_id: int | None = None) -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+        if device_id is not None:  # as init_process_group(device_id=...) leaves it
+            monkeypatch.setattr(type(dist.group.WORLD), "bound_device_id", torch.device("cuda", device_id))
+
+    yield formed
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("count", "current", "local_rank", "expected"), [(8, 0, "3", 3), (1, 0, "3", 0), (8, 5, "3", 5), (8, 2, None, 2), (8, 0, None, 0)]
+)
+def test_own_gpu_without_group_is_current_or_local_rank(gpus, monkeypatch, count, current, local_rank, expected):
+    gpus.count, gpus.current = count, current
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert own_gpu() == torch.device("cuda", expected)
+    assert gpus.current == expected
+
+
+def test_own_gpu_with_group_formed_without_device_is_current(gpus, form, monkeypatch):
+    gpus.count, gpus.current = 8, 2
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    form()
+    assert own_gpu().index == gpus.current == 2
+
+
+@pytest.mark.parametrize(
+    "choose", [environment.training_device, collective_device, lambda: measuring_device("cuda"), lambda: device_memory("cuda")]
+)
+def test_all_devices_are_that_of_group_formed_with_device_id(gpus, form, choose):
+    gpus.count = 8
+    form(device_id=3)
+    choose()
+    assert gpus.current == 3
+
+
+def test_group_is_formed_on_only_visible_gpu_at_any_local_rank(gpus, monkeypatch):
+    formed = []
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: formed.append(backend))
+    environment.form_process_group(needed=True)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    with profile_command._process_group("cuda"):
+        pass
+    assert formed == ["cpu:gloo,cuda:nccl"] * 2
+    assert gpus.current == 0
+
+
+# ------------------------------------------------------------------------------------------------------ expandable segments
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    """What the allocator is told, in a torch that is built with CUDA and has not begun to use it."""
+    told: list[str] = []
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(module.sys, "platform", "linux")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: told[-1] if told else "", raising=False)
+    return told
+
+
+@pytest.mark.parametrize(("variable", "before"), [(CURRENT, ""), *((name, "max_split_size_mb:512") for name in VARIABLES)])
+def test_expandable_segments_are_set_once_beside_other_settings(calls, monkeypatch, variable, before):
+    monkeypatch.setenv(variable, before)
+    prefer_expandable_segments()
+    prefer_expandable_segments()
+    assert calls == [os.environ[variable]] == [f"{before},expandable_segments:True".lstrip(",")]
+    assert expands_segments()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expands"),
+    [("expandable_segments:False", False), ("expandable_segments:True", True), ("backend:cudaMallocAsync", True)],
+)
+def test_expandable_segments_leave_choice_of_user(calls, monkeypatch, settings, expands):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    prefer_expandable_segments()
+    assert not calls and expands_segments() is expands
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
+    calls.append(settings)  # as a call would set it
+    prefer_expandable_segments()
+    assert calls == [settings] and expands_segments() is expands
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "expands"), [(torch.cuda, "is_initialized", lambda: True, False), (torch.version, "cuda", None, True)]
+)
+def test_expandable_segments_leave_allocator_in_use_and_torch_without_cuda(calls, monkeypatch, owner, name, value, expands):
+    monkeypatch.setattr(owner, name, value)
+    prefer_expandable_segments()
+    assert not calls and expands_segments() is expands

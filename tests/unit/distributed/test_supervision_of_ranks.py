@@ -1,0 +1,209 @@
+"""Ranks at the start (who is missing, differs, was started twice), their heartbeat, SIGTERM, and nodes from their names."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore, Store, TCPStore
+
+from hf_osdp.distributed import process_group
+from hf_osdp.distributed.heartbeat import SILENT_BEATS, Heartbeat
+from hf_osdp.distributed.mesh import Topology, find_topology, topology_of
+from hf_osdp.distributed.process_group import RankReport, _collect, _report, check_ranks, differences, refusal
+from hf_osdp.distributed.stop import EXIT_CODE, StopSignal
+from hf_osdp.errors import HardwareError, LaunchError
+
+
+def report(rank: int, *, ranks: int = 2, host: str = "a", token: str = "", torch: str = "2.13") -> RankReport:
+    return RankReport(
+        rank=rank, host=host, ranks=ranks, process=rank, token=token or f"{rank}-{host}", limit=None, versions={"torch": torch}
+    )  # fmt: skip
+
+
+@pytest.fixture
+def store() -> Store:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+
+
+def start(store: TCPStore, *mine: RankReport, limit_s: float = 5.0) -> list[object]:
+    """Let ranks come at the same time. Returns what each got: the reports of all, or the error."""
+    found: list[object] = [None] * len(mine)
+
+    def one(number: int) -> None:
+        own = store if number == 0 else TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=20))
+        act = _collect if mine[number]["rank"] == 0 else _report
+        try:
+            found[number] = act(own, mine[number], limit_s)
+        except LaunchError as error:
+            found[number] = str(error)
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(len(mine))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_check_gives_every_rank_reports_of_this_start_alone(store):
+    start(store, report(0), report(1))
+    store.set("default_pg/0//cpu//0/0", "the address of a process that has ended")
+    ranks = [report(0, ranks=3, token="new 0"), report(1, ranks=3, token="new 1"), report(2, ranks=3, host="b")]
+    assert start(store, *ranks) == [ranks] * 3
+    assert not store.check(["default_pg/0//cpu//0/0"])
+
+
+def test_check_names_missing_rank_at_limit(store):
+    reports = start(store, report(0, ranks=4), report(1, ranks=4, host="b"), limit_s=0.5)[0]
+    line = refusal(reports, waited_s=0.5)
+    assert line.startswith("2 of 4 ranks did not report within 0.5 s: ranks 2-3 (ranks 0-1 on a, b did).")
+    assert refusal([report(0), report(1)], waited_s=1) is None
+
+
+@pytest.mark.parametrize(("in_launchers_store", "least_s"), [(False, 0.0), (True, 0.5)])
+def test_check_names_rank_started_twice(store, monkeypatch, in_launchers_store, least_s):
+    monkeypatch.setattr(process_group, "_READ_S", 0.1)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(in_launchers_store))
+    began = time.monotonic()
+    found = start(store, report(0), report(1), report(1, host="b"), limit_s=0.5)
+    (line,) = (text for text in found if isinstance(text, str))
+    assert "for rank 0, which counts process 1 on " in line and "as rank 1: that was started twice. " in line and "--machine_rank" in line
+    assert least_s < time.monotonic() - began < least_s + 0.4
+
+
+def test_refusal_names_versions_ranks_and_hosts():
+    line = refusal([report(0), report(1, host="b", torch="2.11"), report(2, host="b", torch="2.11")], waited_s=1)
+    assert line.startswith("Ranks run different versions: torch is 2.13 on rank 0 (a), 2.11 on ranks 1-2 (b).")
+    assert "the number of ranks is 2 on rank 0 (a), 3 on rank 2 (b)" in refusal([report(0), report(2, host="b", ranks=3)], waited_s=1)
+
+
+def test_differences_names_values_and_ranks():
+    assert differences({0: {"plan": "x"}, 1: {"plan": ""}, 2: {"plan": "x"}}) is None, "an empty text agrees with all"
+    line = differences({0: {"plan": "x", "model": "m"}, 1: {"plan": "y", "model": "m"}, 2: {"plan": "x"}})
+    assert line == "plan is x on ranks 0, 2, y on rank 1; model is m on ranks 0-1, not known on rank 2"
+
+
+@pytest.mark.parametrize("value", ["soon", "-5", "0", "inf"])
+def test_check_refuses_limit_that_is_no_number_of_seconds(monkeypatch, value):
+    monkeypatch.setenv("OSDP_LAUNCH_TIMEOUT_S", value)
+    with pytest.raises(ValueError, match=f"OSDP_LAUNCH_TIMEOUT_S={value} is not a number of seconds above 0"):
+        check_ranks()
+
+
+@pytest.mark.parametrize("variables", [{}, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}])
+def test_check_returns_at_once_in_single_process(monkeypatch, variables):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    check_ranks()
+
+
+# ---------------------------------------------------------------------------------------------------------------- heartbeat
+
+
+def beat(*ranks: Heartbeat, times: int) -> None:
+    for _ in range(times):
+        for rank in ranks:
+            rank.beat()
+
+
+def test_heartbeat_warns_once_of_silent_rank_and_tells_its_return(caplog):
+    store = HashStore()
+    first, second = Heartbeat(store, 0, 2), Heartbeat(store, 1, 2)
+    beat(first, times=2 * SILENT_BEATS)  # the other never began
+    beat(second, first, times=2 * SILENT_BEATS)
+    assert not caplog.records
+    beat(first, times=3 * SILENT_BEATS)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "Rank 1 on " in caplog.text and "has not been heard from for 30 s" in caplog.text
+    beat(second, first, times=1)
+    assert "is heard from again, after 90 s" in caplog.messages[1] and len(caplog.messages) == 2
+    store.set("1", "over")
+    beat(first, times=2 * SILENT_BEATS)
+    assert len(caplog.messages) == 2
+
+
+# ------------------------------------------------------------------------------------------------------------------ SIGTERM
+
+
+@pytest.fixture
+def came():
+    """How often SIGTERM reached whoever had it before."""
+    calls = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
+    yield calls
+    signal.signal(signal.SIGTERM, before)
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_stop_signal_leaves_forks_to_sigterm(came):
+    """Such as a worker that multiprocessing ends, and waits for."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with StopSignal() as stop:
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+        worker.start()
+        time.sleep(0.3)  # Python drops signals that come while it forks
+        worker.terminate()
+        worker.join(5.0)
+        code = worker.exitcode
+        worker.kill()
+        assert code == -signal.SIGTERM
+        terminate()
+        assert stop.received
+
+
+def test_stop_signal_restores_handler_after_loop_that_goes_on_or_fails(came):
+    with StopSignal() as stop:
+        terminate()
+    assert stop.received and not came
+    terminate()
+    assert came
+    with pytest.raises(KeyError), StopSignal() as stop:
+        terminate()
+        assert stop.agreed()
+        raise KeyError("saving failed")
+    terminate()
+    assert len(came) == 2
+
+
+def test_stop_signal_ignores_sigterm_after_loop_that_it_ended(came):
+    with StopSignal() as stop:
+        terminate()
+        assert stop.agreed()
+    terminate()
+    with pytest.raises(SystemExit) as end:
+        stop.exit()
+    stop.abandon()
+    terminate()
+    assert end.value.code == EXIT_CODE and not came
+
+
+# -------------------------------------------------------------------------------------------------------------------- nodes
+
+
+def test_topology_counts_equal_nodes():
+    assert topology_of(["a", "a", "b", "b", "c", "c"]) == Topology(nodes=3, ranks_per_node=2)
+    assert find_topology() == Topology(nodes=1, ranks_per_node=1), "a process alone"
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("aaab", r"different numbers of processes \(a: 3, b: 1\); start equally many on each, for example 1"),
+        ("abab", r"Ranks of a are not numbered one after the other; .*--distribution=block"),
+    ],
+)
+def test_topology_refuses_unequal_nodes_and_ranks_dealt_out_in_turn(names, message):
+    with pytest.raises(HardwareError, match=message):
+        topology_of(list(names))

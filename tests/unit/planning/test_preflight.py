@@ -1,0 +1,304 @@
+"""Preflight checks: each fires on a case made for it and is silent on a sound one; their findings stand after the plan, or stop the run."""
+
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+from dataclasses import replace
+
+import pytest
+import torch
+from accelerate.utils import ProjectConfiguration
+from torch import nn
+from transformers import TrainingArguments
+
+from hf_osdp.errors import PreflightError
+from hf_osdp.integrations.accelerator import project_folder
+from hf_osdp.integrations.announce import announce_plan
+from hf_osdp.integrations.trainer_facts import trainer_folder
+from hf_osdp.modeling.units import find_units
+from hf_osdp.planner.cost.evaluate import estimate_plan
+from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
+from hf_osdp.planner.presets import preset
+from hf_osdp.planner.problem import Strategy
+from hf_osdp.planner.search.compare import StrategyResult
+from hf_osdp.planner.search.search import search
+from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.planning.plan_run import plan_run
+from hf_osdp.planning.preflight.checks import (
+    Check,
+    DeviceMemory,
+    Finding,
+    RunFolder,
+    Severity,
+    checkpoint_bytes,
+    fp16_for_bf16,
+    frozen,
+    memory_now,
+    no_masters,
+    not_writable,
+    nothing_to_train,
+    refuse_errors,
+    slow_link,
+    split_ties,
+    too_small,
+    unused_block_classes,
+    whole_in_one_unit,
+)
+from hf_osdp.planning.preflight.run import bf16_on, check_model, device_memory, merged_findings
+from hf_osdp.planning.problem import RunFacts, check_limit
+from tests.helpers.descriptions import transformer
+from tests.helpers.models import MODELS, SEQUENCE_LENGTH, tiny_model
+from tests.helpers.problems import problem
+
+GIB = 2**30
+CONFIG = OSDPConfig(hardware="cpu", compare=False, operator_splitting=False)
+Usage = namedtuple("Usage", "total used free")
+
+
+def assert_found(finding: Finding | None, severity: Severity, *parts: str) -> None:
+    assert finding is not None and finding.severity is severity
+    assert all(part in finding.message for part in parts), finding.message
+    assert "\n" not in finding.message and finding.line.startswith(f"{severity.value}: ")
+
+
+# --------------------------------------------------------------------------------------------------------------- the model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_checks_find_nothing_in_sound_models(name):
+    model = tiny_model(name, dtype=torch.float32)
+    units = find_units(model)
+    assert not any([split_ties(model), nothing_to_train(model), whole_in_one_unit(units), no_masters(units, Precision()), frozen(units)])
+    assert unused_block_classes(None, ()) is None and unused_block_classes(["A"], ["A"]) is None
+    check_model(model)
+
+
+def test_unit_around_all_blocks_is_named_with_what_repeats_in_it():
+    units = find_units(tiny_model("gpt2"), ["GPT2Model"])
+    assert_found(whole_in_one_unit(units), Severity.WARNING, "transformer (GPT2Model)", "all 4 of transformer.h", "block_classes")
+    assert whole_in_one_unit(find_units(tiny_model("gpt2", layers=1), ["GPT2Block"])) is None
+
+
+def test_block_classes_without_unit_are_named():
+    assert_found(unused_block_classes(["GPT2Block", "BertLayer"], ["GPT2Block"]), Severity.NOTE, "BertLayer", "units are GPT2Block")
+
+
+def test_untied_head_is_an_error_unless_configuration_says_so():
+    model = tiny_model("gpt2")
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    assert_found(split_ties(model), Severity.ERROR, "lm_head.weight", "transformer.wte.weight", "tie_weights()")
+    with pytest.raises(PreflightError, match=r"ties lm_head\.weight"):
+        check_model(model)
+    model.config.tie_word_embeddings = False
+    assert split_ties(model) is None
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    assert split_ties(model) is None
+
+
+def test_adapters_and_plain_modules_have_no_split_ties():
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(tiny_model("gpt2"), peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+    assert split_ties(adapted) is None
+    assert split_ties(nn.Linear(2, 2)) is None
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
+def test_half_precision_without_masters_is_a_warning(dtype, name):
+    model = tiny_model("gpt2", dtype=dtype)
+    units = find_units(model)
+    assert_found(no_masters(units, Precision()), Severity.WARNING, str(dtype).removeprefix("torch."), f"mixed_precision={name}")
+    assert no_masters(units, Precision.named(name)) is None
+    assert no_masters(find_units(model.requires_grad_(False)), Precision()) is None
+
+
+def test_frozen_parameters_are_counted_and_all_of_them_are_an_error():
+    model = tiny_model("gpt2")
+    model.transformer.wte.requires_grad_(False)
+    assert_found(frozen(find_units(model)), Severity.NOTE, "1.2K of", "plan again.")
+    assert_found(frozen(find_units(model), in_optimizer=1), Severity.NOTE, "was given 1 of them")
+    model.requires_grad_(False)
+    assert frozen(find_units(model)) is None
+    assert_found(nothing_to_train(model), Severity.ERROR, "parameters are frozen", "requires_grad=True")
+    check_model(model, trains=False)
+
+
+# ------------------------------------------------------------------------------------------------------------- the devices
+
+
+@pytest.mark.parametrize(
+    ("name", "native"), [("a100-40", True), ("h100", True), ("rtx-3090", True), ("v100-16", False), ("titan-rtx", False)]
+)
+def test_fp16_is_a_warning_where_bf16_is_native(name, native):
+    device = preset(name).device
+    assert bf16_on(device, "cuda") == (device.name if native else None)
+    assert bf16_on(None, "cpu") is None
+    found = fp16_for_bf16(Precision.named("fp16"), bf16_on(device, "cuda"))
+    if native:
+        assert_found(found, Severity.WARNING, f"{device.name} computes bf16 as fast")
+    else:
+        assert found is None
+    assert fp16_for_bf16(Precision.named("bf16"), device.name) is None and fp16_for_bf16(Precision(), device.name) is None
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_slow_link_names_what_is_faster(nodes):
+    hardware, description, job = (
+        preset("rtx-4090", nodes=nodes, devices_per_node=2),
+        transformer(layers=4, hidden=1024),
+        TrainingJob(global_batch_size=32),
+    )
+    limit = hardware.device.memory_bytes
+    full = search(problem(description, hardware, job, limit, strategy="fsdp")).plan
+    time = estimate_plan(full, description, job, hardware).time
+    best = StrategyResult(strategy=Strategy.OSDP, result=search(problem(description, hardware, job, limit)))
+    assert slow_link(full, None, None) is None
+    if nodes == 1:
+        assert slow_link(full, hardware, time, [best]) is None
+        return
+    crossing = "6 of 6 units are sharded across 2 nodes over 1.2 GiB/s"
+    assert_found(slow_link(full, hardware, time, [best]), Severity.WARNING, crossing, "strategy=osdp is estimated to be")
+    assert_found(slow_link(full, hardware, time), Severity.WARNING, "try strategy=osdp")
+    same = StrategyResult(strategy=Strategy.FSDP, result=replace(best.result, plan=replace(full, step_s=time.step_s)))
+    assert slow_link(full, hardware, time, [same]) is None
+
+
+def test_limit_above_the_device_is_refused():
+    device = preset("titan-rtx").device
+    assert check_limit(24 * GIB, device, given="memory_limit=24GiB") == 24 * GIB
+    with pytest.raises(ValueError, match=r"^memory_limit=25GiB is more than the 24.0 GiB of TITAN RTX; use at most 25769803776 bytes, or"):
+        check_limit(25 * GIB, device, given="memory_limit=25GiB")
+
+
+@pytest.mark.parametrize(
+    ("memory", "needed", "severity", "part"),
+    [
+        ({"free": 20, "own": 5}, 30, Severity.ERROR, "The plan needs 30.0 GiB on GPU 0, but 25.0 GiB of 80.0 GiB are there now"),
+        ({"free": 20, "name": "cpu", "sharing": 4}, 6, Severity.WARNING, "The plan's 4 ranks here need 24.0 GiB on cpu"),
+        ({"free": 20, "name": "cpu", "sharing": 4}, 5, None, ""),
+        ({"free": 60}, 30, Severity.WARNING, "20.0 GiB of GPU 0 are held outside"),
+        ({"free": 77, "own": 1}, 30, None, ""),
+    ],
+)
+def test_memory_that_is_missing_or_held_by_others_is_found(memory, needed, severity, part):
+    free, own = memory.pop("free") * GIB, memory.pop("own", 0) * GIB
+    now = DeviceMemory(**{"name": "GPU 0", **memory}, total_bytes=80 * GIB, free_bytes=free, own_bytes=own)
+    found = memory_now(now, needed * GIB, 3)
+    assert (found and found.severity) == severity and (found is None or part in found.message)
+
+
+def test_device_memory_of_cpu_is_this_machines():
+    here = device_memory("cpu")
+    assert 0 < here.free_bytes <= here.total_bytes and (here.own_bytes, here.sharing) == (0, 1)
+
+
+# -------------------------------------------------------------------------------------------------------------- the folder
+
+
+@pytest.fixture(scope="module")
+def units():
+    return find_units(tiny_model("gpt2", dtype=torch.float32))
+
+
+def test_checkpoint_bytes_are_what_torch_saves():
+    model = tiny_model("gpt2", dtype=torch.float32)
+    assert checkpoint_bytes(find_units(model), None) == sum(p.nbytes for p in model.parameters())
+    model.transformer.wte.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values() if value.numel() > 1]
+    weights = {id(p): p for p in model.state_dict(keep_vars=True).values()}
+    assert checkpoint_bytes(find_units(model), OptimizerSpec(states=2)) == sum(t.nbytes for t in (*weights.values(), *states))
+    assert checkpoint_bytes(find_units(model), None, adapters=True) == sum(p.nbytes for p in model.parameters() if p.requires_grad)
+
+
+def test_not_writable_refuses_files_and_leaves_folders_as_they_were(tmp_path):
+    assert not_writable(RunFolder(path=tmp_path)) is None and not_writable(RunFolder(path=tmp_path / "new" / "run")) is None
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "taken").write_text("mine")
+    assert_found(not_writable(RunFolder(path=tmp_path / "taken")), Severity.ERROR, f"{tmp_path}/taken is a file; give a folder")
+    assert f"{tmp_path}/taken/run: {tmp_path}/taken is a file" in not_writable(RunFolder(path=tmp_path / "taken" / "run")).message
+    assert "cannot be written" in not_writable(RunFolder(path="/proc/run")).message
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("room", "there", "folder", "severity", "part"),
+    [
+        (0.9, 0, {}, Severity.ERROR, "A checkpoint takes"),
+        (1.9, 0, {}, Severity.WARNING, "room for 1 of the 2"),
+        (2.0, 0, {}, None, ""),
+        (3.9, 0, {"limit": 3}, Severity.WARNING, "room for 3 of the 4"),
+        (0.9, 0, {"states": False, "limit": 2}, Severity.WARNING, "room for 2 of the 3"),
+        (0.3, 0, {"saves": False}, Severity.WARNING, "The model takes"),
+        (0.4, 0, {"saves": False}, None, ""),
+        (1.0, 0, {"limit": 2}, Severity.WARNING, "room for 1 of the 3"),
+        (1.0, 2, {"limit": 2}, None, ""),
+        (1.0, 2, {"limit": 1}, None, ""),
+    ],
+)
+def test_too_small_counts_the_checkpoints_that_will_lie_there(units, tmp_path, monkeypatch, room, there, folder, severity, part):
+    size = checkpoint_bytes(units, OptimizerSpec())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10 * size, 0, int(room * size)))
+    for number in range(there):
+        (tmp_path / f"checkpoint-{number}").mkdir()
+    found = too_small(RunFolder(path=tmp_path, **folder), units, OptimizerSpec())
+    assert (found and found.severity) == severity and (found is None or part in found.message)
+
+
+def test_folders_of_trainer_and_projects(tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, save_total_limit=3, save_only_model=True)
+    assert trainer_folder(args, None) == RunFolder(path=str(tmp_path), limit=3, states=False)
+    assert not trainer_folder(TrainingArguments(output_dir="x", use_cpu=True, save_strategy="no"), None).saves
+    assert project_folder(ProjectConfiguration()) is None
+    assert not project_folder(ProjectConfiguration(project_dir="x")).saves
+    assert project_folder(ProjectConfiguration(project_dir="x", automatic_checkpoint_naming=True, total_limit=2)).limit == 2
+
+
+# ----------------------------------------------------------------------------------------------------------------- a run
+
+
+def facts(**changes: object) -> RunFacts:
+    sizes = {"world_size": 1, "sequence_length": SEQUENCE_LENGTH, "global_batch_size": 4}
+    return RunFacts(device_type="cpu", precision=Precision(), optimizer=OptimizerSpec(), **{**sizes, **changes})
+
+
+def test_sound_run_prints_and_writes_nothing_and_given_plan_is_checked(tmp_path, capsys):
+    model = tiny_model("gpt2", dtype=torch.float32, layers=2)
+    run = plan_run(model, CONFIG, facts(folder=RunFolder(path=tmp_path / "out")))
+    assert run.findings == () and not list(tmp_path.iterdir())
+    announce_plan(run, is_rank_zero=True)
+    assert not any(severity.value in capsys.readouterr().out for severity in Severity)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PreflightError, match="is a file; give a folder"):
+        plan_run(model, OSDPConfig(plan=run.plan), facts(folder=RunFolder(path=tmp_path / "file")))
+
+
+def test_findings_stand_once_after_the_plan_each_in_a_line(capsys):
+    model = tiny_model("gpt2", dtype=torch.bfloat16, layers=2)
+    model.transformer.wpe.requires_grad_(False)
+    run = plan_run(model, replace(CONFIG, block_classes="GPT2Block,[red]"), facts())
+    announce_plan(run, is_rank_zero=True)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("warning: ", "note: "))]
+    assert [line.split()[0] for line in lines] == ["note:", "warning:", "note:"]
+    assert "[red]" in lines[0] and "mixed_precision=bf16" in lines[1] and "frozen" in lines[2]
+    announce_plan(run, is_rank_zero=False)
+    assert capsys.readouterr().out == ""
+
+
+def test_frozen_model_is_refused_for_training_and_planned_for_evaluation():
+    model = tiny_model("gpt2", layers=2).requires_grad_(False)
+    with pytest.raises(PreflightError, match="there is nothing to train"):
+        plan_run(model, CONFIG, facts())
+    assert plan_run(model, CONFIG, facts(trains=False)).plan
+
+
+def test_all_errors_stand_in_one_line():
+    one, two = (Finding(check, Severity.ERROR, text) for check, text in ((Check.MODEL, "One."), (Check.LINKS, "Two.")))
+    warning = replace(one, severity=Severity.WARNING)
+    with pytest.raises(PreflightError, match=r"^One\. Two\.$"):
+        refuse_errors([one, warning, two])
+    assert merged_findings([warning]) == (warning,)

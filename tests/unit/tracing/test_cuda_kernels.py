@@ -1,0 +1,243 @@
+"""Kernels and autocast of CUDA, for traces without a GPU: which attention kernel torch takes, and what is saved and computed."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hf_osdp.modeling.batch import training_batch
+from hf_osdp.planner.description import DType
+from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from hf_osdp.planner.presets import preset, preset_names
+from hf_osdp.planner.search.search import search
+from hf_osdp.planning.simulate import simulate
+from hf_osdp.tracing.attention import AttentionCall, Kernel, attention_kernel
+from hf_osdp.tracing.cuda_kernels import CudaKernels
+from hf_osdp.tracing.describe import describe
+from hf_osdp.tracing.memory_tracker import MemoryTracker
+from tests.helpers.problems import problem
+
+V100, A100, RTX_3090, H100 = (7, 0), (8, 0), (8, 6), (9, 0)
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+GROUPED = {"groups": 2, "enable_gqa": True}
+
+
+def call(dtype=BF16, *, heads=8, groups=8, size=64, length=128, keys=128, values=None, **facts) -> AttentionCall:
+    return AttentionCall(
+        dtype=dtype, query=(2, heads, length, size), key=(2, groups, keys, size), value=(2, groups, keys, values or size), **facts
+    )
+
+
+RULES = [
+    # half precision: cuDNN first on Hopper, flash on Ampere, neither before
+    (call(), H100, Kernel.CUDNN),
+    (call(), A100, Kernel.FLASH),
+    (call(FP16), V100, Kernel.EFFICIENT),
+    (call(), V100, Kernel.MATH),
+    (call(is_causal=True, **GROUPED), H100, Kernel.CUDNN),
+    (call(is_causal=True, **GROUPED), A100, Kernel.FLASH),
+    # float32 and float64
+    (call(FP32), H100, Kernel.EFFICIENT),
+    (call(FP32, **GROUPED), H100, Kernel.MATH),
+    (call(FP32, enable_gqa=True), H100, Kernel.EFFICIENT),
+    (call(torch.float64), H100, Kernel.MATH),
+    # masks
+    (call(has_mask=True), H100, Kernel.CUDNN),
+    (call(has_mask=True), A100, Kernel.EFFICIENT),
+    (call(has_mask=True, **GROUPED), A100, Kernel.MATH),
+    (call(is_causal=True, length=64), A100, Kernel.EFFICIENT),
+    # dropout: cuDNN takes sixteenths alone
+    (call(dropout=0.1), H100, Kernel.FLASH),
+    (call(dropout=0.125), H100, Kernel.CUDNN),
+    (call(dropout=0.1, has_mask=True), H100, Kernel.EFFICIENT),
+    # head sizes
+    (call(size=256), H100, Kernel.FLASH),
+    (call(size=256), RTX_3090, Kernel.FLASH),
+    (call(size=256, dropout=0.1), RTX_3090, Kernel.EFFICIENT),
+    (call(size=256, dropout=0.1, trains=False), RTX_3090, Kernel.FLASH),
+    (call(size=224), RTX_3090, Kernel.EFFICIENT),
+    (call(size=288), A100, Kernel.EFFICIENT),
+    (call(size=288, **GROUPED), A100, Kernel.MATH),
+    (call(size=60), A100, Kernel.FLASH),
+    (call(size=60, has_mask=True), A100, Kernel.MATH),
+    (call(size=192, values=128), A100, Kernel.EFFICIENT),
+    (call(FP32, size=18), A100, Kernel.MATH),
+    (call(FP32, size=18), V100, Kernel.EFFICIENT),
+    # layouts
+    (call(inner_strides_are_one=False), A100, Kernel.MATH),
+    (AttentionCall(dtype=BF16, query=(8, 128, 64), key=(8, 128, 64), value=(8, 128, 64)), A100, Kernel.MATH),
+]
+
+
+def test_attention_kernel_follows_torchs_checks():
+    assert [attention_kernel(given, capability) for given, capability, _ in RULES] == [expected for *_, expected in RULES]
+
+
+def test_presets_of_gpus_name_their_compute_capability():
+    assert all((preset(name).device.capability is None) == (name == "cpu") for name in preset_names())
+    assert (preset("h100").device.capability, preset("rtx-4090").device.capability) == (H100, (8, 9))
+
+
+def saved_bytes(run) -> int:
+    """Storages that autograd keeps."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = run()  # noqa: F841  kept until the sum is made
+        return sum(kept.values())
+
+
+@pytest.mark.parametrize("mask", [None, "causal", torch.bool, "additive"])
+@pytest.mark.parametrize("groups", [8, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, BF16])
+def test_math_kernel_saves_what_torchs_own_does(dtype, groups, mask):
+    query, key, value = (torch.randn(2, heads, 32, 8, dtype=dtype, requires_grad=True) for heads in (8, groups, groups))
+    options = {"is_causal": mask == "causal", "enable_gqa": groups != 8}
+    if mask not in (None, "causal"):
+        options["attn_mask"] = torch.ones(2, 1, 32, 32, dtype=dtype if mask == "additive" else mask)
+    with sdpa_kernel(SDPBackend.MATH):
+        real = saved_bytes(lambda: F.scaled_dot_product_attention(query, key, value, **options))
+    with CudaKernels(lambda flops: None, V100) as kernels:
+        allocated = saved_bytes(lambda: F.scaled_dot_product_attention(query, key, value, **options))
+    assert list(kernels.found) == [Kernel.MATH]
+    assert allocated == real > 2 * 8 * 32 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    ("capability", "masked", "rows", "bias"),
+    [(A100, False, 40, 0), (A100, True, 64, 48), (H100, True, 40, 40)],
+    ids=["flash", "memory-efficient pads", "cuDNN"],
+)
+def test_fused_kernels_save_row_sums_and_bias_as_each_lays_them_out(capability, masked, rows, bias):
+    query, key, value = (torch.randn(2, 4, 40, 16, dtype=BF16, requires_grad=True) for _ in range(3))
+    mask = torch.ones(2, 1, 40, 40, dtype=torch.bool) if masked else None
+    with CudaKernels(lambda flops: None, capability):
+        found = saved_bytes(lambda: F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
+    assert found == 4 * 2 * 4 * 40 * 16 * 2 + 2 * 4 * rows * 4 + 2 * 40 * bias * 2
+
+
+def test_flash_pads_heads_that_are_no_multiple_of_eight():
+    tensors = [torch.randn(2, 4, 40, 12, dtype=BF16, requires_grad=True) for _ in range(3)]
+    with CudaKernels(lambda flops: None, A100):
+        output = F.scaled_dot_product_attention(*tensors)
+    assert output.shape == tensors[0].shape
+    output.sum().backward()
+    assert tensors[1].grad.shape == tensors[1].shape
+
+
+def of_block(configuration, name: str, length: int, **options):
+    """Bytes that a block saves a sample, and how it was traced."""
+    description = describe(configuration(name), sequence_length=length, device_type="cuda", recomputation=False, **options)
+    block = [s for s in description.segments if description.units[s.unit].class_name in description.block_classes][1]
+    return block.saved_bytes.per_sample, description.trace
+
+
+def test_grouped_heads_in_float32_save_square_scores_and_say_so(configuration, caplog):
+    with caplog.at_level(logging.WARNING):
+        short, trace = of_block(configuration, "LlamaForCausalLM", 32)
+    long, _ = of_block(configuration, "LlamaForCausalLM", 64)
+    assert "attention sdpa by math kernel" in trace and "which saves every score" in trace
+    assert "saves 2 x 32 x 32 scores" in caplog.text and "train in bf16 or fp16" in caplog.text
+    assert long - 2 * short == pytest.approx(2 * 4 * (64**2 - 2 * 32**2), rel=0.1)  # two heads of float32, in blocks of 512 bytes
+    caplog.clear()
+    low = {length: of_block(configuration, "LlamaForCausalLM", length, compute_dtype=DType.BFLOAT16)[0] for length in (32, 64)}
+    assert low[64] == pytest.approx(2 * low[32], rel=0.01)
+    assert not caplog.records
+
+
+def test_description_names_the_kernel_of_device_and_mask(configuration):
+    def batch(samples: int, **more) -> dict:
+        return {name: torch.zeros(samples, 32, dtype=torch.long) for name in ("input_ids", "labels")} | more
+
+    def padded(samples: int) -> dict:
+        return batch(samples, attention_mask=(torch.arange(32) < 20).long().expand(samples, -1))
+
+    for name, capability, inputs, expected in (
+        ("LlamaForCausalLM", H100, batch, "cuDNN"),
+        ("LlamaForCausalLM", V100, batch, "math"),
+        ("BertForMaskedLM", A100, batch, "flash"),
+        ("BertForMaskedLM", A100, padded, "memory-efficient"),
+    ):
+        _, trace = of_block(configuration, name, 32, compute_dtype=DType.BFLOAT16, capability=capability, inputs=inputs)
+        assert f"attention sdpa by {expected} kernel" in trace and "assumed" not in trace
+
+
+TOKENS, SAMPLES = 32, 16
+SMALL = {
+    "GPT2LMHeadModel": {"n_embd": 64, "n_layer": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "BertForMaskedLM": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+
+
+def inputs_of(model: torch.nn.Module):
+    """Batches without a mask, which models leave out where all of it is 1, if they can read it."""
+    make = training_batch(model, TOKENS)
+    return lambda samples: {name: value for name, value in make(samples).items() if name != "attention_mask"}
+
+
+def measured_peak(model: torch.nn.Module) -> int:
+    """Most live bytes in the second step of a plain loop under Accelerate's autocast."""
+    operations = pytest.importorskip("accelerate.utils.operations")
+    forward = operations.convert_outputs_to_fp32(torch.autocast("cpu", dtype=BF16)(model.forward))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    batch = inputs_of(model)(SAMPLES)
+
+    def step() -> None:
+        forward(**batch)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    with MemoryTracker(block_bytes=1) as live:
+        tensors = [value for value in (*states, *batch.values()) if isinstance(value, torch.Tensor)]
+        live.track([*model.parameters(), *model.buffers(), *tensors])
+        live.reset_peak()
+        step()
+    return live.peak_bytes
+
+
+def estimates(model: torch.nn.Module, device_type: str) -> tuple[int, int]:
+    """Peaks by estimate and by simulation."""
+    job = TrainingJob(
+        global_batch_size=SAMPLES, micro_batch_size=SAMPLES, precision=Precision.named("bf16", autocast=True),
+        optimizer=OptimizerSpec(step=OptimizerStep.FOR_LOOP), recompute=False,
+    )  # fmt: skip
+    inputs = inputs_of(model)
+    description = describe(
+        model, sequence_length=TOKENS, compute_dtype=DType.BFLOAT16, autocast=True, device_type=device_type, recomputation=False,
+        inputs=inputs,
+    )  # fmt: skip
+    found = search(problem(description, preset("cpu"), job, 2**40))
+    simulation = simulate(model, found.plan, description=description, job=job, device_type=device_type, inputs=inputs)
+    return found.memory.peak_bytes, simulation.peak_bytes
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_estimate_under_autocast_is_what_a_step_holds(real_model, name):
+    model = real_model(name, **SMALL[name]).train()
+    model.config.use_cache = False
+    estimated, simulated = estimates(model, "cpu")
+    assert [estimated, simulated] == pytest.approx([measured_peak(model)] * 2, rel=0.02)
+    if name == "GPT2LMHeadModel":  # on CUDA, normalisation, softmax and loss are computed in float32
+        estimated_on_cuda, simulated_on_cuda = estimates(model, "cuda")
+        assert estimated_on_cuda == pytest.approx(simulated_on_cuda, rel=0.02)
+        assert estimated_on_cuda > 1.05 * estimated
+
+
+def test_operators_in_float32_are_those_of_cudas_autocast():
+    value, weight = torch.randn(2, 4, 8, dtype=BF16), torch.randn(8, 8)
+    with CudaKernels(lambda flops: None):
+        assert F.layer_norm(value, (8,)).dtype is BF16
+        with torch.autocast("cpu", dtype=BF16):
+            wide = (torch.exp(value), value**2, value.softmax(-1), F.layer_norm(value, (8,)))
+            assert {result.dtype for result in wide} == {FP32}
+            heads = torch.randn(2, 4, 16, 8)
+            narrow = (F.linear(value.float(), weight), value.relu(), value * 2, F.scaled_dot_product_attention(heads, heads, heads))
+            assert {result.dtype for result in narrow} == {BF16}
