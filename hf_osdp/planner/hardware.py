@@ -276,11 +276,8 @@ class Hardware:
                 )
         host, before = self.host, self.devices_per_node
         if host is not None:  # devices share memory and cores; each has its own link
-            share = {
-                "memory_bytes": host.memory_bytes * before // devices,
-                "update_bytes_per_s": host.update_bytes_per_s * before / devices,
-            }
-            host = replace(host, **share)
+            cores = host.update_bytes_per_s * before / devices
+            host = replace(host, memory_bytes=host.memory_bytes * before // devices, update_bytes_per_s=cores)
         return replace(self, nodes=nodes, devices_per_node=devices, timings=(), host=host)
 
     def timing(self, collective: Collective, group_size: int, *, crosses_nodes: bool = False) -> CollectiveTiming | None:

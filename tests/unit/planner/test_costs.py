@@ -249,7 +249,9 @@ TIMES = {
     "measured, one process": (
         dict(g=1, hardware=machine(1, fsdp_overhead=OVERHEAD)), dict(copy_forward=0, copy_backward=0, optimizer=0.6 + 0.003 * 128),
     ),
-    "the host steps and clips": (dict(g=4, on_host=True, hardware=machine(host=HOST), job=job_of(clips=True)), dict(optimizer=10 * 32 / 5e3)),
+    "the host steps and clips": (
+        dict(g=4, on_host=True, hardware=machine(host=HOST), job=job_of(clips=True)), dict(optimizer=10 * 32 / 5e3),
+    ),
     "kept from the host: brought once": (dict(g=4, keep=True, on_host=True, hardware=machine(host=HOST)), dict(gather_backward=0)),
 }  # fmt: skip
 

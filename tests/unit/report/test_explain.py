@@ -26,19 +26,6 @@ MODEL = transformer(layers=12, hidden=256)
 HARDWARE = bare_preset("titan-rtx", nodes=2, devices_per_node=4)
 JOB = TrainingJob(global_batch_size=64)
 LIMIT = int(1.3 * least_memory(problem(MODEL, HARDWARE, JOB)))
-<<<<<<< HEAD
-MIXED = search(problem(MODEL, HARDWARE, JOB, LIMIT)).plan
-
-
-def with_row(plan: Plan, units, choice) -> Plan:
-    """Return the plan with another layout for some units."""
-    return replace(plan, units=tuple(UnitDecision(fqn=u.fqn, **asdict(choice)) if i in units else u for i, u in enumerate(plan.units)))
-
-
-def explained(plan: Plan, hardware=HARDWARE, job=JOB):
-    return explain(plan, PlanInputs(description=MODEL, job=job, hardware=hardware))
-=======
->>>>>>> house
 
 
 def best(hardware=HARDWARE, job=JOB, limit=2**40) -> Plan:
@@ -83,7 +70,7 @@ def test_reasons_cost_what_the_changed_plan_costs(reserved, margin):
     assert any(r.quicker for r in explanation.reasons) and any(r.next_fitting for r in explanation.reasons)
     for reason in explanation.reasons:
         for other in filter(None, (reason.quicker, reason.next_fitting)):
-            chosen = (UnitDecision.of(u.fqn, other.choice) if i in reason.row.units else u for i, u in enumerate(plan.units))
+            chosen = (UnitDecision(fqn=u.fqn, **asdict(other.choice)) if i in reason.row.units else u for i, u in enumerate(plan.units))
             after = estimate_plan(replace(plan, units=tuple(chosen)), MODEL, JOB, hardware)
             assert other.added_s == pytest.approx(after.time.step_s - before, abs=1e-12)
             assert other.peak_bytes == after.memory.peak_bytes + reserved == other.over_bytes + room
