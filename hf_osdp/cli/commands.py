@@ -28,7 +28,7 @@ from .options import JsonFile, PlotFile, Request, stated
 from .output import Output
 
 if TYPE_CHECKING:
-    from ..planning.simulated_search import SimulatedRound
+    from ..planning.simulate import SimulatedRound
 
 _RANKS = "missing ones, and those with other versions, models, plans or devices than rank 0: looked at when a run starts"
 
@@ -57,7 +57,7 @@ def plan(
         case = Case(request)
         problem = case.problem()
         if simulate:
-            from ..planning.simulated_search import search_and_simulate
+            from ..planning.simulate import search_and_simulate
 
             checkpointed = request.activation_checkpointing
             rounds = search_and_simulate(case.model(), problem, device_type=case.device_type, activation_checkpointing=checkpointed)

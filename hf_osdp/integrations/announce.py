@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
+from ..distributed.mesh import rank
 from ..measurement.step_meter import Observation
 from ..planner.cost.evaluate import PlanEstimate, estimate_plan
 from ..planner.hardware import Collective
@@ -26,21 +27,21 @@ _WIDTH = 100
 """Columns where the output is no terminal."""
 
 
-def plan_and_announce(model: nn.Module, config: OSDPConfig, facts: RunFacts, *, is_rank_zero: bool) -> PlannedRun:
+def plan_and_announce(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
     """Plan as `plan_run`; rank 0's terminal, if it has one, shows meanwhile what is done. Then rank 0 prints the plan. Collective."""
     status: AbstractContextManager[object] = nullcontext()
-    if is_rank_zero and sys.stderr.isatty():
+    if rank() == 0 and sys.stderr.isatty():
         text = "Describing the model, measuring the machine, searching for a plan"
         status = Console(stderr=True, force_jupyter=False).status(text, refresh_per_second=2)  # by a thread, beside measurements
     with status:
         run = plan_run(model, config, facts)
-    announce_plan(run, is_rank_zero=is_rank_zero)
+    announce_plan(run)
     return run
 
 
-def announce_plan(run: PlannedRun, *, is_rank_zero: bool) -> None:
-    """Print the plan, other strategies and plans that were tried, and the findings of the preflight checks."""
-    if not is_rank_zero:
+def announce_plan(run: PlannedRun) -> None:
+    """Print on rank 0 the plan, other strategies and plans that were tried, and the findings of the preflight checks."""
+    if rank():
         return
     console, inputs, estimate = _console(), *_estimated(run)
     description = inputs.description
@@ -58,9 +59,9 @@ def announce_plan(run: PlannedRun, *, is_rank_zero: bool) -> None:
         console.print(finding.line, highlight=False, markup=False, soft_wrap=True)
 
 
-def announce_result(run: PlannedRun, measured: Observation, *, output_dir: str | Path | None, is_rank_zero: bool) -> None:
-    """Print estimated beside measured peak, step time and collectives, and write `osdp_report.json` if a folder is given."""
-    if not is_rank_zero:
+def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Path | None) -> None:
+    """Print on rank 0 estimated beside measured peak, step time and collectives, and write `osdp_report.json` if a folder is given."""
+    if rank():
         return
     console, inputs, estimate = _console(), *_estimated(run)
     console.print(

@@ -92,33 +92,23 @@ class _LocalAccelerator:
 
 
 def _copied(trainer: Trainer, fake_model: nn.Module, last: list[Any]) -> Trainer:
-    """Copy a trainer, with a fake model; `last` gets that model's last output."""
+    """Copy a trainer, with a fake model; sharded models in it return that model's `last` output, without gradients."""
     assert isinstance(trainer.model, nn.Module)
     copied = copy.copy(trainer)
+
+    def last_output(*args: object, **kwargs: object) -> object:
+        return tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, requires_grad=False), last[-1])
+
     for name, value in vars(trainer).items():
         if value is trainer.model or name in ("model", "model_wrapped"):
             setattr(copied, name, fake_model)
         elif isinstance(value, nn.Module):
             is_sharded = any(isinstance(child, FSDPModule) for child in value.modules())
-            setattr(copied, name, _LastOutput(last) if is_sharded else _fake_beside(value, trainer.model, fake_model))
+            setattr(copied, name, last_output if is_sharded else _fake_beside(value, trainer.model, fake_model))
         elif isinstance(value, _CONTAINERS) and name not in _DATA and not any(_modules_in(value)):
             setattr(copied, name, copy.deepcopy(value))
     copied.accelerator = _LocalAccelerator(trainer.accelerator)
     return copied
-
-
-class _LastOutput:
-    """Replaces a sharded model: returns the trained model's last output, without gradients."""
-
-    def __init__(self, last: list[Any]) -> None:
-        self._last = last
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        output = copy.copy(self._last[-1])
-        for name, value in list(vars(output).items()) if not isinstance(output, Mapping) else []:
-            if isinstance(value, torch.Tensor):
-                setattr(output, name, torch.empty_like(value, requires_grad=False))
-        return tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, requires_grad=False), output)
 
 
 def _fake_beside(module: nn.Module, model: nn.Module, fake_model: nn.Module) -> nn.Module:

@@ -13,17 +13,17 @@ from ..planner.problem import Strategy
 from ..planner.profile import Profile
 from ..quantities import parse_bytes
 
-_OPEN_SWITCHES = ("reduce_every_micro_step", "recompute", "host_offload", "offload_activations", "split_vocabulary")
-"""Switches that None leaves to the planner."""
-_SWITCHES = ("operator_splitting", "recalibrate", "compare", "async_save", "resume_after_restart", "save_on_sigterm")
-_LEFT_TO_PLANNER = ("recompute", "host_offload", "offload_activations", "split_vocabulary")
 STRATEGIES = tuple(strategy.value for strategy in Strategy)
-ON_OOM = ("raise", "replan")
+_KNOWN = {"strategy": STRATEGIES, "on_oom": ("raise", "replan")}
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "plan": ((Plan, str, Path), "a Plan or the path of a plan file"),
     "hardware": ((Hardware, str), "a Hardware or the name of a preset"),
     "profile": ((Profile, str, Path), "a Profile or the path of a profile file"),
 }
+_WITHOUT_EFFECT_ON_PLAN = (
+    "strategy", "operator_splitting", "on_oom", "recalibrate", "hardware", "profile", "nodes", "memory_margin",
+    "recompute", "host_offload", "offload_activations", "split_vocabulary",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class OSDPConfig:
     operator_splitting: bool = True
     """The planner may split blocks into operator units, and operators into slices, where memory binds and that pays."""
     split_vocabulary: bool | None = None
-    """Among these cuts may be the vocabulary projection with its loss, after which `outputs.logits` is None in training with labels.
+    """The vocabulary projection with its loss may be split too, after which `outputs.logits` is None in training with labels.
     None allows it where the Trainer takes the loss from the model, and in no other loop."""
     inputs: Callable[[int], Mapping[str, Any]] | None = None
     """A function from a number of samples to forward's keyword arguments, labels included, for a model whose batch cannot be found
@@ -92,16 +92,7 @@ class OSDPConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_classes", _class_names(self.block_classes))
         self._check_values()
-        if self.plan is not None:
-            self._check_beside_plan()
-        if self.profile is not None and (self.hardware is not None or self.nodes is not None):
-            beside = "hardware" if self.hardware is not None else f"nodes={self.nodes}"
-            raise ValueError(f"profile already says what the hardware is, so {beside} would have no effect; leave one of the two out.")
-        if self.split_vocabulary and (not self.operator_splitting or self.strategy != "osdp"):
-            beside = f"strategy={self.strategy!r}" if self.operator_splitting else "operator_splitting=False"
-            raise ValueError(f"split_vocabulary=True has no effect beside {beside}; leave one of the two out.")
-        if self.nodes is not None and isinstance(self.hardware, Hardware):
-            raise ValueError(f"nodes={self.nodes} was given beside a hardware description with {self.hardware.nodes}; leave nodes out.")
+        self._check_combinations()
 
     def _check_values(self) -> None:
         """Refuse values that are not of their field's kind."""
@@ -109,38 +100,45 @@ class OSDPConfig:
             parse_bytes(self.memory_limit)
         if self.memory_margin is not None:
             check_margin(self.memory_margin)
-        for name, known in (("strategy", STRATEGIES), ("on_oom", ON_OOM)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not known; use one of {', '.join(known)}.")
-        self._check_numbers_and_switches()
-        for name, (types, remedy) in _TYPES.items():
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, types):
-                raise ValueError(f"{name}={value!r} is of type {type(value).__name__}; use {remedy}.")
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
+            if name in _KNOWN and value not in _KNOWN[name]:
+                raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(_KNOWN[name])}.")
+            if field.type in ("bool", "bool | None") and not isinstance(value, bool):
+                raise ValueError(f"{name}={value!r} is not a switch; use true or false.")
+            if field.type == "int | None" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1, or left out.")
+            if name in _TYPES and not isinstance(value, _TYPES[name][0]):
+                raise ValueError(f"{name}={value!r} is of type {type(value).__name__}; use {_TYPES[name][1]}.")
         if self.inputs is not None and not callable(self.inputs):
             raise ValueError(
                 f"inputs={self.inputs!r} is of type {type(self.inputs).__name__}; give a function from a number of samples to forward's"
                 " keyword arguments, which a file cannot hold: OSDPConfig(inputs=...) in the script."
             )
 
-    def _check_numbers_and_switches(self) -> None:
-        for name in ("sequence_length", "global_batch_size", "micro_batch_size", "nodes"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1, or left out.")
-        for name in (*_OPEN_SWITCHES, *_SWITCHES):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and (value is not None or name not in _OPEN_SWITCHES):
-                raise ValueError(f"{name}={value!r} is not a switch; use true or false.")
+    def _check_combinations(self) -> None:
+        """Refuse options that others leave without effect."""
+        problem = None
+        if self.plan is not None:
+            defaults = {field.name: field.default for field in fields(self)}
+            if name := next((name for name in _WITHOUT_EFFECT_ON_PLAN if getattr(self, name) != defaults[name]), None):
+                problem = f"plan runs a given plan as it is, so {self._shown(name)} would have no effect"
+        elif self.profile is not None and (self.hardware is not None or self.nodes is not None):
+            beside = self._shown("hardware" if self.hardware is not None else "nodes")
+            problem = f"profile already says what the hardware is, so {beside} would have no effect"
+        elif self.split_vocabulary and (not self.operator_splitting or self.strategy != "osdp"):
+            beside = self._shown("strategy" if self.operator_splitting else "operator_splitting")
+            problem = f"split_vocabulary=True has no effect beside {beside}"
+        if problem is not None:
+            raise ValueError(f"{problem}; leave one of the two out.")
+        if self.nodes is not None and isinstance(self.hardware, Hardware):
+            raise ValueError(f"nodes={self.nodes} was given beside a hardware description with {self.hardware.nodes}; leave nodes out.")
 
-    def _check_beside_plan(self) -> None:
-        """Refuse options that a given plan leaves without effect."""
-        unset = {"strategy": "osdp", "operator_splitting": True, "on_oom": "raise", "recalibrate": False}
-        for name in (*unset, "hardware", "profile", "nodes", "memory_margin", *_LEFT_TO_PLANNER):
-            value = getattr(self, name)
-            if value != unset.get(name):
-                shown = name if name in ("hardware", "profile") else f'{name}="replan"' if name == "on_oom" else f"{name}={value!r}"
-                raise ValueError(f"plan runs a given plan as it is, so {shown} would have no effect; leave one of the two out.")
+    def _shown(self, name: str) -> str:
+        """Return an option as a message quotes it; values and files may be long."""
+        return name if name in ("hardware", "profile") else f"{name}={getattr(self, name)!r}"
 
     @property
     def memory_limit_bytes(self) -> int | None:

@@ -6,11 +6,12 @@ import logging
 import re
 import socket
 import sys
+import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import FrameType, TracebackType
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -35,10 +36,7 @@ _HOST_SIGNS = ("defaultcpuallocator: can't allocate memory", "error code 12 (can
 _DEVICE_SIGNS = (
     "cuda out of memory",  # c10/cuda/CUDACachingAllocator.cpp; DataParallel raises it again as a RuntimeError (torch/_utils.py)
     "cuda error: out of memory",  # cudaErrorMemoryAllocation, c10/cuda/CUDAException.cpp: AcceleratorError since 2.8, RuntimeError before
-    "cublas_status_alloc_failed",  # aten/src/ATen/cuda/Exceptions.h, as those of its neighbours
-    "cusolver_status_alloc_failed",
-    "cusparse_status_alloc_failed",
-    "cudnn_status_alloc_failed",
+    "_status_alloc_failed",  # of cuBLAS, cuSOLVER, cuSPARSE and cuDNN: aten/src/ATen/cuda/Exceptions.h
     "cudnn_status_internal_error_device_allocation_failed",  # cuDNN 9
     "failed to cuda calloc",  # NCCL src/include/alloc.h, under "unhandled cuda error"
     "cuda failure 2 'out of memory'",  # NCCL src/include/checks.h
@@ -73,27 +71,21 @@ def is_of_host(error: BaseException) -> bool:
 
 
 def place_of(error: BaseException, model: nn.Module, units: Sequence[UnitDescription]) -> str:
-    """Return the moment of a training step in which an error was raised, with its unit where that is known.
-
-    Args:
-        error: raised in a step of the model.
-        model: with the plan applied.
-        units: the model's.
-    """
+    """Return the moment of a training step in which an error was raised, with its unit where that is known."""
     by_name = modules_by_name(model)
     by_fqn = {name: unit.label for unit in units for name in (unit.fqn, *unit.module_names)}
     labels = {id(by_name[name]): unit.label for unit in units for name in unit.module_names}
-    frames = list(_frames(error))[::-1]
-    in_backward = any(_AUTOGRAD_FILE in _file(frame) for frame in frames)
-    for frame in frames:
+    frames = [(frame, frame.f_code.co_filename.replace("\\", "/")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    in_backward = any(_AUTOGRAD_FILE in file for _, file in frames)
+    for frame, file in reversed(frames):
         owner = frame.f_locals.get("self")
-        if _file(frame).endswith(_FSDP_FILE):
+        if file.endswith(_FSDP_FILE):
             name = canonical_name((getattr(owner, "_module_fqn", None) or "").split(",")[0])
             moment = "gathering" if frame.f_code.co_name in _GATHERS else "reducing the gradients"
             return f"{moment} of {by_fqn[name]}" if name in by_fqn else moment
         if isinstance(owner, nn.Module) and id(owner) in labels:
             return f"{'recomputation' if in_backward else 'forward'} of {labels[id(owner)]}"
-        if _OPTIMIZER_FILE in _file(frame):
+        if _OPTIMIZER_FILE in file:
             return "the optimizer's step"
     if not in_backward:
         return "what lies between model and optimizer"
@@ -123,8 +115,8 @@ def safer_plan(problem: PlanningProblem, plan: Plan, needed_bytes: int | None) -
 
     Args:
         problem: what the plan was found for.
-        plan: what ran.
-        needed_bytes: what it needed; None if that is not known.
+        plan: the plan that ran.
+        needed_bytes: bytes that it needed; None if that is not known.
     """
     limit, estimate = problem.memory_limit_bytes, plan.peak_bytes or problem.memory_limit_bytes
     over = max((needed_bytes or 0) - estimate, int(limit * _LEAST_SHARE))
@@ -150,13 +142,7 @@ class OutOfMemoryHandler:
     ) -> None:
         """Explain errors that reach `sys.excepthook` from here on, too, as long as this handler lives.
 
-        Args:
-            model: with the plan applied.
-            plan: what it runs.
-            units: the model's.
-            problem: what the plan was found for; None where the plan was given.
-            on_oom: `raise` or `replan`.
-            device: where it runs.
+        The plan has been applied to the model; `problem` is what it was found for, None where it was given.
         """
         self._model, self._plan, self._units = model, plan, tuple(units)
         self._problem, self._replans, self._device = problem, on_oom == "replan", device
@@ -188,25 +174,23 @@ class OutOfMemoryHandler:
             return
         original = " ".join(str(error).split())
         try:
-            text, safer = self.explain(error)
+            text, limit_bytes = self.explain(error)
         except Exception:  # the error itself is worth more than its explanation
             _log.warning("An error of memory could not be explained.", exc_info=True)
             return
-        has_plan = safer is not None and safer.plan is not None
-        if self._replans:
-            hindrance = restart.hindrance() if has_plan else "there is no other plan"
-            if hindrance is None and safer is not None:
-                restart.restart(safer.limit_bytes, f"hf_osdp: {text}")
-                text += " The launcher starts all ranks again, by that plan."
-            else:
-                text += f' on_oom="replan" cannot start again: {hindrance}.'
-        elif has_plan and restart.hindrance() is None:
+        hindrance = "there is no other plan" if limit_bytes is None else restart.hindrance()
+        if self._replans and limit_bytes is not None and hindrance is None:
+            restart.restart(limit_bytes, f"hf_osdp: {text}")
+            text += " The launcher starts all ranks again, by that plan."
+        elif self._replans:
+            text += f' on_oom="replan" cannot start again: {hindrance}.'
+        elif hindrance is None:
             text += ' With on_oom="replan" the run goes on by it.'
         error.explained_by_osdp = True  # type: ignore[attr-defined]
         error.args = (f"{text} ({original})",)
 
-    def explain(self, error: BaseException) -> tuple[str, SaferPlan | None]:
-        """Return the explanation of an error in one line, and the safer plan where another plan helps."""
+    def explain(self, error: BaseException) -> tuple[str, int | None]:
+        """Return the explanation of an error in one line, and the limit of a safer plan where there is one."""
         place, problem = place_of(error, self._model, self._units), self._problem
         who = f"rank {dist.get_rank()} on {socket.gethostname()}" if dist.is_initialized() else socket.gethostname()
         if self._device.type == "cuda" and is_of_host(error):
@@ -226,11 +210,11 @@ class OutOfMemoryHandler:
             return f"{text} The plan was given; plan again under a lower memory_limit.", None
         safer = safer_plan(problem, self._plan, None if allocated is None else allocated + (asked or 0))
         if safer.plan is None:
-            return f"{text} No plan needs as little as {format_bytes(safer.limit_bytes)}; use {'; or '.join(safer.remedies)}.", safer
+            return f"{text} No plan needs as little as {format_bytes(safer.limit_bytes)}; use {'; or '.join(safer.remedies)}.", None
         return (
             f"{text} The next plan, for memory_limit={safer.limit_bytes}, needs {format_bytes(safer.plan.peak_bytes or 0)} and"
             f" {format_seconds(safer.plan.step_s or 0.0)} a step instead of {format_seconds(estimated(problem, self._plan).time.step_s)}."
-        ), safer
+        ), safer.limit_bytes
 
     def _allocated(self, text: str) -> int | None:
         """Return the bytes that torch's message names, else the highest that its allocator saw, with what the device reserves."""
@@ -244,19 +228,4 @@ class OutOfMemoryHandler:
 def _bytes_in(pattern: re.Pattern[str], text: str) -> int | None:
     """Return an amount that a message names."""
     found = pattern.search(text)
-    if found is None:
-        return None
-    number, unit = found.groups()
-    return int(float(number) * 1024 ** "BKMGT".index(unit[0].upper()))
-
-
-def _frames(error: BaseException) -> Iterator[FrameType]:
-    """Yield frames from where the error was caught to where it was raised."""
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace.tb_frame
-        trace = trace.tb_next
-
-
-def _file(frame: FrameType) -> str:
-    return frame.f_code.co_filename.replace("\\", "/")
+    return None if found is None else int(float(found[1]) * 1024 ** "BKMGT".index(found[2][0].upper()))

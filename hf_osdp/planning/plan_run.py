@@ -15,7 +15,7 @@ from torch import nn
 from ..distributed.consensus import on_rank_zero, require_same_run
 from ..distributed.device import own_gpu
 from ..distributed.mesh import Meshes, find_topology
-from ..errors import PlanError
+from ..errors import InfeasibleError, PlanError
 from ..modeling.batch import check_inputs, training_batch
 from ..modeling.split_candidates import split_units
 from ..planner.cost.evaluate import estimate_plan
@@ -32,7 +32,7 @@ from .config import OSDPConfig
 from .preflight.checks import Finding
 from .preflight.run import KnownRun, check_model, check_run
 from .probe import Trial, probe
-from .problem import Describer, ProblemBuilder, RunFacts, first_feasible, precision_attempts, training_job
+from .problem import Describer, ProblemBuilder, RunFacts, precision_attempts, training_job
 from .recalibrate import Round, estimated, recalibrate
 
 _log = logging.getLogger(__name__)
@@ -104,14 +104,19 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
     if config.inputs is not None:
         check_inputs(config.inputs, model)
 
-    def planned(config: OSDPConfig, facts: RunFacts) -> PlannedRun | None:
-        run = _searched(model, config, facts) if config.plan is None else _given(model, config, facts)
-        if facts.precision.autocast and uses_host(run.plan):
-            return None
-        planning_s = time.perf_counter() - started
-        return replace(run, planning_s=planning_s, findings=check_run(_known(run, config, facts), model, facts.device_type))
-
-    return first_feasible(precision_attempts(config, facts), planned)
+    attempts = precision_attempts(config, facts)
+    for attempt in attempts:
+        config, facts = attempt
+        try:
+            run = _searched(model, config, facts) if config.plan is None else _given(model, config, facts)
+        except InfeasibleError:
+            if attempt is attempts[-1]:
+                raise
+        else:
+            if not (facts.precision.autocast and uses_host(run.plan)):
+                break
+    planning_s = time.perf_counter() - started
+    return replace(run, planning_s=planning_s, findings=check_run(_known(run, config, facts), model, facts.device_type))
 
 
 def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
@@ -212,16 +217,9 @@ def check_given_plan(
     reduce_every_micro_step: bool | None = None,
     sequence_length: int | None = None,
 ) -> None:
-    """Refuse a plan that would run another training than was asked for, or not fit. None asks for nothing.
+    """Refuse a plan that would run another training than was asked for, or not fit.
 
-    Args:
-        plan: the plan that was given.
-        memory_limit_bytes: bytes that a rank may use.
-        peak_bytes: the plan's peak where the caller has estimated it; None takes what the plan states.
-        global_batch_size: samples of one optimizer step over all ranks.
-        micro_batch_size: samples that a rank runs at once.
-        reduce_every_micro_step: when gradients are reduced.
-        sequence_length: tokens of the longest sample.
+    None asks for nothing; a `peak_bytes` of None takes what the plan states.
 
     Raises:
         PlanError: they differ, samples are longer than the plan's, or its peak is above the limit or not known.

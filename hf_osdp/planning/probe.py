@@ -6,7 +6,6 @@ small random numbers; peak and time do not depend on them.
 
 from __future__ import annotations
 
-import copy
 import gc
 import random
 import sys
@@ -14,17 +13,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from ..distributed.mesh import Meshes, collective_device, destroy_mesh, find_topology, world_size
+from ..distributed.mesh import Meshes, destroy_mesh, find_topology
+from ..measurement.model_copies import empty_copy, fill
 from ..measurement.step_meter import Observation, StepMeter, training_tensors
+from ..measurement.timing import over_ranks
 from ..modeling.batch import Inputs
 from ..modeling.build import checkpoint_blocks
 from ..modeling.units import class_of
@@ -39,8 +39,6 @@ from .out_of_memory import is_out_of_memory
 
 TIMED_STEPS = 3
 """Steps whose time is measured, and as many whose collectives are; medians count."""
-_SPREAD = 0.02
-"""Weights are uniform within this, about as transformers are initialised, and finite in float16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +83,11 @@ def probe(plan: Plan, trial: Trial, meshes: Meshes | None, *, timed_steps: int =
 
 def _on_cuda(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int) -> Observation:
     """Measure memory with each rank alone first, then time with all."""
-    before = int(_over_ranks(torch.cuda.memory_allocated(trial.device), dist.ReduceOp.MIN))
+    (before,) = over_ranks([torch.cuda.memory_allocated(trial.device)], dist.ReduceOp.MIN)
     if meshes is not None:
-        _connect(meshes, plan, trial.device)
+        meshes.prepare(plan)
+        for group in meshes.groups(plan):  # NCCL allocates the memory of a communicator when its group first communicates
+            dist.all_reduce(torch.zeros(1, device=trial.device), group=group)
     alone = None if meshes is None else SilentMeshes(meshes.device_type)
     silent = replace(trial, job=replace(trial.job, clips_gradients=False))  # a norm would be summed over the world
     failed = False
@@ -101,10 +101,10 @@ def _on_cuda(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int) 
         if alone is not None:
             alone.close()
     _give_back(trial.device)
-    if _over_ranks(float(failed), dist.ReduceOp.MAX):
+    if over_ranks([failed])[0]:
         return Observation(steps=0, median_step_s=None, peak_bytes=None, out_of_memory=True)
     seen = _observe(plan, trial, meshes, timed_steps)
-    return seen if seen.peak_bytes is None else replace(seen, peak_bytes=seen.peak_bytes - before, reserved_bytes=None)
+    return seen if seen.peak_bytes is None else replace(seen, peak_bytes=seen.peak_bytes - int(before), reserved_bytes=None)
 
 
 def _observe(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int, *, summed: bool = True) -> Observation:
@@ -113,9 +113,7 @@ def _observe(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int, 
     optimizer = make_optimizer(model, trial.job.optimizer)
     batch = batch_on(trial.inputs, plan.micro_batch_size, trial.device)
     tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
-    meter = StepMeter(
-        trial.device, lambda: [*training_tensors(model, optimizer), *tensors], clocked_steps=timed_steps
-    )  # fmt: skip
+    meter = StepMeter(trial.device, lambda: [*training_tensors(model, optimizer), *tensors], clocked_steps=timed_steps)
     try:
         for _ in range(meter.untimed + timed_steps):
             meter.step_begins()
@@ -131,16 +129,19 @@ def _observe(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int, 
 def sharded_copy(plan: Plan, trial: Trial, meshes: Meshes | None) -> nn.Module:
     """Return a copy of the model under the plan, on the device, with random weights. Collective."""
     policy = mp_policy(trial.job.precision)
-    whole = not needs_process_group(plan, policy)
-    model = _empty_copy(trial.model, trial.device if whole else torch.device("meta"))
-    if trial.checkpoint_wrapper:
-        _wrap_blocks(model, trial.block_classes)
+    model = empty_copy(trial.model, torch.device("meta") if needs_process_group(plan, policy) else trial.device)
+    if trial.checkpoint_wrapper:  # as `accelerate.utils.fsdp_utils.fsdp2_apply_ac` does
+        apply_activation_checkpointing(
+            model,
+            checkpoint_wrapper_fn=partial(checkpoint_wrapper, preserve_rng_state=False),
+            check_fn=lambda module: class_of(module).__name__ in trial.block_classes,
+        )
     elif trial.activation_checkpointing:
         checkpoint_blocks(model, trial.block_classes)
     apply_plan(model, plan, trial.units, meshes=meshes, mp_policy=policy, broadcast=False)
     if isinstance(model, FSDPModule):
         move_to_device(model, trial.device, empty=True)
-    _fill(model, trial.model)
+    fill(model, trial.model)
     return model
 
 
@@ -166,46 +167,6 @@ class SilentMeshes(Meshes):
         self._made.clear()
 
 
-def _empty_copy(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy with uninitialised parameters and buffers on a device; shared ones stay shared."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        empty = torch.empty_like(parameter, device=device, requires_grad=False)
-        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device=device)
-    return copy.deepcopy(model, memo).train()
-
-
-@torch.no_grad()
-def _fill(model: nn.Module, source: nn.Module) -> None:
-    """Fill weights from a generator of their own; copy buffers, or zero them where the source has none in memory."""
-    generators: dict[torch.device, torch.Generator] = {}
-    for parameter in model.parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        generator = generators.setdefault(local.device, torch.Generator(local.device).manual_seed(0))
-        if local.is_floating_point():
-            local.uniform_(-_SPREAD, _SPREAD, generator=generator)
-        else:
-            local.zero_()
-    for buffer, original in zip(model.buffers(), source.buffers(), strict=True):
-        if original.is_meta:
-            buffer.zero_()
-        else:
-            buffer.copy_(original)
-
-
-def _wrap_blocks(model: nn.Module, block_classes: tuple[str, ...]) -> None:
-    """Recompute blocks in backward, as `accelerate.utils.fsdp_utils.fsdp2_apply_ac` does."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
-
-    apply_activation_checkpointing(
-        model,
-        checkpoint_wrapper_fn=partial(checkpoint_wrapper, preserve_rng_state=False),
-        check_fn=lambda module: class_of(module).__name__ in block_classes,
-    )
-
-
 @contextmanager
 def random_states_kept(devices: Sequence[torch.device | int]) -> Iterator[None]:
     """Restore the random number generators of Python, NumPy and torch, with those of the given CUDA devices."""
@@ -218,22 +179,6 @@ def random_states_kept(devices: Sequence[torch.device | int]) -> Iterator[None]:
         random.setstate(python)
         if numpy is not None:
             numpy.random.set_state(array)
-
-
-def _connect(meshes: Meshes, plan: Plan, device: torch.device) -> None:
-    """Let NCCL allocate the memory of every communicator, which it does when a group first communicates. Collective."""
-    meshes.prepare(plan)
-    for group in meshes.groups(plan):
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-
-
-def _over_ranks(value: float, op: dist.ReduceOp.RedOpType) -> float:
-    """Return the least or most of all ranks' values. Collective."""
-    if world_size() == 1:
-        return value
-    values = torch.tensor([value], dtype=torch.float64, device=collective_device())
-    dist.all_reduce(values, op=op)
-    return values.item()
 
 
 def _give_back(device: torch.device) -> None:

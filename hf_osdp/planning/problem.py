@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from functools import partial
 
 from torch import nn
 
 from ..distributed.consensus import on_rank_zero
 from ..distributed.device import expands_segments
 from ..distributed.restart import limit_after_oom
-from ..errors import CheckpointingError, DescriptionError, HardwareError, InfeasibleError
+from ..errors import CheckpointingError, DescriptionError, HardwareError
 from ..measurement.machine import hardware_of_run
 from ..modeling.batch import Inputs, Loss, training_batch
 from ..modeling.split_candidates import possible_splits
@@ -28,7 +28,6 @@ from ..tracing.describe import describe, is_by_formula
 from .config import OSDPConfig
 from .preflight.checks import RunFolder
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -102,19 +101,6 @@ def precision_attempts(config: OSDPConfig, facts: RunFacts) -> list[tuple[OSDPCo
     return [on_device] if facts.device_type == "cpu" or config.host_offload is False else [on_device, under_fsdp]
 
 
-def first_feasible(attempts: Sequence[tuple[OSDPConfig, RunFacts]], solve: Callable[[OSDPConfig, RunFacts], T | None]) -> T:
-    """Return the first attempt's result that is neither None nor infeasible; the last attempt's error counts."""
-    for config, facts in attempts[:-1]:
-        try:
-            if (found := solve(config, facts)) is not None:
-                return found
-        except InfeasibleError:
-            pass
-    found = solve(*attempts[-1])
-    assert found is not None
-    return found
-
-
 def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
     """Return the job to search for, with what the user has fixed.
 
@@ -140,12 +126,7 @@ def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
 
 
 def check_limit(limit_bytes: int, device: DeviceSpec, *, given: str) -> int:
-    """Return a memory limit that the device has.
-
-    Args:
-        limit_bytes: bytes that were asked for.
-        device: its memory counts.
-        given: how the limit was given, such as `memory_limit='8GiB'`.
+    """Return a memory limit that the device has; `given` is how a message quotes it, such as `memory_limit='8GiB'`.
 
     Raises:
         ValueError: it is more than the device has.
@@ -156,18 +137,6 @@ def check_limit(limit_bytes: int, device: DeviceSpec, *, given: str) -> int:
             f"{given} is more than the {format_bytes(there)} of {device.name}; use at most {there} bytes, or leave it out for all of them."
         )
     return limit_bytes
-
-
-def memory_limit(config: OSDPConfig, hardware: Hardware) -> int:
-    """Return the bytes of each device for tensors and what the device reserves: those asked for, or all that it has.
-
-    Raises:
-        ValueError: more was asked for than there is.
-    """
-    limit = config.memory_limit_bytes
-    if limit is None:
-        return limit_after_oom(hardware.device.memory_bytes)
-    return limit_after_oom(check_limit(limit, hardware.device, given=f"memory_limit={config.memory_limit!r}"))
 
 
 class ProblemBuilder:
@@ -196,7 +165,8 @@ class ProblemBuilder:
             hardware = hardware_of_run(named, device_type=facts.device_type, nodes=config.nodes).with_margin(config.memory_margin)
         _check_host(hardware, config, facts)
         self.hardware = hardware
-        self.limit_bytes = memory_limit(config, hardware)
+        limit = hardware.device.memory_bytes if config.memory_limit_bytes is None else config.memory_limit_bytes
+        self.limit_bytes = limit_after_oom(check_limit(limit, hardware.device, given=f"memory_limit={config.memory_limit!r}"))
 
     def build(self, split: ModelSplit = WHOLE_BLOCKS) -> PlanningProblem:
         """Return the problem of the model with a split.
@@ -226,12 +196,8 @@ class ProblemBuilder:
         if not config.operator_splitting or facts.activation_checkpointing or times_blocks:
             return whole
         vocabulary = facts.reads_loss_alone if config.split_vocabulary is None else config.split_vocabulary
-        description = choose_description(
-            whole,
-            lambda: possible_splits(self._model, whole.description, vocabulary=vocabulary),
-            self._describer.describe,
-        )
-        return replace(whole, description=description)
+        splits = partial(possible_splits, self._model, whole.description, vocabulary=vocabulary)
+        return replace(whole, description=choose_description(whole, splits, self._describer.describe))
 
 
 class Describer:
@@ -239,9 +205,8 @@ class Describer:
 
     def __init__(self, model: nn.Module, config: OSDPConfig, facts: RunFacts) -> None:
         self._model, self._config, self._facts = model, config, facts
-        self._ways: list[tuple[Inputs | None, Loss | None]] = [(config.inputs, None) if config.inputs else (facts.inputs, facts.loss)]
-        if config.inputs is None and facts.inputs is not None and _has_usual_batch(model):
-            self._ways.append((None, None))
+        self._inputs, self._loss = (config.inputs, None) if config.inputs else (facts.inputs, facts.loss)
+        self._may_fall_back = config.inputs is None and facts.inputs is not None and _has_usual_batch(model)
 
     def describe(self, split: ModelSplit) -> ModelDescription:
         """Return the description of the model with a split.
@@ -249,30 +214,28 @@ class Describer:
         Raises:
             DescriptionError: it cannot be described in any way.
         """
-        while len(self._ways) > 1:
-            try:
-                description = self._describe(split, *self._ways[0])
-            except CheckpointingError:
+        if not self._may_fall_back:
+            return self._describe(split)
+        try:
+            description = self._describe(split)
+            if not is_by_formula(description):
+                return description
+            reason = description.trace
+        except DescriptionError as error:
+            if isinstance(error, CheckpointingError) or not split.is_none:
                 raise
-            except DescriptionError as error:
-                if not split.is_none:
-                    raise
-                reason = str(error)
-            else:
-                if not is_by_formula(description):
-                    return description
-                reason = description.trace
-            _log.warning(
-                "What %s computes from its batches cannot be traced (%s): the estimate is that of the model's own loss on %d tokens;"
-                " a lower memory_limit leaves room for what is missing.",
-                "the loop's own loss" if self._facts.loss else "the model",
-                reason,
-                self._facts.sequence_length,
-            )
-            del self._ways[0]
-        return self._describe(split, *self._ways[0])
+            reason = str(error)
+        _log.warning(
+            "What %s computes from its batches cannot be traced (%s): the estimate is that of the model's own loss on %d tokens;"
+            " a lower memory_limit leaves room for what is missing.",
+            "the loop's own loss" if self._loss else "the model",
+            reason,
+            self._facts.sequence_length,
+        )
+        self._inputs, self._loss, self._may_fall_back = None, None, False
+        return self._describe(split)
 
-    def _describe(self, split: ModelSplit, inputs: Inputs | None, loss: Loss | None) -> ModelDescription:
+    def _describe(self, split: ModelSplit) -> ModelDescription:
         facts = self._facts
         assert facts.sequence_length is not None
         description = describe(
@@ -284,8 +247,8 @@ class Describer:
             device_type=facts.device_type,
             capability=facts.capability,
             activation_checkpointing=facts.activation_checkpointing,
-            inputs=inputs,
-            loss=loss,
+            inputs=self._inputs,
+            loss=self._loss,
             split=split,
         )
         return replace(description, other_bytes=sum(facts.other_models.values()))

@@ -69,16 +69,19 @@ def recalibrate(
     while not done:
         observed = probe(plan)
 
-        def learn(plan: Plan = plan, observed: Observation = observed) -> tuple[Round, str, bool]:
+        def learn(plan: Plan = plan, observed: Observation = observed) -> tuple[Round, Plan, bool]:
             nonlocal problem
             past = _round(problem, plan, observed)
-            problem = _corrected(problem, past.correction)
-            following, stands = _next(problem, [*rounds, past])
-            return past, following.to_json(), stands
+            problem = replace(
+                problem,
+                description=past.correction.of_description(problem.description, problem.hardware),
+                hardware=past.correction.of_hardware(problem.hardware),
+                job=past.correction.of_job(problem.job),
+            )
+            return past, *_next(problem, [*rounds, past])
 
-        past, text, done = on_rank_zero(learn)
+        past, plan, done = on_rank_zero(learn)
         rounds.append(past)
-        plan = Plan.from_json(text, source="the plan from rank 0")
     return plan, tuple(rounds), problem
 
 
@@ -87,58 +90,49 @@ def _round(problem: PlanningProblem, plan: Plan, observed: Observation) -> Round
     limit = problem.room_bytes - problem.hardware.outside_bytes(plan.communicators)
     estimate = estimated(problem, plan)
     peak = int(limit * (1 + _OUT_OF_MEMORY_MARGIN)) + 1 if observed.out_of_memory else observed.peak_bytes
-    correction = correction_of(
-        plan, problem.description, problem.hardware, problem.job,
-        peak_bytes=peak, step_s=observed.median_step_s, timings=observed.timings,
-    )  # fmt: skip
     return Round(
         plan=plan,
         estimated_peak_bytes=estimate.memory.peak_bytes,
         estimated_step_s=estimate.time.step_s,
         observed=observed,
-        correction=correction,
+        correction=correction_of(
+            plan, problem.description, problem.hardware, problem.job,
+            peak_bytes=peak, step_s=observed.median_step_s, timings=observed.timings,
+        ),
         fits=peak is None or peak <= limit,
-    )
-
-
-def _corrected(problem: PlanningProblem, correction: Correction) -> PlanningProblem:
-    return replace(
-        problem,
-        description=correction.of_description(problem.description, problem.hardware),
-        hardware=correction.of_hardware(problem.hardware),
-        job=correction.of_job(problem.job),
-    )
+    )  # fmt: skip
 
 
 def _next(problem: PlanningProblem, rounds: list[Round]) -> tuple[Plan, bool]:
     """Return the plan to try next and False, or the fastest that fits of those that were tried and True."""
     fitting = [past for past in rounds if past.fits]
+    remedies: tuple[str, ...] = ()
     try:
         following = search(problem).plan
         if following.fingerprint not in {past.plan.fingerprint for past in rounds} and len(rounds) < MOST_ROUNDS:
             return following, False
     except InfeasibleError as error:
-        if not fitting:
-            raise _infeasible(problem, rounds, error.remedies) from error
+        remedies = error.remedies
     if not fitting:
-        raise _infeasible(problem, rounds, ())
+        raise _infeasible(problem, rounds, remedies)
     best = estimated(problem, min(fitting, key=lambda past: past.observed.median_step_s or float("inf")).plan)
     return replace(best.plan, peak_bytes=best.memory.on(problem.hardware), step_s=best.time.step_s), True
 
 
 def _infeasible(problem: PlanningProblem, rounds: list[Round], remedies: tuple[str, ...]) -> InfeasibleError:
     hardware, limit = problem.hardware, problem.memory_limit_bytes
-
-    def needed(past: Round) -> str:
-        peak = "more memory than there is" if past.observed.peak_bytes is None else format_bytes(past.peak_on(hardware))
+    tried, peaks = [], []
+    for past in rounds:
+        peak, needed = past.peak_on(hardware), "more memory than there is"
+        if past.observed.peak_bytes is not None:
+            peaks.append(peak)
+            needed = format_bytes(peak)
         estimate = format_bytes(past.estimated_peak_bytes + hardware.outside_bytes(past.plan.communicators))
-        return f"plan {past.plan.fingerprint} needed {peak}, estimated {estimate}"
-
+        tried.append(f"plan {past.plan.fingerprint} needed {needed}, estimated {estimate}")
     ways = remedies or ("a higher memory_limit", "more devices", "a shorter sequence_length")
-    peaks = [past.peak_on(hardware) for past in rounds if past.observed.peak_bytes is not None]
     return InfeasibleError(
-        f"No plan that was tried fits {format_bytes(limit)} per device: {'; '.join(map(needed, rounds))}. Use {'; or '.join(ways)}.",
+        f"No plan that was tried fits {format_bytes(limit)} per device: {'; '.join(tried)}. Use {'; or '.join(ways)}.",
         memory_limit_bytes=limit,
         least_peak_bytes=max(limit + 1, hardware.limit_for(min(peaks, default=0))),
-        remedies=tuple(ways),
+        remedies=ways,
     )

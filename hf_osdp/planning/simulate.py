@@ -1,11 +1,13 @@
-"""Run the real FSDP2 step of a plan on fake tensors, and see what it allocates, without memory, devices or peers."""
+"""Run the real FSDP2 step of a plan on fake tensors, and see what it allocates, without memory, devices or peers; search with that."""
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,43 +20,31 @@ from torch.utils._pytree import tree_leaves
 
 from ..distributed.mesh import Meshes
 from ..errors import OSDPError
-from ..modeling.batch import Inputs, Loss, same_random_numbers, training_batch, without_packing
+from ..modeling.batch import Loss, same_random_numbers, training_batch, without_packing
 from ..modeling.build import build_on_meta, checkpoint_blocks
 from ..modeling.wrapping import forward_replaced, under_autocast
 from ..planner.allocator.replay import StepEvents, replay_steps
+from ..planner.cost.correction import Correction
 from ..planner.cost.memory import MemoryBreakdown
 from ..planner.description import ModelDescription
+from ..planner.hardware import Hardware
 from ..planner.job import TrainingJob
 from ..planner.plan import Plan
+from ..planner.problem import PlanningProblem
+from ..planner.search.search import SearchResult, search
+from ..quantities import format_bytes
 from ..sharding.apply import apply_plan
 from ..sharding.environment import mp_policy
 from ..sharding.host_offload import host_parameters
 from ..sharding.steps import make_optimizer, train_step
-from ..tracing.attention import Capability
 from ..tracing.cuda_kernels import CudaKernels
+from ..tracing.describe import DescribeOptions
 from ..tracing.fake_model import fake_copy
 from ..tracing.known_values import KnownValues
 from ..tracing.memory_tracker import CUDA_BLOCK_BYTES, Kind, MemoryTracker
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationOptions:
-    """How the model runs in a simulated step; the fields of `DescribeOptions` with these names."""
-
-    device_type: str = "cpu"
-    """`"cpu"` or `"cuda"`: whose attention, dropout and allocation granularity count."""
-    capability: Capability | None = None
-    """Of the CUDA device."""
-    auto_class: object = None
-    """For a configuration, which class to build."""
-    inputs: Inputs | None = None
-    """From a number of samples to forward's keyword arguments; None makes a training batch for a transformers model."""
-    activation_checkpointing: bool = False
-    loss: Loss | None = None
-
-    def __post_init__(self) -> None:
-        if self.device_type not in ("cpu", "cuda"):
-            raise ValueError(f"device_type={self.device_type!r} is not known; use cpu or cuda.")
+_ROUNDS = 4
+"""The second round's estimate holds what the first was short of, so that a third is needed only where the new plan errs otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +75,7 @@ def simulate(model_or_config: object, plan: Plan, *, description: ModelDescripti
         plan: what runs.
         description: the model's, for its units and sequence length.
         job: precision, optimizer, and whether the loop holds outputs.
-        options: the fields of `SimulationOptions`.
+        options: what `describe` was told: `device_type`, `capability`, `auto_class`, `inputs`, `activation_checkpointing`, `loss`.
 
     Returns:
         Peak bytes with their breakdown, the host's beside them, and the seconds that it took.
@@ -95,7 +85,7 @@ def simulate(model_or_config: object, plan: Plan, *, description: ModelDescripti
         PlanError: the plan is for another model.
         OSDPError: this process has a process group.
     """
-    chosen = SimulationOptions(**options)
+    chosen = DescribeOptions(sequence_length=description.sequence_length, **options)
     started = time.perf_counter()
     model = model_or_config if isinstance(model_or_config, nn.Module) else build_on_meta(model_or_config, chosen.auto_class)
     batch = (chosen.inputs or training_batch(model, description.sequence_length))(plan.micro_batch_size)
@@ -112,7 +102,13 @@ def simulate(model_or_config: object, plan: Plan, *, description: ModelDescripti
             checkpoint_blocks(fake, description.block_classes)
         apply_plan(fake, plan, description.units, meshes=meshes, mp_policy=mp_policy(job.precision), broadcast=False)
         fakes = known.fakes_of(batch, mode)
-        memory = MemoryTracker(block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1, by_kind=True, locks_pages=on_cuda, stream=_Streams().current)
+        streams: dict[object, int] = defaultdict(count(1).__next__, {torch.cpu.current_stream(): 0})  # on the CPU they only have names
+        memory = MemoryTracker(
+            block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1,
+            by_kind=True,
+            locks_pages=on_cuda,
+            stream=lambda: streams[torch.cpu.current_stream()],
+        )
         stack.enter_context(memory)
         stack.enter_context(memory.host_copies())
         stack.enter_context(_separate_shape_propagation())
@@ -132,18 +128,52 @@ def simulate(model_or_config: object, plan: Plan, *, description: ModelDescripti
     )
 
 
-class _Streams:
-    """Numbers of FSDP2's streams. On the CPU they do nothing, but the current one is known."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRound:
+    """One plan with its estimate and its simulation."""
 
-    def __init__(self) -> None:
-        self._seen: list[torch.cpu.Stream] = [torch.cpu.current_stream()]
+    found: SearchResult
+    simulation: Simulation
+    job: TrainingJob
+    """The job that was searched for, with the correction of the rounds before."""
 
-    def current(self) -> int:
-        """Return the number of the current stream; 0 is the one that computes."""
-        stream = torch.cpu.current_stream()
-        if stream not in self._seen:
-            self._seen.append(stream)
-        return self._seen.index(stream)
+    def peak_on(self, hardware: Hardware) -> int:
+        """Return the simulated peak with what no tensor can have."""
+        return self.simulation.peak_bytes + hardware.outside_bytes(self.found.plan.communicators)
+
+
+def search_and_simulate(model_or_config: object, problem: PlanningProblem, **options: Any) -> tuple[SimulatedRound, ...]:
+    """Find the fastest plan whose simulated peak is within the limit.
+
+    Args:
+        model_or_config: as for `simulate`.
+        problem: as for `search`.
+        options: as for `simulate`; `capability` is that of the problem's hardware.
+
+    Returns:
+        The rounds; the last one's plan is the answer. One round where the first plan's simulation fits.
+
+    Raises:
+        InfeasibleError: no plan fits, or none does with what the simulation found beside the estimate.
+        OSDPError: the simulations still passed the limit after four rounds.
+    """
+    hardware, limit = problem.hardware, problem.memory_limit_bytes
+    rounds: list[SimulatedRound] = []
+    while len(rounds) < _ROUNDS:
+        found = search(problem)
+        simulation = simulate(
+            model_or_config, found.plan, description=problem.description, job=problem.job, capability=hardware.device.capability, **options
+        )
+        rounds.append(SimulatedRound(found=found, simulation=simulation, job=problem.job))
+        if rounds[-1].peak_on(hardware) <= hardware.room_bytes(limit):
+            return tuple(rounds)
+        short_bytes = simulation.peak_bytes - found.memory.peak_bytes
+        problem = replace(problem, job=Correction(extra_bytes=short_bytes).of_job(problem.job))
+    least = hardware.limit_for(min(r.peak_on(hardware) for r in rounds))
+    raise OSDPError(
+        f"No plan's simulated peak is within {format_bytes(limit)} after {_ROUNDS} rounds (the least was"
+        f" {format_bytes(least)}); give a limit of {format_bytes(least)}, or plan without simulation."
+    )
 
 
 def _run_step(

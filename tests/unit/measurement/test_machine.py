@@ -90,11 +90,11 @@ def test_operator_seconds_of_a_gpu_are_the_cpus_and_not_the_gpus(monkeypatch):
     waits = []
     step = rates._tiny_step(CPU)
     monkeypatch.setattr(rates, "_tiny_step", lambda device: lambda: (step(), time.sleep(2e-3))[0])
-    monkeypatch.setattr(timing, "synchronize", lambda device: (waits.append(device), time.sleep(20e-3)))
+    monkeypatch.setattr(timing, "synchronize", lambda device: (waits.append(device), time.sleep(0.1)))
     with rates._Counter() as counter:
         step()
     found = rates.operator_seconds(CUDA, 0.01)
-    assert 2e-3 < found * counter.operators < 20e-3
+    assert 2e-3 < found * counter.operators < 0.1
     assert set(waits) == {CUDA}
 
 

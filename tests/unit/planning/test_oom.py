@@ -1,4 +1,4 @@
-"""What is said when memory runs out, which limit is safer, and when a program can start again."""
+"""Out of memory: which errors say so, what is said of them, which limit is safer, and when a program can start again."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hf_osdp.distributed import restart
@@ -17,7 +18,7 @@ from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import search
-from hf_osdp.planning.out_of_memory import OutOfMemoryHandler, place_of, safer_plan
+from hf_osdp.planning.out_of_memory import OutOfMemoryHandler, is_of_host, is_out_of_memory, place_of, safer_plan
 from hf_osdp.quantities import format_bytes
 from tests.helpers.descriptions import transformer
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
@@ -28,13 +29,44 @@ TORCHS = (
     " non-PyTorch memory, this process has 79.13 GiB memory in use. Of the allocated memory 1.50 GiB is allocated by PyTorch, and"
     " 120.00 MiB is reserved"
 )
-HARDWARE = preset("cpu", devices_per_node=4)
+DEVICE = {
+    "cublas": (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "runtime": (RuntimeError, "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"),
+    "accelerator": (torch.AcceleratorError, "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
+    "nccl calloc": (
+        dist.DistBackendError,
+        "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.28.9\n"
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc 10485760 bytes",
+    ),
+    "nccl": (dist.DistBackendError, "NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"),
+    "cudnn": (RuntimeError, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    "data parallel": (RuntimeError, "Caught OutOfMemoryError in replica 0 on device 0.\nOriginal Traceback: CUDA out of memory. Tried to"),
+    "allocator": (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 20.00 MiB."),
+}
+HOST = {
+    "cpu allocator": (
+        RuntimeError,
+        "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
+        " allocate 4194304 bytes. Error code 12 (Cannot allocate memory)",
+    ),
+    "python": (MemoryError, "Unable to allocate 2.00 GiB for an array"),
+}
+OTHERS = (
+    RuntimeError("CUDA error: an illegal memory access was encountered"), RuntimeError("Expected all tensors to be on the same device"),
+    dist.DistBackendError("NCCL error: unhandled system error"), ValueError("CUDA out of memory"), KeyboardInterrupt(), None,
+)  # fmt: skip
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def problem() -> PlanningProblem:
-    loose = PlanningProblem(description=transformer(), hardware=HARDWARE, job=TrainingJob(global_batch_size=8), memory_limit_bytes=2**33)
+    hardware = preset("cpu", devices_per_node=4)
+    loose = PlanningProblem(description=transformer(), hardware=hardware, job=TrainingJob(global_batch_size=8), memory_limit_bytes=2**33)
     return replace(loose, memory_limit_bytes=search(loose).plan.peak_bytes)
+
+
+@pytest.fixture(scope="module")
+def plan(problem) -> Plan:
+    return search(problem).plan
 
 
 @pytest.fixture(autouse=True)
@@ -42,19 +74,53 @@ def hook_restored(monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
 
-def plan_without_units() -> Plan:
-    return Plan(
-        world_size=1, strategy="osdp", units=(UnitDecision(fqn="", shard_size=1, reshard_after_forward=False),), micro_batch_size=1,
-        accumulation_steps=1, model_fingerprint="abc",
-    )  # fmt: skip
+@pytest.fixture
+def handled(problem, plan):
+    """A function from an error to its text after it was handled."""
+
+    def handle(error: BaseException, on_oom: str = "raise", device: str = "cpu") -> str:
+        handler = OutOfMemoryHandler(nn.Linear(1, 1), plan, (), problem=problem, on_oom=on_oom, device=torch.device(device))
+        handler.handle(error)
+        handler.handle(error)  # it is explained once
+        return str(error)
+
+    return handle
+
+
+# ------------------------------------------------------------------------------------------------------- which errors
+
+
+@pytest.mark.parametrize("kind", [*DEVICE, *HOST])
+def test_every_kind_is_known_and_explained_in_the_same_error(kind, problem, plan):
+    error_type, text = {**DEVICE, **HOST}[kind]
+    error = error_type(text)
+    assert is_out_of_memory(error) and is_of_host(error) == (kind in HOST)
+    handler = OutOfMemoryHandler(nn.Linear(1, 1), plan, (), problem=problem, on_oom="raise", device=torch.device("cpu"))
+    with pytest.raises(error_type) as caught, handler.explained():
+        raise error
+    said = str(error)
+    assert caught.value is error and said.startswith("Out of memory on ") and "memory_limit=" in said and "\n" not in said
+    assert ("4.0 MiB were asked for" in said) == (kind == "cpu allocator")
+
+
+@pytest.mark.parametrize("error", OTHERS)
+def test_other_errors_are_none_and_stay_as_they_are(error, handled):
+    assert not is_out_of_memory(error)
+    assert error is None or handled(error) == str(type(error)(*error.args))
+
+
+def test_code_of_an_accelerator_error_counts():
+    class Coded(RuntimeError):
+        error_code = 2
+
+    assert is_out_of_memory(Coded("something else")) and not is_out_of_memory(RuntimeError("something else"))
 
 
 # ------------------------------------------------------------------------------------------------------- the safer plan
 
 
 @pytest.mark.parametrize("over", [0, 0.08, 0.2])
-def test_the_limit_falls_by_what_was_needed_above_the_estimate(problem, over):
-    plan = search(problem).plan
+def test_safer_limit_is_lower_by_what_was_needed_above_the_estimate(problem, plan, over):
     limit = problem.memory_limit_bytes
     safer = safer_plan(problem, plan, int(plan.peak_bytes + over * limit))
     assert safer.limit_bytes == pytest.approx(min(limit * (1 - max(over, 0.05)), plan.peak_bytes * 0.95), abs=2)
@@ -62,100 +128,76 @@ def test_the_limit_falls_by_what_was_needed_above_the_estimate(problem, over):
     assert safer.plan.step_s >= plan.step_s
 
 
-def test_a_limit_that_does_not_bind_falls_below_the_plan(problem):
+def test_safer_limit_is_below_the_plan_where_the_limit_does_not_bind(problem, plan):
     """A device that others use too: the plan is far below the limit, and there was no room all the same."""
-    plan = search(problem).plan
     loose = replace(problem, memory_limit_bytes=4 * plan.peak_bytes)
     assert safer_plan(loose, plan, None).limit_bytes == int(0.95 * plan.peak_bytes)
 
 
-def test_where_nothing_fits_there_are_remedies(problem):
-    safer = safer_plan(problem, search(problem).plan, 3 * problem.memory_limit_bytes)
+def test_safer_plan_gives_remedies_where_nothing_fits(problem, plan):
+    safer = safer_plan(problem, plan, 3 * problem.memory_limit_bytes)
     assert safer.plan is None and any("memory limit" in remedy for remedy in safer.remedies)
 
 
 # ------------------------------------------------------------------------------------------------------------ the message
 
 
-def raised(text: str) -> torch.OutOfMemoryError:
-    try:
-        raise torch.OutOfMemoryError(text)
-    except torch.OutOfMemoryError as error:
-        return error
-
-
-def handler(problem: PlanningProblem | None, on_oom: str = "raise", device: str = "cpu") -> tuple[OutOfMemoryHandler, Plan]:
-    plan = plan_without_units() if problem is None else search(problem).plan
-    return OutOfMemoryHandler(nn.Linear(1, 1), plan, (), problem=problem, on_oom=on_oom, device=torch.device(device)), plan
-
-
-def test_explained_error_has_estimate_measurement_and_next_plan(problem):
-    handling, plan = handler(problem)
-    error = raised(TORCHS)
-    with pytest.raises(torch.OutOfMemoryError) as caught, handling.explained():
-        raise error
-    said = str(caught.value)
+def test_explained_error_has_estimate_and_measurement(problem, plan, handled):
+    said = handled(torch.OutOfMemoryError(TORCHS))
     assert "\n" not in said and said.endswith(f"({TORCHS})")
     assert "1.5 GiB were allocated and 20.0 MiB more asked for." in said
-    assert (
-        f"the plan was estimated to need {format_bytes(plan.peak_bytes)} of a limit of {format_bytes(problem.memory_limit_bytes)}, " in said
-    )
-    handling.handle(error)
-    assert str(error) == said, "it is explained once"
+    assert f"was estimated to need {format_bytes(plan.peak_bytes)} of a limit of {format_bytes(problem.memory_limit_bytes)}, " in said
     assert "No plan needs as little as 1 B; use " in said, "a gibibyte is far above the estimate"
 
 
-def test_explained_error_names_the_next_plan_with_limit_and_cost(problem):
-    handling, plan = handler(problem)
-    error = raised(
-        f"CUDA out of memory. Tried to allocate 512 bytes. Of the allocated memory {plan.peak_bytes} bytes is allocated by PyTorch"
+def test_explained_error_names_the_next_plan_with_limit_and_cost(problem, plan, handled):
+    said = handled(
+        torch.OutOfMemoryError(f"Tried to allocate 512 bytes. Of the allocated memory {plan.peak_bytes} bytes is allocated by PyTorch")
     )
-    handling.handle(error)
-    safer = safer_plan(problem, plan, plan.peak_bytes + 512)
-    assert f"The next plan, for memory_limit={safer.limit_bytes}, needs " in str(error)
-    assert ('With on_oom="replan" the run goes on by it.' in str(error)) == (restart.hindrance() is None)
+    assert f"The next plan, for memory_limit={safer_plan(problem, plan, plan.peak_bytes + 512).limit_bytes}, needs " in said
+    assert ('With on_oom="replan" the run goes on by it.' in said) == (restart.hindrance() is None)
 
 
 def test_explained_error_of_a_given_plan_without_figures():
-    error = raised("out of memory")
-    handler(None)[0].handle(error)
+    unit = UnitDecision(fqn="", shard_size=1, reshard_after_forward=False)
+    given = Plan(world_size=1, strategy="osdp", units=(unit,), micro_batch_size=1, accumulation_steps=1, model_fingerprint="abc")
+    error = torch.OutOfMemoryError("out of memory")
+    OutOfMemoryHandler(nn.Linear(1, 1), given, (), problem=None, on_oom="raise", device=torch.device("cpu")).handle(error)
     assert "what was allocated is not known. The plan was given; plan again under a lower memory_limit." in str(error)
 
 
-def test_uncaught_error_is_explained_as_long_as_the_handler_lives(problem, monkeypatch):
+def test_uncaught_error_is_explained_as_long_as_the_handler_lives(problem, plan, monkeypatch):
     shown: list[str] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(str(error)))
-    handling, _ = handler(problem)
-    sys.excepthook(torch.OutOfMemoryError, raised("first"), None)
-    del handling
+    handler = OutOfMemoryHandler(nn.Linear(1, 1), plan, (), problem=problem, on_oom="raise", device=torch.device("cpu"))
+    sys.excepthook(torch.OutOfMemoryError, torch.OutOfMemoryError("first"), None)
+    del handler
     gc.collect()
-    sys.excepthook(torch.OutOfMemoryError, raised("second"), None)
+    sys.excepthook(torch.OutOfMemoryError, torch.OutOfMemoryError("second"), None)
     assert shown[0].startswith("Out of memory on ") and shown[1] == "second"
 
 
-def test_handler_leaves_other_errors_and_what_it_cannot_explain(problem, monkeypatch):
-    handling, _ = handler(problem)
-    other = KeyError("other")
-    handling.handle(other)
-    assert other.args == ("other",)
+def test_error_that_cannot_be_explained_stays_as_it_is(handled, monkeypatch):
     monkeypatch.setattr(OutOfMemoryHandler, "explain", lambda self, error: 1 / 0)
-    error = raised("as it was")
-    handling.handle(error)
-    assert str(error) == "as it was"
+    assert handled(torch.OutOfMemoryError("as it was")) == "as it was"
 
 
-def test_replan_restarts_by_the_safer_limit_or_says_why_not(problem, monkeypatch):
-    (handling, plan), limits = handler(problem, "replan"), []
+@pytest.mark.parametrize("kind", ["allocator", "cublas", "accelerator", "nccl"])
+def test_replan_restarts_by_the_safer_limit_or_says_why_not(problem, plan, handled, monkeypatch, kind):
+    limits = []
+    error_type, text = DEVICE[kind]
     monkeypatch.setattr(restart, "hindrance", lambda: None)
     monkeypatch.setattr(restart, "restart", lambda limit, message: limits.append(limit))
-    error = raised("Tried to allocate 1.00 KiB.")
-    handling.handle(error)
+    assert "The launcher starts all ranks again, by that plan." in handled(error_type(text), "replan")
     assert limits == [safer_plan(problem, plan, None).limit_bytes]
-    assert "The launcher starts all ranks again, by that plan." in str(error)
     monkeypatch.setattr(restart, "hindrance", lambda: "it did so 3 times")
-    error = raised("Tried to allocate 1.00 KiB.")
-    handling.handle(error)
-    assert "cannot start again: it did so 3 times." in str(error) and len(limits) == 1
+    assert "cannot start again: it did so 3 times." in handled(error_type(text), "replan") and len(limits) == 1
+
+
+def test_memory_of_the_host_is_no_reason_for_a_plan_of_less_device_memory(handled, monkeypatch):
+    monkeypatch.setattr(restart, "restart", lambda *_: pytest.fail("it would start again"))
+    said = handled(MemoryError("no"), "replan", "cuda")
+    assert said.startswith("Out of the host's memory on ") and "there is no other plan" in said
 
 
 # -------------------------------------------------------------------------------------------------------- where in a step
@@ -171,7 +213,7 @@ def test_replan_restarts_by_the_safer_limit_or_says_why_not(problem, monkeypatch
         ("between", "what lies between model and optimizer"),
     ],
 )
-def test_the_place_of_an_error(moment, said, monkeypatch):
+def test_place_of_an_error_names_moment_and_unit(moment, said, monkeypatch):
     model = tiny_model("gpt2", layers=2)
     if moment == "recompute":
         model.gradient_checkpointing_enable()

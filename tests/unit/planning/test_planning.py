@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
 
 import pytest
@@ -13,13 +12,15 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from hf_osdp.errors import HardwareError, InfeasibleError, PlanError, ProfileError
 from hf_osdp.planner.hardware import HostSpec
 from hf_osdp.planner.job import OptimizerSpec, Precision
+from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.plan_run import plan_run
+from hf_osdp.planning.plan_run import PlannedRun, plan_run
 from hf_osdp.planning.problem import RunFacts
 
 HARDWARE = preset("cpu")
+BF16, FP16 = Precision.named("bf16"), Precision.named("fp16")
 
 
 @pytest.fixture(scope="module")
@@ -30,70 +31,59 @@ def model() -> GPT2LMHeadModel:
 def facts(**changes: object) -> RunFacts:
     options: dict[str, object] = {
         "world_size": 1, "device_type": "cpu", "precision": Precision(), "sequence_length": 16, "global_batch_size": 8,
-        "micro_batch_size": None, "reduce_every_micro_step": None, "optimizer": OptimizerSpec(), "holds_outputs": False,
+        "optimizer": OptimizerSpec(),
     }  # fmt: skip
     return RunFacts(**{**options, **changes})
 
 
-def test_searches_and_compares(model):
-    run = plan_run(model, OSDPConfig(hardware=HARDWARE, memory_limit="1GiB"), facts())
-    assert run.plan.global_batch_size == 8
-    assert run.plan is run.search.plan
-    assert run.memory_limit_bytes == 2**30
-    assert {row.strategy.value for row in run.comparison} == {"osdp", "fsdp", "ddp", "zero2", "hsdp"}
-
-
-def test_comparison_can_be_left_out(model):
-    assert plan_run(model, OSDPConfig(hardware=HARDWARE, compare=False), facts()).comparison is None
-
-
-def test_without_a_limit_the_device_is_the_limit(model):
-    run = plan_run(model, OSDPConfig(hardware=HARDWARE, compare=False), facts())
-    assert run.memory_limit_bytes == HARDWARE.device.memory_bytes
-
-
-def test_the_margin_stays_free_of_the_plan(model):
-    limit = plan_run(model, OSDPConfig(hardware=HARDWARE, compare=False), facts()).plan.peak_bytes
-    options = dict(hardware=HARDWARE, compare=False, memory_limit=limit)
-    assert plan_run(model, OSDPConfig(**options, memory_margin=0.0), facts()).plan.peak_bytes == limit
-    assert plan_run(model, OSDPConfig(**options, memory_margin=0.1), facts()).plan.peak_bytes <= 0.9 * limit
-
-
-def test_what_the_device_reserves_counts_once(model):
-    """The search takes it off the limit; the limit that it is given is whole."""
-    plain = plan_run(model, OSDPConfig(hardware=HARDWARE, compare=False), facts())
-    own = plain.search.plan.peak_bytes
-    device = dataclasses.replace(HARDWARE.device, memory_bytes=own + 1000, reserved_bytes=1000)
-    run = plan_run(model, OSDPConfig(hardware=dataclasses.replace(HARDWARE, device=device), compare=False), facts())
-    assert run.memory_limit_bytes == own + 1000
-    assert run.plan.units == plain.plan.units
-
-
-@pytest.mark.parametrize("source", ["cpu", HARDWARE])
-def test_a_limit_above_the_device_is_refused(model, source):
-    with pytest.raises(ValueError, match=r"memory_limit='900TiB' is more than the .* of .*use at most \d+ bytes") as caught:
-        plan_run(model, OSDPConfig(hardware=source, memory_limit="900TiB"), facts())
-    assert "\n" not in str(caught.value)
-
-
-def test_names_of_hardware_are_presets(model):
-    assert "CPU" in plan_run(model, OSDPConfig(hardware="cpu", compare=False), facts()).hardware.summary
-
-
-def test_infeasible_says_what_would_do(model):
-    with pytest.raises(InfeasibleError) as caught:
-        plan_run(model, OSDPConfig(hardware=HARDWARE, memory_limit="10KiB"), facts())
-    assert caught.value.least_peak_bytes > 10 * 2**10
+def planned(model: nn.Module, *, known: RunFacts | None = None, **options: object) -> PlannedRun:
+    """Plan whole blocks for the preset's hardware, where neither a profile nor a plan is given."""
+    defaults = {"compare": False}
+    if "plan" not in options:
+        defaults |= {"operator_splitting": False} if "profile" in options else {"operator_splitting": False, "hardware": HARDWARE}
+    return plan_run(model, OSDPConfig(**{**defaults, **options}), known or facts())
 
 
 @pytest.fixture(scope="module")
-def given(model):
-    return plan_run(model, OSDPConfig(hardware=HARDWARE, compare=False), facts()).plan
+def given(model) -> Plan:
+    return planned(model).plan
 
 
-def test_a_given_plan_runs_as_it_is(model, given, tmp_path):
+def test_plan_run_searches_and_compares(model):
+    run = planned(model, hardware="cpu", memory_limit="1GiB", compare=True)
+    assert run.plan.global_batch_size == 8 and run.plan is run.search.plan
+    assert run.memory_limit_bytes == 2**30 and "CPU" in run.hardware.summary
+    assert {row.strategy.value for row in run.comparison} == {"osdp", "fsdp", "ddp", "zero2", "hsdp"}
+
+
+def test_plan_run_without_a_limit_takes_the_device_and_compares_nothing(model):
+    run = planned(model)
+    assert run.memory_limit_bytes == HARDWARE.device.memory_bytes and run.comparison is None
+
+
+def test_margin_stays_free_of_the_plan(model, given):
+    limit = given.peak_bytes
+    assert planned(model, memory_limit=limit, memory_margin=0.0).plan.peak_bytes == limit
+    assert planned(model, memory_limit=limit, memory_margin=0.1).plan.peak_bytes <= 0.9 * limit
+
+
+def test_reserved_bytes_count_once(model, given):
+    """The search takes it off the limit; the limit that it is given is whole."""
+    device = replace(HARDWARE.device, memory_bytes=given.peak_bytes + 1000, reserved_bytes=1000)
+    run = planned(model, hardware=replace(HARDWARE, device=device))
+    assert run.memory_limit_bytes == given.peak_bytes + 1000
+    assert run.plan.units == given.units
+
+
+def test_infeasible_limit_raises_with_the_least_peak(model):
+    with pytest.raises(InfeasibleError) as caught:
+        planned(model, memory_limit="10KiB", operator_splitting=True)
+    assert caught.value.least_peak_bytes > 10 * 2**10
+
+
+def test_given_plan_runs_as_it_is(model, given, tmp_path):
     given.save(tmp_path / "plan.json")
-    run = plan_run(model, OSDPConfig(plan=tmp_path / "plan.json"), facts())
+    run = planned(model, plan=tmp_path / "plan.json")
     assert run.plan == given
     assert run.hardware is None and run.search is None
 
@@ -103,77 +93,63 @@ def test_a_given_plan_runs_as_it_is(model, given, tmp_path):
     [
         ({"global_batch_size": 16}, {}, "takes 8 samples a step, but 16"),
         ({"micro_batch_size": 1}, {}, "samples at once, but batches hold 1"),
-        ({"reduce_every_micro_step": None, "world_size": 2}, {}, "for 1 processes, but 2 are running"),
+        ({"world_size": 2}, {}, "for 1 processes, but 2 are running"),
+        ({"cpu_offload": True, "device_type": "cuda"}, {}, "stay on the device; leave it out"),
         ({}, {"memory_limit": "10KiB"}, "more than memory_limit=10.0 KiB"),
+        ({}, {"plan": {"sequence_length": 8}}, "for 8 tokens a sample, but samples have 16"),
     ],
 )
-def test_a_given_plan_for_another_run_is_refused(model, given, changes, options, part):
+def test_given_plan_for_another_run_is_refused(model, given, changes, options, part):
+    plan = replace(given, **options.pop("plan", {}))
     with pytest.raises(PlanError, match=part) as caught:
-        plan_run(model, OSDPConfig(plan=given, **options), facts(**changes))
+        planned(model, plan=plan, known=facts(**changes), **options)
     assert "\n" not in str(caught.value)
 
 
-def test_a_given_plan_for_shorter_samples_is_refused(model, given):
-    with pytest.raises(PlanError, match="for 8 tokens a sample, but samples have 16"):
-        plan_run(model, OSDPConfig(plan=dataclasses.replace(given, sequence_length=8)), facts())
+@pytest.mark.parametrize(
+    ("changes", "options", "error", "part"),
+    [
+        ({}, {"hardware": "cpu", "memory_limit": "900TiB"}, ValueError, r"memory_limit='900TiB' is more than the .* of .*use at most \d+ "),
+        ({}, {"memory_limit": "900TiB"}, ValueError, "memory_limit='900TiB' is more than the"),
+        ({"precision": FP16}, {}, ValueError, "use bf16"),
+        ({"precision": BF16}, {"recalibrate": True}, ValueError, "cannot try bfloat16"),
+        ({"cpu_offload": True, "device_type": "cuda"}, {}, HardwareError, "is not known; leave hardware out"),
+        ({}, {"profile": Profile(hardware=preset("cpu", devices_per_node=2))}, ValueError, "has 2 devices, but 1 processes"),
+        ({}, {"profile": "absent.json"}, ProfileError, "absent"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line(model, changes, options, error, part):
+    with pytest.raises(error, match=part) as caught:
+        planned(model, known=facts(**changes), **options)
+    assert "\n" not in str(caught.value)
 
 
-def test_fp16_on_one_cpu_process_is_refused(model):
-    with pytest.raises(ValueError, match="use bf16"):
-        plan_run(model, OSDPConfig(hardware=HARDWARE), facts(precision=Precision.named("fp16")))
-
-
-@pytest.mark.slow
-def test_a_profile_is_the_hardware_and_is_read_from_its_file(model, tmp_path):
-    named = dataclasses.replace(HARDWARE, device=dataclasses.replace(HARDWARE.device, name="profiled"))
-    Profile(hardware=named).save(tmp_path / "profile.json")
-    for profile in (Profile(hardware=named), tmp_path / "profile.json", str(tmp_path / "profile.json")):
-        assert plan_run(model, OSDPConfig(profile=profile, compare=False), facts()).hardware.device.name == "profiled"
-    with pytest.raises(ValueError, match="has 2 devices, but 1 processes"):
-        plan_run(model, OSDPConfig(profile=Profile(hardware=preset("cpu", devices_per_node=2))), facts())
-    with pytest.raises(ProfileError, match="absent"):
-        plan_run(model, OSDPConfig(profile=tmp_path / "absent.json"), facts())
+@pytest.mark.parametrize("read", [lambda profile, path: profile, lambda profile, path: path, lambda profile, path: str(path)])
+def test_profile_is_the_hardware(model, tmp_path, read):
+    profile = Profile(hardware=replace(HARDWARE, device=replace(HARDWARE.device, name="profiled")))
+    profile.save(tmp_path / "profile.json")
+    assert planned(model, profile=read(profile, tmp_path / "profile.json")).hardware.device.name == "profiled"
 
 
 def test_activation_checkpointing_is_seen_by_the_planner(model):
-    config = OSDPConfig(hardware=HARDWARE, compare=False, micro_batch_size=8)
-    peaks = [plan_run(model, config, facts(activation_checkpointing=on, micro_batch_size=8)).plan.peak_bytes for on in (False, True)]
+    peaks = [planned(model, known=facts(activation_checkpointing=on, micro_batch_size=8)).plan.peak_bytes for on in (False, True)]
     assert peaks[1] < peaks[0]
 
 
-def test_one_process_tries_its_plan_too(model):
+def test_recalibrate_in_one_process_tries_the_plan_and_leaves_the_weights(model):
     before = [parameter.clone() for parameter in model.parameters()]
-    run = plan_run(model, OSDPConfig(hardware=HARDWARE, compare=False, recalibrate=True), facts())
+    run = planned(model, recalibrate=True)
     assert [past.plan.fingerprint for past in run.rounds if past.fits] and run.meshes is None
     assert run.plan.fingerprint in {past.plan.fingerprint for past in run.rounds}
     assert run.search.memory.peak_bytes == pytest.approx(run.rounds[-1].observed.peak_bytes, rel=0.02)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_trials_of_what_would_not_run_are_refused(model):
-    with pytest.raises(ValueError, match="cannot try bfloat16"):
-        plan_run(model, OSDPConfig(hardware=HARDWARE, recalibrate=True), facts(precision=Precision.named("bf16")))
-
-
-def test_all_states_on_a_host_that_is_not_known(model):
-    with pytest.raises(HardwareError, match="is not known; leave hardware out"):
-        plan_run(model, OSDPConfig(hardware=HARDWARE), facts(cpu_offload=True, device_type="cuda"))
-
-
-def test_all_states_on_the_host(model):
+def test_cpu_offload_moves_every_unit_to_a_known_host_but_on_the_cpu(model, caplog):
     host = HostSpec(memory_bytes=2**34, to_device_bytes_per_s=1e10, to_host_bytes_per_s=1e10, update_bytes_per_s=1e10, source="made up")
-    run = plan_run(model, OSDPConfig(hardware=replace(HARDWARE, host=host)), facts(cpu_offload=True, device_type="cuda"))
+    run = planned(model, hardware=replace(HARDWARE, host=host), known=facts(cpu_offload=True, device_type="cuda"))
     assert run.job.host_offload is True and all(unit.on_host for unit in run.plan.units)
-
-
-def test_a_given_plan_that_keeps_units_on_the_device_is_not_offloaded(model):
-    plan = plan_run(model, OSDPConfig(hardware=HARDWARE), facts()).plan
-    with pytest.raises(PlanError, match="stay on the device; leave it out"):
-        plan_run(model, OSDPConfig(plan=plan), facts(cpu_offload=True, device_type="cuda"))
-
-
-def test_the_cpu_has_no_host_beside_it(model, caplog):
-    run = plan_run(model, OSDPConfig(hardware=HARDWARE), facts(cpu_offload=True))
+    run = planned(model, known=facts(cpu_offload=True))
     assert not any(unit.on_host for unit in run.plan.units) and "no effect on the CPU" in caplog.text
 
 
@@ -195,9 +171,8 @@ def scores_batch(samples: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("recalibrate", [False, True])
-def test_the_users_inputs_are_planned_and_tried_with(recalibrate):
-    config = OSDPConfig(hardware=HARDWARE, compare=False, inputs=scores_batch, recalibrate=recalibrate, block_classes="Linear")
-    run = plan_run(Scores(), config, facts(sequence_length=8))
+def test_inputs_of_the_user_are_planned_and_tried_with(recalibrate):
+    run = planned(Scores(), inputs=scores_batch, recalibrate=recalibrate, block_classes="Linear", known=facts(sequence_length=8))
     assert not run.description.trace.startswith("formula")
     assert bool(run.rounds) is recalibrate
 
@@ -211,4 +186,4 @@ def test_the_users_inputs_are_planned_and_tried_with(recalibrate):
 )
 def test_inputs_that_make_no_batch_are_refused(inputs, line):
     with pytest.raises(ValueError, match=line):
-        plan_run(Scores(), OSDPConfig(hardware=HARDWARE, inputs=inputs), facts())
+        planned(Scores(), inputs=inputs)

@@ -29,16 +29,17 @@ LIMIT = PROBLEM.memory_limit_bytes - RESERVED
 def needs(plan: Plan, *, more_bytes: int = 0, slower: float = 1.0) -> Observation:
     """What a machine would show that needs more than the first estimate says."""
     estimate = estimate_plan(plan, PROBLEM.description, PROBLEM.job, HARDWARE)
-    return Observation(
-        steps=6, median_step_s=slower * estimate.time.step_s, peak_bytes=estimate.memory.peak_bytes + more_bytes
-    )  # fmt: skip
+    return Observation(steps=6, median_step_s=slower * estimate.time.step_s, peak_bytes=estimate.memory.peak_bytes + more_bytes)
+
+
+OUT_OF_MEMORY = Observation(steps=0, median_step_s=None, peak_bytes=None, out_of_memory=True)
 
 
 def run(probe) -> tuple[Plan, tuple[Round, ...], PlanningProblem]:
     return recalibrate(FIRST, PROBLEM, probe)
 
 
-def test_estimates_that_hold_are_tried_once():
+def test_recalibrate_tries_one_plan_where_estimates_hold():
     plan, rounds, problem = run(needs)
     assert len(rounds) == 1 and rounds[0].fits
     assert plan.fingerprint == FIRST.fingerprint
@@ -47,47 +48,35 @@ def test_estimates_that_hold_are_tried_once():
     assert problem.job.correction_bytes == 0
 
 
-def test_a_plan_that_needs_more_than_the_limit_gives_way_to_one_that_fits():
-    first = FIRST
-    more = LIMIT - needs(first).peak_bytes + 1
+def test_recalibrate_replaces_a_plan_above_the_limit_by_one_that_fits():
+    more = LIMIT - needs(FIRST).peak_bytes + 1
     plan, rounds, problem = run(lambda tried: needs(tried, more_bytes=more))
     assert [past.fits for past in rounds] == [False, True]
     assert rounds[0].observed.peak_bytes == LIMIT + 1
-    assert plan.fingerprint != first.fingerprint and plan.fingerprint == rounds[1].plan.fingerprint
+    assert plan.fingerprint != FIRST.fingerprint and plan.fingerprint == rounds[1].plan.fingerprint
     assert rounds[1].estimated_peak_bytes == rounds[1].observed.peak_bytes, "the correction was right for all plans"
     assert problem.job.correction_bytes == more
     assert plan.peak_bytes == rounds[1].observed.peak_bytes + RESERVED
 
 
-def test_what_runs_out_of_memory_is_over_the_limit():
-    first = FIRST
-
-    def probe(tried: Plan) -> Observation:
-        if tried.fingerprint == first.fingerprint:
-            return Observation(steps=0, median_step_s=None, peak_bytes=None, out_of_memory=True)
-        return needs(tried)
-
-    plan, rounds, _ = run(probe)
-    assert not rounds[0].fits and rounds[0].correction.compute_factor == 1 and plan.fingerprint != first.fingerprint
+def test_recalibrate_takes_a_plan_that_ran_out_of_memory_to_be_above_the_limit():
+    plan, rounds, _ = run(lambda tried: OUT_OF_MEMORY if tried.fingerprint == FIRST.fingerprint else needs(tried))
+    assert not rounds[0].fits and rounds[0].correction.compute_factor == 1 and plan.fingerprint != FIRST.fingerprint
     assert any(past.plan.fingerprint == plan.fingerprint and past.fits for past in rounds)
 
 
-def test_times_that_were_seen_change_the_plan():
+def test_recalibrate_changes_the_plan_by_observed_times():
     """Where gathers and reduce-scatters take long and all-reduces do not, what fits is replicated."""
     rates = {Collective.ALL_REDUCE: 1e-12, Collective.ALL_GATHER: 1e-6, Collective.REDUCE_SCATTER: 1e-6}
-    seen = tuple(
-        CollectiveTiming(collective=kind, group_size=4, latency_s=0.0, seconds_per_byte=rate) for kind, rate in rates.items()
-    )  # fmt: skip
-    first = FIRST
-    assert all(unit.shard_size > 1 for unit in first.units)
-    _, rounds, problem = run(lambda tried: replace(needs(tried, slower=1.0 if tried != first else 50.0), timings=seen))
+    seen = tuple(CollectiveTiming(collective=kind, group_size=4, latency_s=0.0, seconds_per_byte=rate) for kind, rate in rates.items())
+    assert all(unit.shard_size > 1 for unit in FIRST.units)
+    _, rounds, problem = run(lambda tried: replace(needs(tried, slower=1.0 if tried != FIRST else 50.0), timings=seen))
     assert problem.hardware.timing(Collective.ALL_REDUCE, 4) == seen[0]
     assert any(unit.shard_size == 1 for unit in rounds[1].plan.units)
 
 
-def test_the_fastest_of_those_that_fit_runs():
-    first = FIRST
-    more = LIMIT - needs(first).peak_bytes + 1
+def test_recalibrate_returns_the_fastest_that_fits_and_tries_none_twice():
+    more = LIMIT - needs(FIRST).peak_bytes + 1
     seen: list[str] = []
 
     def probe(tried: Plan) -> Observation:
@@ -100,16 +89,21 @@ def test_the_fastest_of_those_that_fit_runs():
     assert len(seen) == len(set(seen)) <= MOST_ROUNDS, "no plan is tried twice"
 
 
-def test_where_every_plan_passes_the_limit_it_ends_with_the_figures():
+def test_recalibrate_raises_infeasible_with_figures_where_no_plan_fits():
     with pytest.raises(InfeasibleError, match=r"fits 4.0 MiB per device: plan \w+ needed .* estimated .* Use ") as caught:
         run(lambda tried: Observation(steps=6, median_step_s=0.1, peak_bytes=LIMIT + 2**20))
     assert caught.value.least_peak_bytes == LIMIT + 2**20 + RESERVED
     with pytest.raises(InfeasibleError, match="needed more memory than there is"):
-        run(lambda tried: Observation(steps=0, median_step_s=None, peak_bytes=None, out_of_memory=True))
+        run(lambda tried: OUT_OF_MEMORY)
 
 
-def test_it_ends_after_so_many_rounds():
-    """Each trial needs a little more than the last; none is the answer."""
-    extra = iter(range(0, 10 * 2**20, 2**18))
-    fits = run(lambda tried: needs(tried, more_bytes=next(extra), slower=1.0))[1]
-    assert 1 <= len(fits) <= MOST_ROUNDS
+def test_recalibrate_raises_infeasible_after_most_rounds():
+    tried: list[str] = []
+
+    def probe(plan: Plan) -> Observation:
+        tried.append(plan.fingerprint)
+        return replace(needs(plan), peak_bytes=LIMIT + 1)
+
+    with pytest.raises(InfeasibleError, match="No plan that was tried fits"):
+        run(probe)
+    assert len(set(tried)) == MOST_ROUNDS
