@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 from ..errors import CheckpointError
 from ..modeling.split.names import at_positions
 from . import layouts
-from .layouts import Layout
 from .manifest import MANIFEST_NAME
 from .resume import check_checkpoint
 from .states import write_shards
@@ -23,12 +23,16 @@ _SEVERAL = ("optimizer_1", "pytorch_model_fsdp_1", "model_1")
 
 
 class Target(Enum):
-    """What a checkpoint becomes: one of the `Layout`s, or safetensors alone, as `from_pretrained` reads them."""
+    """What a checkpoint becomes."""
 
     SHARDED = "sharded"
+    """Accelerate's FSDP2 with `SHARDED_STATE_DICT`."""
     WHOLE = "whole"
+    """Accelerate's FSDP2 with `FULL_STATE_DICT`."""
     SINGLE = "single"
+    """Accelerate or the Trainer in one process: safetensors; optimizer states by position."""
     WEIGHTS = "weights"
+    """Safetensors alone, as `from_pretrained` reads them."""
 
 
 def convert(source: Path, target: Path, *, to: Target) -> None:
@@ -50,8 +54,11 @@ def convert(source: Path, target: Path, *, to: Target) -> None:
     check_checkpoint(source)
     if several := [path.name for path in source.iterdir() if path.name.startswith(_SEVERAL)]:
         raise ValueError(f"{source} holds several models ({several[0]}); load it in the training script, which reads every layout.")
-    weights, optimizer = layouts.find_model(source), None if to is Target.WEIGHTS else _optimizer_of(source)
-    own = {MANIFEST_NAME, weights.path.name, *((optimizer.path.name,) if optimizer else ())}
+    weights, optimizer = layouts.find_model(source), None
+    if to is not Target.WEIGHTS:
+        with suppress(CheckpointError):  # a checkpoint of weights has none
+            optimizer = layouts.find_optimizer(source)
+    own = {MANIFEST_NAME, weights.name, *((optimizer.name,) if optimizer else ())}
     with CheckpointWriter().new(target) as staging:
         _write_weights(staging.path, layouts.read_weights(weights), to)
         if optimizer is not None:
@@ -59,22 +66,14 @@ def convert(source: Path, target: Path, *, to: Target) -> None:
         _copy_rest(source, staging.path, own, to)
 
 
-def _optimizer_of(source: Path) -> layouts.Place | None:
-    """Return where the optimizer's state is; a checkpoint of weights has none."""
-    try:
-        return layouts.find_optimizer(source)
-    except CheckpointError:
-        return None
-
-
 def _write_weights(folder: Path, weights: dict[str, torch.Tensor], to: Target) -> None:
     if to is Target.WEIGHTS and (adapted := next((name for name in weights if name.startswith("base_model.")), None)):
         raise ValueError(f"The checkpoint holds peft's adapters ({adapted}); save them by save_pretrained in the training script.")
     match to:
         case Target.SHARDED:
-            write_shards(layouts.model_path(folder, Layout.SHARDED), {"model": weights}, None)
+            write_shards(layouts.model_path(folder, sharded=True), {"model": weights}, None)
         case Target.WHOLE:
-            torch.save(weights, layouts.model_path(folder, Layout.WHOLE))
+            torch.save(weights, layouts.model_path(folder, sharded=False))
         case Target.SINGLE | Target.WEIGHTS:
             from huggingface_hub import save_torch_state_dict  # knows tied weights, and splits what is too large for one file
 
@@ -87,10 +86,10 @@ def _write_optimizer(folder: Path, state: dict[str, Any], to: Target, *, beside_
             "The optimizer's state goes by the parameters' positions, as one process writes it; load the checkpoint in the training script,"
             " which reads every layout, or convert its weights alone."
         )
-    path = layouts.optimizer_path(folder, Layout.WHOLE)
+    path = layouts.optimizer_path(folder, sharded=False)
     match to:
         case Target.SHARDED:
-            write_shards(layouts.optimizer_path(folder, Layout.SHARDED), {"optimizer": state}, None)
+            write_shards(layouts.optimizer_path(folder, sharded=True), {"optimizer": state}, None)
         case Target.WHOLE:
             torch.save(state, path)
         case Target.SINGLE:

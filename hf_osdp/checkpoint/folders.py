@@ -53,17 +53,10 @@ def numbered_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-# --------------------------------------------------------------------------------------------------------- one run at a time
-
-
 def lock_checkpoints(parent: Path, name: str | None = None) -> None:
-    """Keep other runs from writing the same checkpoints, until `unlock_checkpoints` or the end of this process.
+    """Keep other runs from writing the checkpoint of this name, or `checkpoint-N`, into a folder until `unlock_checkpoints` or the end.
 
     What an interrupted run left of them is finished or removed.
-
-    Args:
-        parent: the output folder.
-        name: of one checkpoint; None is all of `checkpoint-N`.
 
     Raises:
         CheckpointError: another run writes them, and did not end within a minute.
@@ -76,8 +69,8 @@ def lock_checkpoints(parent: Path, name: str | None = None) -> None:
         if time.monotonic() > deadline:
             raise CheckpointError(f"Another run ({holder}) writes checkpoints into {parent}; give this run a folder of its own.")
         if not is_waiting:
+            is_waiting = True
             _log.warning("Another run (%s) writes checkpoints into %s; waiting up to %g s for its end.", holder, parent, _LOCK_WAIT_S)
-        is_waiting = True
         time.sleep(_LOCK_POLL_S)
     pattern = "checkpoint[-_]*" if name is None else glob.escape(name)
     restore_replaced(parent, pattern)
@@ -138,9 +131,6 @@ def _try_lock(path: Path) -> str | None:
     holder = handle.read(200) or "another process"
     handle.close()
     return holder if holder.isprintable() else ascii(holder)
-
-
-# -------------------------------------------------------------------------------------------------------- complete or invisible
 
 
 def prepare_staging(folder: Path) -> Path:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +21,6 @@ from ..reading import read_json
 from .manifest import check_inside, check_regular
 from .safe import SafePlanner, SafeReader, load_file
 
-
-class Layout(Enum):
-    """How states lie in a checkpoint."""
-
-    SHARDED = "sharded"
-    """A folder of torch.distributed.checkpoint, as Accelerate's FSDP2 with `SHARDED_STATE_DICT` has it."""
-    WHOLE = "whole"
-    """One file of whole tensors by name, as Accelerate's FSDP2 with `FULL_STATE_DICT` writes it."""
-    SINGLE = "single"
-    """As one process writes it: safetensors; optimizer states by position."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where states lie."""
-
-    layout: Layout
-    path: Path
-
-
 _STATE_FILE = re.compile(
     r"optimizer(_\d+)?\.bin|optimizer\.pt|scheduler(_\d+)?\.bin|scheduler\.pt|scaler\.pt|sampler(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin"
     r"|random_states_\d+\.pkl|rng_state(_\d+)?\.pth|custom_checkpoint_\d+\.pkl|trainer_state\.json"
@@ -58,84 +36,75 @@ def is_state(path: Path) -> bool:
     return (_STATE_FOLDER if path.is_dir() else _STATE_FILE).fullmatch(path.name) is not None
 
 
-def model_path(folder: Path, layout: Layout, index: int = 0) -> Path:
+def model_path(folder: Path, index: int = 0, *, sharded: bool) -> Path:
     """Return where the weights of the model of this number are written."""
-    return folder / _model_names(index)[layout][0]
+    return folder / _model_names(index)[0 if sharded else 1]
 
 
-def optimizer_path(folder: Path, layout: Layout, index: int = 0) -> Path:
+def optimizer_path(folder: Path, index: int = 0, *, sharded: bool) -> Path:
     """Return where the state of the optimizer of this number is written."""
-    return folder / _optimizer_names(index)[layout][0]
+    return folder / _optimizer_names(index)[0 if sharded else 1]
 
 
-def find_model(folder: Path, index: int = 0) -> Place:
-    """Return where a checkpoint's weights are.
-
-    Raises:
-        CheckpointError: nowhere.
-    """
+def find_model(folder: Path, index: int = 0) -> Path:
+    """Return where a checkpoint's weights are: a folder of shards, or a file. Raise CheckpointError where they are nowhere."""
     return _found(folder, _model_names(index), "weights")
 
 
-def find_optimizer(folder: Path, index: int = 0) -> Place:
-    """Return where a checkpoint's optimizer state is. A single file tells by its content whether it goes by name (`WHOLE`) or by position.
-
-    Raises:
-        CheckpointError: nowhere.
-    """
+def find_optimizer(folder: Path, index: int = 0) -> Path:
+    """Return where a checkpoint's optimizer state is, as `find_model`. A file's content tells whether it goes by name or by position."""
     return _found(folder, _optimizer_names(index), "optimizer state")
 
 
-def _model_names(index: int) -> dict[Layout, list[str]]:
+def is_sharded(path: Path) -> bool:
+    """Return whether weights or optimizer states are in shards, by the name alone: the same on every rank."""
+    return not path.suffix
+
+
+def is_of_one_process(weights: Path) -> bool:
+    """Return whether one process wrote weights, in one of its own layouts."""
+    return not weights.name.startswith("pytorch_model_fsdp")
+
+
+def _model_names(index: int) -> list[str]:
+    """Return names in the order in which they are looked for: of shards, of whole tensors, of what one process writes."""
     number = f"_{index}" if index else ""
-    single = [f"model{number}.safetensors", f"pytorch_model{number}.bin"]
-    if index == 0:
-        single += ["model.safetensors.index.json", "adapter_model.safetensors"]
-    return {Layout.SHARDED: [f"pytorch_model_fsdp_{index}"], Layout.WHOLE: [f"pytorch_model_fsdp{number}.bin"], Layout.SINGLE: single}
+    names = [f"pytorch_model_fsdp_{index}", f"pytorch_model_fsdp{number}.bin", f"model{number}.safetensors", f"pytorch_model{number}.bin"]
+    return names if index else [*names, "model.safetensors.index.json", "adapter_model.safetensors"]
 
 
-def _optimizer_names(index: int) -> dict[Layout, list[str]]:
-    whole = [f"optimizer_{index}.bin"] if index else ["optimizer.bin", "optimizer.pt"]
-    return {Layout.SHARDED: [f"optimizer_{index}"], Layout.WHOLE: whole}
+def _optimizer_names(index: int) -> list[str]:
+    return [f"optimizer_{index}", f"optimizer_{index}.bin"] if index else ["optimizer_0", "optimizer.bin", "optimizer.pt"]
 
 
-def _found(folder: Path, names: Mapping[Layout, Sequence[str]], what: str) -> Place:
-    for layout, own in names.items():
-        for name in own:
-            if (folder / name).exists():
-                return Place(layout=layout, path=folder / name)
-    listed = ", ".join(f"{name}/" if layout is Layout.SHARDED else name for layout, own in names.items() for name in own)
-    raise CheckpointError(f"{folder} has no {what} ({listed}); give another.")
+def _found(folder: Path, names: Sequence[str], what: str) -> Path:
+    for name in names:
+        if (folder / name).exists():
+            return folder / name
+    raise CheckpointError(f"{folder} has no {what} ({names[0]}/, {', '.join(names[1:])}); give another.")
 
 
-# --------------------------------------------------------------------------------------------------------------- whole tensors
-
-
-def read_weights(place: Place) -> dict[str, torch.Tensor]:
-    """Return a model's weights by Hugging Face names. All of them are in memory then.
-
-    Raises:
-        CheckpointError: they cannot be read.
-    """
-    if place.layout is Layout.SHARDED:
-        return dict(_unsharded(place.path, "model"))
-    match place.path.suffix:
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Return a model's weights, all in memory, by Hugging Face names. Raise CheckpointError where they cannot be read."""
+    if is_sharded(path):
+        return dict(_unsharded(path, "model"))
+    match path.suffix:
         case ".safetensors":
-            return _safetensors(place.path)
+            return _safetensors(path)
         case ".json":
-            return _of_several_files(place.path)
-    return dict(load_file(place.path))
+            return _of_several_files(path)
+    return dict(load_file(path))
 
 
-def read_optimizer(place: Place) -> dict[str, Any]:
+def read_optimizer(path: Path) -> dict[str, Any]:
     """Return an optimizer's state, `{"state": {...}, "param_groups": [...]}` by names, or by positions where one process wrote it.
 
     Raises:
         CheckpointError: it cannot be read.
     """
-    state = _unsharded(place.path, "optimizer") if place.layout is Layout.SHARDED else load_file(place.path)
+    state = _unsharded(path, "optimizer") if is_sharded(path) else load_file(path)
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
-        raise CheckpointError(f"{place.path} holds no optimizer's state; take another checkpoint.")
+        raise CheckpointError(f"{path} holds no optimizer's state; take another checkpoint.")
     return dict(state)
 
 
@@ -145,11 +114,7 @@ def is_positional(state: Mapping[str, Any]) -> bool:
 
 
 def named_state(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return a state that goes by positions with names.
-
-    Raises:
-        CheckpointError: it is of another number of groups or parameters.
-    """
+    """Return a state that goes by positions with names. Raise CheckpointError where it is of other numbers of groups or parameters."""
     saved, own = [len(group["params"]) for group in state["param_groups"]], [len(names) for names in groups]
     if saved != own:
         raise CheckpointError(

@@ -6,11 +6,12 @@ import random
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank
@@ -24,16 +25,6 @@ from .writer import CheckpointWriter, on_every_rank
 PROGRESS_NAME = "custom_checkpoint_0.pkl"
 
 
-class Stateful(Protocol):
-    """A scheduler, or a loss scaler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return numbers, text, lists, dicts and tensors."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
-
-
 def save_loop(
     writer: CheckpointWriter, folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, *,
     others: Mapping[str, Stateful], progress: Mapping[str, Any], sharded: bool,
@@ -45,7 +36,7 @@ def save_loop(
         folder: the checkpoint's name.
         model: sharded by a plan, or as it is.
         optimizer: of its parameters.
-        others: what else has a state, by the file's name.
+        others: schedulers, scalers and what else has a state, by the file's name.
         progress: numbers, text and tensors of the loop's own; rank 0's count.
         sharded: each rank writes its shards; else rank 0 writes whole tensors.
 
@@ -97,9 +88,6 @@ def load_loop(
     return dict(rest.get(PROGRESS_NAME, {}))
 
 
-# ------------------------------------------------------------------------------------------------------------ random states
-
-
 def save_random_states(folder: Path, rank: int) -> None:
     """Write this process's random states, as Accelerate does."""
     states = {"random_state": random.getstate(), "numpy_random_seed": np.random.get_state(), "torch_manual_seed": torch.get_rng_state()}
@@ -126,25 +114,24 @@ def load_random_states(folder: Path, rank: int) -> None:
 
 def _set_random_states(path: Path, *, of_other_rank: int | None) -> None:
     states = load_file(path, numpy=True)
+
+    def state(accelerates_name: str, trainers_name: str) -> Any:  # noqa: ANN401  # each generator's own
+        return states.get(accelerates_name, states.get(trainers_name))
+
     try:
-        python, numpy, cpu, cuda = (
-            states.get(accelerates, states.get(trainers))
-            for accelerates, trainers in (
-                ("random_state", "python"), ("numpy_random_seed", "numpy"), ("torch_manual_seed", "cpu"), ("torch_cuda_manual_seed", "cuda")
-            )
-        )  # fmt: skip
+        cpu, cuda = state("torch_manual_seed", "cpu"), state("torch_cuda_manual_seed", "cuda")
         if of_other_rank is not None:
             seed = zlib.crc32(cpu.numpy().tobytes() + of_other_rank.to_bytes(8, "little"))
             random.seed(seed)
             np.random.seed(seed)
             torch.manual_seed(seed)  # CUDA's generators too
             return
-        version, internal, gauss = python
+        version, internal, gauss = state("random_state", "python")
         random.setstate((version, tuple(internal), gauss))
-        np.random.set_state(numpy)
+        np.random.set_state(state("numpy_random_seed", "numpy"))
         torch.set_rng_state(cpu)
         if cuda is not None and torch.cuda.is_available():
-            for device, state in zip(range(torch.cuda.device_count()), [cuda] if torch.is_tensor(cuda) else cuda, strict=False):
-                torch.cuda.set_rng_state(state, device)
+            for device, own in zip(range(torch.cuda.device_count()), [cuda] if torch.is_tensor(cuda) else cuda, strict=False):
+                torch.cuda.set_rng_state(own, device)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise CheckpointError(f"{path} holds no random states ({error}); take another checkpoint.") from None

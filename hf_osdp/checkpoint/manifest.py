@@ -62,11 +62,7 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: Path) -> Manifest | None:
-        """Return a folder's manifest; None where it has none.
-
-        Raises:
-            CheckpointError: it cannot be read, or names a file outside of the folder.
-        """
+        """Return a folder's manifest, None where it has none. Raise CheckpointError where it is damaged or names a file outside of it."""
         path = folder / MANIFEST_NAME
         if not path.is_file():
             return None
@@ -98,11 +94,7 @@ def damage(folder: Path, files: Iterable[tuple[str, FileRecord]]) -> str | None:
 
 
 def check_inside(name: object) -> str:
-    """Return a file's name, which must stay inside the folder it is said to be in.
-
-    Raises:
-        CheckpointError: it is no text, absolute, or climbs out.
-    """
+    """Return a file's name. Raise CheckpointError where it does not stay inside the folder it is said to be in."""
     if isinstance(name, str) and name and "\\" not in name and "\0" not in name:
         path = PurePosixPath(name)
         if not path.is_absolute() and ".." not in path.parts and ":" not in path.parts[0]:

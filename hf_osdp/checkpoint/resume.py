@@ -42,9 +42,6 @@ def gather(mine: T, group: dist.ProcessGroup | None) -> list[T]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------ which to resume
-
-
 def checkpoint_to_resume(
     folder: str | Path, resume_from_checkpoint: str | Path | bool | None = None, *, marker: str | None = None, after_restart: bool = True
 ) -> Path | None:
@@ -186,9 +183,6 @@ def _damage(folder: Path) -> str | None:
     return next(filter(None, gather(damage(folder, files[rank() :: world_size()]), waiting_group())), None)
 
 
-# ------------------------------------------------------------------------------------------------------------ which training
-
-
 def is_restart() -> bool:
     """Return whether this start continues a training that was interrupted. Collective.
 
@@ -225,11 +219,7 @@ def _note_training(folder: Path, *, is_new: bool) -> None:
 
 
 def training_of_folder(folder: Path) -> str | None:
-    """Return the training that runs in an output folder; None where all checkpoints in it are its own.
-
-    Raises:
-        CheckpointError: the note is damaged.
-    """
+    """Return the training that an output folder's note names; None where all checkpoints are its own. CheckpointError: it is damaged."""
     path = folder / PARTIAL / _NOTE
 
     def error(line: str) -> CheckpointError:
@@ -245,11 +235,7 @@ def training_of_folder(folder: Path) -> str | None:
 
 
 def own_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints that the training in an output folder wrote, the newest first; damaged ones may be among them.
-
-    Raises:
-        CheckpointError: the note is damaged.
-    """
+    """Return the checkpoints that the training in an output folder wrote, the newest first; damaged ones may be among them."""
     training = training_of_folder(folder)
 
     def is_own(path: Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from io import BytesIO
 from pathlib import Path, PosixPath, PurePosixPath, WindowsPath
 from typing import Any, ClassVar
@@ -147,30 +147,27 @@ class _IndexUnpickler(pickle._Unpickler):
             raise _refusal(f"{module}.{name}")
         return _KNOWN[f"{module}.{name}"]
 
-    def load_setitems(self) -> None:
-        """Fill a dict."""
+    def _set_items(self) -> None:
         items = self.pop_mark()
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            self._set(key, value)
+        self._fill(zip(items[::2], items[1::2], strict=True))
 
-    def load_setitem(self) -> None:
-        """Set one item of a dict."""
+    def _set_item(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        self._set(key, value)
+        self._fill([(key, value)])
 
-    def _set(self, key: object, value: object) -> None:
-        parts = (key.fqn, key.index) if type(key) is MetadataIndex else (key,)
-        plain = all(type(part) in (str, int, type(None)) for part in parts)
-        if not plain or (type(key) is MetadataIndex and type(key.offset) not in (torch.Size, type(None))):
-            raise _refusal(f"a {type(key).__name__} as a key")
-        self.stack[-1][key] = value
+    def _fill(self, items: Iterable[tuple[object, object]]) -> None:
+        for key, value in items:
+            parts = (key.fqn, key.index) if type(key) is MetadataIndex else (key,)
+            plain = all(type(part) in (str, int, type(None)) for part in parts)
+            if not plain or (type(key) is MetadataIndex and type(key.offset) not in (torch.Size, type(None))):
+                raise _refusal(f"a {type(key).__name__} as a key")
+            self.stack[-1][key] = value
 
-    def load_refused(self) -> None:
-        """Refuse sets, and dicts of the oldest protocol."""
-        raise _refusal("a set")
+    def _refuse(self) -> None:
+        raise _refusal("a set")  # or a dict of the oldest protocol
 
-    dispatch[pickle.SETITEMS[0]], dispatch[pickle.SETITEM[0]] = load_setitems, load_setitem
-    dispatch |= dict.fromkeys((pickle.ADDITEMS[0], pickle.FROZENSET[0], pickle.DICT[0]), load_refused)
+    dispatch[pickle.SETITEMS[0]], dispatch[pickle.SETITEM[0]] = _set_items, _set_item
+    dispatch |= dict.fromkeys((pickle.ADDITEMS[0], pickle.FROZENSET[0], pickle.DICT[0]), _refuse)
 
 
 _INDEX_TYPES: tuple[Any, ...] = (

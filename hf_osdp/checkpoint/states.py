@@ -33,24 +33,20 @@ from ..sharding.state import (
     set_optimizer_state,
 )
 from . import layouts
-from .layouts import Layout
 from .safe import SafePlanner, SafeReader
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 """Keys of the states in folders of shards, as Accelerate has them."""
 
 
-# ------------------------------------------------------------------------------------------------------------------ saving
-
-
 def save_model(
     folder: Path, model: nn.Module, *, sharded: bool, index: int = 0, trainable_only: bool = False, files: FileSystem | None = None
 ) -> None:
-    """Write weights under their Hugging Face names. Collective.
+    """Write weights under their Hugging Face names into a checkpoint's folder. Collective.
 
     Args:
-        folder: of the checkpoint; it exists.
-        model: sharded by a plan.
+        folder: it exists.
+        model: sharded by a plan, or plain.
         sharded: each rank writes its shards, and nothing is ever whole; else rank 0 writes whole tensors.
         index: of the model, where there are several.
         trainable_only: leave frozen parameters and buffers out, as for adapters.
@@ -64,9 +60,9 @@ def save_model(
     names = _trainable(model) if trainable_only else weights.keys()
     state = {name: value.detach() if torch.is_tensor(value) else value for name, value in weights.items() if name in names}
     if sharded:
-        write_shards(layouts.model_path(folder, Layout.SHARDED, index), {_MODEL: state}, files)
+        write_shards(layouts.model_path(folder, index, sharded=True), {_MODEL: state}, files)
     else:
-        on_rank_zero(lambda: torch.save(state, layouts.model_path(folder, Layout.WHOLE, index)))
+        on_rank_zero(lambda: torch.save(state, layouts.model_path(folder, index, sharded=False)))
 
 
 def save_optimizer(
@@ -74,18 +70,14 @@ def save_optimizer(
 ) -> None:
     """Write an optimizer's state by its parameters' Hugging Face names. Collective. As `save_model`."""
     if sharded:
-        write_shards(layouts.optimizer_path(folder, Layout.SHARDED, index), {_OPTIMIZER: optimizer_state(model, optimizer)}, files)
+        write_shards(layouts.optimizer_path(folder, index, sharded=True), {_OPTIMIZER: optimizer_state(model, optimizer)}, files)
         return
     whole = full_optimizer_state_dict(model, optimizer)
-    on_rank_zero(lambda: torch.save(whole, layouts.optimizer_path(folder, Layout.WHOLE, index)))
+    on_rank_zero(lambda: torch.save(whole, layouts.optimizer_path(folder, index, sharded=False)))
 
 
 def write_shards(path: Path, state: dict[str, Any], files: FileSystem | None) -> None:
-    """Write a state by torch.distributed.checkpoint, each rank what it holds. Collective.
-
-    Raises:
-        CheckpointError: it cannot be written; on every rank.
-    """
+    """Write a state by torch.distributed.checkpoint, each rank what it holds. Collective; all raise CheckpointError where one does."""
     writer = FileSystemWriter(path, sync_files=False)  # they are flushed with the rest of the checkpoint
     writer.fs = files or writer.fs
     with warnings.catch_warnings():
@@ -96,9 +88,6 @@ def write_shards(path: Path, state: dict[str, Any], files: FileSystem | None) ->
             raise CheckpointError(f"{path} cannot be written ({layouts.cause_of(failed)}); the checkpoint before it is the last.") from None
 
 
-# ----------------------------------------------------------------------------------------------------------------- loading
-
-
 def load_model(folder: Path, model: nn.Module, *, index: int = 0, trainable_only: bool = False) -> None:
     """Load weights, whatever wrote them. Collective.
 
@@ -106,28 +95,28 @@ def load_model(folder: Path, model: nn.Module, *, index: int = 0, trainable_only
         CheckpointError: they are missing, damaged, or of another model; on every rank.
     """
     free_gathered(model)
-    place = on_rank_zero(lambda: layouts.find_model(folder, index))
+    path = on_rank_zero(lambda: layouts.find_model(folder, index))
     targets = named_weights(model)
-    if place.layout is Layout.SHARDED and isinstance(model, FSDPModule):
-        keys = _index_of(place.path).planner_data.values()
+    if layouts.is_sharded(path) and isinstance(model, FSDPModule):
+        keys = _index_of(path).planner_data.values()
         saved = {str(key[1]) for key in keys if key[0] == _MODEL and len(key) > 1}
-        names = _saved_names(saved, targets, place.path, strict=not trainable_only)
+        names = _saved_names(saved, targets, path, strict=not trainable_only)
         found = {names[name]: value.detach() if torch.is_tensor(value) else value for name, value in targets.items() if name in names}
-        _read_shards(place.path, {_MODEL: found})
+        _read_shards(path, {_MODEL: found})
         if others := {name: value for name, value in found.items() if not torch.is_tensor(value)}:
             model.load_state_dict(others, strict=False)
         return
 
     def read() -> dict[str, torch.Tensor]:
-        weights = layouts.read_weights(place)
-        names = _saved_names(weights, targets, place.path, strict=not trainable_only)
+        weights = layouts.read_weights(path)
+        names = _saved_names(weights, targets, path, strict=not trainable_only)
         return {name: weights[saved] for name, saved in names.items()}
 
     try:
         load_full_state_dict(model, _read_on_rank_zero(read), strict=False)
     except RuntimeError as error:
         text = " ".join(str(error).split())
-        raise CheckpointError(f"{place.path} is not of this model ({text}); make the model that was saved.") from None
+        raise CheckpointError(f"{path} is not of this model ({text}); make the model that was saved.") from None
 
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, index: int = 0) -> None:
@@ -136,21 +125,21 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
     Raises:
         CheckpointError: it is missing, damaged, or of another model, optimizer or groups; on every rank.
     """
-    place = on_rank_zero(lambda: layouts.find_optimizer(folder, index))
+    path = on_rank_zero(lambda: layouts.find_optimizer(folder, index))
     try:
-        if place.layout is Layout.SHARDED and isinstance(model, FSDPModule):
-            _load_sharded_optimizer(place.path, model, optimizer)
+        if layouts.is_sharded(path) and isinstance(model, FSDPModule):
+            _load_sharded_optimizer(path, model, optimizer)
             return
         groups = [group["params"] for group in optimizer_state(model, optimizer)["param_groups"]]
 
         def read() -> dict[str, Any]:
-            state = layouts.read_optimizer(place)
+            state = layouts.read_optimizer(path)
             return layouts.named_state(state, groups) if layouts.is_positional(state) else state
 
         load_full_optimizer_state_dict(model, optimizer, _read_on_rank_zero(read))
     except (RuntimeError, ValueError, KeyError) as error:
         text = " ".join(str(error).split()).rstrip(".")
-        raise CheckpointError(f"{place.path} cannot be loaded ({text}); make the model and the optimizer that were saved.") from None
+        raise CheckpointError(f"{path} cannot be loaded ({text}); make the model and the optimizer that were saved.") from None
 
 
 def _load_sharded_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -189,15 +178,8 @@ def _read_on_rank_zero(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------------- names
-
-
 def _saved_names(saved: Iterable[str], targets: Mapping[str, torch.Tensor], path: Path, *, strict: bool) -> dict[str, str]:
-    """Return for each of the model's names the one under which it was saved; of tied names one is enough.
-
-    Raises:
-        CheckpointError: names are not the model's, or of the model's some are missing and `strict`.
-    """
+    """Return for each of the model's names the one under which it was saved; of tied names one is enough. Refuse what does not fit."""
     own = {_adapter_name(name, targets): name for name in saved}
     by_tensor = {id(target): own[name] for name, target in targets.items() if name in own}
     found = {name: own.get(name) or by_tensor[id(target)] for name, target in targets.items() if id(target) in by_tensor}

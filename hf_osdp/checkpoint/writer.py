@@ -171,11 +171,7 @@ class CheckpointWriter:
 
 
 def on_every_rank(act: Callable[[], T]) -> list[T]:
-    """Return what `act` gives on each rank. Collective.
-
-    Raises:
-        CheckpointError: it failed on one; on every rank.
-    """
+    """Return what `act` gives on each rank. Collective; every rank raises CheckpointError where one fails."""
     return _sound(gather(_or_line(act), waiting_group()))
 
 

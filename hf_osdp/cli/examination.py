@@ -26,8 +26,8 @@ from ..planner.search.compare import StrategyResult
 from ..planner.search.search import SearchResult, search
 from ..planner.split import WHOLE_BLOCKS
 from ..planning.plan_run import check_given_plan
-from ..planning.preflight.checks import Check, DeviceMemory, Finding, RunFolder, Severity, checkpoint_bytes, native_bf16, split_ties
-from ..planning.preflight.run import KnownRun, findings_of
+from ..planning.preflight.checks import Check, DeviceMemory, Finding, RunFolder, Severity, checkpoint_bytes, split_ties
+from ..planning.preflight.run import KnownRun, bf16_on, findings_of
 from ..quantities import format_bytes, format_count, format_seconds
 from .cases import OPTIMIZERS, Case, names_in
 from .options import Request
@@ -155,7 +155,7 @@ class Examination:
             found_classes=description.block_classes,
             plan=None if found is None else found.plan,
             hardware=hardware,
-            bf16_on=hardware.device.name if native_bf16(hardware.device) else None,
+            bf16_on=bf16_on(hardware.device, "cuda"),
             time=None if found is None or chosen else found.time,
             others=best,
             needed_bytes=None if found is None else found.memory.peak_bytes,
@@ -204,7 +204,7 @@ def _sound(description: ModelDescription, known: KnownRun) -> dict[Check, str]:
     texts = {
         Check.BLOCKS: f"{len(units)} units; blocks are {', '.join(description.block_classes)}",
         Check.TIES: "; ".join(" = ".join(names) for names in tied) if tied else "none",
-        Check.MASTERS: f"parameters are {', '.join(sorted({dtype.value for unit in units for dtype in unit.dtypes}))}",
+        Check.MASTERS: f"parameters are {', '.join(sorted({p.dtype.value for unit in units for p in unit.parameters}))}",
         Check.FP16: f"computes in {precision.value}" if precision else "no mixed precision",
         Check.FROZEN: "none",
     }

@@ -81,9 +81,6 @@ class Works(dist.Work):
         self._works, self._held = [], ()
         return True
 
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
 
 class BackendTransport:
     """The process group's own collectives.

@@ -66,9 +66,10 @@ def on_rank_zero(fn: Callable[[], T]) -> T:
 def _as_sent(error: BaseException) -> tuple[type[Exception], str, dict[str, Any]]:
     """Return the nearest type that all ranks know, the message in one line, and the attributes that can travel."""
     text = " ".join(str(error).split())
+    attributes = {name: value for name, value in vars(error).items() if isinstance(value, (int, float, str, tuple, type(None)))}
     for kind in type(error).__mro__:
         if kind is ValueError or (issubclass(kind, OSDPError) and kind.__module__ == OSDPError.__module__):
-            return kind, text, {name: value for name, value in vars(error).items() if isinstance(value, (int, float, str, tuple))}
+            return kind, text, attributes
     return OSDPError, f"Rank 0 failed with {type(error).__name__}: {text}", {}
 
 

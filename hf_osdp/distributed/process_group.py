@@ -141,29 +141,28 @@ def _collect(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]
 
 def _report(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]:
     """On other ranks: report to rank 0's latest start, until its answer has this call's token."""
-    seen, counted, began = "", "", time.monotonic()
-    while time.monotonic() < began + limit_s + _READ_S:
+    seen, until, problem = "", time.monotonic() + limit_s + _READ_S, f"waited {limit_s:g} s at {_address()} for rank 0"
+    while time.monotonic() < until:
         token = store.get(_KEY).decode() if store.check([_KEY]) else ""
         space = PrefixStore(f"{_KEY}/{seen}", store)
         if seen and space.check(["reports"]):  # before a later check of rank 0's is looked at
             reports: list[RankReport] = json.loads(space.get("reports"))
             if mine["token"] in [report["token"] for report in reports]:
                 return reports
-            counted = f", which counts {len(reports)} ranks of {reports[0]['ranks']} without this process"
+            if mine["ranks"] != reports[0]["ranks"]:
+                problem = f"was started as one of {mine['ranks']} ranks, and rank 0 at {_address()} as one of {reports[0]['ranks']}"
             others = [f"process {one['process']} on {one['host']}" for one in reports if one["rank"] == mine["rank"]]
             if others and others != [f"process {mine['process']} on {mine['host']}"]:
-                counted = f", which counts {others[0]} as rank {mine['rank']}: that was started twice"
+                problem = f"was started twice: rank 0 at {_address()} counts {others[0]}"
                 if not _is_launchers():  # the store began with rank 0's process, so that this is no restart
                     break
         if token != seen:
             seen = token
             store.set(f"{_KEY}/{seen}/{mine['rank']}", json.dumps(mine))
         time.sleep(_POLL_S / 5)
-    waited = f"{time.monotonic() - began:.0f} s at {_address()}"
     raise LaunchError(
-        f"Rank {mine['rank']} on {mine['host']} waited {waited} for rank 0{counted}. Look at rank 0's output, start each rank once, and"
-        " give each machine its own --machine_rank (--node-rank) and the same number of processes; if rank 0 only needs longer, raise"
-        f" {TIMEOUT_VARIABLE}."
+        f"Rank {mine['rank']} on {mine['host']} {problem}. Look at rank 0's output, start each rank once, and give each machine its own"
+        f" --machine_rank (--node-rank) and the same number of processes; if rank 0 only needs longer, raise {TIMEOUT_VARIABLE}."
     )
 
 

@@ -74,7 +74,8 @@ class StopSignal:
             timeout = getattr(getattr(backend, "options", None), "_timeout", None)  # new groups do not take it over
             self._group = dist.new_group(backend="gloo", timeout=timeout)
         if threading.current_thread() is threading.main_thread():
-            self._process, self._before = os.getpid(), signal.signal(signal.SIGTERM, self._note)
+            self._process, before = os.getpid(), signal.signal(signal.SIGTERM, self._note)
+            self._before = self._before if before == self._note else before  # it stayed where SIGTERM ended a loop before
 
     def agreed(self) -> bool:
         """Return whether a rank had its signal before the step before this one ended; the same on every rank. Collective, once a step."""

@@ -212,7 +212,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             folder=project_folder(self.project_configuration),
         )
         prepare_model(model, facts.precision)
-        run = plan_and_announce(model, config, facts, is_rank_zero=self.is_main_process)
+        run = plan_and_announce(model, config, facts)
         self.adopt(run)
         return run.plan
 
@@ -281,7 +281,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         self.measured = measured
         if self.project_dir is not None:
             Path(self.project_dir).mkdir(parents=True, exist_ok=True)
-        announce_result(self._planned, measured, output_dir=self.project_dir, is_rank_zero=self.is_main_process)
+        announce_result(self._planned, measured, self.project_dir)
 
     def wait_for_everyone(self) -> None:
         """Wait on the host, since a rank may save for longer than NCCL waits, and may see no GPU of its local rank's number."""

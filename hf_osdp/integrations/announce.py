@@ -10,43 +10,43 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
+from ..distributed.mesh import rank
 from ..measurement.step_meter import Observation
 from ..planner.cost.evaluate import PlanEstimate, estimate_plan
 from ..planner.hardware import Collective
 from ..planning.config import OSDPConfig
 from ..planning.plan_run import PlannedRun, plan_run
 from ..planning.problem import RunFacts
-from ..planning.recalibrate import Round
 from ..quantities import format_seconds
 from ..report.content import report_content, write_report
 from ..report.plan_file import PlanInputs
-from ..report.run_tables import TrialRow, outcome_table, trials_table
+from ..report.run_tables import outcome_table, trials_table
 from ..report.tables import comparison_table, plan_caption, plan_table
 
 _WIDTH = 100
 """Columns where the output is no terminal."""
 
 
-def plan_and_announce(model: nn.Module, config: OSDPConfig, facts: RunFacts, *, is_rank_zero: bool) -> PlannedRun:
+def plan_and_announce(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
     """Plan as `plan_run`; rank 0's terminal, if it has one, shows meanwhile what is done. Then rank 0 prints the plan. Collective."""
     status: AbstractContextManager[object] = nullcontext()
-    if is_rank_zero and sys.stderr.isatty():
+    if rank() == 0 and sys.stderr.isatty():
         text = "Describing the model, measuring the machine, searching for a plan"
         status = Console(stderr=True, force_jupyter=False).status(text, refresh_per_second=2)  # by a thread, beside measurements
     with status:
         run = plan_run(model, config, facts)
-    announce_plan(run, is_rank_zero=is_rank_zero)
+    announce_plan(run)
     return run
 
 
-def announce_plan(run: PlannedRun, *, is_rank_zero: bool) -> None:
-    """Print the plan, other strategies and plans that were tried, and the findings of the preflight checks."""
-    if not is_rank_zero:
+def announce_plan(run: PlannedRun) -> None:
+    """Print on rank 0 the plan, other strategies and plans that were tried, and the findings of the preflight checks."""
+    if rank():
         return
     console, inputs, estimate = _console(), *_estimated(run)
     description = inputs.description
     if run.rounds:
-        console.print(trials_table(_trial_rows(run)))
+        console.print(trials_table(_rounds_content(run)))
     console.print(plan_table(run.plan, description, estimate))
     for line in plan_caption(run.plan, estimate, run.hardware):
         console.print(line, highlight=False)
@@ -59,9 +59,9 @@ def announce_plan(run: PlannedRun, *, is_rank_zero: bool) -> None:
         console.print(finding.line, highlight=False, markup=False, soft_wrap=True)
 
 
-def announce_result(run: PlannedRun, measured: Observation, *, output_dir: str | Path | None, is_rank_zero: bool) -> None:
-    """Print estimated beside measured peak, step time and collectives, and write `osdp_report.json` if a folder is given."""
-    if not is_rank_zero:
+def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Path | None) -> None:
+    """Print on rank 0 estimated beside measured peak, step time and collectives, and write `osdp_report.json` if a folder is given."""
+    if rank():
         return
     console, inputs, estimate = _console(), *_estimated(run)
     console.print(
@@ -84,7 +84,7 @@ def announce_result(run: PlannedRun, measured: Observation, *, output_dir: str |
         planning_s=run.planning_s,
         comparison=run.comparison,
         measured=_observation_content(measured),
-        recalibration=[_round_content(past, runs=past.plan.fingerprint == run.plan.fingerprint) for past in run.rounds],
+        recalibration=_rounds_content(run),
     )
     path = write_report(content, output_dir)
     console.print(f"Report: {path}", highlight=False)
@@ -101,30 +101,17 @@ def _observation_content(observed: Observation) -> dict[str, object]:
     }
 
 
-def _round_content(past: Round, *, runs: bool) -> dict[str, object]:
-    return {
-        "plan": past.plan.fingerprint,
-        "estimated": {"peak_bytes": past.estimated_peak_bytes, "step_s": past.estimated_step_s},
-        "measured": _observation_content(past.observed),
-        "correction": {"extra_bytes": past.correction.extra_bytes, "compute_factor": past.correction.compute_factor},
-        "fits": past.fits,
-        "runs": runs,
-    }
-
-
-def _trial_rows(run: PlannedRun) -> list[TrialRow]:
+def _rounds_content(run: PlannedRun) -> list[dict[str, object]]:
+    """Return the plans that were tried before training as plain values."""
     return [
-        TrialRow(
-            fingerprint=past.plan.fingerprint,
-            estimated_peak_bytes=past.estimated_peak_bytes,
-            measured_peak_bytes=past.observed.peak_bytes,
-            estimated_step_s=past.estimated_step_s,
-            measured_step_s=past.observed.median_step_s,
-            extra_bytes=past.correction.extra_bytes,
-            compute_factor=past.correction.compute_factor,
-            fits=past.fits,
-            runs=past.plan.fingerprint == run.plan.fingerprint,
-        )
+        {
+            "plan": past.plan.fingerprint,
+            "estimated": {"peak_bytes": past.estimated_peak_bytes, "step_s": past.estimated_step_s},
+            "measured": _observation_content(past.observed),
+            "correction": {"extra_bytes": past.correction.extra_bytes, "compute_factor": past.correction.compute_factor},
+            "fits": past.fits,
+            "runs": past.plan.fingerprint == run.plan.fingerprint,
+        }
         for past in run.rounds
     ]
 

@@ -22,7 +22,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoint.folders import numbered_checkpoints, remove_checkpoint
-from ..checkpoint.layouts import Layout, find_model
+from ..checkpoint.layouts import find_model, is_of_one_process
 from ..checkpoint.loop import Stateful, load_random_states
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.resume import check_checkpoint, last_checkpoint, warn_of_changes
@@ -89,7 +89,7 @@ class AcceleratorCheckpoints(Accelerator):
         """
         folder = Path(os.path.expanduser(input_dir)) if input_dir is not None else self._last_folder()
         check_checkpoint(folder)
-        alone = not self.is_fsdp2 and on_rank_zero(lambda: find_model(folder)).layout is not Layout.SINGLE
+        alone = not self.is_fsdp2 and not is_of_one_process(on_rank_zero(lambda: find_model(folder)))
         if self.is_fsdp2 or alone:
             _refuse_unused("load_state", kwargs.keys() - {"map_location"})
         warn_of_changes(folder, self._settings(), None if self._run is None else self._run.plan)
@@ -193,9 +193,6 @@ def dataset_text(dataset: Any) -> str:  # noqa: ANN401  # anything that a loader
     return f"of {size} rows ({zlib.crc32(repr(texts).encode()):08x})"
 
 
-# ------------------------------------------------------------------------------------- in the place of the stock functions
-
-
 @contextmanager
 def own_states(files: FileSystem | None = None) -> Iterator[None]:
     """Let Accelerate and the Trainer write and read the states of sharded models, and registered objects, by our functions within.
@@ -203,21 +200,18 @@ def own_states(files: FileSystem | None = None) -> Iterator[None]:
     They call those functions by their names in their own modules, and have no argument for others.
     """
 
-    def save_fsdp_model(plugin: Any, _: object, model: nn.Module, output_dir: str, model_index: int = 0, **options: Any) -> None:  # noqa: ANN401
-        only = bool(options.get("adapter_only")) and is_adapted(model)
-        save_model(Path(output_dir), model, sharded=writes_shards(plugin), index=model_index, trainable_only=only, files=files)
+    def save_weights(plugin: Any, _: object, model: nn.Module, folder: str, index: int = 0, *, adapter_only: bool = False) -> None:  # noqa: ANN401
+        only = adapter_only and is_adapted(model)
+        save_model(Path(folder), model, sharded=writes_shards(plugin), index=index, trainable_only=only, files=files)
 
-    def load_fsdp_model(plugin: object, _: object, model: nn.Module, input_dir: str, model_index: int = 0, **options: Any) -> object:
-        only = bool(options.get("adapter_only")) and is_adapted(model)
-        load_model(Path(input_dir), model, index=model_index, trainable_only=only)
+    def load_weights(_: object, __: object, model: nn.Module, folder: str, index: int = 0, *, adapter_only: bool = False) -> object:
+        load_model(Path(folder), model, index=index, trainable_only=adapter_only and is_adapted(model))
         return _IncompatibleKeys([], [])
 
-    def save_fsdp_optimizer(
-        plugin: Any, _: object, optimizer: torch.optim.Optimizer, model: nn.Module, output_dir: str, optimizer_index: int = 0  # noqa: ANN401
-    ) -> None:  # fmt: skip
-        save_optimizer(Path(output_dir), model, optimizer, sharded=writes_shards(plugin), index=optimizer_index, files=files)
+    def save_states(plugin: Any, _: object, optimizer: torch.optim.Optimizer, model: nn.Module, folder: str, index: int = 0) -> None:  # noqa: ANN401
+        save_optimizer(Path(folder), model, optimizer, sharded=writes_shards(plugin), index=index, files=files)
 
-    ours = {function.__name__: function for function in (save_fsdp_model, load_fsdp_model, save_fsdp_optimizer)}
+    ours = {"save_fsdp_model": save_weights, "load_fsdp_model": load_weights, "save_fsdp_optimizer": save_states}
     custom = {"save_custom_state": _save_custom_state, "load_custom_state": _load_custom_state}
     with replaced(accelerate.accelerator, **ours, **custom), replaced(transformers.trainer, **ours):
         yield

@@ -24,13 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run `main` once all launched ranks are there; where input is at fault, rank 0 prints `error: ...` in one line, exit code 2.
+    """Run a script once all launched ranks are there; where input is at fault, rank 0 prints `error: ...` in one line, exit code 2.
 
     Input is at fault where hf_osdp or the script's own folder says so. What other libraries raise is a bug or a broken machine,
     and keeps its traceback.
-
-    Args:
-        main: the script.
     """
     try:
         check_ranks()

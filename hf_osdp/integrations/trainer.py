@@ -29,25 +29,23 @@ from .accelerator import OSDPAccelerator
 from .announce import announce_result, plan_and_announce
 from .checkpoints import replaced
 from .plugin import OSDPPlugin
-from .subclasses import check_order, planning_at_the_end, with_whole_weights
+from .subclasses import check_order, ignores_item_count, planning_at_the_end, with_whole_weights
 from .trainer_checkpoints import StopCallback, TrainerCheckpoints
 from .trainer_facts import facts_of_trainer
-from .trainer_loss import ignores_item_count
 from .trainer_options import asked_config, own_arguments, plugin_options, refuse_unplanned, set_batch
 
 
 class Trainer(TrainerCheckpoints, StockTrainer):
     """`transformers.Trainer` that shards each unit of the model as a plan says.
 
-    The plan is made when the Trainer is. The samples of one optimizer step stay as the arguments have them
-    (`per_device_train_batch_size` × `gradient_accumulation_steps` × processes); how many of them run at once is the
-    planner's choice, and goes into a copy of the arguments.
+    The plan is made when the Trainer is. The samples of one optimizer step stay as the arguments have them (`per_device_train_batch_size` ×
+    `gradient_accumulation_steps` × processes); how many of them run at once is the planner's choice, and goes into a copy of the arguments.
 
     Args:
         *args: as for `transformers.Trainer`.
-        osdp: None is on where the launcher or `TrainingArguments(fsdp_config={"osdp": {...}})` asks for it; True is on;
-            False is the stock Trainer; an `OSDPConfig` or a mapping of its fields is on with those options. What it leaves
-            open comes from `fsdp_config`, then from the launcher.
+        osdp: None is on where the launcher or `TrainingArguments(fsdp_config={"osdp": {...}})` asks for it; True is on; False is the stock
+            Trainer; an `OSDPConfig` or a mapping of its fields is on with those options. What it leaves open comes from `fsdp_config`,
+            then from the launcher.
         **kwargs: as for `transformers.Trainer`.
 
     Raises:
@@ -91,7 +89,7 @@ class Trainer(TrainerCheckpoints, StockTrainer):
         try:
             facts = facts_of_trainer(self, self._osdp)
             hold_master_weights(self._module, facts.precision)
-            self._run = plan_and_announce(self._module, self._osdp, facts, is_rank_zero=args.process_index == 0)
+            self._run = plan_and_announce(self._module, self._osdp, facts)
         except Exception:
             if self._makes_folder:
                 with suppress(OSError):  # it is gone, or holds something
@@ -190,8 +188,7 @@ class Trainer(TrainerCheckpoints, StockTrainer):
         self._finish_checkpoints()
         assert self._run is not None
         if self._meter.steps:
-            measured = self._meter.summary()
-            announce_result(self._run, measured, output_dir=self.args.output_dir, is_rank_zero=self.is_world_process_zero())
+            announce_result(self._run, self._meter.summary(), self.args.output_dir)
         self._stop.exit()
         return output
 

@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpoint.folders import numbered_checkpoints, remove_checkpoint, unlock_checkpoints
-from ..checkpoint.layouts import Layout, find_model
+from ..checkpoint.layouts import find_model, is_of_one_process
 from ..checkpoint.loop import load_random_states
 from ..checkpoint.resume import check_checkpoint, checkpoint_to_resume, own_checkpoints, warn_of_changes
 from ..checkpoint.safe import load_file
@@ -126,20 +126,18 @@ class TrainerCheckpoints(_Base):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:  # noqa: ANN401
         """Load as the stock Trainer, weights from any layout."""
         model = self.model if model is None else model
-        if self._osdp is None or (
-            not self.is_fsdp_enabled and is_adapted(model) and find_model(Path(resume_from_checkpoint)).layout is Layout.SINGLE
-        ):
+        folder, adapted = Path(resume_from_checkpoint), is_adapted(model)
+        if self._osdp is None or (not self.is_fsdp_enabled and adapted and is_of_one_process(find_model(folder))):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-            return
-        load_model(Path(resume_from_checkpoint), model, trainable_only=is_adapted(model))
+        else:
+            load_model(folder, model, trainable_only=adapted)
 
     def _load_best_model(self) -> None:
         if self._osdp is None:
             super()._load_best_model()
-            return
-        best = str(self.state.best_model_checkpoint)
-        check_checkpoint(best)
-        self._load_from_checkpoint(best)
+        else:
+            check_checkpoint(best := str(self.state.best_model_checkpoint))
+            self._load_from_checkpoint(best)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as its base class
         """Finalize as the stock Trainer; after SIGTERM, with seconds left, the last checkpoint stays and the best is not loaded."""
@@ -154,13 +152,7 @@ class TrainerCheckpoints(_Base):
         """Start as the stock Trainer, which warns of changed arguments: the user's batch size counts, not the plan's."""
         if self._osdp is None:
             return super()._init_training_state(*args, **kwargs)
-
-        def compare(own: TrainingArguments, state: TrainerState) -> None:
-            with replaced(own, per_device_train_batch_size=self._asked_batch):
-                stock(own, state)
-
-        stock: Any = vars(transformers.trainer)["compare_trainer_and_checkpoint_args"]
-        with replaced(transformers.trainer, compare_trainer_and_checkpoint_args=compare):
+        with replaced(self.args, per_device_train_batch_size=self._asked_batch):
             begun = super()._init_training_state(*args, **kwargs)
         self.state.train_batch_size = self._asked_batch
         return begun

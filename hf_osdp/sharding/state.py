@@ -45,9 +45,6 @@ def free_gathered(model: nn.Module) -> None:
             module.reshard()
 
 
-# ------------------------------------------------------------------------------------------------------------------- weights
-
-
 @torch.no_grad()
 def broadcast_parameters(model: nn.Module) -> None:
     """Give every rank rank 0's parameters and buffers, before they are sharded. Collective.
@@ -102,7 +99,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], *,
     """Load whole weights into a sharded or a plain model. Collective; one tensor at a time is whole on the device.
 
     Args:
-        model: the model; its layout does not matter.
+        model: of any layout.
         state: Hugging Face names → whole tensors; only rank 0's content counts.
         strict: refuse missing and unexpected names.
 
@@ -126,16 +123,10 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], *,
         _broadcast_into(targets[name], state[name] if rank() == 0 else None)
 
 
-# ----------------------------------------------------------------------------------------------------------------- optimizers
-
-
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_target: bool = False) -> OptimizerState:
     """Return an optimizer's own tensors by its parameters' Hugging Face names; what is in slices as a `SlicedTensor`.
 
-    Args:
-        model: sharded or plain.
-        optimizer: of this model's parameters.
-        as_target: make states that are not there yet, to load into them.
+    With `as_target`, states that are not there yet are made, to load into them.
     """
     optimizer = unwrapped(optimizer)
     fresh = not optimizer.state
@@ -166,13 +157,7 @@ def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, stat
 def check_states(
     saved: Mapping[str, Mapping[str, Sequence[int]]], group_keys: set[str], mine: OptimizerState, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Refuse saved states that are not this optimizer's.
-
-    Args:
-        saved: shapes of states with dimensions, by parameter.
-        group_keys: of the saved groups.
-        mine: as `optimizer_state` gives it.
-        optimizer: to name it.
+    """Refuse shapes of saved states, and keys of saved groups, that are not those of an optimizer whose `optimizer_state` is `mine`.
 
     Raises:
         RuntimeError: they are of other parameters, shapes, or another kind of optimizer.
@@ -238,9 +223,6 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Opti
                 _broadcast_into(own[key], state["state"][name][key] if rank() == 0 else None)
             loaded["state"][name] = {**own, **loaded["state"][name]}
     set_optimizer_state(model, optimizer, loaded)
-
-
-# -------------------------------------------------------------------------------------------------------------- whole tensors
 
 
 def _copy_on_rank_zero(value: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hf_osdp.checkpoint.loop import load_loop, save_loop
-from hf_osdp.checkpoint.resume import is_restart, last_checkpoint, start_fresh
+from hf_osdp.checkpoint.resume import checkpoint_to_resume, last_checkpoint
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import CheckpointError
@@ -60,49 +60,46 @@ def run_chain(parent: Path, chain: list[tuple[int, Leg]]) -> tuple[list[float], 
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_a_trajectory_goes_on_as_in_one_process(tmp_path, name):
+def test_trajectory_goes_on_as_in_one_process(tmp_path, name):
     losses, weights = run_chain(tmp_path, CHAINS[name])
     want, want_weights = uninterrupted(len(losses))
     assert max(abs(a - b) for a, b in zip(losses, want, strict=True)) < 1e-12
     assert worst(weights, want_weights) < 1e-12
 
 
-# ------------------------------------------------------------------------------------------------- states that are not there
-
-
 def odd_states(folder: str) -> dict[str, object]:
     """A parameter that never has a gradient; a checkpoint before the first step; another optimizer's state."""
-    errors: dict[str, object] = {}
+    found: dict[str, object] = {}
     kinds = {
         "AdamW": torch.optim.AdamW, "momentum": partial(torch.optim.SGD, momentum=0.9), "plain": torch.optim.SGD,
         "AMSGrad": partial(torch.optim.AdamW, amsgrad=True),
     }  # fmt: skip
     for (name, kind), sharded in product(kinds.items(), (True, False)):
-        model, plan = unused_in(0)
+        model, plan = partly_used(0)
         optimizer = kind(model.parameters(), lr=0.1)
         place = Path(folder) / f"{name}-{sharded}"
         save_loop(CheckpointWriter(), f"{place}-0", model, optimizer, others={}, progress={}, sharded=sharded)
-        errors[f"{name}, nothing is saved"] = len(optimizer.state)
-        stepped_in(model, optimizer, plan, 0)
+        found[f"{name}, nothing is saved"] = len(optimizer.state)
+        stepped(model, optimizer, plan, 0)
         save_loop(CheckpointWriter(), f"{place}-1", model, optimizer, others={}, progress={}, sharded=sharded)
-        stepped_in(model, optimizer, plan, 1)
+        stepped(model, optimizer, plan, 1)
         for start in (0, 1):
-            other, _ = unused_in(1)
+            other, _ = partly_used(1)
             its = kind(other.parameters(), lr=0.3)
             load_loop(f"{place}-{start}", other, its, others={})
             for step in range(start, 2):
-                stepped_in(other, its, plan, step)
+                stepped(other, its, plan, step)
             ours, theirs = full_state_dict(model), full_state_dict(other)
-            errors[f"{name} {sharded} from {start}"] = worst(theirs, ours) if ours else 0.0
-    lines, (fresh, _) = {}, unused_in(2)
+            found[f"{name} {sharded} from {start}"] = worst(theirs, ours) if ours else 0.0
+    lines, (fresh, _) = {}, partly_used(2)
     for (saved, now), sharded in product((("AdamW", "AMSGrad"), ("momentum", "AdamW"), ("plain", "AdamW")), (True, False)):
         with pytest.raises(CheckpointError) as raised:
             load_loop(f"{folder}/{saved}-{sharded}-1", fresh, kinds[now](fresh.parameters(), lr=0.1), others={})
-        lines[saved, now, sharded] = str(raised.value)
-    return {**errors, "lines": lines}
+        lines[saved, sharded] = str(raised.value)
+    return {**found, "lines": lines}
 
 
-def unused_in(seed: int):
+def partly_used(seed: int):
     """A model with a projection that forward does not use."""
     model = tiny_model("gpt2", seed=seed, layers=1)
     model.transformer.unused = torch.nn.Linear(3, 5).double()
@@ -112,48 +109,40 @@ def unused_in(seed: int):
     return model, plan
 
 
-def stepped_in(model, optimizer, plan, step: int) -> None:
+def stepped(model, optimizer, plan, step: int) -> None:
     trained_step(model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0), step, plan)
 
 
-def test_what_has_no_state_gets_none(tmp_path):
-    found = run_ranks(odd_states, 2, str(tmp_path))
-    for rank in found:
-        for (saved, now, _), line in rank.pop("lines").items():
-            assert "cannot be loaded (it is the state of another optimizer: it holds " in line, (saved, now)
+def test_absent_states_stay_absent_and_another_optimizers_are_refused(tmp_path):
+    for rank in run_ranks(odd_states, 2, str(tmp_path)):
+        for (saved, _), line in rank.pop("lines").items():
+            assert "cannot be loaded (it is the state of another optimizer: it holds " in line, saved
             assert "where this run's AdamW holds " in line and "make the model and the optimizer that were saved" in line
             assert {"AdamW": "exp_avg, exp_avg_sq where", "momentum": "holds momentum_buffer where", "plain": "nesterov"}[saved] in line
         assert {name: error for name, error in rank.items() if error != 0} == {}
 
 
-# ------------------------------------------------------------------------------------------------------- what ranks see of it
-
-
-def counted(folder: str) -> list[tuple[bool, str | None]]:
-    """What ranks find where torchrun's two agents count restarts each for itself."""
+def resumed(folder: str) -> list[str | None]:
+    """What ranks resume from where torchrun's two agents count restarts each for itself."""
     found = []
-    for counts in (("0", "0"), ("0", "1"), ("2", "0")):
+    for counts in (("0", "1"), ("2", "0"), ("0", "0"), ("0", "1")):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = counts[dist.get_rank()]
-        again = is_restart()
-        start_fresh(folder)
-        last = last_checkpoint(folder)
-        found.append((again, None if last is None else last.name))
-        dist.barrier()
-        if counts == ("0", "0"):  # as if the first start had found nothing
-            (Path(folder) / ".partial" / "training.json").unlink(missing_ok=True)
-        dist.barrier()
+        last = checkpoint_to_resume(folder)
+        found.append(None if last is None else last.name)
     return found
 
 
-def test_restarts_that_machines_count_differently_are_restarts_on_all(tmp_path):
+def test_restart_counted_on_one_machine_is_a_restart_on_all(tmp_path):
     (tmp_path / "checkpoint-3").mkdir()
     (tmp_path / "checkpoint-3" / "model.safetensors").touch()
-    assert run_ranks(counted, 2, str(tmp_path)) == [[(False, "checkpoint-3"), (True, "checkpoint-3"), (True, "checkpoint-3")]] * 2
+    (tmp_path / "checkpoint-3" / "optimizer.bin").touch()
+    # the third start is a new training, and the fourth does not take what an earlier one wrote
+    assert run_ranks(resumed, 2, str(tmp_path)) == [["checkpoint-3", "checkpoint-3", None, None]] * 2
 
 
 def filled(folder: str) -> tuple[str, float]:
     """The disk has no room for what rank 1 writes in the background."""
-    model, plan = unused_in(0)
+    model, plan = partly_used(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     writes = Path.write_bytes
 
@@ -162,7 +151,7 @@ def filled(folder: str) -> tuple[str, float]:
         raise OSError(28, "No space left on device")
 
     writer = CheckpointWriter(in_background=True)
-    stepped_in(model, optimizer, plan, 0)
+    stepped(model, optimizer, plan, 0)
     began = time.monotonic()
     with pytest.MonkeyPatch.context() as patched, pytest.raises(CheckpointError) as raised:
         if dist.get_rank() == 1:
@@ -172,7 +161,7 @@ def filled(folder: str) -> tuple[str, float]:
     return str(raised.value), time.monotonic() - began
 
 
-def test_a_disk_that_is_full_for_one_rank_is_told_of_at_once(tmp_path):
+def test_full_disk_of_one_rank_is_told_on_all_at_once(tmp_path):
     (line, waited), (other, _) = run_ranks(filled, 2, str(tmp_path))
     assert line == other and "could not be written on rank 1 (OSError: [Errno 28] No space left on device)" in line
     assert waited < 60 and [path.name for path in tmp_path.glob(".partial/*")] == ["lock"], "the room is free again"

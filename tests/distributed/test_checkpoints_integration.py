@@ -39,9 +39,6 @@ from tests.helpers.models import tiny_model as core_model
 SHARDED, WHOLE = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
 
 
-# ----------------------------------------------------------------------------------------------------------- the Trainer
-
-
 def trained(folder: str, resume: str | None, layout: str, strategy: str | None, *, stop_at: int | None = None, **options):
     """A Trainer of any world: losses of its steps, and whole weights."""
     world, model = launched_world_size(), stock.tiny_model(seed=launched_rank() + 7 * (resume is not None))
@@ -108,22 +105,6 @@ def test_the_trainer_goes_from_four_ranks_to_two_to_one_to_four(tmp_path):
         assert losses == pytest.approx(want["loss"][-steps:], abs=1e-12) and worst(got, weights) < 1e-12
 
 
-def test_a_restarted_trainer_goes_on_by_itself(tmp_path, monkeypatch, caplog):
-    want, weights = stock.train_one_process(str(tmp_path / "stock"))
-    trained(str(tmp_path / "run"), None, WHOLE, None)
-    damaged = tmp_path / "run" / "checkpoint-5" / "optimizer.pt"
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    (tmp_path / "run" / ".partial" / "checkpoint-6").mkdir(parents=True)
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    losses, got, _ = trained(str(tmp_path / "run"), None, WHOLE, None)
-    assert losses == pytest.approx(want["loss"][-1:], abs=1e-12) and worst(got, weights) < 1e-12
-    assert "checkpoint-5 is damaged and passed over: optimizer.pt has" in caplog.text
-    assert len(trained(str(tmp_path / "run"), None, WHOLE, None, resume_after_restart=False)[0]) == stock.STEPS
-
-
-# ----------------------------------------------------------------------------------------------------- a loop on Accelerate
-
-
 def looped(folder: str, legs: list[tuple]) -> list[list[float]]:
     """Legs one after the other: what is loaded, what is saved, in which layout, and how many steps before."""
     return [_looped(folder, *leg) for leg in legs]
@@ -173,9 +154,6 @@ def test_an_accelerate_loop_goes_on_on_other_numbers_of_ranks_and_from_plain_acc
     (tmp_path / "d" / "custom_checkpoint_0.pkl").unlink()
     with pytest.raises(Exception, match=r"d is damaged: custom_checkpoint_0.pkl is missing; take one before it"):
         looped(folder, [("d", "f", WHOLE, 4, 1)])
-
-
-# ------------------------------------------------------------------------------------------------------ stock FSDP2 states
 
 
 def exchanged(folder: str) -> dict[str, float]:

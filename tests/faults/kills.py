@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
-from tests.faults.training import FINAL, PHASES, Training, train
+from tests.faults.training import FINAL, PHASES, Training, marks, train
 from tests.helpers.distributed import Rank, ranks_of
 
 WORLD = 2
@@ -56,26 +56,15 @@ class Outcome:
     trainings: int = 0
     problems: list[str] = field(default_factory=list)
 
-    @property
-    def count(self) -> int:
-        """Kills in all."""
-        return self.kills.total()
-
 
 def run(kills: int, seed: int, folder: Path) -> Outcome:
-    """Trainings one after the other, until there were so many kills.
-
-    Args:
-        kills: how many.
-        seed: of the generator that picks phases, moments and victims.
-        folder: where they write.
-    """
+    """Train one after the other in a folder until there were so many kills, whose phases, moments and victims a seed picks."""
     chance, outcome = random.Random(seed), Outcome()
     wanted: dict[Training, dict[str, torch.Tensor]] = {}
-    while outcome.count < kills:
+    while outcome.kills.total() < kills:
         training = TRAININGS[outcome.trainings % len(TRAININGS)]
         if training not in wanted:
-            wanted[training] = _uninterrupted(training, folder)
+            wanted[training] = uninterrupted(training, folder)
         place = folder / f"training-{outcome.trainings}"
         place.mkdir()
         _one_training(training, place, chance, outcome, kills)
@@ -86,27 +75,30 @@ def run(kills: int, seed: int, folder: Path) -> Outcome:
     return outcome
 
 
-def _uninterrupted(training: Training, folder: Path) -> dict[str, torch.Tensor]:
+def uninterrupted(training: Training, folder: Path) -> dict[str, torch.Tensor]:
+    """Return the final weights of a run that nobody kills."""
     place = Path(tempfile.mkdtemp(dir=folder))
     with ranks_of(train, WORLD, training, str(place), timeout_s=START_S, init=training.loop == "plain") as ranks:
-        _wait(ranks, START_S)
+        _wait(START_S, lambda: _ended(ranks))
     return load_file(place / FINAL)
 
 
 def _one_training(training: Training, place: Path, chance: random.Random, outcome: Outcome, kills: int) -> None:
-    """Starts until it is done."""
+    """Start until it is done; each start must go on from the newest checkpoint that was visible when it began."""
     starts = 0
     while not (place / FINAL).exists():
-        environment = {"TORCHELASTIC_RESTART_COUNT": str(starts)}
         (place / "marks").unlink(missing_ok=True)
-        before = _newest(place)
+        before = max((int(path.name.rpartition("-")[2]) for path in place.glob("checkpoint-*")), default=0)
+        environment = {"TORCHELASTIC_RESTART_COUNT": str(starts)}
         with ranks_of(train, WORLD, training, str(place), timeout_s=START_S, init=training.loop == "plain", env=environment) as ranks:
-            if outcome.count < kills:
+            if outcome.kills.total() < kills:
                 _kill_sometime(ranks, place, chance, outcome, resumes=starts > 0)
-            elif not _wait(ranks, START_S):
+            elif not _wait(START_S, lambda ranks=ranks: _ended(ranks)) or any(rank.returncode for rank in ranks):
                 outcome.problems.append(f"{place.name}: a start that nobody killed did not end well")
                 return
-        _check_resumed(place, before, outcome)
+        resumed = [int(mark.rpartition("-")[2]) for mark in marks(place) if mark.startswith("resume")]
+        if resumed[:1] != [before] and (resumed or (before and "step" in marks(place))):
+            outcome.problems.append(f"{place.name}: began from {resumed[:1]}, though checkpoint-{before} was complete")
         starts += 1
 
 
@@ -115,71 +107,36 @@ def _kill_sometime(ranks: list[Rank], place: Path, chance: random.Random, outcom
     phase = chance.choice([phase for phase in PHASES if resumes or phase != "resume"])
     number, moment = chance.randint(1, 4) if phase in ("step", "save") else 1, chance.uniform(0, LONGEST_S[phase])
     victims = chance.choice([[0], [1], [0, 1]])
-    if not _reached(ranks, place, phase, number):
+
+    def reached() -> bool:
+        return sum(mark.split()[0] == phase for mark in marks(place)) >= number
+
+    _wait(START_S, lambda: reached() or _ended(ranks))
+    if not reached():
         return  # it ended before
     time.sleep(moment)
     for victim in victims:
         os.kill(ranks[victim].pid, signal.SIGKILL)
     killed = time.monotonic()
-    ended = _wait(ranks, ENDS_WITHIN_S, well=False)
     outcome.kills[phase, "all" if len(victims) == WORLD else f"rank {victims[0]}"] += 1
-    if not ended:
-        outcome.problems.append(
-            f"{place.name}: rank {1 - victims[0]} went on for {ENDS_WITHIN_S:g} s after rank {victims[0]} was killed in {phase}"
-        )
+    if not _wait(ENDS_WITHIN_S, lambda: _ended(ranks)):
+        outcome.problems.append(f"{place.name}: others went on for {ENDS_WITHIN_S:g} s after rank {victims[0]} was killed in {phase}")
     elif len(victims) < WORLD:
         outcome.ending_s.append(time.monotonic() - killed)
 
 
-def _reached(ranks: list[Rank], place: Path, phase: str, number: int) -> bool:
-    """Whether the phase's mark came so many times before the ranks ended."""
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        if sum(mark.split()[0] == phase for mark in _marks(place)) >= number:
-            return True
-        if all(rank.poll() is not None for rank in ranks):
-            return False
-        time.sleep(0.005)
-    return False
+def _ended(ranks: list[Rank]) -> bool:
+    return all(rank.poll() is not None for rank in ranks)
 
 
-def _check_resumed(place: Path, before: int, outcome: Outcome) -> None:
-    """A start goes on from the newest checkpoint that was complete when it began."""
-    resumed = [int(mark.rpartition("-")[2]) for mark in _marks(place) if mark.startswith("resume")]
-    if resumed and resumed[0] != before:
-        outcome.problems.append(f"{place.name}: went on from step {resumed[0]}, though checkpoint-{before} was complete")
-    stepped = any(mark == "step" for mark in _marks(place))
-    if before and stepped and not resumed:
-        outcome.problems.append(f"{place.name}: began anew, though checkpoint-{before} was complete")
-
-
-def _newest(place: Path) -> int:
-    """The newest checkpoint that is visible: it has to be complete."""
-    return max((int(path.name.rpartition("-")[2]) for path in place.glob("checkpoint-*")), default=0)
-
-
-def _marks(place: Path) -> list[str]:
-    try:
-        return (place / "marks").read_text().splitlines()
-    except FileNotFoundError:
-        return []
-
-
-def _wait(ranks: list[Rank], seconds: float, *, well: bool = True) -> bool:
-    """Whether all ended within the time, and well."""
+def _wait(seconds: float, true: Callable[[], bool]) -> bool:
+    """Return whether it became true within the time."""
     deadline = time.monotonic() + seconds
-    while any(rank.poll() is None for rank in ranks):
+    while not true():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.02)
-    return not well or all(rank.returncode == 0 for rank in ranks)
-
-
-def _tables(outcome: Outcome) -> Iterator[Table]:
-    table = Table("phase", *(who for who in ("rank 0", "rank 1", "all")), title=f"{outcome.count} kills in {outcome.trainings} trainings")
-    for phase in PHASES:
-        table.add_row(phase, *(str(outcome.kills[phase, who]) for who in ("rank 0", "rank 1", "all")))
-    yield table
+        time.sleep(0.005)
+    return True
 
 
 def main() -> None:
@@ -189,10 +146,13 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hf_osdp_kills_") as folder:
         outcome = run(arguments.kills, arguments.seed, Path(folder))
+    who = ("rank 0", "rank 1", "all")
+    table = Table("phase", *who, title=f"{outcome.kills.total()} kills in {outcome.trainings} trainings")
+    for phase in PHASES:
+        table.add_row(phase, *(str(outcome.kills[phase, one]) for one in who))
     console = Console(width=100)
-    console.print(*_tables(outcome))
-    ends = sorted(outcome.ending_s)
-    if ends:
+    console.print(table)
+    if ends := sorted(outcome.ending_s):
         console.print(f"From a rank's death to the end of the other: median {statistics.median(ends):.2f} s, longest {ends[-1]:.2f} s.")
     console.print(*(outcome.problems or ["Nothing was lost: every final weight as without a kill, to the bit; no hang."]), sep="\n")
     raise SystemExit(bool(outcome.problems))

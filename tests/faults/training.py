@@ -1,8 +1,14 @@
-"""A training of two ranks that is killed and started again: what runs on a rank, and the marks by which its killer knows where it is."""
+"""A training of two ranks that is killed and started again: what runs on a rank, and the marks by which its killer knows where it is.
+
+Under torchrun it kills one of its own ranks in its first start: `python -m tests.faults.training trainer FOLDER [STEP]`.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
+import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +27,8 @@ import hf_osdp.integrations.plain_loop
 import hf_osdp.integrations.trainer_checkpoints
 from hf_osdp import OptimalShardedDataParallel, OSDPConfig, Trainer, preset
 from hf_osdp.checkpoint.resume import last_checkpoint
+from hf_osdp.distributed.restart import restart_count
+from hf_osdp.sharding.environment import form_process_group
 
 STEPS, SAVE_EVERY, LENGTH, SAMPLES = 10, 2, 12, 8
 PHASES = ("planning", "resume", "step", "save")
@@ -42,21 +50,23 @@ def train(training: Training, folder: str) -> None:
     torch.use_deterministic_algorithms(True)
     mark = functools.partial(_mark, Path(folder) / "marks")
     _mark_phases(mark)
-    match training.loop:
-        case "trainer":
-            weights = _by_trainer(training, folder, mark)
-        case "plain":
-            weights = _by_plain_loop(training, folder, mark)
+    weights = (_by_trainer if training.loop == "trainer" else _by_plain_loop)(training, folder, mark)
     if dist.get_rank() == 0:
         save_file({name: value.contiguous().clone() for name, value in weights.items()}, Path(folder) / FINAL)
     mark("done")
 
 
 def _mark(file: Path, text: str) -> None:
-    """A line, from rank 0."""
+    """Write a line, on rank 0."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        with file.open("a") as marks:
-            marks.write(f"{text}\n")
+        with file.open("a") as lines:
+            lines.write(f"{text}\n")
+
+
+def marks(folder: Path) -> list[str]:
+    """Return what rank 0 wrote so far."""
+    file = folder / "marks"
+    return file.read_text().splitlines() if file.exists() else []
 
 
 def _mark_phases(mark: Callable[[str], None]) -> None:
@@ -135,3 +145,18 @@ def _by_plain_loop(training: Training, folder: str, mark: Callable[[str], None])
         if (step + 1) % SAVE_EVERY == 0:
             sharded.save_checkpoint(f"{folder}/checkpoint-{step + 1}", optimizer, progress={"step": step + 1}, sharded=training.sharded)
     return sharded.full_state_dict()
+
+
+def main(loop: str, folder: str, step: str | None = None) -> None:
+    """Train under torchrun; rank 1 is killed before the given update, unless this is a restart."""
+    torch.set_num_threads(1)
+    if step is not None and os.environ["RANK"] == "1" and not restart_count():
+        steps = iter(range(1, int(step)))
+        _before(torch.optim.AdamW, "step", lambda *a: None if next(steps, None) else os.kill(os.getpid(), signal.SIGKILL))
+    if loop == "plain":
+        form_process_group(needed=True)
+    train(Training(loop=loop, sharded=True), folder)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -58,8 +58,11 @@ class Recipe:
         options |= {**OWN.get(self.script, {}), **changes}
         return [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
 
-    def run(self, *positional: str, processes: int = 1, **changes: object) -> subprocess.CompletedProcess[str]:
-        """Run it; with several processes, under `accelerate launch` with the configuration for the CPU, the plain loop under torchrun."""
+    def run(self, *positional: str, processes: int = 1, fails: bool = False, **changes: object) -> str:
+        """Run it: what it printed, on stderr where it must fail.
+
+        Several processes run under `accelerate launch` with the configuration for the CPU, the plain loop under torchrun.
+        """
         if processes == 1:
             command = [sys.executable]
         elif self.script == "train_plain":
@@ -69,7 +72,9 @@ class Recipe:
             launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config)]
             command = [*launch, "--num_processes", str(processes)]
         command += self.command(*positional, **changes)
-        return subprocess.run(command, cwd=self.folder, env=self.environment(), capture_output=True, text=True, timeout=200, check=False)
+        done = subprocess.run(command, cwd=self.folder, env=self.environment(), capture_output=True, text=True, timeout=200, check=False)
+        assert (done.returncode != 0) == fails, done.stderr[-3000:]
+        return done.stderr if fails else done.stdout
 
     def job(self, output: str, *positional: str, **changes: object) -> Run:
         """What `run_together` runs, with a folder of its own for what it writes."""

@@ -17,7 +17,7 @@ ELSEWHERE = ("dataset_name", "dataset_config_name", "config_name", "tokenizer_na
 """What is fetched from the hub."""
 TRAINED = ("run_clm", "run_mlm", "run_glue")
 ALREADY = ("gpt2/demo.yaml",)
-"""What test_run_clm.py trains; those of the other scripts are trained in their tests."""
+"""Trained in test_run_clm.py; those of the other scripts in their own tests."""
 SMALL = {
     "max_steps": 2, "logging_steps": 1, "warmup_steps": 0, "do_train": None, "do_eval": None, "learning_rate": 1e-3,
     "gradient_accumulation_steps": 1, "max_train_samples": 24, "save_strategy": None,
@@ -32,7 +32,7 @@ def script_of(file: Path) -> str:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}-{file.stem}")
-def test_the_script_takes_it(file):
+def test_script_parses_its_file(file):
     import run_glue
     from loop_arguments import LoopArguments
     from recipe_arguments import (
@@ -68,7 +68,7 @@ def test_the_script_takes_it(file):
 
 
 @pytest.mark.slow
-def test_each_trains_a_tiny_model(tmp_path):
+def test_each_file_trains_a_tiny_model(tmp_path):
     """What is on the hub is made here; model, text and batch are small."""
     files = [file for file in FILES if script_of(file) in TRAINED and "/".join(file.parts[-2:]) not in ALREADY]
     data = {

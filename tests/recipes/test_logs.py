@@ -21,7 +21,7 @@ def clock(monkeypatch):
 
 
 @pytest.mark.parametrize("logged_before", [True, False])
-def test_evaluations_and_checkpoints_are_no_training_time(clock, tmp_path, logged_before):
+def test_log_leaves_evaluations_and_checkpoints_out_of_training_time(clock, tmp_path, logged_before):
     """Two steps of 1 s and 8 samples; an evaluation of 30 s and a checkpoint of 20 s between them, after a line or without one."""
     from trainer_log import TrainerLog
 
@@ -44,7 +44,7 @@ def test_evaluations_and_checkpoints_are_no_training_time(clock, tmp_path, logge
     assert [line["tokens_per_s"] for line in log_of(tmp_path)] == pytest.approx([8 * 16] * (1 + logged_before))
 
 
-def test_a_run_that_goes_on_keeps_the_lines(clock, tmp_path):
+def test_log_of_a_resumed_run_keeps_its_lines(clock, tmp_path):
     from step_log import LogFile
 
     for goes_on, want in ((False, [1]), (True, [1, 1]), (False, [1])):

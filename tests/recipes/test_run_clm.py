@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.helpers.shared_data import SHARED_DATA, needs_shared_data
-from tests.recipes.conftest import load_saved, log_of, perplexities
+from tests.recipes.conftest import Recipe, load_saved, log_of, perplexities
 from tests.recipes.ranks import run_together
 
 ROOT = Path(__file__).parents[2]
@@ -24,9 +24,8 @@ FIGURES = {
 
 def test_two_processes_train_and_save(recipe):
     """As a person starts it, with the file of the demo: plan, train, evaluate, save; what is saved loads again."""
-    done = recipe.run(str(ROOT / "recipes" / "gpt2" / "demo.yaml"), processes=2, warmup_steps=0)
-    assert done.returncode == 0, done.stderr[-3000:]
-    perplexity = perplexities(done.stdout)
+    printed = recipe.run(str(ROOT / "recipes" / "gpt2" / "demo.yaml"), processes=2, warmup_steps=0)
+    perplexity = perplexities(printed)
     assert perplexity["after"] < 0.7 * perplexity["before"]
 
     model, tokenizer = load_saved(recipe.output), AutoTokenizer.from_pretrained(recipe.output)
@@ -72,9 +71,13 @@ def test_file_of_arguments_first_and_flags_win(recipe):
 
 
 @pytest.mark.slow
-def test_fp16_keeps_float32_weights(recipe):
-    done = recipe.run(processes=2, max_steps=3, max_train_samples=24, do_eval=False, hardware=None, fp16=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+@pytest.mark.parametrize(
+    ("script", "options"), [("run_clm", {"do_eval": False, "fp16": True}), ("run_clm_no_trainer", {"mixed_precision": "fp16"})]
+)
+def test_fp16_logs_its_loss_scale_and_keeps_float32_weights(tmp_path, script, options):
+    recipe = Recipe(script, tmp_path)
+    recipe.run(processes=2, max_steps=4, max_train_samples=32, hardware=None, logging_steps=2, **options)
+    assert all(line["loss_scale"] > 1 for line in log_of(recipe.output))
     load_saved(recipe.output)
 
 
@@ -90,13 +93,11 @@ def test_wikitext_with_the_vocabulary_of_gpt2(recipe):
         max_steps=3,
         per_device_eval_batch_size=4,
     )
-    done = recipe.run(**options)
-    assert done.returncode == 0, done.stderr[-3000:]
-    perplexity = perplexities(done.stdout)
+    printed = recipe.run(**options)
+    perplexity = perplexities(printed)
     assert perplexity["after"] < perplexity["before"]
     stock = recipe.run(**{**options, "do_train": None, "osdp": False, "hardware": None, "output_dir": recipe.folder / "stock"})
-    assert stock.returncode == 0, stock.stderr[-3000:]
-    assert float(re.search(r"perplexity: ([\d.]+)", stock.stdout).group(1)) == pytest.approx(perplexity["before"], rel=1e-6)
+    assert float(re.search(r"perplexity: ([\d.]+)", stock).group(1)) == pytest.approx(perplexity["before"], rel=1e-6)
     assert not (recipe.folder / "stock" / "osdp_report.json").exists()
 
 
@@ -112,10 +113,9 @@ def test_starts_from_a_saved_model(recipe):
 @pytest.mark.slow
 def test_infeasible_limit_ends_two_processes_with_one_line(recipe):
     """Every process fails; one of them says why."""
-    done = recipe.run(processes=2, memory_limit="100KiB")
-    assert done.returncode != 0
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and "No plan fits 100.0 KiB" in lines[0], done.stderr[-3000:]
+    printed = recipe.run(processes=2, fails=True, memory_limit="100KiB")
+    lines = [line for line in printed.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and "No plan fits 100.0 KiB" in lines[0], printed[-3000:]
     assert not recipe.output.exists()
 
 

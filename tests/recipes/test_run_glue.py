@@ -85,7 +85,7 @@ def assert_adapters_are_saved(folder: Path, base: Path, accuracy: float) -> None
     assert right.float().mean().item() == pytest.approx(accuracy, abs=1e-4)
 
 
-def test_heads_of_several_layers_are_saved_whole(tmp_path):
+def test_adapters_save_heads_of_several_layers_whole(tmp_path):
     """RoBERTa's has two, and peft would copy the second twice."""
     peft = pytest.importorskip("peft")
     from adapters import with_adapters
@@ -121,7 +121,7 @@ def save_classifier(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def test_a_step_is_the_same_however_its_batch_is_cut_and_padded(recipe, pairs):
+def test_step_does_not_depend_on_micro_batches_and_padding(recipe, pairs):
     """The only step, of 8 samples in micro-batches of 2, against all 8 at once in transformers alone."""
     save_classifier(recipe.folder / "start")
     job = recipe.job(
@@ -147,12 +147,11 @@ def test_a_step_is_the_same_however_its_batch_is_cut_and_padded(recipe, pairs):
 @pytest.mark.parametrize(("task", "metric"), [("sst2", "accuracy"), ("rte", "accuracy"), ("cola", "matthews_correlation")])
 def test_tasks_of_glue_from_files(recipe, task, metric):
     folder = SHARED_DATA / "glue" / task
-    done = recipe.run(
+    printed = recipe.run(
         processes=2, task_name=task, train_file=folder / "train.jsonl", validation_file=folder / "validation.jsonl", max_steps=3,
         max_seq_length=32, tokenizer_name=SHARED_DATA / "tokenizers" / "bert-base-uncased", learning_rate=1e-4,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert set(scores(done.stdout, metric)) == {"before", "after"}
+    assert set(scores(printed, metric)) == {"before", "after"}
 
 
 # ------------------------------------------------------------------------------------------------------ metrics and data
@@ -180,7 +179,7 @@ def test_metrics_by_hand(predicted, true, accuracy, matthews):
     assert load_metric("matthews_correlation")(prediction) == pytest.approx({"matthews_correlation": matthews})
 
 
-def test_made_reviews_say_what_their_label_says():
+def test_made_reviews_agree_with_their_labels():
     from made_reviews import made_reviews
 
     reviews = made_reviews(5)
@@ -199,7 +198,7 @@ def test_made_reviews_say_what_their_label_says():
 @pytest.mark.parametrize(
     ("architecture", "classes", "refused"), [("BertForSequenceClassification", 3, True), ("BertForMaskedLM", 3, False)]
 )
-def test_a_classifier_keeps_its_number_of_classes(architecture, classes, refused):
+def test_fit_labels_keeps_the_classes_of_a_trained_head(architecture, classes, refused):
     from classification_data import LabelledText
     from run_glue import fit_labels
 

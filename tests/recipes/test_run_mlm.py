@@ -31,7 +31,7 @@ def test_two_processes_train_and_save(pretrained):
     assert model.config.pad_token_id == tokenizer.pad_token_id
 
 
-def test_its_switches_do_what_they_say(pretrained):
+def test_switches_of_a_run_take_effect(pretrained):
     """bf16, checkpointed blocks, two micro-batches, a cosine, a tracker: read from what the run left."""
     report = json.loads((pretrained.output / "osdp_report.json").read_text())
     assert (report["plan"]["world_size"], report["plan"]["accumulation_steps"]) == (2, 2)
@@ -73,7 +73,7 @@ def test_every_grouping_trains_the_same_on_two_nodes(recipe):
 @pytest.mark.parametrize(
     ("grouping", "strategy"), [("group_sharding", "hsdp"), ("communication_with_groups", "two_stage"), ("none", "fsdp"), (None, None)]
 )
-def test_a_grouping_is_a_strategy(grouping, strategy):
+def test_grouping_is_a_strategy(grouping, strategy):
     from recipe_arguments import OSDPArguments
 
     from hf_osdp import OSDPConfig
@@ -83,7 +83,7 @@ def test_a_grouping_is_a_strategy(grouping, strategy):
     assert OSDPConfig(**options).strategy == (strategy or "osdp")
 
 
-def test_a_grouping_goes_before_the_strategy_of_the_launcher(monkeypatch):
+def test_grouping_goes_before_the_strategy_of_the_launcher(monkeypatch):
     from recipe_arguments import OSDPArguments
 
     from hf_osdp.integrations.trainer_options import asked_config
@@ -123,7 +123,7 @@ TEXTS = ["The class statement defines a class object.", "A name — bound to a t
 
 
 @pytest.mark.parametrize("config", [BertConfig, DistilBertConfig, RobertaConfig])
-def test_a_trained_tokenizer_is_that_of_the_model_and_always_the_same(config):
+def test_trained_tokenizer_fits_the_model_and_is_reproducible(config):
     from trained_tokenizers import train_masked_tokenizer
 
     tokenizers = [train_masked_tokenizer(TEXTS, 330, config()) for _ in range(4)]
@@ -165,7 +165,7 @@ def test_masks_for_evaluation_stay_and_those_for_training_change(masking):
     assert torch.equal(evaluated["labels"], torch.tensor(once["labels"][:]))
 
 
-def test_a_masked_token_counts_the_same_in_every_micro_batch():
+def test_mean_over_labels_weighs_masked_tokens_equally_over_micro_batches():
     from losses import mean_over_labels
 
     generator = torch.Generator().manual_seed(0)

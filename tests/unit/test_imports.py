@@ -33,7 +33,7 @@ def test_planner_and_reports_load_no_framework(statement, absent):
     assert not loaded_by(statement) & set(absent)
 
 
-def test_planner_plans_without_a_framework():
+def test_planner_plans_without_framework():
     code = (
         "from hf_osdp import ModelDescription, PlanningProblem, TrainingJob, preset, search;"
         "from hf_osdp.planner.description import *;"
@@ -48,7 +48,7 @@ def test_planner_plans_without_a_framework():
     assert not loaded_by(code) & {"torch", "transformers", "accelerate", "datasets"}
 
 
-def test_no_module_of_ours_imports_what_only_recipes_need():
+def test_package_does_not_import_what_only_recipes_need():
     """`transformers.trainer` imports datasets by itself, so that the importing module counts."""
     code = (
         "import builtins\n"

@@ -48,7 +48,7 @@ def test_parse_json_refuses_in_one_line(text, problem):
     assert problem in refused(parse_json, text)
 
 
-def test_parse_json_takes_values_up_to_the_limits():
+def test_parse_json_takes_values_up_to_limits():
     value = [2**63 - 1, -(2**63 - 1), 1e30, -1e30, "x" * MOST_LETTERS, "ä +:€", True, None]
     for _ in range(MOST_DEPTH - 1):
         value = [value]

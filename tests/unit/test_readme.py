@@ -14,23 +14,23 @@ def commands() -> list[str]:
     return [block.strip() for block in re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)]
 
 
-def test_the_first_two_commands_are_one_line_each():
+def test_readme_begins_with_two_commands_of_one_line():
     main_job, tests = commands()[:2]
     assert "\n" not in main_job and "\n" not in tests
     assert main_job.endswith(MAIN_JOB)
     assert tests.endswith("-m pytest")
 
 
-def test_ci_runs_the_test_command():
+def test_ci_runs_second_command_of_readme():
     assert commands()[1] == (ROOT / ".ci" / "run").read_text(encoding="utf-8").strip().splitlines()[-1]
 
 
-def test_what_the_commands_name_is_there():
+def test_files_that_commands_name_exist():
     for name in ("constraints.txt", "accelerate_configs/osdp_cpu.yaml", "recipes/run_clm.py", "recipes/gpt2/demo.yaml"):
         assert (ROOT / name).is_file()
 
 
-def test_the_lock_of_versions_names_no_download_address():
+def test_constraints_pin_versions_without_addresses():
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = [line for line in lines if line and not line.startswith("#")]
     assert "torch==2.13.0" in pinned

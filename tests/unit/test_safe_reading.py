@@ -7,8 +7,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.search.search import search
 from hf_osdp.report.plan_file import PlanInputs, plan_file_content, read_plan_file, write_json
@@ -73,37 +71,30 @@ def full_name(node: ast.expr, names: dict[str, str]) -> str | None:
     return None
 
 
-def test_nothing_that_runs_a_file_is_used():
+def test_source_uses_nothing_that_runs_a_file():
     found = {(str(path.relative_to(ROOT)), what) for path in SOURCES for what in findings(path.read_text(encoding="utf-8"))}
     assert len(SOURCES) > 150
     assert found - set(ALLOWED) == set(), "read it by hf_osdp.reading, or say in ALLOWED why it is safe"
     assert set(ALLOWED) - found == set(), "no longer there: take it out of ALLOWED"
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import pickle\npickle.load(f)", "import pickle as p\np.loads(b)", "from pickle import loads as x", "from pickle import Unpickler",
-        "import torch\ntorch.load(f)", "import torch as t\nt.load(f, weights_only=False)", "from torch import load\nload(f)",
-        "import torch\ntorch.load(f, weights_only=flag)", "import yaml\nyaml.load(f, Loader=yaml.SafeLoader)",
-        "import yaml\nyaml.unsafe_load(f)",
-        "eval(text)", "exec(text)", "list(map(eval, texts))", "__import__(name)", "import subprocess\nsubprocess.run(x, shell=True)",
-        "import os\nos.system(x)", "import numpy\nnumpy.load(f, allow_pickle=True)", "X.from_pretrained(x, trust_remote_code=True)",
-    ],
+BAD = (
+    "import pickle\npickle.load(f)", "import pickle as p\np.loads(b)", "from pickle import loads as x", "from pickle import Unpickler",
+    "import torch\ntorch.load(f)", "import torch as t\nt.load(f, weights_only=False)", "from torch import load\nload(f)",
+    "import torch\ntorch.load(f, weights_only=flag)", "import yaml\nyaml.load(f, Loader=yaml.SafeLoader)",
+    "import yaml\nyaml.unsafe_load(f)", "eval(text)", "exec(text)", "list(map(eval, texts))", "__import__(name)",
+    "import subprocess\nsubprocess.run(x, shell=True)", "import os\nos.system(x)", "import numpy\nnumpy.load(f, allow_pickle=True)",
+    "X.from_pretrained(x, trust_remote_code=True)",
 )  # fmt: skip
-def test_each_of_them_would_be_seen(source):
-    assert findings(source)
+HARMLESS = (
+    "import torch\ntorch.load(f, weights_only=True)", "import yaml\nyaml.safe_load(f)", "model.eval()", "import re\nre.compile(x)",
+    "import pickle\npickle.dumps(x)", "import subprocess\nsubprocess.run(['ls'])", "import ast\nast.literal_eval(x)",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import torch\ntorch.load(f, weights_only=True)", "import yaml\nyaml.safe_load(f)", "model.eval()", "import re\nre.compile(x)",
-        "import pickle\npickle.dumps(x)", "import subprocess\nsubprocess.run(['ls'])", "import ast\nast.literal_eval(x)",
-    ],
-)  # fmt: skip
-def test_what_is_harmless_is_not(source):
-    assert not findings(source)
+def test_findings_sees_what_runs_a_file_and_nothing_else():
+    assert [source for source in BAD if not findings(source)] == []
+    assert [source for source in HARMLESS if findings(source)] == []
 
 
 MARK = "osdp-opened-by-a-name"
@@ -119,7 +110,7 @@ def _watch(event: str, args: tuple) -> None:
 sys.addaudithook(_watch)  # there is no way to take it off again
 
 
-def test_nothing_in_a_plan_is_opened_run_or_taken_for_markup(tmp_path, capsys):
+def test_explain_opens_runs_and_renders_nothing_that_a_plan_names(tmp_path, capsys):
     """All names of a plan file are paths, markup and programs; explaining it opens none, and prints them as they are."""
     from typer.testing import CliRunner
 

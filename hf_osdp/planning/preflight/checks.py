@@ -16,7 +16,7 @@ from ...errors import PreflightError
 from ...modeling.batch import without_adapters
 from ...planner.cost.timing import TimeEstimate
 from ...planner.description import DType, UnitDescription
-from ...planner.hardware import DeviceSpec, Hardware
+from ...planner.hardware import Hardware
 from ...planner.job import OptimizerSpec, Precision
 from ...planner.plan import Plan
 from ...planner.presets import COMMUNICATOR_BYTES, CONTEXT_BYTES
@@ -24,8 +24,6 @@ from ...planner.search.compare import StrategyResult
 from ...quantities import format_bytes, format_count, format_seconds
 
 _NUMBERED = re.compile(r"\.(\d+)(?=\.)")
-_AS_FAST = 0.8
-"""bf16 is native where its rate is at least this part of fp16's."""
 _WAITING = 0.25
 """A link is slow where a step waits for communication for more than this part."""
 _FASTER = 1.1
@@ -194,12 +192,6 @@ def frozen(units: Sequence[UnitDescription], *, in_optimizer: int = 0) -> Findin
 
 
 # ------------------------------------------------------------------------------------------------------------- the devices
-
-
-def native_bf16(device: DeviceSpec) -> bool:
-    """Return whether the device multiplies bfloat16 about as fast as float16, or has no float16."""
-    bf16, fp16 = (device.flops_per_s.get(dtype) for dtype in (DType.BFLOAT16, DType.FLOAT16))
-    return bf16 is not None and (fp16 is None or bf16 >= _AS_FAST * fp16)
 
 
 def fp16_for_bf16(precision: Precision, native_on: str | None) -> Finding | None:

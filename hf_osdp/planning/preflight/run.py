@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,13 +14,16 @@ from ...distributed.mesh import find_topology
 from ...distributed.process_group import waiting_group
 from ...measurement.memory_limits import memory_limits, tightest
 from ...planner.cost.timing import TimeEstimate
-from ...planner.description import UnitDescription
+from ...planner.description import DType, UnitDescription
 from ...planner.hardware import DeviceSpec, Hardware
 from ...planner.job import OptimizerSpec, Precision
 from ...planner.plan import Plan
 from ...planner.search.compare import StrategyResult
 from . import checks
-from .checks import Check, DeviceMemory, Finding, RunFolder, Severity, native_bf16, refuse_errors
+from .checks import Check, DeviceMemory, Finding, RunFolder, Severity, refuse_errors
+
+_AS_FAST = 0.8
+"""bf16 is native where its rate is at least this part of fp16's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,21 +64,20 @@ def check_run(known: KnownRun, model: nn.Module, device_type: str) -> tuple[Find
 
 def findings_of(known: KnownRun) -> tuple[Finding, ...]:
     """Return what is wrong with a run, as far as this process can see, in the order of the checks."""
-    return tuple(finding for finding in _findings(known) if finding is not None)
-
-
-def _findings(known: KnownRun) -> Iterator[Finding | None]:
-    yield checks.whole_in_one_unit(known.units)
-    yield checks.unused_block_classes(known.asked_classes, known.found_classes)
-    yield checks.no_masters(known.units, known.precision)
-    yield checks.fp16_for_bf16(known.precision, known.bf16_on)
-    yield checks.frozen(known.units, in_optimizer=known.frozen_in_optimizer)
+    found = [
+        checks.whole_in_one_unit(known.units),
+        checks.unused_block_classes(known.asked_classes, known.found_classes),
+        checks.no_masters(known.units, known.precision),
+        checks.fp16_for_bf16(known.precision, known.bf16_on),
+        checks.frozen(known.units, in_optimizer=known.frozen_in_optimizer),
+    ]
     if known.plan is not None:
-        yield checks.slow_link(known.plan, known.hardware, known.time, known.others)
+        found.append(checks.slow_link(known.plan, known.hardware, known.time, known.others))
         if known.memory is not None and known.needed_bytes is not None:
-            yield checks.memory_now(known.memory, known.needed_bytes, known.plan.communicators)
+            found.append(checks.memory_now(known.memory, known.needed_bytes, known.plan.communicators))
     if known.folder is not None:
-        yield checks.not_writable(known.folder) or checks.too_small(known.folder, known.units, known.optimizer)
+        found.append(checks.not_writable(known.folder) or checks.too_small(known.folder, known.units, known.optimizer))
+    return tuple(finding for finding in found if finding is not None)
 
 
 def merged_findings(findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -121,9 +123,11 @@ def device_memory(device_type: str, model: nn.Module | None = None) -> DeviceMem
 
 
 def bf16_on(device: DeviceSpec | None, device_type: str) -> str | None:
-    """Return the device's name where it computes bfloat16 natively; torch is asked where no rates are known."""
+    """Return the device's name where it computes bfloat16 as fast as float16, or has no float16; torch is asked if no rates are known."""
     if device is not None:
-        return device.name if native_bf16(device) else None
+        bf16, fp16 = (device.flops_per_s.get(dtype) for dtype in (DType.BFLOAT16, DType.FLOAT16))
+        is_native = bf16 is not None and (fp16 is None or bf16 >= _AS_FAST * fp16)
+        return device.name if is_native else None
     if device_type == "cuda" and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.cuda.get_device_name(own_gpu())
     return None

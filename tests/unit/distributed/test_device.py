@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -89,18 +90,17 @@ def test_all_devices_are_that_of_group_formed_with_device_id(gpus, form, choose)
     assert gpus.current == 3
 
 
-def test_group_is_formed_on_only_visible_gpu_at_any_local_rank(gpus, monkeypatch):
+@pytest.mark.parametrize(
+    "form_group", [lambda: environment.form_process_group(needed=True), lambda: profile_command._process_group("cuda")]
+)
+def test_group_is_formed_on_only_visible_gpu_at_any_local_rank(gpus, monkeypatch, form_group):
     formed = []
-    monkeypatch.setenv("LOCAL_RANK", "3")
+    for name, value in {"LOCAL_RANK": "3", "RANK": "3", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: formed.append(backend))
-    environment.form_process_group(needed=True)
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    with profile_command._process_group("cuda"):
-        pass
-    assert formed == ["cpu:gloo,cuda:nccl"] * 2
-    assert gpus.current == 0
+    with form_group() or nullcontext():
+        assert formed == ["cpu:gloo,cuda:nccl"] and gpus.current == 0
 
 
 # ------------------------------------------------------------------------------------------------------ expandable segments

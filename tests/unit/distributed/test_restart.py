@@ -23,17 +23,14 @@ def no_launcher(monkeypatch, tmp_path):
     monkeypatch.setattr(restart.tempfile, "gettempdir", lambda: str(tmp_path))
 
 
-@pytest.mark.parametrize(("text", "limit"), [("", 100), ("70", 70), ("170", 100)])
-def test_limit_after_oom_only_falls(monkeypatch, text, limit):
-    monkeypatch.setenv(LIMIT_VARIABLE, text)
-    assert limit_after_oom(100) == limit
-
-
-@pytest.mark.parametrize("text", ["-1", "0", "1e3", "8GiB", "9" * 30])
-def test_limit_after_oom_refuses_what_is_no_number_of_bytes(monkeypatch, text):
-    monkeypatch.setenv(LIMIT_VARIABLE, text)
-    with pytest.raises(ValueError, match=r"OSDP_MEMORY_LIMIT_AFTER_OOM='.*' is not a number of bytes"):
-        limit_after_oom(100)
+def test_limit_after_oom_only_falls_and_is_a_number_of_bytes(monkeypatch):
+    for text, limit in (("", 100), ("70", 70), ("170", 100)):
+        monkeypatch.setenv(LIMIT_VARIABLE, text)
+        assert limit_after_oom(100) == limit
+    for text in ("-1", "0", "1e3", "8GiB", "9" * 30):
+        monkeypatch.setenv(LIMIT_VARIABLE, text)
+        with pytest.raises(ValueError, match=r"OSDP_MEMORY_LIMIT_AFTER_OOM='.*' is not a number of bytes"):
+            limit_after_oom(100)
 
 
 def test_limit_reaches_next_start_of_same_user_and_launcher_alone(monkeypatch):
@@ -95,10 +92,10 @@ def test_hindrance_names_why_single_process_cannot_restart(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", COUNT_VARIABLE])
-@pytest.mark.parametrize(("text", "count"), [("", 0), ("2", 2), ("x", 0)])
-def test_restart_count_takes_largest(monkeypatch, name, text, count):
-    monkeypatch.setenv(name, text)
-    assert restart_count() == count
+def test_restart_count_takes_largest(monkeypatch, name):
+    for text, count in (("", 0), ("2", 2), ("x", 0)):
+        monkeypatch.setenv(name, text)
+        assert restart_count() == count
 
 
 @pytest.mark.parametrize(

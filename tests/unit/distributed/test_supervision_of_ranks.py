@@ -74,8 +74,14 @@ def test_check_names_rank_started_twice(store, monkeypatch, in_launchers_store, 
     began = time.monotonic()
     found = start(store, report(0), report(1), report(1, host="b"), limit_s=0.5)
     (line,) = (text for text in found if isinstance(text, str))
-    assert "for rank 0, which counts process 1 on " in line and "as rank 1: that was started twice. " in line and "--machine_rank" in line
+    assert " was started twice: rank 0 at " in line and " counts process 1 on " in line and "--machine_rank" in line
     assert least_s < time.monotonic() - began < least_s + 0.4
+
+
+def test_check_names_rank_of_another_world(store, monkeypatch):
+    monkeypatch.setattr(process_group, "_READ_S", 0.1)
+    *_, line = start(store, report(0), report(1), report(2, ranks=3), limit_s=0.2)
+    assert "Rank 2 on a was started as one of 3 ranks, and rank 0 at " in line and " as one of 2. " in line
 
 
 def test_refusal_names_versions_ranks_and_hosts():
@@ -187,6 +193,10 @@ def test_stop_signal_ignores_sigterm_after_loop_that_it_ended(came):
     stop.abandon()
     terminate()
     assert end.value.code == EXIT_CODE and not came
+    with stop:  # somebody went on in spite of it
+        pass
+    terminate()
+    assert came
 
 
 # -------------------------------------------------------------------------------------------------------------------- nodes

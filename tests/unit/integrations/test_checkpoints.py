@@ -21,42 +21,39 @@ from tests.helpers.models import VOCABULARY, tiny_model
 from tests.unit.checkpoint.checkpoints import saved
 
 
-def trainer(folder, slices: int, seed: int) -> Trainer:
+def trainer(folder, *, model=None, osdp: dict | None = None, **options) -> Trainer:
     generator = torch.Generator().manual_seed(1)
     data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, VOCABULARY, (16, 12), generator=generator)]
+    arguments = TrainingArguments(
+        str(folder), per_device_train_batch_size=4, max_steps=4, save_strategy="steps", use_cpu=True, report_to=[], disable_tqdm=True,
+        learning_rate=1e-2, **{"seed": 1, "save_steps": 1, **options},
+    )  # fmt: skip
+    return Trainer(model=model or tiny_model("gpt2", layers=1), args=arguments, train_dataset=data, eval_dataset=data, osdp=osdp)
+
+
+def planned(folder, **options) -> Trainer:
+    return trainer(folder, osdp={"hardware": preset("cpu", devices_per_node=1), "compare": False}, **options)
+
+
+def in_slices(folder, slices: int, seed: int) -> Trainer:
     model = tiny_model("gpt2", seed=seed, layers=2)
     split_operators(model, [OperatorSplit(fqn=fqn, slices=slices) for fqn in ("lm_head", "transformer.h.0.mlp.c_fc")])
-    arguments = TrainingArguments(
-        str(folder), per_device_train_batch_size=4, max_steps=4, save_steps=2, save_strategy="steps", use_cpu=True, report_to=[],
-        disable_tqdm=True, learning_rate=1e-2, seed=1,
-    )  # fmt: skip
-    return Trainer(model=model, args=arguments, train_dataset=data)
+    return trainer(folder, model=model, save_steps=2)
 
 
 @pytest.mark.parametrize("slices", [2, 4])
-def test_the_trainer_resumes_in_any_number_of_slices(tmp_path, slices):
-    first = trainer(tmp_path, 4, seed=0)
+def test_trainer_resumes_in_any_number_of_slices(tmp_path, slices):
+    first = in_slices(tmp_path, 4, seed=0)
     first.train()
     whole = {name: value.shape for name, value in tiny_model("gpt2", layers=2).state_dict().items() if name != "lm_head.weight"}
     assert {name: value.shape for name, value in load_file(tmp_path / "checkpoint-4" / "model.safetensors").items()} == whole
-    again = trainer(tmp_path / "again", slices, seed=5)
+    again = in_slices(tmp_path / "again", slices, seed=5)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     state = again.model.state_dict()
     assert max((state[name] - value).abs().max().item() for name, value in first.model.state_dict().items()) < 1e-12
 
 
-def planned(folder, **options) -> Trainer:
-    generator = torch.Generator().manual_seed(1)
-    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, VOCABULARY, (16, 12), generator=generator)]
-    arguments = TrainingArguments(
-        str(folder), per_device_train_batch_size=4, max_steps=4, save_strategy="steps", save_steps=1, use_cpu=True, report_to=[],
-        disable_tqdm=True, learning_rate=1e-2, **{"seed": 1, **options},
-    )  # fmt: skip
-    osdp = {"hardware": preset("cpu", devices_per_node=1), "compare": False}
-    return Trainer(model=tiny_model("gpt2", layers=1), args=arguments, train_dataset=data, eval_dataset=data, osdp=osdp)
-
-
-def test_the_best_checkpoint_stays_and_is_loaded(tmp_path):
+def test_best_checkpoint_stays_and_is_loaded(tmp_path):
     trainer = planned(
         tmp_path, save_total_limit=2, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, greater_is_better=True
     )
@@ -78,7 +75,7 @@ class _Weights(TrainerCallback):
         self._into[state.global_step] = {name: value.clone() for name, value in self._trainer.model.state_dict().items()}
 
 
-def test_a_checkpoint_that_was_asked_for_must_be_sound(tmp_path):
+def test_trainer_refuses_a_damaged_path_takes_the_one_before_and_names_changes(tmp_path, caplog):
     planned(tmp_path, save_total_limit=2).train()
     (tmp_path / "checkpoint-4" / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"checkpoint-4 is damaged: model.safetensors is missing; take one before it"):
@@ -86,13 +83,6 @@ def test_a_checkpoint_that_was_asked_for_must_be_sound(tmp_path):
     again = planned(tmp_path)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 4 and len(again.state.log_history) == 1, "went on from checkpoint-3"
-    with pytest.raises(ValueError, match=r"There is no complete checkpoint in .*; leave resume_from_checkpoint out to begin"):
-        planned(tmp_path / "empty").train(resume_from_checkpoint=True)
-
-
-def test_trainer_names_seed_dataset_and_precision_that_changed_in_one_line(tmp_path, caplog):
-    planned(tmp_path).train()
-    planned(tmp_path).train(resume_from_checkpoint=True)
     assert "was saved with" not in caplog.text
     again = planned(tmp_path, seed=2, bf16=True)
     again.train_dataset = again.train_dataset[::-1]
@@ -100,6 +90,8 @@ def test_trainer_names_seed_dataset_and_precision_that_changed_in_one_line(tmp_p
     lines = [record.getMessage() for record in caplog.records if "was saved with" in record.getMessage()]
     assert len(lines) == 1 and "checkpoint-4 was saved with seed 1, precision no, dataset of 16 rows (" in lines[0]
     assert "this run has seed 2, precision bf16, dataset of 16 rows (" in lines[0] and "To continue it, set what was saved." in lines[0]
+    with pytest.raises(ValueError, match=r"There is no complete checkpoint in .*; leave resume_from_checkpoint out to begin"):
+        planned(tmp_path / "empty").train(resume_from_checkpoint=True)
 
 
 class Counter:
@@ -113,7 +105,7 @@ class Counter:
         self.value = state["value"]
 
 
-def test_accelerates_own_naming(tmp_path):
+def test_save_state_follows_accelerates_own_naming(tmp_path):
     naming = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
     accelerator = OSDPAccelerator(osdp={"hardware": preset("cpu", devices_per_node=1)}, project_config=naming)
     model = tiny_model("gpt2", layers=1)

@@ -30,7 +30,7 @@ def names(folder) -> list[str]:
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_an_earlier_trainings_checkpoints_go_first(tmp_path, in_background):
+def test_save_total_limit_removes_checkpoints_of_earlier_training_first(tmp_path, in_background):
     trainer(tmp_path, max_steps=8, save_steps=4).train()
     again = trainer(tmp_path, save_total_limit=1, osdp={"async_save": in_background})
     again.train()
@@ -38,7 +38,7 @@ def test_an_earlier_trainings_checkpoints_go_first(tmp_path, in_background):
     assert not list((tmp_path / ".partial").glob("checkpoint*"))
 
 
-def test_an_evaluation_in_between_is_no_new_training(tmp_path, monkeypatch):
+def test_restart_resumes_training_after_evaluation_in_between(tmp_path, monkeypatch):
     trainer(tmp_path).train()
     trainer(tmp_path, trains=False).evaluate()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -53,7 +53,7 @@ class _Begins(TrainerCallback):
         self.step = state.global_step
 
 
-def test_a_restart_on_fewer_processes_keeps_the_global_batch(tmp_path, monkeypatch, caplog):
+def test_restart_on_fewer_processes_keeps_global_batch(tmp_path, monkeypatch, caplog):
     trainer(tmp_path).train()
     by_hand = trainer(tmp_path, samples=2, max_steps=3)  # as half as many processes would have it
     by_hand.train(resume_from_checkpoint=True)
@@ -72,7 +72,7 @@ def test_a_restart_on_fewer_processes_keeps_the_global_batch(tmp_path, monkeypat
     assert trainer(tmp_path, samples=2, osdp={"resume_after_restart": False}).plan.global_batch_size == 2
 
 
-def test_a_damaged_best_checkpoint_is_not_loaded(tmp_path):
+def test_load_best_model_refuses_damaged_checkpoint(tmp_path):
     best = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
     damaged = trainer(tmp_path, **best)
     stock = damaged._load_best_model
@@ -89,7 +89,7 @@ def test_a_damaged_best_checkpoint_is_not_loaded(tmp_path):
         damaged.train()
 
 
-def test_the_best_may_be_the_last_that_is_yet_to_be_complete(tmp_path):
+def test_best_checkpoint_may_be_last_that_is_not_complete_yet(tmp_path):
     best = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss", "save_total_limit": 1}
     run = trainer(tmp_path, osdp={"async_save": True}, learning_rate=1e-2, **best)
     run.train()

@@ -40,32 +40,19 @@ def size(request) -> int:
 
 @pytest.fixture
 def world(monkeypatch, size):
-    """A world whose ranks run one after the other: `world(fn)` gives what `fn(rank)` returns on each, with sums over all."""
+    """A world whose ranks run one after the other: `world(fn)` gives what `fn(rank)` returns on each, with one all-reduce over all."""
 
     def run(fn):
-        told: list[list[tuple[torch.Tensor, object]]] = []
-
-        def tell(value, op):
-            told[-1].append((value.clone(), op))
-
-        def reduce(value, op):
-            given, ops = zip(*(calls[number[0]] for calls in told), strict=True)
-            number[0] += 1
-            assert set(ops) == {op}, "every rank asks for the same"
-            value.copy_(torch.stack(given).amax(0) if op is torch.distributed.ReduceOp.MAX else torch.stack(given).sum(0))
-
+        told: list[tuple[torch.Tensor, object]] = []
         monkeypatch.setattr(clip, "world_size", lambda: size)
-        monkeypatch.setattr(clip.dist, "all_reduce", tell)
+        monkeypatch.setattr(clip.dist, "all_reduce", lambda value, op: told.append((value.clone(), op)))
         for rank in range(size):
-            told.append([])
             fn(rank)
-        monkeypatch.setattr(clip.dist, "all_reduce", reduce)
-        results = []
-        for rank in range(size):
-            number = [0]
-            results.append(fn(rank))
-        assert all(len(calls) == 1 for calls in told), "one all-reduce"
-        return results
+        given, ops = zip(*told, strict=True)
+        assert len(given) == size and len(set(ops)) == 1, "every rank asks for the same, once"
+        reduced = torch.stack(given).amax(0) if ops[0] is torch.distributed.ReduceOp.MAX else torch.stack(given).sum(0)
+        monkeypatch.setattr(clip.dist, "all_reduce", lambda value, op: value.copy_(reduced))
+        return [fn(rank) for rank in range(size)]
 
     return run
 
