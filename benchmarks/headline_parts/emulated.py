@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from hf_osdp.modeling.units import modules_by_name
-from hf_osdp.planner.cost.collectives import collective_seconds, gather_seconds, reduce_scatter_seconds, replicate_ring
+from hf_osdp.planner.cost.collectives import collective_seconds, replicate_ring, sharded_seconds
 from hf_osdp.planner.hardware import Collective, Hardware
 from hf_osdp.planner.plan import Plan
 
@@ -103,7 +103,7 @@ class HeldAllGather(_Allocating, AllGather):
         """Done on the current stream when it returns, so that there is no work to wait for."""
         size = group.size()
         output_tensor.view(size, -1)[1:] = input_tensor.view(1, -1)  # the first is the input itself, rank 0's place
-        self._hold(Collective.ALL_GATHER, gather_seconds(self._hardware, size, 1, output_tensor.nbytes))
+        self._hold(Collective.ALL_GATHER, sharded_seconds(self._hardware, Collective.ALL_GATHER, size, 1, output_tensor.nbytes))
 
 
 class HeldReduceScatter(_Allocating, ReduceScatter):
@@ -117,7 +117,8 @@ class HeldReduceScatter(_Allocating, ReduceScatter):
     ) -> None:
         """Done on the current stream when it returns."""
         output_tensor.copy_(input_tensor.view(-1)[: output_tensor.numel()].view_as(output_tensor))
-        self._hold(Collective.REDUCE_SCATTER, reduce_scatter_seconds(self._hardware, group.size(), 1, input_tensor.nbytes))
+        seconds = sharded_seconds(self._hardware, Collective.REDUCE_SCATTER, group.size(), 1, input_tensor.nbytes)
+        self._hold(Collective.REDUCE_SCATTER, seconds)
 
 
 def hold_link(model: nn.Module, plan: Plan, hardware: Hardware, hold: Hold) -> None:

@@ -204,7 +204,7 @@ def _sound(description: ModelDescription, known: KnownRun) -> dict[Check, str]:
     texts = {
         Check.BLOCKS: f"{len(units)} units; blocks are {', '.join(description.block_classes)}",
         Check.TIES: "; ".join(" = ".join(names) for names in tied) if tied else "none",
-        Check.MASTERS: f"parameters are {', '.join(sorted({dtype.value for unit in units for dtype in unit.dtypes}))}",
+        Check.MASTERS: f"parameters are {', '.join(sorted({p.dtype.value for unit in units for p in unit.parameters}))}",
         Check.FP16: f"computes in {precision.value}" if precision else "no mixed precision",
         Check.FROZEN: "none",
     }

@@ -41,8 +41,7 @@ class Envelope:
     pieces: tuple[Affine, ...] = (Affine(),)
     """The moments that are highest for some b."""
     single: float | None = None
-    """The peak at one sample where none of the pieces gives it: expanding a dimension of size 1 copies nothing, so that
-    torch takes other paths there."""
+    """The peak at one sample where no piece gives it: expanding a dimension of size 1 copies nothing, so that torch takes other paths."""
 
     def __post_init__(self) -> None:
         if not self.pieces:
@@ -63,14 +62,11 @@ class Envelope:
             hull.append(moment)
         return cls(pieces=tuple(hull) or (Affine(),), single=single)
 
-    def __call__(self, samples: int) -> float:
-        if samples == 1 and self.single is not None:
-            return self.single
-        return max(piece(samples) for piece in self.pieces)
-
     def bytes(self, samples: int) -> int:
-        """Return the value as whole bytes, rounded up and never negative."""
-        return max(0, math.ceil(self(samples) - 1e-6))
+        """Return the peak as whole bytes, rounded up and never negative."""
+        if samples == 1 and self.single is not None:
+            return max(0, math.ceil(self.single - 1e-6))
+        return max(piece.bytes(samples) for piece in self.pieces)
 
     def plus(self, other: Affine) -> Envelope:
         """Return the peak with every moment raised by a function."""
@@ -90,20 +86,13 @@ def _meet(flat: Affine, steep: Affine) -> float:
 
 
 def linear_fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Fit α >= 0 and β > 0 that minimise the relative errors Σ ((α + β n - t) / t)².
-
-    Args:
-        points: sizes n and seconds t > 0, at least one pair.
-
-    Returns:
-        α in seconds and β in seconds a unit of size.
-    """
-    weights = [1 / seconds**2 for _, seconds in points]
-    total = sum(weights)
-    mean_n = sum(w * n for w, (n, _) in zip(weights, points, strict=True)) / total
-    mean_t = sum(w * t for w, (_, t) in zip(weights, points, strict=True)) / total
-    spread = sum(w * (n - mean_n) ** 2 for w, (n, _) in zip(weights, points, strict=True))
-    slope = sum(w * (n - mean_n) * (t - mean_t) for w, (n, t) in zip(weights, points, strict=True)) / spread if spread else 0.0
+    """Return α >= 0 and β > 0 that minimise the relative errors Σ ((α + β n - t) / t)² of pairs of a size n and seconds t > 0."""
+    weighted = [(1 / seconds**2, n, seconds) for n, seconds in points]
+    total = sum(w for w, _, _ in weighted)
+    mean_n = sum(w * n for w, n, _ in weighted) / total
+    mean_t = sum(w * t for w, _, t in weighted) / total
+    spread = sum(w * (n - mean_n) ** 2 for w, n, _ in weighted)
+    slope = sum(w * (n - mean_n) * (t - mean_t) for w, n, t in weighted) / spread if spread else 0.0
     latency_s = mean_t - slope * mean_n
     if slope > 0 and latency_s >= 0:
         return latency_s, slope

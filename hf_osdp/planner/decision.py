@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 
 from ..reading import problem_of_text
@@ -30,10 +30,8 @@ class UnitLayout:
     stage_size: int = 1
     """Ranks of a node where all-gathers and reduce-scatters run in two stages, between nodes and inside; 1 runs them in one."""
     reduce_every_micro_step: bool = True
-    """Reduce-scatter gradients in each micro-step, holding shards, or hold whole gradients and reduce their sum in the last.
-
-    The all-reduce between replicas comes in the last micro-step either way.
-    """
+    """Reduce-scatter gradients in each micro-step, holding shards, or hold whole gradients and reduce their sum in the last. The all-reduce
+    between replicas comes in the last micro-step either way."""
     activations: Activations = Activations.SAVE
     on_host: bool = False
     """Parameters, gradients and optimizer states live in the host's memory, and the host takes the optimizer step."""
@@ -88,17 +86,17 @@ class UnitDecision(UnitLayout):
         try:
             UnitLayout.__post_init__(self)
         except ValueError as error:
-            raise ValueError(f"Unit {self.fqn or '(root)'!r}: {error}") from None
-
-    @classmethod
-    def of(cls, fqn: str, layout: UnitLayout) -> UnitDecision:
-        """Return the layout as the decision for the unit of this name."""
-        return cls(fqn=fqn, **asdict(layout))
+            raise ValueError(f"Unit {self.label!r}: {error}") from None
 
     @property
     def layout(self) -> UnitLayout:
         """The layout without the name."""
         return UnitLayout(**{name: getattr(self, name) for name in UnitLayout.__slots__})
+
+    @property
+    def label(self) -> str:
+        """The name as a person reads it."""
+        return self.fqn or "(root)"
 
     @property
     def module_names(self) -> tuple[str, ...]:
@@ -120,18 +118,16 @@ class Batch:
         return self.accumulation_steps > 1 and not layout.reduce_every_micro_step
 
     def reduce_scatters(self, layout: UnitLayout) -> int:
-        """Return a unit's reduce-scatters in one optimizer step; the all-reduce between replicas comes once, in the last micro-step."""
+        """Return a unit's reduce-scatters in one optimizer step."""
         return self.accumulation_steps if layout.reduce_every_micro_step else 1
 
 
 def layouts_for(
     span: GatherSpan, shard_sizes: Sequence[int], *, reshard_after_forward: bool | None = None, stage_sizes: Sequence[int] = (1,)
 ) -> tuple[UnitLayout, ...]:
-    """Return the layouts that make sense for a unit; `reshard_after_forward=None` leaves that open.
+    """Return the layouts that make sense for a unit; `reshard_after_forward=None` leaves that open where the span does.
 
-    A unit whose parameters stay gathered for the whole step (`GatherSpan.STEP`) has no choice about keeping them, nor has one
-    that is freed between its calls (`GatherSpan.CALLS`). Two stages need several whole nodes: a stage size above 1 goes with
-    larger shard sizes that it divides.
+    Two stages need several whole nodes: a stage size above 1 goes with larger shard sizes that it divides.
     """
     match span:
         case GatherSpan.STEP:
@@ -173,8 +169,5 @@ def groups_in(meshes: Iterable[Mesh]) -> int:
 
 def communicators_of(layouts: Iterable[UnitLayout], world_size: int) -> int:
     """Return the NCCL communicators of several ranks that a plan has on each rank, that of all ranks included."""
-    if world_size == 1:
-        return 0
-    sizes = {(layout.shard_size, layout.stage_size) for layout in layouts}
-    meshes: frozenset[Mesh] = frozenset()
-    return 1 + groups_in(meshes.union(*(meshes_of(*size, world_size) for size in sizes)))
+    meshes = {mesh for layout in layouts for mesh in meshes_of(layout.shard_size, layout.stage_size, world_size)}
+    return 0 if world_size == 1 else 1 + groups_in(meshes)

@@ -50,10 +50,8 @@ class GatherSpan(str, Enum):
     USE = "use"
     """While the unit runs: a transformer block, an embedding, a head."""
     CALLS = "calls"
-    """While each of its several calls in a micro-step runs, freed between them: slices of a projection that look up as well.
-
-    Autograd adds up the gradients of all calls before FSDP2 sees them, so that they are whole until the first call's backward.
-    """
+    """While each of its several calls in a micro-step runs, freed between them: slices of a projection that look up as well. Autograd adds
+    up the gradients of all calls before FSDP2 sees them, so that they are whole until the first call's backward."""
     STEP = "step"
     """From the first use in forward to the end of backward: the root, and weights that embedding and head share."""
 
@@ -134,14 +132,14 @@ class UnitDescription:
     shared: tuple[tuple[str, ...], ...] = ()
     """Every name of each tied parameter, for example `(("transformer.wte.weight", "lm_head.weight"),)`."""
 
-    def __post_init__(self) -> None:
-        if not self.module_names or not all(self.shared):
-            raise ValueError(f"Unit {self.label!r} needs a module, and a name for each parameter that is shared.")
-
     @property
     def label(self) -> str:
         """The name as a person reads it."""
         return self.fqn or "(root)"
+
+    @property
+    def trainable(self) -> tuple[ParameterSpec, ...]:
+        return tuple(p for p in self.parameters if p.requires_grad)
 
     @property
     def numel(self) -> int:
@@ -149,16 +147,12 @@ class UnitDescription:
 
     @property
     def trainable_numel(self) -> int:
-        return sum(p.numel for p in self.parameters if p.requires_grad)
+        return sum(p.numel for p in self.trainable)
 
     @property
     def keeps_dtype(self) -> bool:
         """Whether mixed precision leaves the unit as it is; such units hold nothing else."""
         return bool(self.parameters) and all(p.keeps_dtype for p in self.parameters)
-
-    @property
-    def dtypes(self) -> tuple[DType, ...]:
-        return tuple(sorted({p.dtype for p in self.parameters}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,11 +160,9 @@ class PhaseCost:
     """Forward or backward of one segment on one device, without communication."""
 
     peak_bytes: Envelope = Envelope()
-    """Highest live bytes above those at the phase's start, gathered parameters left out.
-
-    In forward this includes the saved activations. Backward counts from the level at which the segment's forward
-    ended, so the gradient that comes in is part of it, and the unsharded gradients of the segment's own parameters are.
-    """
+    """Highest live bytes above those at the phase's start, gathered parameters left out. In forward this includes the saved activations.
+    Backward counts from the level at which the segment's forward ended: the gradient that comes in is part of it, and so are the unsharded
+    gradients of the segment's own parameters."""
     matmul_flops: Affine = Affine()
     """Floating-point operations in matrix products and attention."""
     traffic_bytes: Affine = Affine()
@@ -210,13 +202,6 @@ class AllocationTrace:
     gradients: tuple[int, ...]
     """Own allocations that are gradients of the segment's parameters, in their order: they stay until they are reduced."""
     others: tuple[Handed, ...] = ()
-
-    def __post_init__(self) -> None:
-        most = len(self.sizes) + len(self.others)
-        if any(not -most <= step < len(self.sizes) for step in (*self.forward, *self.backward)):
-            raise ValueError("An allocation trace names an allocation that it does not have.")
-        if any(not 0 <= number < len(self.sizes) for number in self.gradients):
-            raise ValueError("An allocation trace names a gradient that it does not have.")
 
     def handed(self, *, backward: bool) -> tuple[int, ...]:
         """Return own allocations of a phase that neither it nor the segment's later phase frees, gradients of parameters left out."""
@@ -297,18 +282,9 @@ class ModelDescription:
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
             raise ValueError(f"sequence_length={self.sequence_length} must be at least 1.")
-        seen: set[str] = set()
-        for unit in self.units:
-            if unit.fqn in seen:
-                raise ValueError(f"Unit {unit.label!r} is listed twice.")
-            seen.add(unit.fqn)
-        for segment in self.segments:
-            if not 0 <= segment.unit < len(self.units):
-                raise ValueError(f"A segment names unit {segment.unit}, but there are {len(self.units)} units.")
-            forms = (segment, segment.recomputed or segment)
-            places = [place for form in forms for place in (form.allocations, form.offloaded_allocations) if place is not None]
-            if any(not 0 <= place < len(self.allocations) for place in places):
-                raise ValueError("A segment names an allocation trace that is not there.")
+        counts = Counter(unit.label for unit in self.units)
+        if twice := [label for label, count in counts.items() if count > 1]:
+            raise ValueError(f"Unit {twice[0]!r} is listed twice.")
 
     @property
     def numel(self) -> int:
@@ -334,7 +310,6 @@ class ModelDescription:
     def fingerprint(self) -> str:
         """Hash of the units and their parameters (names, shapes, dtypes): two models that it joins can share a plan."""
         content = [
-            [u.fqn, list(u.module_names), [[p.name, list(p.shape), p.dtype.value, p.requires_grad] for p in u.parameters]]
-            for u in self.units
-        ]
+            (u.fqn, u.module_names, [(p.name, p.shape, p.dtype.value, p.requires_grad) for p in u.parameters]) for u in self.units
+        ]  # fmt: skip
         return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()[:16]

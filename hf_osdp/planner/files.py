@@ -34,11 +34,7 @@ def plain(value: object) -> Any:  # noqa: ANN401 - what JSON has
 
 
 def write_whole(path: str | Path, text: str) -> None:
-    """Write a file that is complete or not there; an older one stays until then.
-
-    Raises:
-        OSError: the folder is missing or cannot be written.
-    """
+    """Write a file that is complete or not there; an older one stays until then. OSError where that cannot be done."""
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
@@ -46,15 +42,10 @@ def write_whole(path: str | Path, text: str) -> None:
 
 
 def validated(cls: type[T], content: object, error: Callable[[str], Exception]) -> T:
-    """Make a dataclass from what JSON held, strictly: no unknown fields, no conversions.
-
-    Args:
-        cls: the dataclass.
-        content: as `hf_osdp.reading.parse_json` gives it.
-        error: makes the exception from where and what is wrong: `units.0.shard_size: Input should be a valid integer`.
+    """Return a dataclass made from what JSON held, strictly: no unknown fields, no conversions.
 
     Raises:
-        Exception: as `error` makes it.
+        Exception: as `error` makes it from where and what is wrong: `units.0.shard_size: Input should be a valid integer`.
     """
     from pydantic import ValidationError
 

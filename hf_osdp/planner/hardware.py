@@ -77,8 +77,7 @@ class DeviceSpec:
     memory_bytes_per_s: float
     source: str
     operator_s: float = 0.0
-    """Seconds that the CPU takes to issue an operator, views included, forward and backward together; a GPU waits for them only where it
-    would run out of work."""
+    """Seconds that the CPU takes to issue an operator, views included; a GPU waits for them only where it would run out of work."""
     unit_s: float = 0.0
     """Seconds that the CPU takes for FSDP2's hooks around a unit in forward, and again in backward, on a GPU."""
     reserved_bytes: int = 0
@@ -90,7 +89,7 @@ class DeviceSpec:
 
     def __post_init__(self) -> None:
         rates = (self.memory_bytes_per_s, *self.flops_per_s.values())
-        if self.memory_bytes <= 0 or not all(0 < rate < float("inf") for rate in rates):
+        if self.memory_bytes <= 0 or not all(0 < rate < math.inf for rate in rates):
             raise ValueError(f"Device {self.name!r}: memory, memory bandwidth and FLOP/s must be positive and finite.")
         if self.memory_bytes > _MOST_MEMORY_BYTES:
             raise ValueError(f"Device {self.name!r}: {self.memory_bytes} bytes of memory; the most are {_MOST_MEMORY_BYTES}.")
@@ -122,12 +121,8 @@ class HostSpec:
 
     def __post_init__(self) -> None:
         rates = (self.to_device_bytes_per_s, self.to_host_bytes_per_s, self.update_bytes_per_s)
-        if self.memory_bytes <= 0 or not all(0 < rate < float("inf") for rate in rates):
+        if self.memory_bytes <= 0 or not all(0 < rate < math.inf for rate in rates):
             raise ValueError(f"A host needs memory and finite rates above 0, not {self.memory_bytes} bytes and rates {rates}.")
-
-    def shared(self, before: int, now: int) -> HostSpec:
-        """Return a rank's share where `now` devices have what `before` had: its memory and its cores. Each has its own link."""
-        return replace(self, memory_bytes=self.memory_bytes * before // now, update_bytes_per_s=self.update_bytes_per_s * before / now)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +134,8 @@ class CollectiveTiming:
     latency_s: float
     seconds_per_byte: float
     crosses_nodes: bool = False
-    """The group has ranks on several nodes. All-gather and reduce-scatter run between neighbours, all-reduce between the
-    ranks that hold the same shard, so that groups of one size may lie inside a node for one and across for another."""
+    """The group has ranks on several nodes. All-gather and reduce-scatter run between neighbours, all-reduce between ranks that hold the
+    same shard, so that groups of one size may lie inside a node for one and across for another."""
 
     def __post_init__(self) -> None:
         if self.group_size < 2 or not _finite(self.latency_s, self.seconds_per_byte):
@@ -181,11 +176,11 @@ class FsdpOverhead:
     """What FSDP2 and the optimizer do beside compute and links, measured on the machine."""
 
     gather: WorkTime
-    """Gathering a unit without what the collective takes: hooks, views, the copy into the buffer and out of it. Bytes are
-    those that are copied: all parameters once out, and once 1/g of them in where something is sent."""
+    """Gathering a unit without the collective: hooks, views, copies into the buffer and out of it. Bytes are those that are copied: all
+    parameters once out, and once 1/g of them in where something is sent."""
     reduce: WorkTime
-    """Reducing a unit's gradients without the collective. Bytes are those of all gradients, twice where nothing is sent:
-    FSDP2 then copies the buffer again."""
+    """Reducing a unit's gradients without the collective. Bytes are those of all gradients, twice where nothing is sent: FSDP2 then copies
+    the buffer again."""
     updates: Mapping[OptimizerStep, WorkTime]
     """AdamW on sharded parameters, by the kind of step. Bytes are those of the rank's parameters."""
 
@@ -237,9 +232,8 @@ class Hardware:
     @property
     def free_share(self) -> float:
         """Share of a memory limit that plans leave free."""
-        if self.margin is not None:
-            return self.margin
-        return CACHING_MARGIN if self.backend is Backend.NCCL else 0.0
+        default = CACHING_MARGIN if self.backend is Backend.NCCL else 0.0
+        return default if self.margin is None else self.margin
 
     def room_bytes(self, limit_bytes: int) -> int:
         """Return what a plan may fill under a limit, ⌊limit · (1 - margin)⌋; what the device reserves is part of it."""
@@ -267,7 +261,7 @@ class Hardware:
         return self if margin is None else replace(self, margin=check_margin(margin, name="margin"))
 
     def scaled(self, *, nodes: int | None = None, devices_per_node: int | None = None) -> Hardware:
-        """Return the same machine with another number of nodes or devices, without measured collectives, which hold for this size.
+        """Return the machine with another number of nodes or devices, without measured collectives, which hold for this size alone.
 
         Raises:
             HardwareError: the new size uses a link that was not there to be measured.
@@ -280,13 +274,15 @@ class Hardware:
                     f"The link between {between} is not known: {self.summary} has none to measure. Measure where there is one, or name a"
                     " preset instead."
                 )
-        host = None if self.host is None else self.host.shared(self.devices_per_node, devices)
+        host, before = self.host, self.devices_per_node
+        if host is not None:  # devices share memory and cores; each has its own link
+            cores = host.update_bytes_per_s * before / devices
+            host = replace(host, memory_bytes=host.memory_bytes * before // devices, update_bytes_per_s=cores)
         return replace(self, nodes=nodes, devices_per_node=devices, timings=(), host=host)
 
     def timing(self, collective: Collective, group_size: int, *, crosses_nodes: bool = False) -> CollectiveTiming | None:
         """Return the measured timing of a collective in groups of `group_size`, inside a node or across nodes, or None."""
-        key = (collective, group_size, crosses_nodes)
-        return next((timing for timing in self.timings if timing.key == key), None)
+        return next((timing for timing in self.timings if timing.key == (collective, group_size, crosses_nodes)), None)
 
 
 def check_margin(value: object, *, name: str = "memory_margin") -> float:
@@ -297,4 +293,4 @@ def check_margin(value: object, *, name: str = "memory_margin") -> float:
 
 
 def _finite(*seconds: float) -> bool:
-    return all(0 <= value < float("inf") for value in seconds)
+    return all(0 <= value < math.inf for value in seconds)

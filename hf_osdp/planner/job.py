@@ -37,23 +37,16 @@ class Precision:
 
     @classmethod
     def named(cls, name: str, *, autocast: bool = False) -> Precision:
-        """`no` (own dtype), `bf16` or `fp16` (compute in it, reduce in float32), as Accelerate names them.
+        """Return `no` (own dtype), `bf16` or `fp16` (compute in it, reduce in float32), as Accelerate names them.
 
-        Args:
-            name: one of these.
-            autocast: where it computes in less than its own dtype, `torch.autocast` does that.
-
-        Raises:
-            ValueError: another name.
+        With `autocast`, `torch.autocast` computes in less than the own dtype. Raises ValueError for another name.
         """
-        match name:
-            case "no" | "fp32":
-                return cls()
-            case "bf16":
-                return cls(compute=DType.BFLOAT16, reduce=DType.FLOAT32, autocast=autocast)
-            case "fp16":
-                return cls(compute=DType.FLOAT16, reduce=DType.FLOAT32, autocast=autocast)
-        raise ValueError(f"mixed_precision={name!r} is not known; use no, bf16 or fp16.")
+        if name in ("no", "fp32"):
+            return cls()
+        lower = {"bf16": DType.BFLOAT16, "fp16": DType.FLOAT16}
+        if name not in lower:
+            raise ValueError(f"mixed_precision={name!r} is not known; use no, bf16 or fp16.")
+        return cls(compute=lower[name], reduce=DType.FLOAT32, autocast=autocast)
 
 
 class OptimizerStep(str, Enum):
@@ -104,11 +97,9 @@ class TrainingJob:
     recompute: bool | None = None
     """Recompute the activations of every block in backward, of none, or None to let the planner choose for each."""
     host_offload: bool | None = None
-    """Hold the states of every unit on the host, of none, or None to let the planner choose for each. Of use only where the
-    hardware has a host beside the device."""
+    """The same for states on the host, of use only where the hardware has a host beside the device."""
     offload_activations: bool | None = None
-    """Have the activations of every block wait on the host for backward, of none, or None to let the planner choose for each. Of use
-    only where the hardware has a host beside the device."""
+    """The same for activations that wait on the host for backward."""
     holds_outputs: bool = False
     """The loop keeps the model's outputs from forward through backward (`out = model(...); out.loss.backward()`)."""
     clips_gradients: bool = False
@@ -129,11 +120,7 @@ class TrainingJob:
             raise ValueError(f"micro_batch_size={self.micro_batch_size} must be at least 1.")
 
     def micro_batch_sizes(self, world_size: int) -> tuple[int, ...]:
-        """Sizes that fill the global batch in whole micro-steps on `world_size` ranks, the largest first.
-
-        Raises:
-            ValueError: the global batch cannot be cut so.
-        """
+        """Return the sizes that fill the global batch in whole micro-steps on `world_size` ranks, the largest first; ValueError if none."""
         per_rank, rest = divmod(self.global_batch_size, world_size)
         if rest:
             nearest = [str(count * world_size) for count in (per_rank, per_rank + 1) if count]

@@ -49,15 +49,12 @@ class Plan:
     sequence_length: int = 1
     memory_limit_bytes: int | None = None
     peak_bytes: int | None = None
-    """Estimated peak on the fullest rank, in bytes."""
+    """Estimated, on the fullest rank."""
     step_s: float | None = None
-    """Estimated time of one optimizer step, in seconds."""
+    """Estimated, of one optimizer step."""
     proven_optimal: bool = False
-    """The search proved that no plan of its space is faster under the limit.
-
-    The space holds every layout of every unit where equal units come in rows of up to 8, and the layouts that the rule of
-    `planner/search/stages.py` gives where rows are longer.
-    """
+    """The search proved that no plan of its space is faster under the limit: every layout of every unit where equal units come in rows of
+    up to 8, and the layouts that the rule of `planner/search/stages.py` gives where rows are longer."""
     hardware: str = ""
     devices_per_node: int | None = None
     """Ranks of a node that the plan was made for; its groups follow those nodes."""
@@ -70,8 +67,7 @@ class Plan:
             if not 1 <= (count := getattr(self, name)) <= most:
                 raise PlanError(f"The plan has {name}={count}; it must be at least 1 and at most {most}.")
         for name in ("memory_limit_bytes", "peak_bytes", "step_s"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < float("inf"):
+            if not 0 <= (value := getattr(self, name) or 0) < float("inf"):
                 raise PlanError(f"The plan has {name}={value}; it must be finite and not negative.")
         for name in ("strategy", "model_fingerprint", "model_name", "hardware"):
             if problem := problem_of_text(getattr(self, name)):
@@ -85,11 +81,11 @@ class Plan:
         for unit in self.units:
             if self.world_size % unit.shard_size:
                 raise PlanError(
-                    f"Unit {unit.fqn or '(root)'!r} is sharded over {unit.shard_size} ranks, which does not divide the"
-                    f" world size {self.world_size}; plan again for {self.world_size} processes."
+                    f"Unit {unit.label!r} is sharded over {unit.shard_size} ranks, which does not divide the world size {self.world_size};"
+                    f" plan again for {self.world_size} processes."
                 )
             if unit.fqn in seen:
-                raise PlanError(f"Unit {unit.fqn or '(root)'!r} is listed twice in the plan.")
+                raise PlanError(f"Unit {unit.label!r} is listed twice in the plan.")
             seen.add(unit.fqn)
 
     def to_fsdp_plan(self) -> dict[str, str]:
@@ -111,7 +107,7 @@ class Plan:
             raise _no_fsdp_plan(f"{on_host} of {len(self.units)} units live on the host", "all on the host (fsdp_cpu_offload) or none")
         for unit in self.units:
             if reason := _beyond_fsdp_plan(unit, self.accumulation_steps):
-                raise _no_fsdp_plan(f"unit {unit.fqn or '(root)'!r} {reason}", "whether gathered parameters are kept")
+                raise _no_fsdp_plan(f"unit {unit.label!r} {reason}", "whether gathered parameters are kept")
         styles: dict[str, str] = {}
         for unit in self.units:
             if not unit.fqn or len(unit.module_names) > 1:
@@ -124,7 +120,7 @@ class Plan:
     @classmethod
     def of(cls, description: ModelDescription, layouts: Sequence[UnitLayout], batch: Batch, *, world_size: int, **stated: Any) -> Plan:
         """Return the plan of these layouts, one a unit in the description's order; `stated` has other fields, such as estimates."""
-        units = (UnitDecision.of(unit.fqn, layout) for unit, layout in zip(description.units, layouts, strict=True))
+        units = (UnitDecision(fqn=unit.fqn, **asdict(layout)) for unit, layout in zip(description.units, layouts, strict=True))
         return cls(
             world_size=world_size,
             strategy=stated.pop("strategy", "osdp"),
@@ -160,7 +156,6 @@ class Plan:
 
     @property
     def batch(self) -> Batch:
-        """Micro-batch size and accumulation."""
         return Batch(micro_batch_size=self.micro_batch_size, accumulation_steps=self.accumulation_steps)
 
     def layouts(self, description: ModelDescription) -> tuple[UnitLayout, ...]:
@@ -179,7 +174,7 @@ class Plan:
         for unit in self.units:
             if unit.fqn == fqn:
                 return unit
-        raise PlanError(f"The plan has no unit {fqn or '(root)'!r}; it has {_some(u.fqn or '(root)' for u in self.units)}.")
+        raise PlanError(f"The plan has no unit {fqn or '(root)'!r}; it has {_some(u.label for u in self.units)}.")
 
     def diff(self, other: Plan) -> tuple[str, ...]:
         """Return one line for each way in which `other` runs differently; none when the two run the same."""
@@ -222,7 +217,7 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as JSON text, with its fingerprint."""
-        units = [{"fqn": unit.fqn, **asdict(unit.layout)} for unit in self.units]  # the name first
+        units = [{"fqn": unit.fqn, **asdict(unit)} for unit in self.units]  # the name first
         return json.dumps({**asdict(self), "units": units, "fingerprint": self.fingerprint}, indent=1) + "\n"
 
     def save(self, path: str | Path) -> None:
@@ -231,11 +226,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str | bytes, *, source: str = "the plan") -> Plan:
-        """Read a plan and validate it.
-
-        Args:
-            text: JSON as `to_json` writes it, or a report that holds it under `plan`.
-            source: what the text is called in errors, for example the file's name.
+        """Read a plan from JSON as `to_json` writes it, or a report that holds it under `plan`; errors call it `source`.
 
         Raises:
             PlanError: the text is not JSON, lacks or misnames a field, has a wrong type or range, or was changed.
@@ -261,11 +252,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan from a file.
-
-        Raises:
-            PlanError: the file is missing, too large, or not a valid plan.
-        """
+        """Read a plan from a file; PlanError where it is missing, too large, or not a valid plan."""
         return cls.from_json(read_bytes(path, "plan", PlanError), source=str(path))
 
 

@@ -30,11 +30,7 @@ class Strategy(str, Enum):
 
     @classmethod
     def parse(cls, name: str | Strategy) -> Strategy:
-        """Read a name.
-
-        Raises:
-            ValueError: the name is not known.
-        """
+        """Read a name; ValueError where it is not known."""
         try:
             return cls(name)
         except ValueError:

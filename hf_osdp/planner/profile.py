@@ -37,10 +37,7 @@ class HostLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentWork:
-    """What a trace counts for two samples.
-
-    It tells segments apart that have the same parameters: those of the root, other attention, dropout, checkpointing.
-    """
+    """What a trace counts for two samples; segments of equal parameters differ in it by attention, dropout or checkpointing."""
 
     forward_flops: float
     forward_bytes: float
@@ -50,23 +47,22 @@ class SegmentWork:
     @classmethod
     def of(cls, segment: Segment) -> SegmentWork:
         """Return the work of a traced segment."""
-        forward, backward = segment.forward, segment.backward
         return cls(
-            forward_flops=forward.matmul_flops(_WORK_SAMPLES),
-            forward_bytes=forward.traffic_bytes(_WORK_SAMPLES),
-            backward_flops=backward.matmul_flops(_WORK_SAMPLES),
-            backward_bytes=backward.traffic_bytes(_WORK_SAMPLES),
+            forward_flops=segment.forward.matmul_flops(_WORK_SAMPLES),
+            forward_bytes=segment.forward.traffic_bytes(_WORK_SAMPLES),
+            backward_flops=segment.backward.matmul_flops(_WORK_SAMPLES),
+            backward_bytes=segment.backward.traffic_bytes(_WORK_SAMPLES),
         )
 
     def difference(self, other: SegmentWork) -> float:
         """Return the largest relative difference of the four numbers, bytes and FLOPs each against their sum."""
-        flops = max(self.forward_flops + self.backward_flops, other.forward_flops + other.backward_flops, 1.0)
-        nbytes = max(self.forward_bytes + self.backward_bytes, other.forward_bytes + other.backward_bytes, 1.0)
+
+        def relative(mine: tuple[float, float], theirs: tuple[float, float]) -> float:
+            return max(abs(a - b) / max(sum(mine), sum(theirs), 1.0) for a, b in zip(mine, theirs, strict=True))
+
         return max(
-            abs(self.forward_flops - other.forward_flops) / flops,
-            abs(self.backward_flops - other.backward_flops) / flops,
-            abs(self.forward_bytes - other.forward_bytes) / nbytes,
-            abs(self.backward_bytes - other.backward_bytes) / nbytes,
+            relative((self.forward_flops, self.backward_flops), (other.forward_flops, other.backward_flops)),
+            relative((self.forward_bytes, self.backward_bytes), (other.forward_bytes, other.backward_bytes)),
         )
 
 
@@ -88,9 +84,7 @@ class SegmentTimes:
     """Measured times of one kind of segment, and what makes another segment equal to it."""
 
     class_name: str
-    """Class of the unit's module."""
     parameter_shapes: tuple[tuple[int, ...], ...]
-    """Shapes of the unit's parameters."""
     sequence_length: int
     compute_dtype: DType
     work: SegmentWork
@@ -146,11 +140,7 @@ class Profile:
         return json.dumps(plain(self), indent=1) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write the profile to a file.
-
-        Raises:
-            ProfileError: the file cannot be written.
-        """
+        """Write the profile to a file; ProfileError where that cannot be done."""
         try:
             write_whole(path, self.to_json())
         except OSError as error:
@@ -158,11 +148,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str | bytes, *, source: str = "the profile") -> Profile:
-        """Read a profile and check every value.
-
-        Args:
-            text: JSON as `to_json` writes it.
-            source: how errors call it, for example the file's name.
+        """Read a profile from JSON as `to_json` writes it, and check every value; errors call it `source`.
 
         Raises:
             ProfileError: it is not JSON, a value is missing, unknown or out of range, or its version is another.
@@ -178,11 +164,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read a profile from a file.
-
-        Raises:
-            ProfileError: the file is missing, too large, or not a valid profile.
-        """
+        """Read a profile from a file; ProfileError where it is missing, too large, or not a valid profile."""
         return cls.from_json(read_bytes(path, "profile", ProfileError), source=str(path))
 
 
@@ -205,44 +187,29 @@ def with_block_times(description: ModelDescription, profile: Profile) -> ModelDe
 
 
 def _timed(segment: Segment, description: ModelDescription, profile: Profile) -> Segment:
-    work = SegmentWork.of(segment)
-    found = min(
-        (times for times in profile.segments if times.fits(description, segment)),
-        key=lambda times: times.work.difference(work),
-        default=None,
-    )
-    if found is None:
+    fitting, work = [times for times in profile.segments if times.fits(description, segment)], SegmentWork.of(segment)
+    if not fitting:
         raise ProfileError(_mismatch(segment, description, profile))
-
+    found = min(fitting, key=lambda times: times.work.difference(work))
     forward, backward = found.linear("forward_s"), found.linear("backward_s")
 
     def measured(phase: PhaseCost, seconds: Affine) -> PhaseCost:
         return replace(phase, seconds=seconds, operators=Affine())  # what the CPU takes to issue them is in the time
 
-    timed = replace(segment, forward=measured(segment.forward, forward), backward=measured(segment.backward, backward))
     again = segment.recomputed
-    if again is None:
-        return timed
-    again = replace(again, forward=measured(again.forward, forward), backward=measured(again.backward, backward.plus(forward)))
-    return replace(timed, recomputed=again)
+    if again is not None:
+        again = replace(again, forward=measured(again.forward, forward), backward=measured(again.backward, backward.plus(forward)))
+    return replace(segment, forward=measured(segment.forward, forward), backward=measured(segment.backward, backward), recomputed=again)
 
 
 def _mismatch(segment: Segment, description: ModelDescription, profile: Profile) -> str:
     """Say which segment was not found, and what the profile has instead."""
-    unit = description.units[segment.unit]
-    kin = [times for times in profile.segments if times.class_name == unit.class_name]
-    lengths = sorted({times.sequence_length for times in kin})
-    dtypes = sorted({times.compute_dtype.value for times in kin})
-    if not kin:
-        classes = ", ".join(sorted({times.class_name for times in profile.segments}))
-        there = f"it has times of {classes}"
-    elif description.sequence_length not in lengths:
-        there = f"it was measured at {', '.join(map(str, lengths))}"
-    elif description.compute_dtype.value not in dtypes:
-        there = f"it was measured in {', '.join(dtypes)}"
-    else:
+    unit, length, dtype = description.units[segment.unit], description.sequence_length, description.compute_dtype
+    had = {(times.class_name, times.sequence_length, times.compute_dtype) for times in profile.segments}
+    there = "it has times of " + ", ".join(f"{name} at {tokens} tokens in {of.value}" for name, tokens, of in sorted(had))
+    if (unit.class_name, length, dtype) in had:
         there = "its segments of that class have other parameter shapes, attention, dropout or checkpointing"
     return (
-        f"The profile has no times for {unit.class_name} {unit.label!r} at {description.sequence_length} tokens in"
-        f" {description.compute_dtype.value}; {there}. Profile this model, or plan with the profile's hardware alone."
+        f"The profile has no times for {unit.class_name} {unit.label!r} at {length} tokens in {dtype.value}; {there}. Profile this model,"
+        " or plan with the profile's hardware alone."
     )

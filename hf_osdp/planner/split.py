@@ -19,7 +19,7 @@ class OperatorSplit:
     def __post_init__(self) -> None:
         if not isinstance(self.fqn, str) or not self.fqn or any(not part or part != part.strip() for part in self.fqn.split(".")):
             raise ValueError(f"fqn={self.fqn!r} is no module's name; give one as named_modules() does, such as 'lm_head'.")
-        if isinstance(self.slices, bool) or not isinstance(self.slices, int) or self.slices < 2:
+        if type(self.slices) is not int or self.slices < 2:
             raise ValueError(f"slices={self.slices!r} for {self.fqn!r}, but a split has at least 2; leave it out to keep it whole.")
 
 
@@ -43,15 +43,13 @@ class ModelSplit:
             raise ValueError(f"{name!r} is split {times} times; name each operator once.")
 
     def describe(self) -> str:
-        """Short text for tables: `blocks`, `operators, lm_head in 4 slices`, `operators, 8 operators in 2 to 4 slices`."""
+        """Return short text for tables: `blocks`, `operators, lm_head in 4 slices`, `operators, 8 operators in 2 to 4 slices`."""
         text = "operators" if self.operators else "blocks"
-        if len(self.sliced) == 1:
-            return f"{text}, {self.sliced[0].fqn} in {self.sliced[0].slices} slices"
-        if self.sliced:
-            counts = sorted({split.slices for split in self.sliced})
-            slices = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
-            return f"{text}, {len(self.sliced)} operators in {slices} slices"
-        return text
+        if not self.sliced:
+            return text
+        what = self.sliced[0].fqn if len(self.sliced) == 1 else f"{len(self.sliced)} operators"
+        counts = sorted({split.slices for split in self.sliced})
+        return f"{text}, {what} in {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} slices"
 
     @property
     def is_none(self) -> bool:

@@ -1,11 +1,26 @@
-"""Layouts by name."""
+"""Estimates beside FSDP2's real step on fake tensors."""
 
 from __future__ import annotations
 
-from hf_osdp.planner.decision import UnitLayout
-from hf_osdp.planner.description import GatherSpan, ModelDescription
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, BertConfig, GPT2Config, LlamaConfig, T5Config
+
+from hf_osdp.modeling.build import build_on_meta
+from hf_osdp.planner.cost.memory import MemoryEstimate, estimate_memory
+from hf_osdp.planner.decision import Batch, UnitLayout
+from hf_osdp.planner.description import Activations, GatherSpan, ModelDescription
+from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.split import WHOLE_BLOCKS, ModelSplit
+from hf_osdp.planning.simulate import Simulation, simulate
+from hf_osdp.tracing.describe import describe
 
 LAYOUTS = ("ddp", "zero2", "zero3", "two_stage", "hsdp", "mixed")
+_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def choices_of_layout(layout: str, description: ModelDescription, world: int) -> list[UnitLayout]:
@@ -21,3 +36,131 @@ def choices_of_layout(layout: str, description: ModelDescription, world: int) ->
         kept = unit.span is GatherSpan.STEP or (unit.span is GatherSpan.USE and (keep or world == 1))
         choices.append(UnitLayout(shard_size=shard_size, reshard_after_forward=not kept, stage_size=stage_size))
     return choices
+
+
+def _llama(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocabulary: int, positions: int) -> LlamaConfig:
+    return LlamaConfig(
+        num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, vocab_size=vocabulary, max_position_embeddings=positions, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def _bert(layers: int) -> BertConfig:
+    return BertConfig(
+        num_hidden_layers=layers, hidden_size=256, intermediate_size=1024, num_attention_heads=4,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+
+
+_T5 = T5Config(d_model=256, d_kv=64, d_ff=512, num_layers=2, num_decoder_layers=2, num_heads=4, vocab_size=2000)
+_MODELS = {
+    "gpt2": (GPT2Config(n_layer=4, n_embd=256, n_head=4, n_positions=256, **_NO_DROPOUT), AutoModelForCausalLM),
+    "bert": (_bert(4), AutoModelForMaskedLM),
+    "llama": (_llama(4, 256, 688, 4, 2, 8000, 256), AutoModelForCausalLM),
+    "t5": (_T5, AutoModelForSeq2SeqLM),
+    "dropout": (GPT2Config(n_layer=3, n_embd=256, n_head=4, n_positions=256), AutoModelForCausalLM),
+    "small gpt2": (GPT2Config(n_layer=2, n_embd=256, n_head=4, n_positions=128, vocab_size=2000, **_NO_DROPOUT), AutoModelForCausalLM),
+    "small llama": (_llama(2, 256, 688, 4, 2, 4000, 128), AutoModelForCausalLM),
+    "frozen": (_llama(3, 512, 2048, 4, 4, 500, 64), AutoModelForCausalLM),
+    "deep gpt2": (GPT2Config(n_layer=6, n_embd=256, n_head=4, n_positions=256), AutoModelForCausalLM),
+    "deep bert": (_bert(6), AutoModelForMaskedLM),
+    "deep llama": (_llama(8, 512, 1376, 8, 2, 16000, 256), AutoModelForCausalLM),
+}
+
+
+@lru_cache
+def built(name: str) -> nn.Module:
+    """Return a model on the meta device; of `frozen`, norms and embedding alone are trained."""
+    config, auto = _MODELS[name]
+    model = build_on_meta(config, auto_class=auto)
+    if name == "frozen":
+        for parameter_name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" in parameter_name or "embed" in parameter_name)
+    return model
+
+
+@lru_cache
+def _described(name: str, **options: Any) -> ModelDescription:
+    return describe(built(name), **options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A plan of one of the models above; tuples are taken in turns by the units, of activations by the blocks."""
+
+    model: str = "gpt2"
+    layout: str = "zero3"
+    world: int = 8
+    length: int = 128
+    samples: int = 4
+    steps: int = 1
+    """Micro-steps."""
+    precision: str = "no"
+    optimizer: OptimizerStep = OptimizerStep.FUSED
+    holds_outputs: bool = False
+    expandable_segments: bool = True
+    device_type: str = "cuda"
+    split: ModelSplit = WHOLE_BLOCKS
+    checkpointing: bool = False
+    activations: tuple[Activations, ...] = (Activations.SAVE,)
+    on_host: tuple[bool, ...] = (False,)
+    hold: tuple[bool, ...] = (False,)
+
+    def __str__(self) -> str:
+        """Only what differs from the defaults, for the names of tests."""
+        values = ((field.name, getattr(self, field.name)) for field in fields(self) if getattr(self, field.name) != field.default)
+        return ", ".join(f"{name} {value.describe() if isinstance(value, ModelSplit) else value}" for name, value in values)
+
+    @property
+    def description(self) -> ModelDescription:
+        return _described(
+            self.model, sequence_length=self.length, compute_dtype=Precision.named(self.precision).compute, device_type=self.device_type,
+            split=self.split, activation_checkpointing=self.checkpointing,
+        )  # fmt: skip
+
+    @property
+    def job(self) -> TrainingJob:
+        return TrainingJob(
+            global_batch_size=self.world * self.samples * self.steps, precision=Precision.named(self.precision),
+            optimizer=OptimizerSpec(step=self.optimizer), holds_outputs=self.holds_outputs, expandable_segments=self.expandable_segments,
+        )  # fmt: skip
+
+    @property
+    def batch(self) -> Batch:
+        return Batch(micro_batch_size=self.samples, accumulation_steps=self.steps)
+
+    @property
+    def layouts(self) -> list[UnitLayout]:
+        description = self.description
+        found = choices_of_layout(self.layout, description, self.world)
+        for index, unit in enumerate(description.units):
+            holds = self.hold[index % len(self.hold)] and unit.span is not GatherSpan.CALLS
+            found[index] = replace(found[index], reduce_every_micro_step=not holds, on_host=self.on_host[index % len(self.on_host)])
+        for turn, index in enumerate(sorted(description.recomputable)):
+            found[index] = replace(found[index], activations=self.activations[turn % len(self.activations)])
+        assert {layout.activations for layout in found} >= set(self.activations) - {Activations.SAVE}, "the case is what it is called"
+        return found
+
+    def run(self) -> tuple[MemoryEstimate, Simulation]:
+        """Return the estimate and the simulation."""
+        return estimate_and_simulation(
+            built(self.model), self.description, self.layouts, job=self.job, batch=self.batch, world=self.world,
+            device_type=self.device_type, activation_checkpointing=self.checkpointing,
+        )  # fmt: skip
+
+    def check(self, *, under: float, over: float) -> tuple[MemoryEstimate, Simulation]:
+        """Run, and hold (estimate - simulated) / simulated between these bounds; falling short is what runs out of memory."""
+        estimate, simulated = self.run()
+        error = estimate.peak_bytes / simulated.peak_bytes - 1
+        assert -under <= error <= over, f"{error:+.2%}"
+        return estimate, simulated
+
+
+def estimate_and_simulation(
+    model: Any, description: ModelDescription, layouts: list[UnitLayout], *, job: TrainingJob, batch: Batch, world: int, **options: Any
+) -> tuple[MemoryEstimate, Simulation]:
+    """Return the estimate of a plan, and its step on fake tensors; `options` are those of `simulate`."""
+    plan = Plan.of(description, layouts, batch, world_size=world)
+    simulated = simulate(model, plan, description=description, job=job, **options)
+    assert simulated.breakdown.total == simulated.peak_bytes
+    return estimate_memory(description, layouts, world, job, batch), simulated

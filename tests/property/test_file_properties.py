@@ -1,4 +1,4 @@
-"""Any profile survives its JSON form; whatever is done to a file of a plan, a profile or both with inputs is read or is their error."""
+"""Plans and profiles survive their JSON form; whatever is done to a file of either, or of a plan with inputs, is read or is its error."""
 
 from __future__ import annotations
 
@@ -17,22 +17,14 @@ import pytest
 from hypothesis import strategies as st
 
 from hf_osdp.errors import OSDPError, PlanError, ProfileError
-from hf_osdp.planner.description import DType
-from hf_osdp.planner.hardware import (  # fmt: skip
-    Backend,
-    Collective,
-    CollectiveTiming,
-    DeviceSpec,
-    FsdpOverhead,
-    Hardware,
-    HostSpec,
-    Link,
-    WorkTime,
-)
-from hf_osdp.planner.job import OptimizerStep, TrainingJob
+from hf_osdp.planner.decision import UnitDecision
+from hf_osdp.planner.description import Activations, DType
+from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, DeviceSpec, FsdpOverhead, Hardware, HostSpec, Link, WorkTime
+from hf_osdp.planner.job import OptimizerStep, TrainingJob, divisors
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.profile import HostLink, Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
 from hf_osdp.planner.search.search import search
+from hf_osdp.planner.split import ModelSplit, OperatorSplit
 from hf_osdp.report.explain import explain
 from hf_osdp.report.explain_tables import peak_table, unit_bytes_table
 from hf_osdp.report.plan_file import PlanInputs, plan_file_content, read_plan_file
@@ -80,10 +72,34 @@ profiles = st.builds(
 )  # fmt: skip
 
 
-@holds(profiles, few=40, many=2000)
-def test_any_profile_survives_its_json_form(profile):
-    again = Profile.from_json(profile.to_json())
-    assert again == profile and again.to_json() == profile.to_json()
+operators = st.from_regex(r"[a-z]{1,5}(\.[a-z0-9]{1,3}){0,2}", fullmatch=True)
+sliced = st.lists(st.builds(OperatorSplit, fqn=operators, slices=st.integers(2, 64)), max_size=3, unique_by=lambda split: split.fqn)
+switches = st.booleans()
+
+
+def plans_of(world_size: int) -> st.SearchStrategy[Plan]:
+    units = st.builds(
+        UnitDecision, fqn=texts, shard_size=st.sampled_from(divisors(world_size)), reshard_after_forward=switches,
+        reduce_every_micro_step=switches, activations=st.sampled_from(Activations), on_host=switches,
+    )  # fmt: skip
+    return st.builds(
+        Plan, world_size=st.just(world_size), strategy=st.sampled_from(["osdp", "ddp"]), micro_batch_size=counts,
+        units=st.lists(units, min_size=1, max_size=8, unique_by=lambda unit: unit.fqn).map(tuple), accumulation_steps=counts,
+        split=st.builds(ModelSplit, operators=switches, sliced=sliced.map(tuple)), model_fingerprint=texts, model_name=texts,
+        sequence_length=counts, memory_limit_bytes=st.none() | counts, peak_bytes=st.none() | counts, step_s=st.none() | seconds,
+        proven_optimal=switches, hardware=texts,
+    )  # fmt: skip
+
+
+plans = st.integers(1, 1024).flatmap(plans_of)
+
+
+@holds(plans | profiles, few=60, many=3000)
+def test_plans_and_profiles_survive_their_json_form(value):
+    again = type(value).from_json(value.to_json())
+    assert again == value and again.to_json() == value.to_json()
+    if isinstance(value, Plan):
+        assert again.fingerprint == value.fingerprint and value.diff(again) == ()
 
 
 MODEL = transformer(layers=2)
@@ -220,7 +236,9 @@ def test_fields_that_are_changed_in_any_way_are_read_or_refused(kind, dice):
 def test_bytes_that_are_lost_or_put_in_are_read_or_refused(kind, begin, end, put):
     text = json.dumps(FILES[kind][2]).encode()
     low, high = sorted((int(begin * len(text)), int(end * len(text))))
-    is_read_or_refused(kind, text[:low] + put + text[low + (high - low) % 40 :])
+    changed = text[:low] + put + text[low + (high - low) % 40 :]
+    if is_read_or_refused(kind, changed) and kind == "plan" and b'"fingerprint"' in changed:
+        assert Plan.from_json(changed).fingerprint == PLAN.fingerprint, "what was changed would be told by it"
     assert low == len(text) or not is_read_or_refused(kind, text[:low])
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hf_osdp.distributed.mesh import NODES_AXIS, REPLICATE_AXIS, SHARD_AXIS, mesh_axes, stage_axes, topology_of
 from hf_osdp.errors import HardwareError
-from hf_osdp.planner.cost.collectives import Ring, replicate_ring, shard_ring, stage_rings
+from hf_osdp.planner.cost.collectives import Ring, replicate_ring, shard_ring
 from hf_osdp.planner.job import divisors
 from tests.helpers.hardware import bare_preset
 from tests.helpers.properties import holds
@@ -111,7 +111,8 @@ def test_the_rings_that_cost_are_the_groups_that_run(nodes, per_node):
             assert replicate_ring(hardware, shard_size) == ring_of(groups(axes, REPLICATE_AXIS), per_node)
     if 1 < per_node < hardware.world_size:
         between, within = stage_groups(hardware.world_size, hardware.world_size, per_node)
-        assert stage_rings(hardware, hardware.world_size, per_node) == (ring_of(between, per_node), ring_of(within, per_node))
+        assert replicate_ring(hardware, per_node) == ring_of(between, per_node)
+        assert shard_ring(hardware, per_node) == ring_of(within, per_node)
 
 
 @holds(st.lists(st.sampled_from("abc"), min_size=1, max_size=9), few=200, many=5000)

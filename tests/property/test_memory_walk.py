@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.memory import (
-    MemoryBreakdown,
-    MemoryEstimate,
     SegmentBytes,
     activation_host_bytes,
     estimate_memory,
@@ -199,25 +197,20 @@ def test_each_moment_is_the_sum_of_what_is_there(seed, world_size, job, batch, k
     assert found.host_bytes == sum(u.host for u in sums.units) + max(u.host_moment for u in sums.units) + sum(waits)
 
 
-def test_nothing_is_there_by_itself():
-    assert MemoryEstimate(moments=()).host_bytes == 0
-    assert MemoryBreakdown().total == 0
-
-
-def test_a_stretch_of_what_stays_may_free_more_than_it_saves_a_unit_may_not():
+def test_segments_of_units_gathered_for_the_step_may_free_more_than_they_save():
     segment = Segment(unit=0, saved_bytes=Affine(constant=-50, per_sample=10))
     for span, left in ((GatherSpan.STEP, -30), (GatherSpan.USE, 0), (GatherSpan.CALLS, 0)):
         assert SegmentBytes.of(segment, span, 2).saved == left
 
 
-def test_of_no_unit_nothing_is_there():
+def test_estimate_of_no_unit_is_empty():
     nothing = replace(at_random(0, kinds=1, blocks=1), units=(), segments=())
     found = estimate_memory(nothing, [], 2, TrainingJob(global_batch_size=2), Batch(micro_batch_size=1, accumulation_steps=1))
     assert (found.host_bytes, found.peak_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("holds_outputs", [False, True])
-def test_what_no_choice_changes_is_buffers_batch_outputs_and_the_correction(holds_outputs):
+def test_resident_bytes_are_buffers_batch_outputs_and_the_correction(holds_outputs):
     description = replace(
         at_random(0, kinds=1, blocks=1), buffer_bytes=13, input_bytes=Affine(per_sample=17), output_bytes=Affine(per_sample=19)
     )

@@ -1,172 +1,131 @@
-"""The estimate of plans that recompute blocks, cut models or train a part of their parameters, against FSDP2's step on fake tensors."""
+"""The estimate of plans that recompute, offload, split models or train a part of them, against FSDP2's step on fake tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from itertools import product
 
 import pytest
-from torch import nn
-from transformers import GPT2Config, LlamaConfig
 
-from hf_osdp.modeling.build import build_on_meta
-from hf_osdp.planner.cost.memory import estimate_memory
-from hf_osdp.planner.decision import Batch, UnitLayout
-from hf_osdp.planner.description import Activations, GatherSpan, ModelDescription
-from hf_osdp.planner.job import Precision, TrainingJob
-from hf_osdp.planner.plan import Plan
-from hf_osdp.planner.split import WHOLE_BLOCKS, ModelSplit, OperatorSplit
-from hf_osdp.planning.simulate import simulate
-from hf_osdp.tracing.describe import describe
+from hf_osdp.planner.description import Activations
+from hf_osdp.planner.job import OptimizerStep
+from hf_osdp.planner.split import ModelSplit, OperatorSplit
 from tests.helpers.sampling import slow_but
-from tests.helpers.simulation import choices_of_layout
+from tests.helpers.simulation import Trial
 
-WORLD, LENGTH = 8, 64
-MOST_UNDER, MOST_OVER = -0.005, 0.03
-"""Bounds of (estimate - simulated) / simulated. Falling short is what runs out of memory."""
-
-CONFIGS = {
-    "gpt2": GPT2Config(n_layer=2, n_embd=256, n_head=4, n_positions=128, vocab_size=2000, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
-    "llama": LlamaConfig(
-        num_hidden_layers=2, hidden_size=256, intermediate_size=688, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=4000, max_position_embeddings=128, tie_word_embeddings=False,
-    ),
-    "frozen": LlamaConfig(
-        num_hidden_layers=3, hidden_size=512, intermediate_size=2048, num_attention_heads=4, num_key_value_heads=4,
-        vocab_size=500, max_position_embeddings=64, tie_word_embeddings=False,
-    ),
-}  # fmt: skip
-OPERATORS = ModelSplit(operators=True)
+SAVE, RECOMPUTE, OFFLOAD, RECOMPUTE_OFFLOAD = Activations
+GPT2 = Trial(model="small gpt2", length=64, samples=1)
+LLAMA = replace(GPT2, model="small llama")
+WHOLE = replace(GPT2, split=ModelSplit(operators=True))
 HEAD = OperatorSplit(fqn="lm_head", slices=4)
 
 
-@lru_cache
-def built(name: str) -> nn.Module:
-    """On the meta device; of `frozen`, norms and embedding alone are trained."""
-    model = build_on_meta(CONFIGS[name])
-    if name == "frozen":
-        for parameter_name, parameter in model.named_parameters():
-            parameter.requires_grad_("norm" in parameter_name or "embed" in parameter_name)
-    return model
-
-
-@lru_cache
-def described(name: str, split: ModelSplit, precision: str, length: int) -> ModelDescription:
-    return describe(built(name), sequence_length=length, compute_dtype=Precision.named(precision).compute, device_type="cuda", split=split)
-
-
-def relative_error(
-    name: str, layout: str, *, split: ModelSplit = WHOLE_BLOCKS, recompute: Sequence[bool] = (False,), host: Sequence[bool] = (False,),
-    hold: Sequence[bool] = (False,), samples: int = 1, accumulation: int = 1, precision: str = "no", length: int = LENGTH,
-) -> float:  # fmt: skip
-    """Estimate against simulation; `recompute`, `host` and `hold` say in turn which units do so, where they can."""
-    job = TrainingJob(global_batch_size=WORLD * samples * accumulation, precision=Precision.named(precision))
-    batch = Batch(micro_batch_size=samples, accumulation_steps=accumulation)
-    description = described(name, split, precision, length)
-    choices = [
-        replace(
-            choice, reduce_every_micro_step=not hold[i % len(hold)] or description.units[i].span is GatherSpan.CALLS,
-            on_host=host[i % len(host)],
-            activations=Activations.RECOMPUTE if recompute[i % len(recompute)] and i in description.recomputable else Activations.SAVE,
-        )
-        for i, choice in enumerate(choices_of_layout(layout, description, WORLD))
-    ]  # fmt: skip
-    check_that_it_is_asked_for(choices, recompute=recompute, host=host)
-    estimate = estimate_memory(description, choices, WORLD, job, batch).peak_bytes
-    plan = Plan.of(description, choices, batch, world_size=WORLD)
-    simulated = simulate(built(name), plan, description=description, job=job, device_type="cuda")
-    assert simulated.breakdown.total == simulated.peak_bytes
-    return estimate / simulated.peak_bytes - 1
-
-
-def check_that_it_is_asked_for(choices: Sequence[UnitLayout], *, recompute: Sequence[bool], host: Sequence[bool]) -> None:
-    """The case is of the kind that it is called."""
-    assert any(choice.activations is Activations.RECOMPUTE for choice in choices) == any(recompute)
-    assert any(choice.on_host for choice in choices) == any(host)
-
-
-def in_slices(name: str, slices: int, *, head: bool = False) -> ModelSplit:
+def mlp_slices(trial: Trial, slices: int, *sliced: OperatorSplit, **more) -> Trial:
     """Operator units, with the operators of each MLP in slices, so that attention can still be recomputed."""
-    names = {
-        "gpt2": [f"transformer.h.{index}.mlp.{operator}" for index in range(2) for operator in ("c_fc", "c_proj")],
-        "llama": [f"model.layers.{index}.mlp.{operator}" for index in range(2) for operator in ("gate_proj", "up_proj", "down_proj")],
-    }[name]  # fmt: skip
-    return ModelSplit(operators=True, sliced=(*(OperatorSplit(fqn=fqn, slices=slices) for fqn in names), *([HEAD] if head else [])))
+    block, operators = (
+        ("transformer.h", ("c_fc", "c_proj")) if "gpt2" in trial.model else ("model.layers", ("gate_proj", "up_proj", "down_proj"))
+    )
+    mlps = (OperatorSplit(fqn=f"{block}.{i}.mlp.{operator}", slices=slices) for i, operator in product(range(2), operators))
+    return replace(trial, split=ModelSplit(operators=True, sliced=(*mlps, *sliced)), **more)
 
 
-@pytest.mark.parametrize(
-    ("name", "recompute", "layout", "samples", "precision"),
-    [
-        ("gpt2", (True,), "ddp", 1, "no"), ("gpt2", (True, False), "mixed", 8, "no"), ("llama", (True,), "mixed", 1, "bf16"),
-        ("llama", (False, True), "zero3", 8, "bf16"),
-    ],
-)  # fmt: skip
-def test_blocks_recomputed(name, recompute, layout, samples, precision):
-    error = relative_error(name, layout, recompute=recompute, samples=samples, precision=precision)
-    assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
+def head_slices(trial: Trial, layout: str, samples: int, precision: str, steps: int = 1) -> Trial:
+    return replace(trial, split=ModelSplit(sliced=(HEAD,)), layout=layout, samples=samples, precision=precision, steps=steps)
 
 
-def test_first_block_recomputed_in_low_precision():
-    """Known and small: it saves its input, one hidden state, which the estimate has go when Llama's own forward, that holds it too, ends.
+DAILY = [
+    replace(GPT2, layout="ddp", activations=(RECOMPUTE,)),
+    replace(GPT2, layout="mixed", samples=8, activations=(RECOMPUTE, SAVE)),
+    replace(LLAMA, layout="mixed", precision="bf16", activations=(RECOMPUTE,)),
+    replace(LLAMA, samples=8, precision="bf16", activations=(SAVE, RECOMPUTE)),
+    WHOLE,
+    replace(WHOLE, layout="mixed", samples=8, activations=(RECOMPUTE,)),
+    mlp_slices(GPT2, 4, layout="mixed", samples=8),
+    mlp_slices(LLAMA, 2, HEAD, samples=8),
+    head_slices(LLAMA, "mixed", 8, "bf16"),
+    head_slices(GPT2, "mixed", 1, "bf16", 3),
+    head_slices(GPT2, "zero3", 8, "no"),
+    # every way in one plan
+    mlp_slices(
+        LLAMA, 2, HEAD, layout="mixed", samples=4, steps=3, activations=(RECOMPUTE,), on_host=(False, True, False), hold=(False, True)
+    ),
+    mlp_slices(GPT2, 4, samples=4, steps=3, activations=(RECOMPUTE,), on_host=(False, True, False), hold=(True,)),
+    # their blocks reduce little, so that the peak is where the next unit is gathered in forward
+    replace(GPT2, model="frozen", length=8),
+    replace(GPT2, model="frozen", length=8, layout="mixed", activations=(RECOMPUTE,)),
+]
+SLOW = [
+    mlp_slices(GPT2, 4),
+    mlp_slices(LLAMA, 2, HEAD, layout="mixed"),
+    head_slices(LLAMA, "zero3", 1, "bf16"),
+    head_slices(GPT2, "ddp", 1, "bf16"),
+    head_slices(GPT2, "mixed", 8, "no"),
+]
+
+
+@pytest.mark.parametrize("trial", slow_but([*DAILY, *SLOW], daily=DAILY), ids=str)
+def test_peak_of_each_way_to_fit(trial):
+    trial.check(under=0.005, over=0.01 if trial.split.sliced == (HEAD,) and trial.model == "small gpt2" else 0.03)
+
+
+@pytest.mark.parametrize("kept", [RECOMPUTE, OFFLOAD])
+def test_peak_where_the_first_blocks_input_is_held_by_llama_too(kept):
+    """Known and small: it leaves the device in the estimate, but Llama's own forward holds it as well until it ends.
 
     Where parameters are float32 the first norm saves it in any case.
     """
-    error = relative_error("llama", "zero3", recompute=(True,), samples=8, precision="bf16")
-    assert -0.01 <= error <= MOST_OVER, f"{error:+.2%}"
+    replace(LLAMA, samples=8, precision="bf16", activations=(kept,)).check(under=0.01, over=0.03 if kept is RECOMPUTE else 0.015)
 
 
-@pytest.mark.parametrize(("name", "layout", "samples", "recompute"), [("gpt2", "zero3", 1, False), ("gpt2", "mixed", 8, True)])
-def test_operator_units(name, layout, samples, recompute):
-    error = relative_error(name, layout, split=OPERATORS, samples=samples, recompute=(recompute,))
-    assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
+AWAY = [
+    replace(GPT2, layout="mixed", samples=8, precision="bf16", activations=(SAVE, OFFLOAD)),
+    replace(LLAMA, layout="mixed", steps=3, precision="bf16", activations=(OFFLOAD, RECOMPUTE_OFFLOAD)),
+    replace(GPT2, samples=8, activations=(OFFLOAD,)),
+    replace(GPT2, layout="mixed", steps=3, activations=(RECOMPUTE_OFFLOAD,)),
+    replace(LLAMA, samples=8, precision="bf16", activations=(RECOMPUTE_OFFLOAD,)),
+    replace(LLAMA, layout="mixed", samples=8, activations=(RECOMPUTE_OFFLOAD, RECOMPUTE)),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "slices", "layout", "samples"),
-    slow_but(
-        [("gpt2", 4, "mixed", 8), ("gpt2", 4, "zero3", 1), ("llama", 2, "mixed", 1), ("llama", 2, "zero3", 8)],
-        daily=[("gpt2", 4, "mixed", 8)],
-    ),
-)
-def test_operators_in_slices(name, slices, layout, samples):
-    error = relative_error(name, layout, split=in_slices(name, slices, head=name == "llama"), samples=samples)
-    assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
+@pytest.mark.parametrize("trial", slow_but(AWAY, daily=AWAY[:2]), ids=str)
+def test_peaks_of_device_and_host_with_activations_there(trial):
+    """Over by one hidden state, 1.2 % of a model as small: the model's forward holds the first block's input until it ends."""
+    estimate, simulated = trial.check(under=0.005, over=0.015)
+    if OFFLOAD in trial.activations:  # how many tensors share the bytes is not known, and each takes a power of two
+        assert simulated.host_bytes <= estimate.host_bytes <= 2.1 * simulated.host_bytes
+    else:
+        assert estimate.host_bytes == simulated.host_bytes > 0
 
 
-@pytest.mark.parametrize(
-    ("layout", "samples", "precision"), slow_but([("zero3", 1, "bf16"), ("mixed", 8, "bf16")], daily=[("mixed", 8, "bf16")])
-)
-def test_untied_vocabulary_projection_in_slices(layout, samples, precision):
-    error = relative_error("llama", layout, split=ModelSplit(sliced=(HEAD,)), samples=samples, precision=precision)
-    assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
+def test_device_is_relieved_of_activations_that_the_host_holds():
+    saved, away, inputs_away = (replace(GPT2, samples=8, activations=(kept,)).run()[1] for kept in (SAVE, OFFLOAD, RECOMPUTE_OFFLOAD))
+    assert saved.host_bytes == 0 < inputs_away.host_bytes < away.host_bytes
+    assert max(away.peak_bytes, inputs_away.peak_bytes) < 0.75 * saved.peak_bytes
 
 
-@pytest.mark.parametrize(
-    ("layout", "samples", "accumulation", "precision"),
-    slow_but(
-        [("zero3", 8, 1, "no"), ("mixed", 1, 3, "bf16"), ("ddp", 1, 1, "bf16"), ("mixed", 8, 1, "no")],
-        daily=[("mixed", 1, 3, "bf16")],
-    ),
-)
-def test_tied_vocabulary_projection_in_slices(layout, samples, accumulation, precision):
-    error = relative_error(
-        "gpt2", layout, split=ModelSplit(sliced=(HEAD,)), samples=samples, accumulation=accumulation, precision=precision
-    )
-    assert MOST_UNDER <= error <= 0.01, f"{error:+.2%}"
+STATES = Trial(length=64, samples=1, on_host=(True,))
+OF_STATES = [
+    replace(STATES, model="llama", layout="ddp", world=1, precision="bf16"),
+    replace(STATES, layout="ddp", precision="bf16", on_host=(False, True)),
+    replace(STATES, model="llama", layout="hsdp", on_host=(False, True)),
+    replace(STATES, world=2, optimizer=OptimizerStep.FOREACH),  # the host takes the optimizer's scratch
+    replace(STATES, layout="ddp", world=1),
+    replace(STATES, model="llama", precision="bf16"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "slices", "layout", "hold"), [("llama", 2, "mixed", (False, True)), ("gpt2", 4, "zero3", (True,))], ids=["llama", "gpt2"]
-)
-def test_every_way_in_one_plan(name, slices, layout, hold):
-    split = in_slices(name, slices, head=name == "llama")
-    error = relative_error(name, layout, split=split, recompute=(True,), host=(False, True, False), hold=hold, samples=4, accumulation=3)
-    assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
+@pytest.mark.parametrize("trial", slow_but(OF_STATES, daily=OF_STATES[:4]), ids=str)
+def test_peaks_of_device_and_host_with_states_there(trial):
+    estimate, simulated = trial.check(under=0.005, over=0.01)
+    assert -0.005 <= estimate.host_bytes / simulated.host_bytes - 1 <= 0.01
 
 
-@pytest.mark.parametrize(("layout", "recompute"), [("zero3", False), ("mixed", True)])
-def test_frozen_parameters(layout, recompute):
-    """Their blocks reduce little, so that the peak is where the next unit is gathered in forward."""
-    error = relative_error("frozen", layout, length=8, recompute=(recompute,))
-    assert MOST_UNDER <= error <= MOST_OVER, f"{error:+.2%}"
+@pytest.mark.parametrize(("hold", "layout"), product([True, False], ["ddp", "zero3"]))
+def test_peaks_with_accumulation_and_states_on_the_host(hold, layout):
+    replace(STATES, layout=layout, world=4, steps=3, hold=(hold,)).check(under=0.005, over=0.03)
+
+
+def test_states_on_the_host_leave_none_on_the_device():
+    here, there = (replace(STATES, world=2, on_host=(way,)).run() for way in (False, True))
+    assert here[0].host_bytes == here[1].host_bytes == 0
+    assert there[1].peak_bytes < 0.7 * here[1].peak_bytes and there[1].breakdown.parameters == there[1].breakdown.optimizer == 0

@@ -6,6 +6,7 @@ but for `expandable_segments`. docs/allocator.md lists them with the tests that 
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
 from collections.abc import Hashable
 
@@ -42,12 +43,14 @@ class _Block:
         self.prev: _Block | None = None
         self.next: _Block | None = None
 
-    def follow(self, before: _Block) -> None:
-        """Take the place after a block."""
-        self.prev, self.next = before, before.next
-        if before.next is not None:
-            before.next.prev = self
-        before.next = self
+    def split(self, size: int, *, mapped: bool = True) -> _Block:
+        """Shorten to `size` bytes, and return the rest as a free block behind."""
+        rest = _Block(self.pool, self.address + size, self.size - size, expandable=self.expandable, mapped=mapped)
+        rest.prev, rest.next = self, self.next
+        if self.next is not None:
+            self.next.prev = rest
+        self.next, self.size = rest, size
+        return rest
 
     def room(self) -> int:
         """Return the size that it could be expanded to."""
@@ -58,27 +61,25 @@ class _Block:
 class _Pool:
     """Free blocks of one stream, small or large."""
 
-    __slots__ = ("blocks", "page_bytes", "small", "unmapped")
-
     def __init__(self, *, small: bool) -> None:
         self.small = small
         self.page_bytes = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
         self.blocks: list[tuple[int, int, _Block]] = []
         """Free blocks by size, then address."""
-        self.unmapped: list[tuple[int, _Block]] = []
+        self.unmapped: list[tuple[int, int, _Block]] = []
         """Stretches of expandable segments without memory, by address."""
 
     def add(self, block: _Block) -> None:
-        insort(self.blocks, (block.size, block.address, block))
+        if block.mapped:
+            insort(self.blocks, (block.size, block.address, block))
+        else:
+            insort(self.unmapped, (block.address, 0, block))
 
     def remove(self, block: _Block) -> None:
-        del self.blocks[bisect_left(self.blocks, (block.size, block.address))]
-
-    def add_unmapped(self, block: _Block) -> None:
-        insort(self.unmapped, (block.address, block))
-
-    def remove_unmapped(self, block: _Block) -> None:
-        del self.unmapped[bisect_left(self.unmapped, (block.address,))]
+        if block.mapped:
+            del self.blocks[bisect_left(self.blocks, (block.size, block.address))]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, (block.address, 0))]
 
 
 class CachingAllocator:
@@ -89,8 +90,7 @@ class CachingAllocator:
         capacity_bytes: what may be reserved; None for no end.
 
     Attributes:
-        allocated_bytes, reserved_bytes: what tensors hold now, and what the device has given, as `torch.cuda.memory_allocated` and
-            `memory_reserved` say it.
+        allocated_bytes, reserved_bytes: what tensors hold now, and what the device has given.
         peak_allocated_bytes, peak_reserved_bytes: the most of each since the start.
         alloc_retries: allocations that had to release what was cached first.
     """
@@ -100,15 +100,10 @@ class CachingAllocator:
         self.allocated_bytes = self.reserved_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = self.alloc_retries = 0
         self._pools: dict[tuple[bool, int], _Pool] = {}
         self._taken: dict[Hashable, _Block | None] = {}
-        self._segments = 0
+        self._addresses = itertools.count(_SEGMENT_SPACE, _SEGMENT_SPACE)
 
     def allocate(self, key: Hashable, nbytes: int, stream: int = 0) -> None:
-        """Take memory for a tensor.
-
-        Args:
-            key: by which it is freed.
-            nbytes: its size; a tensor of no bytes takes none.
-            stream: the stream that is current, any number.
+        """Take memory for a tensor, to be freed by its key, on the stream of this number; a tensor of no bytes takes none.
 
         Raises:
             DeviceFullError: `capacity_bytes` are not enough.
@@ -118,16 +113,11 @@ class CachingAllocator:
             return
         size = _rounded(nbytes, MIN_BLOCK_BYTES)
         small = size <= SMALL_BYTES
-        pool = self._pools.get((small, stream))
-        if pool is None:
-            pool = self._pools[small, stream] = _Pool(small=small)
+        pool = self._pools.setdefault((small, stream), _Pool(small=small))
         block = self._best_fit(pool, size) or self._new(pool, size) or self._retry(pool, size)
         rest = block.size - size
         if rest >= MIN_BLOCK_BYTES if small or self.expandable_segments else rest > SMALL_BYTES:
-            remaining = _Block(pool, block.address + size, rest, expandable=block.expandable)
-            remaining.follow(block)
-            block.size = size
-            pool.add(remaining)
+            pool.add(block.split(size))
         block.free = False
         self._taken[key] = block
         self.allocated_bytes += block.size
@@ -200,18 +190,14 @@ class CachingAllocator:
         nbytes = SMALL_SEGMENT_BYTES if pool.small else LARGE_SEGMENT_BYTES
         if not pool.small and size >= LARGE_BYTES:
             nbytes = _rounded(size, LARGE_ROUND_BYTES)
-        return _Block(pool, self._next_address(), nbytes, expandable=False) if self._reserve(nbytes) else None
-
-    def _next_address(self) -> int:
-        self._segments += 1
-        return self._segments * _SEGMENT_SPACE
+        return _Block(pool, next(self._addresses), nbytes, expandable=False) if self._reserve(nbytes) else None
 
     def _expanded(self, pool: _Pool, size: int) -> _Block | None:
         """Take the lowest address where free and unmapped blocks side by side have room; the unmapped ones get memory."""
         block = _with_room(pool, size)
         if block is None:
-            block = _Block(pool, self._next_address(), _SEGMENT_SPACE, expandable=True, mapped=False)
-            pool.add_unmapped(block)
+            block = _Block(pool, next(self._addresses), _SEGMENT_SPACE, expandable=True, mapped=False)
+            pool.add(block)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
         while block.size < size:
@@ -229,13 +215,10 @@ class CachingAllocator:
         nbytes = _rounded(nbytes, pool.page_bytes)
         if not self._reserve(nbytes):
             return False
-        pool.remove_unmapped(block)
+        pool.remove(block)
         block.mapped = True
         if nbytes < block.size:
-            rest = _Block(pool, block.address + nbytes, block.size - nbytes, expandable=True, mapped=False)
-            rest.follow(block)
-            block.size = nbytes
-            pool.add_unmapped(rest)
+            pool.add(block.split(nbytes, mapped=False))
         self._merge(block)
         pool.add(block)
         return True
@@ -248,39 +231,33 @@ class CachingAllocator:
         if start >= end:
             return
         pool.remove(block)
-        tail = block.address + block.size - end
-        if tail:
-            rest = _Block(pool, end, tail, expandable=True)
-            rest.follow(block)
-            pool.add(rest)
+        if end < block.address + block.size:
+            pool.add(block.split(end - block.address))
         if start > block.address:
-            block.size = start - block.address
-            pool.add(block)
-            head, block = block, _Block(pool, start, end - start, expandable=True)
-            block.follow(head)
-        block.size, block.mapped = end - start, False
+            head, block = block, block.split(start - block.address)
+            pool.add(head)
+        block.mapped = False
         self._merge(block)
-        pool.add_unmapped(block)
+        pool.add(block)
         self.reserved_bytes -= end - start
 
     def _merge(self, block: _Block) -> None:
         """Join free neighbours in the segment of the same kind, mapped or not."""
-        pool = block.pool
         before, after = block.prev, block.next
         if before is not None and before.free and before.mapped is block.mapped:
-            pool.remove(before) if before.mapped else pool.remove_unmapped(before)
+            block.pool.remove(before)
             block.address, block.size, block.prev = before.address, block.size + before.size, before.prev
             if before.prev is not None:
                 before.prev.next = block
         if after is not None and after.free and after.mapped is block.mapped:
-            pool.remove(after) if after.mapped else pool.remove_unmapped(after)
+            block.pool.remove(after)
             block.size, block.next = block.size + after.size, after.next
             if after.next is not None:
                 after.next.prev = block
 
 
 def _with_room(pool: _Pool, size: int) -> _Block | None:
-    for _, unmapped in pool.unmapped:
+    for _, _, unmapped in pool.unmapped:
         before = unmapped.prev
         first = before if before is not None and before.free else unmapped
         room = 0

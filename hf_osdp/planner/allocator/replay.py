@@ -75,9 +75,9 @@ class Reserved:
     """Peaks of a replay, in bytes."""
 
     peak_allocated_bytes: int
-    """Of tensors, as `torch.cuda.max_memory_allocated` counts them."""
+    """As `torch.cuda.max_memory_allocated`."""
     peak_reserved_bytes: int
-    """Of what the allocator has taken from the device, as `torch.cuda.max_memory_reserved`."""
+    """As `torch.cuda.max_memory_reserved`."""
     alloc_retries: int = 0
     """Allocations for which the cache has to be emptied first, under the capacity."""
     fits: bool = True
@@ -89,10 +89,8 @@ class Reserved:
 def replay_steps(events: StepEvents, *, expandable_segments: bool = True, capacity_bytes: int | None = None, steps: int = 2) -> Reserved:
     """Replay optimizer steps one after the other: the later ones begin with what the first has left in the cache.
 
-    The optimizer's states come in the first step, into memory that activations and gradients had before.
-
-    `expandable_segments` and `capacity_bytes` are as `CachingAllocator` takes them. Peaks are those of all `steps` together without an
-    end of the memory.
+    The optimizer's states come in the first step, into memory that activations and gradients had before. Peaks are those of all steps
+    together without an end of the memory; `expandable_segments` and `capacity_bytes` are as `CachingAllocator` takes them.
     """
     free = _replay(events, CachingAllocator(expandable_segments=expandable_segments), steps)
     if capacity_bytes is None or free.peak_reserved_bytes <= capacity_bytes:

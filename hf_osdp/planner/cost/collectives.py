@@ -18,6 +18,11 @@ from dataclasses import dataclass
 
 from ..hardware import Collective, Hardware
 
+TWO_STAGE = {
+    Collective.ALL_GATHER: Collective.TWO_STAGE_ALL_GATHER,
+    Collective.REDUCE_SCATTER: Collective.TWO_STAGE_REDUCE_SCATTER,
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
@@ -40,23 +45,19 @@ def replicate_ring(hardware: Hardware, shard_size: int) -> Ring:
     return _ring(hardware.devices_per_node, hardware.world_size, shard_size, neighbours=False)
 
 
-def stage_rings(hardware: Hardware, shard_size: int, stage_size: int) -> tuple[Ring, Ring]:
-    """Return the groups of a collective in two stages over `shard_size` ranks, `stage_size` in a node: between nodes, and inside."""
-    return _ring(hardware.devices_per_node, shard_size, stage_size, neighbours=False), shard_ring(hardware, stage_size)
+def sharded_seconds(hardware: Hardware, collective: Collective, shard_size: int, stage_size: int, nbytes: int) -> float:
+    """Return the seconds of an all-gather or reduce-scatter of `nbytes` of whole tensor among `shard_size` ranks.
 
-
-def gather_seconds(hardware: Hardware, shard_size: int, stage_size: int, nbytes: int) -> float:
-    """Return the seconds to gather `nbytes` of whole tensor among `shard_size` ranks, in one stage (`stage_size=1`) or two."""
+    It runs in one stage (`stage_size=1`), or in two, one after the other: between nodes, and among `stage_size` ranks of a node.
+    """
     if stage_size == 1:
-        return collective_seconds(hardware, Collective.ALL_GATHER, shard_ring(hardware, shard_size), nbytes)
-    return _two_stage_seconds(hardware, Collective.TWO_STAGE_ALL_GATHER, shard_size, stage_size, nbytes)
-
-
-def reduce_scatter_seconds(hardware: Hardware, shard_size: int, stage_size: int, nbytes: int) -> float:
-    """Return the seconds to reduce `nbytes` of whole tensor to shards, in one stage (`stage_size=1`) or two."""
-    if stage_size == 1:
-        return collective_seconds(hardware, Collective.REDUCE_SCATTER, shard_ring(hardware, shard_size), nbytes)
-    return _two_stage_seconds(hardware, Collective.TWO_STAGE_REDUCE_SCATTER, shard_size, stage_size, nbytes)
+        return collective_seconds(hardware, collective, shard_ring(hardware, shard_size), nbytes)
+    if nbytes == 0:
+        return 0.0
+    if (measured := hardware.timing(TWO_STAGE[collective], shard_size, crosses_nodes=True)) is not None:
+        return measured(nbytes)
+    between, within = _ring(hardware.devices_per_node, shard_size, stage_size, neighbours=False), shard_ring(hardware, stage_size)
+    return _lap_seconds(hardware, between, nbytes // stage_size) + _lap_seconds(hardware, within, nbytes)
 
 
 def collective_seconds(hardware: Hardware, collective: Collective, ring: Ring, nbytes: int) -> float:
@@ -66,21 +67,9 @@ def collective_seconds(hardware: Hardware, collective: Collective, ring: Ring, n
     """
     if ring.size == 1 or nbytes == 0:
         return 0.0
-    measured = hardware.timing(collective, ring.size, crosses_nodes=ring.node_crossings > 0)
-    if measured is not None:
+    if (measured := hardware.timing(collective, ring.size, crosses_nodes=ring.node_crossings > 0)) is not None:
         return measured(nbytes)
     return (2 if collective is Collective.ALL_REDUCE else 1) * _lap_seconds(hardware, ring, nbytes)
-
-
-def _two_stage_seconds(hardware: Hardware, collective: Collective, shard_size: int, stage_size: int, nbytes: int) -> float:
-    """Return the measured time, else that of both stages one after the other."""
-    if nbytes == 0:
-        return 0.0
-    measured = hardware.timing(collective, shard_size, crosses_nodes=True)
-    if measured is not None:
-        return measured(nbytes)
-    between, within = stage_rings(hardware, shard_size, stage_size)
-    return _lap_seconds(hardware, between, nbytes // stage_size) + _lap_seconds(hardware, within, nbytes)
 
 
 @functools.lru_cache(maxsize=512)

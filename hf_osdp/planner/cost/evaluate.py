@@ -11,6 +11,7 @@ from ..description import ModelDescription
 from ..hardware import Backend, Collective, Hardware
 from ..job import TrainingJob
 from ..plan import Plan
+from .collectives import TWO_STAGE
 from .memory import MemoryEstimate, estimate_memory
 from .step_events import estimate_reserved
 from .timing import TimeEstimate, estimate_time
@@ -27,33 +28,25 @@ class PlanEstimate:
     units: tuple[UnitBytes, ...]
     """Memory terms of each unit, in the description's order."""
     memory: MemoryEstimate
-    time: TimeEstimate | None
-    """None where the hardware is not known."""
+    time: TimeEstimate | None = None
+    """None where the hardware is not known, as `collectives`."""
     collectives: Mapping[Collective, float] | None = None
-    """Seconds of one optimizer step in each collective, hidden or not; None where the hardware is not known."""
+    """Seconds of one optimizer step in each collective, hidden or not."""
     reserved: Reserved | None = None
-    """What torch's allocator takes from the device, with its retries under the plan's limit; None where the devices are not known to be
-    CUDA's."""
+    """What torch's allocator takes from the device, with its retries under the plan's limit; None where devices may not be CUDA's."""
 
 
 def estimate_plan(plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware | None = None) -> PlanEstimate:
-    """Estimate memory and time of a plan.
+    """Estimate memory and time of a plan, which must be for this description (`Plan.check`).
 
-    Args:
-        plan: what runs; it must be for this description (`Plan.check`).
-        description: the model.
-        job: precision and optimizer.
-        hardware: devices and links; without them there is no time estimate, and none of reserved memory.
-
-    Returns:
-        Memory moments, memory terms by unit, reserved memory, and seconds by unit.
+    Without hardware there is no estimate of time or of reserved memory.
     """
     layouts, batch = plan.layouts(description), plan.batch
     pairs = zip(description.units, layouts, strict=True)
     units = tuple(unit_bytes(unit, layout, plan.world_size, job, batch) for unit, layout in pairs)
     memory = estimate_memory(description, layouts, plan.world_size, job, batch)
     if hardware is None:
-        return PlanEstimate(units=units, memory=memory, time=None)
+        return PlanEstimate(units=units, memory=memory)
     reserved = None
     if hardware.backend is Backend.NCCL:  # the CPU has no such allocator
         capacity = capacity_of(plan, hardware, job, plan.memory_limit_bytes) if plan.memory_limit_bytes else None
@@ -81,10 +74,7 @@ def is_replayed(description: ModelDescription, hardware: Hardware) -> bool:
 
 
 def runs_within(plan: Plan, description: ModelDescription, job: TrainingJob, capacity_bytes: int, *, retries: bool = True) -> bool:
-    """Return whether the allocator can serve two steps of a plan from so many bytes.
-
-    `retries` allows it to empty its cache to make room, for which the device stands still.
-    """
+    """Return whether the allocator can serve two steps of a plan from so many bytes; `retries`: after emptying its cache to make room."""
     replayed = _replayed(plan, description, job, capacity_bytes)
     return replayed.fits and (retries or not replayed.alloc_retries)
 
@@ -105,8 +95,7 @@ def capacity_needed(plan: Plan, description: ModelDescription, job: TrainingJob,
 
 
 def _replayed(plan: Plan, description: ModelDescription, job: TrainingJob, capacity_bytes: int | None) -> Reserved:
-    layouts = plan.layouts(description)
-    return estimate_reserved(description, layouts, plan.world_size, job, plan.batch, capacity_bytes=capacity_bytes)
+    return estimate_reserved(description, plan.layouts(description), plan.world_size, job, plan.batch, capacity_bytes=capacity_bytes)
 
 
 def _collectives(
@@ -116,8 +105,7 @@ def _collectives(
     seconds = dict.fromkeys(Collective, 0.0)
     for unit, calls, layout in zip(description.units, description.calls, layouts, strict=True):
         terms = unit_seconds(unit, layout, hardware, job)
-        gather = Collective.TWO_STAGE_ALL_GATHER if layout.two_stage else Collective.ALL_GATHER
-        scatter = Collective.TWO_STAGE_REDUCE_SCATTER if layout.two_stage else Collective.REDUCE_SCATTER
+        gather, scatter = TWO_STAGE.values() if layout.two_stage else TWO_STAGE
         seconds[gather] += batch.accumulation_steps * calls * (terms.gather_forward + terms.gather_backward)
         seconds[scatter] += batch.reduce_scatters(layout) * terms.reduce_scatter
         seconds[Collective.ALL_REDUCE] += terms.all_reduce

@@ -137,22 +137,13 @@ class MemoryEstimate:
 def estimate_memory(
     description: ModelDescription, layouts: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
 ) -> MemoryEstimate:
-    """Return every moment of one optimizer step on the fullest rank, with its breakdown in bytes.
-
-    Args:
-        description: the model.
-        layouts: one a unit, in the description's order.
-        world_size: ranks.
-        job: precision, optimizer.
-        batch: micro-batch size and accumulation.
-    """
+    """Return every moment of one optimizer step on the fullest rank; `layouts` has one a unit, in the description's order."""
     samples = batch.micro_batch_size
     units = [unit_bytes(unit, layout, world_size, job, batch) for unit, layout in zip(description.units, layouts, strict=True)]
     if world_size == 1 and any(layout.on_host for layout in layouts):
         # plain units leave in flight what a unit on the host before them has left there
         units = [replace(t, reduce_tail=reduce_input(u, 1, job)) for t, u in zip(units, description.units, strict=True)]
-    activations = [layouts[segment.unit].activations for segment in description.segments]
-    pairs = list(zip(description.segments, activations, strict=True))
+    pairs = [(segment, layouts[segment.unit].activations) for segment in description.segments]
     segments = [SegmentBytes.of(s, description.units[s.unit].span, samples, choice) for s, choice in pairs]
     states = sum(unit.host for unit in units) + max((unit.host_moment for unit in units), default=0)
     return MemoryEstimate(
@@ -163,10 +154,9 @@ def estimate_memory(
 
 
 def activation_host_bytes(segment: Segment, samples: int, activations: Activations) -> int:
-    """Return what a segment's activations take of the host's memory, all of it page-locked.
+    """Return what a segment's activations take of the host's page-locked memory.
 
-    A block's input is one tensor. The sizes of all that a block saves are not known one by one: rounded up, they are at most
-    doubled.
+    A block's input is one tensor. The sizes of all that a block saves are not known one by one: rounded up, they are at most doubled.
     """
     nbytes = segment.under(activations).sent_bytes.bytes(samples) if activations.offloads else 0
     return pinned_bytes(nbytes) if activations.recomputes else 2 * nbytes
@@ -256,21 +246,24 @@ class _Walk:
     def _moment(self, phase: str, unit: str, **extra: int) -> Moment:
         return Moment(phase=phase, unit=unit, breakdown=self.level.plus(**extra))
 
+    def _add(self, **changes: int) -> None:
+        self.level = self.level.plus(**changes)
+
     def forward(self) -> Iterator[Moment]:
         """Yield the moments of the forward pass, and add what it leaves behind to the level."""
         buffer = max((self.units[i].gather_buffer for i in self.whole_step), default=0)
-        for index, segment in enumerate(self.description.segments):
-            unit, workspace = self.units[segment.unit], self.segments[index].forward_peak
+        for index, (segment, terms) in enumerate(zip(self.description.segments, self.segments, strict=True)):
+            unit, label = self.units[segment.unit], self.labels[segment.unit]
             if segment.unit in self.whole_step:
-                yield self._moment("forward", self.labels[segment.unit], activations=workspace, gathered=buffer)
+                yield self._moment("forward", label, activations=terms.forward_peak, gathered=buffer)
             else:
                 # FSDP2 frees the buffer of the unit before only when this one has been copied out of its own
-                yield self._moment("forward: gather", self.labels[segment.unit], gathered=buffer + unit.gather_buffer + unit.gathered)
+                yield self._moment("forward: gather", label, gathered=buffer + unit.gather_buffer + unit.gathered)
                 buffer = unit.gather_buffer
-                yield self._moment("forward", self.labels[segment.unit], activations=workspace, gathered=buffer + unit.gathered)
+                yield self._moment("forward", label, activations=terms.forward_peak, gathered=buffer + unit.gathered)
                 if index == self.first_use[segment.unit]:
-                    self.level = self.level.plus(gathered=unit.kept)
-            self.level = self.level.plus(activations=self.segments[index].saved)
+                    self._add(gathered=unit.kept)
+            self._add(activations=terms.saved)
 
     def backward(self) -> Iterator[Moment]:
         """Yield the moments of the backward pass, segments in reverse order."""
@@ -278,48 +271,45 @@ class _Walk:
         in_flight = 0  # the reduce input that the unit before left behind
         waiting: set[int] = set()
         for index in range(len(segments) - 1, -1, -1):
-            segment, unit = segments[index], self.units[segments[index].unit]
-            terms = self.segments[index]
-            label, compute = self.labels[segment.unit], terms.backward_peak + self.merging.get(index, 0)
-            before = self.ahead[index]
+            number, terms, before = segments[index].unit, self.segments[index], self.ahead[index]
+            unit, label = self.units[number], self.labels[number]
+            compute = terms.backward_peak + self.merging.get(index, 0)
             ahead = 0 if before is None else self.units[before].prefetched
-            if segment.unit in self.whole_step:
+            if number in self.whole_step:
                 yield self._moment("backward", label, activations=compute, gathered=ahead, buffers=in_flight)
-                self.level = self.level.plus(activations=-terms.saved, gradients=self.arriving[index])
+                self._add(activations=-terms.saved, gradients=self.arriving[index])
                 continue
-            own = 0 if unit.kept else unit.gathered
-            yield self._moment(
-                "backward: gather", label, gathered=own + unit.prefetched, buffers=in_flight + (0 if unit.kept else unit.cast_buffer)
-            )
+            own, cast = (0, 0) if unit.kept else (unit.gathered, unit.cast_buffer)
+            yield self._moment("backward: gather", label, gathered=own + unit.prefetched, buffers=in_flight + cast)
             yield self._moment("backward", label, activations=compute, gathered=own + ahead, buffers=in_flight)
-            self.level = self.level.plus(activations=-terms.saved)
-            if index != self.first_use[segment.unit]:
-                self.level = self.level.plus(gradients=0 if segment.unit in waiting else unit.waiting_gradients)
-                waiting.add(segment.unit)
+            self._add(activations=-terms.saved)
+            if index != self.first_use[number]:
+                self._add(gradients=0 if number in waiting else unit.waiting_gradients)
+                waiting.add(number)
                 continue
-            self.level = self.level.plus(gathered=-unit.kept, gradients=-unit.waiting_gradients if segment.unit in waiting else 0)
+            self._add(gathered=-unit.kept, gradients=-unit.waiting_gradients if number in waiting else 0)
             yield from self._reduce(label, unit, terms.gradient, ahead)
             in_flight = unit.reduce_tail
         idle = set(self.whole_step) - {segment.unit for segment in segments}
-        self.level = self.level.plus(gradients=sum(self.units[i].unsharded_gradients for i in idle))
+        self._add(gradients=sum(self.units[i].unsharded_gradients for i in idle))
 
     def _reduce(self, label: str, unit: UnitBytes, gradient: int, ahead: int) -> Iterator[Moment]:
-        whole = {"activations": gradient + unit.unsharded_gradients, "gathered": ahead}
-        yield self._moment("backward: reduce", label, buffers=unit.reduce_input, **whole)
-        self.level = self.level.plus(gradients=unit.gradients_after, buffers=unit.reduced_after)
+        whole = gradient + unit.unsharded_gradients
+        yield self._moment("backward: reduce", label, activations=whole, gathered=ahead, buffers=unit.reduce_input)
+        self._add(gradients=unit.gradients_after, buffers=unit.reduced_after)
         buffers = unit.reduce_input + unit.reduce_work
         yield self._moment("backward: reduce", label, activations=gradient, gathered=ahead, buffers=buffers)
 
     def finish(self) -> Iterator[Moment]:
         """Yield the reductions that come last, and the optimizer step."""
         running = {segment.unit for segment in self.description.segments} - set(self.whole_step)
-        self.level = self.level.plus(gradients=sum(self.units[i].gradients_settled for i in running))
+        self._add(gradients=sum(self.units[i].gradients_settled for i in running))
         for index in self.whole_step:
             unit, label = self.units[index], self.labels[index]
-            self.level = self.level.plus(gathered=-unit.gathered)
+            self._add(gathered=-unit.gathered)
             yield self._moment("reduce", label, buffers=unit.reduce_input)
             settled = unit.gradients_after + unit.gradients_settled - unit.unsharded_gradients
-            self.level = self.level.plus(gradients=settled, buffers=unit.reduced_after)
+            self._add(gradients=settled, buffers=unit.reduced_after)
             yield self._moment("reduce", label, buffers=unit.reduce_input + unit.reduce_work)
         self.level = replace(self.level, buffers=0)
         yield self._moment("optimizer step", "(all)", buffers=combined_scratch(self.job, [u.step_scratch for u in self.units]))

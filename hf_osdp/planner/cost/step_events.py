@@ -13,7 +13,7 @@ from ..description import GatherSpan, ModelDescription, UnitDescription
 from ..job import OptimizerStep, TrainingJob
 from .activation_events import ActivationEvents
 from .memory import first_uses, gathered_ahead, merging_segments
-from .units import reduce_input, unit_bytes
+from .units import unit_bytes
 
 _MICRO_STEPS = 2
 """Micro-steps of an optimizer step that are replayed at most: those between the first and the last are like the first, or allocate less."""
@@ -35,11 +35,9 @@ def step_events(
     """
     step = _Step(description, layouts, world_size, job, batch)
     held = step.hold()
-    micro_steps = min(batch.accumulation_steps, _MICRO_STEPS)
-    for number in range(1, micro_steps + 1):
-        step.micro_step(last=number == micro_steps)
-    before = step.log.take()
-    states = step.make_states()
+    for left in reversed(range(min(batch.accumulation_steps, _MICRO_STEPS))):
+        step.micro_step(last=not left)
+    before, states = step.log.take(), step.make_states()
     step.optimizer_step()
     return StepEvents(held=held, before_optimizer=before, states=states, optimizer=step.log.take(), traced=step.activations.traced)
 
@@ -53,10 +51,7 @@ def estimate_reserved(
     *,
     capacity_bytes: int | None = None,
 ) -> Reserved:
-    """Return what torch's allocator reserves for a plan on CUDA in its first two optimizer steps, and whether the capacity is enough.
-
-    `capacity_bytes` is what may be reserved, to know the retries; None for no end.
-    """
+    """Return what torch's allocator reserves for a plan on CUDA in its first two steps, and whether `capacity_bytes` is enough."""
     events = step_events(description, layouts, world_size, job, batch)
     return replay_steps(events, expandable_segments=job.expandable_segments, capacity_bytes=capacity_bytes)
 
@@ -67,24 +62,21 @@ class _Unit:
     def __init__(self, unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, batch: Batch) -> None:
         self.span, self.layout = unit.span, layout
         self.terms = unit_bytes(unit, layout, world_size, job, batch)
-        g, precision = layout.shard_size, job.precision
-        trainable = [p for p in unit.parameters if p.requires_grad]
-        self.shards = [] if layout.on_host else [p.sharded_bytes(g) for p in unit.parameters]
+        g, precision, trainable = layout.shard_size, job.precision, unit.trainable
         self.trained = [p.sharded_bytes(g) for p in trainable]
         self.trained_here = [] if layout.on_host else self.trained
         self.handled = self.terms.gathered > 0  # else one process trains the plain module
-        gathered = [p.sharded_numel(g) * precision.gathered_dtype(p).itemsize for p in unit.parameters]
-        self.gathered_sizes = [g * nbytes for nbytes in gathered]
-        casts = [precision.gathered_dtype(p) is not p.dtype for p in unit.parameters]
-        self.sources = [(p.sharded_bytes(g), g * nbytes, cast) for p, nbytes, cast in zip(unit.parameters, gathered, casts, strict=True)]
+        self.sources = [
+            (p.sharded_bytes(g), g * p.sharded_numel(g) * precision.gathered_dtype(p).itemsize, precision.gathered_dtype(p) is not p.dtype)
+            for p in unit.parameters
+        ]
         """Of each parameter its shard, its gathered size, and whether it is cast."""
-        self.cast_bytes = sum(nbytes for nbytes, cast in zip(gathered, casts, strict=True) if cast)
+        self.cast_bytes = sum(whole // g for _, whole, cast in self.sources if cast)
         self.gradient_sizes = [p.numel * precision.gathered_dtype(p).itemsize for p in trainable]
         whole = sum(p.numel * precision.reduced_dtype(p).itemsize for p in trainable)
         self.whole_factor = whole / sum(self.gradient_sizes) if trainable else 1
         """Bytes of a gradient that is held whole over those of one as autograd makes it."""
         self.reduced = sum(p.sharded_numel(g) * precision.reduced_dtype(p).itemsize for p in trainable)
-        self.reduce_input = reduce_input(unit, g, job)
         self.recast = any(precision.reduced_dtype(p) is not p.dtype for p in trainable)
         self.replicas = g < world_size
         self.holds = batch.holds_gradients(layout) and self.handled
@@ -109,17 +101,19 @@ class _Step:
         self._units = [_Unit(u, layout, world_size, job, batch) for u, layout in zip(description.units, layouts, strict=True)]
         self._ahead, self._merging = gathered_ahead(description), merging_segments(description, job)
         self._first_use = first_uses(description)
-        self._last_use = {segment.unit: index for index, segment in enumerate(description.segments)}
-        self.activations = ActivationEvents(description, [layout.activations for layout in layouts], batch.micro_batch_size, self.log)
+        last_use = {segment.unit: index for index, segment in enumerate(description.segments)}
+        uses = [segment.unit for segment in description.segments]
+        arriving = [self._units[unit].gradient_sizes if index == last_use[unit] else () for index, unit in enumerate(uses)]
+        activations = [layout.activations for layout in layouts]
+        self.activations = ActivationEvents(description, activations, batch.micro_batch_size, arriving, self.log)
         self._last_buffer: int | None = None
         self._reduce_input: int | None = None
         self._reducing_replicas: list[int] = []
 
     def hold(self) -> list[Event]:
         """Return what is there before the first step."""
-        description = self._description
-        inputs = description.input_bytes.bytes(self._samples)
-        shards = (nbytes for unit in self._units for nbytes in unit.shards)
+        description, inputs = self._description, self._description.input_bytes.bytes(self._samples)
+        shards = (nbytes for unit in self._units if not unit.layout.on_host for nbytes, _, _ in unit.sources)
         for nbytes in (*shards, description.buffer_bytes, description.other_bytes, inputs, self._job.correction_bytes):
             self.log.make(nbytes)
         return self.log.take()
@@ -127,12 +121,10 @@ class _Step:
     def make_states(self) -> list[Event]:
         """Return what the optimizer makes in its first step."""
         spec = self._job.optimizer
-        for unit in self._units:
-            for nbytes in unit.trained_here:
-                for _ in range(spec.states):
-                    self.log.make(nbytes)
-                if spec.states > 1 and spec.step is OptimizerStep.FUSED:
-                    self.log.make(_STEP_COUNT_BYTES)
+        counts = [_STEP_COUNT_BYTES] if spec.states > 1 and spec.step is OptimizerStep.FUSED else []
+        for nbytes in (nbytes for unit in self._units for nbytes in unit.trained_here):
+            for made in (*[nbytes] * spec.states, *counts):
+                self.log.make(made)
         return self.log.take()
 
     def micro_step(self, *, last: bool) -> None:
@@ -145,18 +137,15 @@ class _Step:
 
     def optimizer_step(self) -> None:
         """Make the events of the optimizer's scratch, and free gradients."""
-        scratch: list[int] = []
+        log, step = self.log, self._job.optimizer.step
+        trained = [nbytes for unit in self._units for nbytes in unit.trained_here]
+        if step is OptimizerStep.FOREACH:
+            log.drop_all([log.make(nbytes) for nbytes in trained])
+        elif step is OptimizerStep.FOR_LOOP:
+            for nbytes in trained:
+                log.drop_all([log.make(nbytes), log.make(nbytes)])
         for unit in self._units:
-            for nbytes in unit.trained_here:
-                match self._job.optimizer.step:
-                    case OptimizerStep.FOREACH:
-                        scratch.append(self.log.make(nbytes))
-                    case OptimizerStep.FOR_LOOP:
-                        self.log.drop_all([self.log.make(nbytes), self.log.make(nbytes)])
-        self.log.drop_all(scratch)
-        for unit in self._units:
-            self.log.drop(unit.gradient)
-            self.log.drop_all(unit.gradients)
+            log.drop_all([unit.gradient, *unit.gradients])
             unit.gradient, unit.gradients = None, []
 
     def _forward(self) -> None:
@@ -181,7 +170,7 @@ class _Step:
         if unit.layout.shard_size == 1:
             self._copy_replica(unit)
         else:
-            unit.gathered = [self.log.make(nbytes) for nbytes in unit.gathered_sizes]
+            unit.gathered = [self.log.make(whole) for _, whole, _ in unit.sources]
         if forward:
             self.log.drop(self._last_buffer)
             self._last_buffer = unit.buffer
@@ -236,7 +225,7 @@ class _Step:
                 self._gather(unit, forward=False)
             if (ahead := self._ahead[index]) is not None and not self._units[ahead].gathered:
                 self._start_gather(self._units[ahead])
-            gradients = self.activations.backward(index, unit.gradient_sizes if index == self._last_use[number] else ())
+            gradients = self.activations.backward(index)
             if merged := self._merging.get(index, 0):
                 gradients = self._merged(unit, gradients, merged)
             self._arrive(unit, gradients)
@@ -294,7 +283,7 @@ class _Step:
                 return
             unit.gradients, unit.whole = unit.whole, []
         log.drop(self._reduce_input)
-        self._reduce_input = log.make(unit.reduce_input) if unit.reduce_input else None
+        self._reduce_input = log.make(unit.terms.reduce_input) if unit.terms.reduce_input else None
         sharded = unit.layout.shard_size > 1
         log.drop_all(reversed(unit.gradients[:-1] if sharded else unit.gradients))
         late, unit.gradients = (unit.gradients[-1:] if sharded else []), []
@@ -320,10 +309,8 @@ class _Step:
         """Add up a reduce-scatter's output, or make it the gradient."""
         log = self.log
         if unit.replicas and not last:
-            if unit.partial is None:
-                unit.partial = reduced
-            else:
-                log.drop(reduced)
+            log.drop(None if unit.partial is None else reduced)
+            unit.partial = reduced if unit.partial is None else unit.partial
             return
         log.drop(unit.partial)
         unit.partial = None
@@ -333,8 +320,7 @@ class _Step:
             unit.gradient = result
         elif unit.recast:
             log.drop(result)
-        if unit.recast or not becomes_gradient:
-            if unit.replicas:
-                self._reducing_replicas.append(reduced)
-            else:
-                log.drop(reduced)
+        if (unit.recast or not becomes_gradient) and unit.replicas:
+            self._reducing_replicas.append(reduced)
+        elif unit.recast or not becomes_gradient:
+            log.drop(reduced)

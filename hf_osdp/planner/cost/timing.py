@@ -97,11 +97,6 @@ def phase_affine(phase: PhaseCost, description: ModelDescription, hardware: Hard
     )
 
 
-def phase_seconds(phase: PhaseCost, samples: int, description: ModelDescription, hardware: Hardware) -> float:
-    """Return the seconds of a phase's work on one device."""
-    return max(0.0, phase_affine(phase, description, hardware)(samples))
-
-
 def passes(
     description: ModelDescription, hardware: Hardware, samples: int, activations: Activations = Activations.SAVE
 ) -> list[tuple[float, float]]:
@@ -116,7 +111,7 @@ def passes(
         hooks_s = hardware.device.unit_s if hardware.world_size > 1 and segment.unit not in hooked else 0.0
         hooked.add(segment.unit)
         for phase in (costs.forward, costs.backward):
-            work.append(phase_seconds(phase, samples, description, hardware))
+            work.append(max(0.0, phase_affine(phase, description, hardware)(samples)))
             issue_s = phase.operators(samples) * hardware.device.operator_s + hooks_s
             issued_s += issue_s
             lacking.append(max(0.0, issue_s - work[-1]))
@@ -125,30 +120,23 @@ def passes(
     return list(zip(seconds[::2], seconds[1::2], strict=True))
 
 
-def overlap_windows(
+def unit_work(
     description: ModelDescription, hardware: Hardware, samples: int, activations: Activations = Activations.SAVE
-) -> tuple[Windows, ...]:
-    """For each unit, return the compute that its communication can hide behind. A segment before the first gives none.
+) -> tuple[tuple[float, ...], tuple[Windows, ...]]:
+    """Return each unit's forward and backward compute in one micro-step, and the compute that its communication can hide behind.
 
-    `activations` is the unit's own choice; a forward takes as long under any.
+    `activations` is the unit's own choice; a forward takes as long under any. A segment before the first hides nothing.
     """
+    compute_s = [0.0] * len(description.units)
     calls: list[list[Windows]] = [[] for _ in description.units]
     before, overlaps = 0.0, hardware.backend.overlaps
     for segment, (forward, backward) in zip(description.segments, passes(description, hardware, samples, activations), strict=True):
+        compute_s[segment.unit] += forward + backward
         if description.units[segment.unit].span is not GatherSpan.STEP:
             calls[segment.unit].append(Windows(forward=before, backward=backward) if overlaps else Windows())
         before = forward
-    return tuple(replace(first, later=tuple(later)) for first, *later in (windows or [Windows()] for windows in calls))
-
-
-def compute_seconds(
-    description: ModelDescription, hardware: Hardware, samples: int, activations: Activations = Activations.SAVE
-) -> tuple[float, ...]:
-    """Return forward and backward compute of each unit in one micro-step, under its own choice about activations."""
-    seconds = [0.0] * len(description.units)
-    for segment, both in zip(description.segments, passes(description, hardware, samples, activations), strict=True):
-        seconds[segment.unit] += sum(both)
-    return tuple(seconds)
+    windows = tuple(replace(first, later=tuple(later)) for first, *later in (made or [Windows()] for made in calls))
+    return tuple(compute_s), windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,35 +144,24 @@ class HostTrip:
     """Seconds that a unit's activations take to the host and back, in one micro-step."""
 
     out: float = 0.0
-    back: float = 0.0
-    awaited: bool = False
-    """Backward begins with what comes back, so that nothing hides it."""
+    back_beside: float = 0.0
+    """The way back, beside backward."""
+    back_before: float = 0.0
+    """The way back where backward begins with what comes back, so that nothing hides it."""
     traffic: float = 0.0
     """What both copies take of the device's memory bandwidth, which compute lacks."""
-
-    @property
-    def back_beside(self) -> float:
-        """The part of the way back that runs beside backward."""
-        return 0.0 if self.awaited else self.back
-
-    @property
-    def back_before(self) -> float:
-        """The part of it that backward waits for."""
-        return self.back if self.awaited else 0.0
 
 
 def host_trips(description: ModelDescription, hardware: Hardware, samples: int, activations: Activations) -> tuple[HostTrip, ...]:
     """Return each unit's trips under its own choice about activations; HardwareError where they go to a host that is not known."""
     trips = [HostTrip()] * len(description.units)
-    if not activations.offloads:
-        return tuple(trips)
-    host = host_of(hardware)
-    for segment in description.segments:
-        nbytes = segment.under(activations).sent_bytes.bytes(samples)
+    for segment in description.segments if activations.offloads else ():
+        host, nbytes = host_of(hardware), segment.under(activations).sent_bytes.bytes(samples)
+        back = nbytes / host.to_device_bytes_per_s
         trips[segment.unit] = HostTrip(
             out=nbytes / host.to_host_bytes_per_s,
-            back=nbytes / host.to_device_bytes_per_s,
-            awaited=activations.recomputes,
+            back_beside=0.0 if activations.recomputes else back,
+            back_before=back if activations.recomputes else 0.0,
             traffic=2 * nbytes / hardware.device.memory_bytes_per_s,
         )
     return tuple(trips)
@@ -195,13 +172,11 @@ class UnitTimer:
 
     def __init__(self, description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch) -> None:
         self._description, self._hardware, self._job, self._batch = description, hardware, job, batch
-        samples = batch.micro_batch_size
         forms = (Activations.SAVE, Activations.RECOMPUTE)  # one stands for all that recompute, one for all that do not
-        windows = [overlap_windows(description, hardware, samples, form) for form in forms]
-        compute_s = [compute_seconds(description, hardware, samples, form) for form in forms]
-        self.windows = {a: windows[a.recomputes] for a in Activations}
+        work = [unit_work(description, hardware, batch.micro_batch_size, form) for form in forms]
+        self.compute_s = {a: work[a.recomputes][0] for a in Activations}
         """By choice about activations, for each unit."""
-        self.compute_s = {a: compute_s[a.recomputes] for a in Activations}
+        self.windows = {a: work[a.recomputes][1] for a in Activations}
         self._trips: dict[Activations, tuple[HostTrip, ...]] = {}
         self._shapes = shape_ids(description.units)
         self._terms: dict[tuple[object, ...], UnitSeconds] = {}
@@ -238,7 +213,9 @@ def unit_time(
     copies = terms.copy_forward + terms.copy_backward + further * 2 * terms.copy_forward  # out of buffers in both passes
     return UnitTime(
         compute_s=micro_steps * compute_s,
-        communication_s=micro_steps * (gathers + trip.out + trip.back) + scatters * terms.reduce_scatter + terms.all_reduce,
+        communication_s=micro_steps * (gathers + trip.out + trip.back_beside + trip.back_before)
+        + scatters * terms.reduce_scatter
+        + terms.all_reduce,
         exposed_s=micro_steps * forward + (micro_steps - 1) * earlier + last,
         copy_s=micro_steps * (copies + trip.traffic),
         optimizer_s=terms.optimizer,

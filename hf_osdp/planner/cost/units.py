@@ -15,7 +15,7 @@ from ..decision import Batch, UnitLayout
 from ..description import GatherSpan, ModelDescription, ParameterSpec, UnitDescription
 from ..hardware import Collective, Hardware, HostSpec
 from ..job import OptimizerSpec, OptimizerStep, TrainingJob
-from .collectives import collective_seconds, gather_seconds, reduce_scatter_seconds, replicate_ring
+from .collectives import collective_seconds, replicate_ring, sharded_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +31,8 @@ class UnitBytes:
     gradients_after: int
     """What the unit's gradients add once its backward is done."""
     gradients_settled: int
-    """What they add when the last micro-step ends: negative where whole gradients that were held become shards.
-
-    Counted then and not unit by unit, because the micro-steps before end with all of them whole.
-    """
+    """What they add when the last micro-step ends: negative where whole gradients that were held become shards. Counted then and not unit
+    by unit, because the micro-steps before end with all of them whole."""
     reduced_after: int
     """Reduced gradients that FSDP2 keeps until the end of backward beside those above."""
     gathered: int
@@ -86,22 +84,21 @@ class UnitBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSeconds:
-    """Time terms of one unit under one layout, in seconds."""
+    """Time terms of one unit under one layout, in seconds; each micro-step but for `all_reduce` and `optimizer`, which come once a step."""
 
     gather_forward: float
-    """All-gather in forward, each micro-step."""
     gather_backward: float
-    """All-gather in backward, each micro-step; 0 where parameters are kept."""
+    """0 where parameters are kept."""
     reduce_scatter: float
-    """Reduce-scatter of the gradients, in each micro-step that reduces."""
+    """In each micro-step that reduces."""
     all_reduce: float
-    """All-reduce between replicas, once a step."""
+    """Between replicas."""
     copy_forward: float
     """FSDP2's own work to gather in forward, on the compute stream: copies into and out of buffers, hooks, views."""
     copy_backward: float
     """The same in backward, with its work to reduce the gradients."""
     optimizer: float
-    """Clipping and optimizer step on the unit's shard, once a step."""
+    """Clipping and optimizer step on the unit's shard."""
 
 
 def shape_ids(units: Sequence[UnitDescription]) -> tuple[int, ...]:
@@ -113,8 +110,7 @@ def shape_ids(units: Sequence[UnitDescription]) -> tuple[int, ...]:
 
 def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, batch: Batch) -> UnitBytes:
     """Return the memory terms of `unit` under `layout`."""
-    g, precision = layout.shard_size, job.precision
-    trainable = [p for p in unit.parameters if p.requires_grad]
+    g, precision, trainable = layout.shard_size, job.precision, unit.trainable
     shards = [p.sharded_bytes(g) for p in trainable]
     gradients = 0 if layout.on_host else sum(shards)
     casts = any(precision.gathered_dtype(p) is not p.dtype for p in unit.parameters)
@@ -122,7 +118,7 @@ def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: 
     gathered = _gathered_bytes(unit, g, job) if copies else 0
     reduced = sum(p.sharded_numel(g) * precision.reduced_dtype(p).itemsize for p in trainable)
     recast = any(precision.reduced_dtype(p) is not p.dtype for p in trainable)
-    whole = sum(_whole_gradients(trainable, job))
+    whole = _whole_gradients(trainable, job)
     holds = batch.holds_gradients(layout)
     accumulates = batch.accumulation_steps > 1 and not holds
     if not copies:  # a plain parameter adds up its gradient where it is
@@ -131,12 +127,12 @@ def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: 
     held = whole if holds else reduced if partial else gradients if accumulates else 0
     output = reduced if copies and (recast or accumulates or layout.on_host) else 0
     if holds:  # whole gradients go before it comes, but for the last one's
-        last = sum(_whole_gradients(trainable[-1:], job)) if g > 1 else 0
+        last = _whole_gradients(trainable[-1:], job) if g > 1 else 0
         output = max(0, reduced + (gradients if recast else 0) + last - whole)
     kept_back = reduced if g < world_size and (recast or layout.on_host) else 0
     # beside whole gradients that become less than they were, what is kept back is no more than these were
     beside = max(0, kept_back + gradients - whole) if holds else kept_back
-    whole_step = unit.span is GatherSpan.STEP
+    joins_whole = holds and unit.span is not GatherSpan.STEP
     unsharded = _unsharded(trainable, job)
     scatter_input = reduce_input(unit, g, job) if copies else 0
     return UnitBytes(
@@ -149,11 +145,11 @@ def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: 
         gathered=gathered,
         gather_buffer=gathered if g > 1 else 0,
         cast_buffer=_beside_gathered(unit, layout, job) if copies else 0,
-        unsharded_gradients=0 if holds and not whole_step else unsharded,
+        unsharded_gradients=0 if joins_whole else unsharded,
         waiting_gradients=unsharded if unit.span is GatherSpan.CALLS else 0,
         reduce_input=scatter_input,
         reduce_stage=g // layout.stage_size * reduced if layout.two_stage else 0,
-        last_gradient=0 if g == 1 or (holds and not whole_step) else _unsharded(trainable[-1:], job),
+        last_gradient=0 if g == 1 or joins_whole else _unsharded(trainable[-1:], job),
         reduce_tail=scatter_input,
         reduce_output=output,
         kept=0 if layout.reshard_after_forward else gathered,
@@ -168,8 +164,7 @@ def reduce_input(unit: UnitDescription, shard_size: int, job: TrainingJob) -> in
 
     See `_get_dim0_padded_size` in torch/distributed/fsdp/_fully_shard/_fsdp_common.py.
     """
-    trainable = (p for p in unit.parameters if p.requires_grad)
-    return sum(shard_size * p.sharded_numel(shard_size) * job.precision.reduced_dtype(p).itemsize for p in trainable)
+    return sum(shard_size * p.sharded_numel(shard_size) * job.precision.reduced_dtype(p).itemsize for p in unit.trainable)
 
 
 def gradients_arriving(description: ModelDescription, job: TrainingJob) -> tuple[int, ...]:
@@ -183,7 +178,7 @@ def gradients_arriving(description: ModelDescription, job: TrainingJob) -> tuple
     last = {segments[index].unit: index for index in whole_step}
     traced = {name: index for index, segment in enumerate(segments) for name in segment.gradients}
     for unit, at_latest in last.items():
-        for p in (p for p in description.units[unit].parameters if p.requires_grad):
+        for p in description.units[unit].trainable:
             comes = traced.get(p.name, at_latest)
             arriving[next((index for index in whole_step if index >= comes), whole_step[-1])] += _unsharded([p], job)
     return tuple(arriving)
@@ -195,24 +190,23 @@ def merged_gradients(unit: UnitDescription, job: TrainingJob) -> int:
     A parameter has several gradients where it has several names, or its unit several calls.
     """
     shared = {names[0] for names in unit.shared}
-    repeated = unit.span is GatherSpan.CALLS
-    return _unsharded([p for p in unit.parameters if p.requires_grad and (repeated or p.name in shared)], job)
+    return _unsharded([p for p in unit.trainable if unit.span is GatherSpan.CALLS or p.name in shared], job)
 
 
 def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, job: TrainingJob) -> UnitSeconds:
     """Return the time terms of `unit` under `layout`."""
     g = layout.shard_size
-    trainable = [p for p in unit.parameters if p.requires_grad]
     gathered, reduced = _gathered_bytes(unit, g, job), reduce_input(unit, g, job)
-    gather = gather_seconds(hardware, g, layout.stage_size, gathered)
-    scatter = reduce_scatter_seconds(hardware, g, layout.stage_size, reduced)
+    shards = [p.sharded_bytes(g) for p in unit.trainable]
+    gather = sharded_seconds(hardware, Collective.ALL_GATHER, g, layout.stage_size, gathered)
+    scatter = sharded_seconds(hardware, Collective.REDUCE_SCATTER, g, layout.stage_size, reduced)
     copy_out, copy_in = 0.0, 0.0
     if hardware.world_size > 1 or layout.on_host:
         copy_out, copy_in = _copy_seconds(unit, g, gathered, reduced, hardware)
     if layout.on_host:
         host = host_of(hardware)
         brought = sum(p.sharded_bytes(g) for p in unit.parameters) / host.to_device_bytes_per_s
-        scatter += sum(p.sharded_bytes(g) for p in trainable) / host.to_host_bytes_per_s
+        scatter += sum(shards) / host.to_host_bytes_per_s
         if g == 1:  # FSDP2 brings replicas over when they are copied, on the stream of compute
             copy_out += brought
         else:
@@ -225,7 +219,7 @@ def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, 
         all_reduce=collective_seconds(hardware, Collective.ALL_REDUCE, replicate_ring(hardware, g), reduced // g),
         copy_forward=copy_out,
         copy_backward=copy_in + (copy_out if frees else 0.0),
-        optimizer=_update_seconds([p.sharded_bytes(g) for p in trainable], hardware, job, on_host=layout.on_host),
+        optimizer=_update_seconds(shards, hardware, job, on_host=layout.on_host),
     )
 
 
@@ -236,8 +230,7 @@ def _copy_seconds(unit: UnitDescription, g: int, gathered: int, reduced: int, ha
     if overhead is None:
         return 2 * gathered / rate, reductions * 2 * reduced / rate
     copied = gathered if g == 1 else gathered + gathered // g
-    trainable = sum(p.requires_grad for p in unit.parameters)
-    return overhead.gather(len(unit.parameters), copied), overhead.reduce(trainable, reductions * reduced)
+    return overhead.gather(len(unit.parameters), copied), overhead.reduce(len(unit.trainable), reductions * reduced)
 
 
 def host_of(hardware: Hardware) -> HostSpec:
@@ -268,8 +261,8 @@ def _gathered_bytes(unit: UnitDescription, g: int, job: TrainingJob) -> int:
     return sum(g * p.sharded_numel(g) * job.precision.gathered_dtype(p).itemsize for p in unit.parameters)
 
 
-def _whole_gradients(parameters: Iterable[ParameterSpec], job: TrainingJob) -> list[int]:
-    return [p.numel * job.precision.reduced_dtype(p).itemsize for p in parameters]
+def _whole_gradients(parameters: Iterable[ParameterSpec], job: TrainingJob) -> int:
+    return sum(p.numel * job.precision.reduced_dtype(p).itemsize for p in parameters)
 
 
 def _unsharded(parameters: Iterable[ParameterSpec], job: TrainingJob) -> int:
@@ -298,7 +291,7 @@ def _beside_gathered(unit: UnitDescription, layout: UnitLayout, job: TrainingJob
 def _host_bytes(unit: UnitDescription, g: int, job: TrainingJob) -> int:
     """Return a unit's states on the host. Parameters and gradients are in page-locked memory, each in a power of two of bytes."""
     pinned = sum((1 + p.requires_grad) * pinned_bytes(p.sharded_bytes(g)) for p in unit.parameters)
-    return pinned + job.optimizer.states * sum(p.sharded_bytes(g) for p in unit.parameters if p.requires_grad)
+    return pinned + job.optimizer.states * sum(p.sharded_bytes(g) for p in unit.trainable)
 
 
 def pinned_bytes(nbytes: int) -> int:

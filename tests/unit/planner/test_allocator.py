@@ -12,170 +12,80 @@ from hf_osdp.planner.allocator.caching import CachingAllocator, DeviceFullError
 MiB = 2**20
 
 
-def fixed(**options):
-    return CachingAllocator(expandable_segments=False, **options)
+def replayed(*steps: str | tuple, expandable: bool = False, capacity: int | None = None) -> CachingAllocator:
+    """Allocate for each key with bytes, and perhaps a stream; free each key that stands alone."""
+    allocator = CachingAllocator(expandable_segments=expandable, capacity_bytes=capacity)
+    for step in steps:
+        allocator.free(step) if isinstance(step, str) else allocator.allocate(*step)
+    return allocator
 
 
-@pytest.mark.parametrize(("nbytes", "held"), [(1, 512), (512, 512), (513, 1024), (0, 0)])
-def test_sizes_are_rounded_up_to_512_bytes(nbytes, held):
-    allocator = fixed()
-    allocator.allocate("a", nbytes)
-    assert allocator.allocated_bytes == held
-    allocator.free("a")
-    assert (allocator.allocated_bytes, allocator.peak_allocated_bytes) == (0, held)
+def reserved(steps: list, nbytes: int, **options) -> tuple:
+    return steps, options, {"reserved_bytes": nbytes}
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "segment"),
-    [
-        (1, 2 * MiB), (MiB, 2 * MiB), (MiB + 1, 20 * MiB), (10 * MiB - 512, 20 * MiB),
-        (10 * MiB, 10 * MiB), (10 * MiB + 1, 12 * MiB), (33 * MiB, 34 * MiB),
-    ],
-)  # fmt: skip
-def test_segments_are_2_mib_20_mib_or_a_multiple_of_2_mib(nbytes, segment):
-    allocator = fixed()
-    allocator.allocate("a", nbytes)
-    assert allocator.reserved_bytes == segment
+def allocated(steps: list, nbytes: int, **options) -> tuple:
+    return steps, options, {"allocated_bytes": nbytes}
 
 
-def test_small_and_large_pools_share_nothing():
-    allocator = fixed()
-    allocator.allocate("large", 30 * MiB)
-    allocator.free("large")
-    allocator.allocate("small", MiB)
-    assert allocator.reserved_bytes == 32 * MiB
+EXPANDABLE = {"expandable": True}
+PAGES = [("a", 5 * MiB), ("b", 17 * MiB)]
+END = [("a", 18 * MiB), ("b", 2 * MiB), ("c", 4 * MiB), "a", ("d", 10 * MiB), ("e", 16 * MiB)]
+UNMAPPED = [("a", 70 * MiB, 1), ("b", MiB + 512, 1), "a", ("c", 60 * MiB, 2)]
+RULES = {
+    **{f"{size} bytes are rounded up to 512": allocated([("a", size)], held) for size, held in ((1, 512), (512, 512), (513, 1024), (0, 0))},
+    "what is freed is allocated no more": ([("a", 513), "a"], {}, {"allocated_bytes": 0, "peak_allocated_bytes": 1024}),
+    **{f"small segment for {size}": reserved([("a", size)], 2 * MiB) for size in (1, MiB)},
+    **{f"segment of 20 MiB for {size}": reserved([("a", size)], 20 * MiB) for size in (MiB + 1, 10 * MiB - 512)},
+    "segment of its own from 10 MiB": reserved([("a", 10 * MiB)], 10 * MiB),
+    "in multiples of 2 MiB": reserved([("a", 10 * MiB + 1)], 12 * MiB),
+    "small and large pools share nothing": reserved([("a", 30 * MiB), "a", ("b", MiB)], 32 * MiB),
+    "freed memory serves its own stream alone": reserved([("a", 30 * MiB, 1), "a", ("b", 30 * MiB, 2), ("c", 30 * MiB, 1)], 60 * MiB),
+    # the 24 for the 24, so that 40 are still free
+    "smallest block that fits": reserved(
+        [("big", 40 * MiB), ("small", 24 * MiB), "big", "small", ("a", 24 * MiB), ("b", 40 * MiB)], 64 * MiB
+    ),
+    "large block with 1 MiB more is taken whole": allocated([("a", 20 * MiB), "a", ("b", 19 * MiB)], 20 * MiB),
+    "large block with more than that is split": allocated([("a", 20 * MiB), "a", ("b", 19 * MiB - 512)], 19 * MiB - 512),
+    "small block is split down to 512 bytes": reserved([("a", MiB), ("b", MiB - 512), ("c", 512)], 2 * MiB),
+    "free neighbours become one": reserved([("a", 6 * MiB), ("b", 6 * MiB), ("c", 6 * MiB), "a", "c", "b", ("all", 20 * MiB)], 20 * MiB),
+    "whole free segments are released when the device is full": (
+        [("a", 30 * MiB), ("b", 30 * MiB), "a", ("c", 32 * MiB)], {"capacity": 64 * MiB},
+        {"alloc_retries": 1, "reserved_bytes": 62 * MiB, "peak_reserved_bytes": 62 * MiB},
+    ),
+    "expandable segment grows by pages": reserved(PAGES, 40 * MiB, **EXPANDABLE),
+    "until they are full": reserved([*PAGES, ("c", 18 * MiB)], 40 * MiB, **EXPANDABLE),
+    "small pages are of 2 MiB": reserved([*PAGES, ("d", 100)], 42 * MiB, **EXPANDABLE),
+    "it grows onto the free block at its end": reserved([("a", 30 * MiB), ("b", 50 * MiB)], 80 * MiB, **EXPANDABLE),
+    "expandable block is split down to 512 bytes": allocated([("a", 20 * MiB), "a", ("b", 20 * MiB - 512)], 20 * MiB - 512, **EXPANDABLE),
+    # for best fit the block at the end counts as large as it could become: "d" takes of the 18, and there is room at the end
+    "block at the end is taken last": reserved(END, 40 * MiB, **EXPANDABLE),
+    "empty pages are unmapped when the device is full": (
+        UNMAPPED, {"expandable": True, "capacity": 100 * MiB}, {"alloc_retries": 1, "reserved_bytes": 80 * MiB},
+    ),
+    # its pages lie at the lowest address, where there are none now
+    "and mapped again": reserved([*UNMAPPED, ("d", 20 * MiB, 1)], 100 * MiB, expandable=True, capacity=100 * MiB),
+}  # fmt: skip
 
 
-def test_freed_memory_serves_its_own_stream_alone():
-    allocator = fixed()
-    allocator.allocate("a", 30 * MiB, stream=1)
-    allocator.free("a")
-    allocator.allocate("b", 30 * MiB, stream=2)
-    assert allocator.reserved_bytes == 60 * MiB
-    allocator.allocate("c", 30 * MiB, stream=1)
-    assert allocator.reserved_bytes == 60 * MiB
+@pytest.mark.parametrize(("steps", "options", "wanted"), RULES.values(), ids=RULES)
+def test_allocator_keeps_each_rule_of_torchs(steps, options, wanted):
+    allocator = replayed(*steps, **options)
+    assert {name: getattr(allocator, name) for name in wanted} == wanted
 
 
-def test_smallest_block_that_fits_is_taken():
-    allocator = fixed()
-    for key, size in (("big", 40), ("small", 24)):
-        allocator.allocate(key, size * MiB)
-    allocator.free("big"), allocator.free("small")
-    allocator.allocate("a", 24 * MiB)  # of the 24, so that 40 are still free
-    allocator.allocate("b", 40 * MiB)
-    assert allocator.reserved_bytes == 64 * MiB
-
-
-def test_large_block_is_split_when_more_than_1_mib_remains():
-    allocator = fixed()
-    allocator.allocate("a", 20 * MiB)
-    allocator.free("a")
-    allocator.allocate("b", 19 * MiB)  # exactly 1 MiB more: taken whole
-    assert allocator.allocated_bytes == 20 * MiB
-    allocator.free("b")
-    allocator.allocate("c", 19 * MiB - 512)
-    assert allocator.allocated_bytes == 19 * MiB - 512
-
-
-def test_small_block_is_split_down_to_512_bytes():
-    allocator = fixed()
-    for key, nbytes in (("a", MiB), ("b", MiB - 512), ("c", 512)):
-        allocator.allocate(key, nbytes)
-    assert allocator.reserved_bytes == allocator.allocated_bytes == 2 * MiB
-
-
-def test_free_neighbours_in_a_segment_become_one():
-    allocator = fixed()
-    for key in "abc":
-        allocator.allocate(key, 6 * MiB)
-    for key in "acb":
-        allocator.free(key)
-    allocator.allocate("all", 20 * MiB)
-    assert allocator.reserved_bytes == 20 * MiB
-
-
-def test_whole_free_segments_are_released_when_the_device_is_full():
-    allocator = fixed(capacity_bytes=64 * MiB)
-    for key in "ab":
-        allocator.allocate(key, 30 * MiB)
-    allocator.free("a")
-    allocator.allocate("c", 32 * MiB)
-    assert (allocator.alloc_retries, allocator.reserved_bytes, allocator.peak_reserved_bytes) == (1, 62 * MiB, 60 * MiB + 2 * MiB)
-
-
-def test_segment_that_is_partly_taken_is_not_released():
-    allocator = fixed(capacity_bytes=60 * MiB)
-    for key in "ab":
-        allocator.allocate(key, 20 * MiB)
-    allocator.free("a")
-    allocator.allocate("c", 4 * MiB)
+def test_partly_taken_segments_are_not_released_and_unknown_keys_not_freed():
     with pytest.raises(DeviceFullError, match="do not fit"):
-        allocator.allocate("d", 30 * MiB)
-
-
-def test_expandable_segment_grows_by_pages_of_20_mib_or_2_mib():
-    allocator = CachingAllocator()
-    allocator.allocate("a", 5 * MiB)
-    allocator.allocate("b", 17 * MiB)
-    assert allocator.reserved_bytes == 40 * MiB
-    allocator.allocate("c", 18 * MiB)  # all of the two pages
-    assert allocator.reserved_bytes == allocator.allocated_bytes == 40 * MiB
-    allocator.allocate("d", 100)
-    assert allocator.reserved_bytes == 42 * MiB
-
-
-def test_expandable_segment_grows_onto_the_free_block_at_its_end():
-    allocator = CachingAllocator()
-    allocator.allocate("a", 30 * MiB)  # 10 of 40 MiB are free
-    allocator.allocate("b", 50 * MiB)
-    assert allocator.reserved_bytes == 80 * MiB
+        replayed(("a", 20 * MiB), ("b", 20 * MiB), "a", ("c", 4 * MiB), ("d", 30 * MiB), capacity=60 * MiB)
+    with pytest.raises(KeyError):
+        replayed("a")
 
 
 def test_no_slivers_remain_where_segments_expand():
     """A fixed segment of 33 MiB that is free cannot serve 34; an expandable one becomes larger."""
-    peaks = []
-    for expandable in (False, True):
-        allocator = CachingAllocator(expandable_segments=expandable)
-        for size in range(32, 64, 4):
-            allocator.allocate(size, size * MiB)
-            allocator.free(size)
-        peaks.append(allocator.peak_reserved_bytes)
+    steps = [step for size in range(32, 64, 4) for step in ((f"{size}", size * MiB), f"{size}")]
+    peaks = [replayed(*steps, expandable=expandable).peak_reserved_bytes for expandable in (False, True)]
     assert peaks == [sum(range(32, 64, 4)) * MiB, 60 * MiB]
-
-
-def test_expandable_block_is_split_down_to_512_bytes():
-    allocator = CachingAllocator()
-    allocator.allocate("a", 20 * MiB)
-    allocator.free("a")
-    allocator.allocate("b", 20 * MiB - 512)
-    assert allocator.allocated_bytes == 20 * MiB - 512
-
-
-def test_block_at_the_end_of_an_expandable_segment_is_taken_last():
-    """For best fit it counts as large as it could become."""
-    allocator = CachingAllocator()
-    for key, size in (("a", 18), ("b", 2), ("c", 4)):
-        allocator.allocate(key, size * MiB)  # 16 MiB are free at the end
-    allocator.free("a")
-    allocator.allocate("d", 10 * MiB)
-    allocator.allocate("e", 16 * MiB)  # there is room at the end, for "d" took of the 18
-    assert allocator.reserved_bytes == 40 * MiB
-
-
-def test_empty_pages_are_unmapped_when_the_device_is_full():
-    allocator = CachingAllocator(capacity_bytes=100 * MiB)
-    allocator.allocate("a", 70 * MiB, stream=1)
-    allocator.allocate("b", MiB + 512, stream=1)
-    allocator.free("a")
-    allocator.allocate("c", 60 * MiB, stream=2)
-    assert (allocator.alloc_retries, allocator.reserved_bytes) == (1, 20 * MiB + 60 * MiB)
-    allocator.allocate("d", 20 * MiB, stream=1)  # its pages lie at the lowest address, where there are none now
-    assert allocator.reserved_bytes == 100 * MiB
-
-
-def test_freed_key_is_unknown():
-    with pytest.raises(KeyError):
-        fixed().free("a")
 
 
 @pytest.mark.parametrize("expandable", [False, True])

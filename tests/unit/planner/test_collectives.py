@@ -6,174 +6,108 @@ from dataclasses import replace
 
 import pytest
 
-from hf_osdp.planner.cost.collectives import Ring, collective_seconds, gather_seconds, reduce_scatter_seconds, replicate_ring, shard_ring
+from hf_osdp.planner.cost.collectives import Ring, collective_seconds, replicate_ring, shard_ring, sharded_seconds
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, DeviceSpec, Hardware, Link
-from hf_osdp.planner.search.strategies import divisors
 
 INSIDE, OUTSIDE = 1e-6, 1e-4
 """α of the two links; β is 1e-9 inside a node (1 GB/s), 1e-8 outside."""
 N = 8_000_000
+GATHER, SCATTER, REDUCE = Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE
 
 
-def machine(nodes: int = 1, devices_per_node: int = 4, backend: Backend = Backend.NCCL) -> Hardware:
+def machine(nodes: int = 1, devices_per_node: int = 4, **more) -> Hardware:
     return Hardware(
         device=DeviceSpec(name="toy", memory_bytes=10**9, flops_per_s={DType.FLOAT32: 1e12}, memory_bytes_per_s=1e12, source="made up"),
         nodes=nodes,
         devices_per_node=devices_per_node,
-        intra_node=Link(latency_s=INSIDE, bytes_per_s=1e9, source="made up"),
         inter_node=Link(latency_s=OUTSIDE, bytes_per_s=1e8, source="made up"),
-        backend=backend,
+        **{"intra_node": Link(latency_s=INSIDE, bytes_per_s=1e9, source="made up"), "backend": Backend.NCCL, **more},
     )
 
 
-@pytest.mark.parametrize("collective", [Collective.ALL_GATHER, Collective.REDUCE_SCATTER])
-def test_all_gather_and_reduce_scatter_are_one_lap(collective):
-    hardware = machine()
-    assert collective_seconds(hardware, collective, shard_ring(hardware, 4), N) == pytest.approx(3 * INSIDE + 3 / 4 * N * 1e-9)
-    assert collective_seconds(hardware, collective, shard_ring(hardware, 2), N) == pytest.approx(1 * INSIDE + 1 / 2 * N * 1e-9)
+TWO, THREE_PAIRS = machine(nodes=2), machine(nodes=3, devices_per_node=2)
+ONE_LAP = 3 * INSIDE + 3 / 4 * N * 1e-9
+SLOW_INSIDE = machine(nodes=2, intra_node=Link(latency_s=INSIDE, bytes_per_s=1e7, source="made up"))
+LAPS = {
+    "all-gather": (machine(), GATHER, shard_ring, 4, N, ONE_LAP),
+    "reduce-scatter": (machine(), SCATTER, shard_ring, 4, N, ONE_LAP),
+    "of two": (machine(), SCATTER, shard_ring, 2, N, INSIDE + 1 / 2 * N * 1e-9),
+    "all-reduce is two laps": (machine(), REDUCE, replicate_ring, 1, N, 2 * ONE_LAP),
+    "under gloo": (machine(backend=Backend.GLOO), REDUCE, replicate_ring, 1, N, 2 * ONE_LAP),
+    "a group inside a node": (TWO, GATHER, shard_ring, 4, N, ONE_LAP),
+    "a group over two nodes": (TWO, GATHER, shard_ring, 8, N, 5 * INSIDE + 2 * OUTSIDE + 7 / 8 * N * 1e-8),
+    "where the inner link is slower": (SLOW_INSIDE, GATHER, shard_ring, 8, N, 5 * INSIDE + 2 * OUTSIDE + 7 / 8 * N * 1e-7),
+    # groups 0-2 and 3-5: both pass through the middle node
+    "groups that straddle nodes share the link": (THREE_PAIRS, GATHER, shard_ring, 3, N, 2 * OUTSIDE + 2 / 3 * N * 2e-8),
+    # rank 0 with rank 4, and three more pairs over the same link
+    "replicas of a shard share it": (TWO, REDUCE, replicate_ring, 4, N // 4, 2 * (OUTSIDE + 1 / 2 * (N // 4) * 4e-8)),
+    "alone": (machine(), GATHER, shard_ring, 1, N, 0.0),
+    "nothing to send": (machine(), REDUCE, shard_ring, 4, 0, 0.0),
+}
 
 
-def test_all_reduce_is_two_laps():
-    hardware = machine()
-    seconds = collective_seconds(hardware, Collective.ALL_REDUCE, replicate_ring(hardware, 1), N)
-    assert seconds == pytest.approx(2 * 3 * INSIDE + 2 * 3 / 4 * N * 1e-9)
+@pytest.mark.parametrize(("hardware", "collective", "ring", "size", "nbytes", "wanted_s"), LAPS.values(), ids=LAPS)
+def test_collective_seconds_are_laps_of_the_ring(hardware, collective, ring, size, nbytes, wanted_s):
+    assert collective_seconds(hardware, collective, ring(hardware, size), nbytes) == pytest.approx(wanted_s)
+
+
+RINGS = {
+    "inside a node": (TWO, shard_ring, 4, Ring(size=4, node_crossings=0, sharing=1)),
+    "over nodes": (TWO, shard_ring, 8, Ring(size=8, node_crossings=2, sharing=1)),
+    "replicas of all": (TWO, replicate_ring, 1, Ring(size=8, node_crossings=2, sharing=1)),
+    "replicas of a shard": (TWO, replicate_ring, 4, Ring(size=2, node_crossings=2, sharing=4)),
+    "no replicas": (TWO, replicate_ring, 8, Ring(size=1, node_crossings=0, sharing=1)),
+    # one of the three pairs lies across, and has the link to itself
+    "only groups that leave share": (machine(nodes=2, devices_per_node=3), shard_ring, 2, Ring(size=2, node_crossings=2, sharing=1)),
+}
+
+
+@pytest.mark.parametrize(("hardware", "ring", "size", "wanted"), RINGS.values(), ids=RINGS)
+def test_rings_cross_and_share_links_as_their_ranks_lie(hardware, ring, size, wanted):
+    """Over any world: `tests/property/test_group_properties.py`."""
+    assert ring(hardware, size) == wanted
+
+
+@pytest.mark.parametrize("collective", [GATHER, SCATTER])
+def test_two_stages_are_two_rings(collective):
+    """3 nodes of 4: N/4 bytes among 3 ranks, whose node's link 4 of them share, then N bytes among 4 ranks."""
+    hardware = machine(nodes=3)
+    between, within = 2 * OUTSIDE + 2 / 3 * (N / 4) * 4e-8, ONE_LAP
+    assert sharded_seconds(hardware, collective, 12, 4, N) == pytest.approx(between + within)
+    assert sharded_seconds(hardware, collective, 12, 1, N) == pytest.approx(8 * INSIDE + 3 * OUTSIDE + 11 / 12 * N * 1e-8)
+    assert sharded_seconds(hardware, collective, 12, 4, 0) == 0.0
+
+
+def measured(collective: Collective, group_size: int, latency_s: float, *, crosses_nodes: bool = False) -> CollectiveTiming:
+    return CollectiveTiming(
+        collective=collective, group_size=group_size, latency_s=latency_s, seconds_per_byte=1e-6, crosses_nodes=crosses_nodes
+    )
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_a_reduce_scatter_costs_half_an_all_reduce(backend):
-    hardware = machine(backend=backend)
-    ring = shard_ring(hardware, 4)
-    scatter = collective_seconds(hardware, Collective.REDUCE_SCATTER, ring, N)
-    assert 2 * scatter == pytest.approx(collective_seconds(hardware, Collective.ALL_REDUCE, ring, N))
-
-
-@pytest.mark.parametrize("seconds", [gather_seconds, reduce_scatter_seconds])
-def test_two_stages_are_two_rings(seconds):
-    """3 nodes of 4: N/4 bytes among 3 ranks, whose node's link 4 of them share, then N bytes among 4 ranks."""
-    hardware = machine(nodes=3)
-    between = 2 * OUTSIDE + 2 / 3 * (N / 4) * 4e-8
-    within = 3 * INSIDE + 3 / 4 * N * 1e-9
-    assert seconds(hardware, 12, 4, N) == pytest.approx(between + within)
-    assert seconds(hardware, 12, 1, N) == pytest.approx(8 * INSIDE + 3 * OUTSIDE + 11 / 12 * N * 1e-8)
-    assert seconds(hardware, 12, 4, 0) == 0.0
-
-
-def test_two_stages_as_they_were_measured():
-    kind = Collective.TWO_STAGE_REDUCE_SCATTER
-    measured = CollectiveTiming(collective=kind, group_size=8, latency_s=0.5, seconds_per_byte=1e-6, crosses_nodes=True)
-    hardware = replace(machine(nodes=2), timings=(measured,))
-    assert reduce_scatter_seconds(hardware, 8, 4, N) == pytest.approx(0.5 + N * 1e-6)
-    assert gather_seconds(hardware, 8, 4, N) == gather_seconds(machine(nodes=2), 8, 4, N)
-
-
-@pytest.mark.parametrize("collective", Collective)
-def test_nothing_is_sent_alone_or_for_nothing(collective):
-    hardware = machine()
-    assert collective_seconds(hardware, collective, shard_ring(hardware, 1), N) == 0
-    assert collective_seconds(hardware, collective, shard_ring(hardware, 4), 0) == 0
-
-
-def test_measured_timing_goes_before_the_formula():
-    measured = CollectiveTiming(collective=Collective.ALL_GATHER, group_size=4, latency_s=0.5, seconds_per_byte=1e-6)
-    hardware = replace(machine(), timings=(measured,))
-    assert collective_seconds(hardware, Collective.ALL_GATHER, shard_ring(hardware, 4), N) == pytest.approx(0.5 + N * 1e-6)
-    for collective, size in ((Collective.ALL_GATHER, 2), (Collective.REDUCE_SCATTER, 4)):
-        plain = collective_seconds(machine(), collective, shard_ring(machine(), size), N)
-        assert collective_seconds(hardware, collective, shard_ring(hardware, size), N) == plain
+def test_measured_timing_goes_before_the_formula_for_its_collective_and_size(backend):
+    hardware = machine(backend=backend, timings=(measured(GATHER, 4, 0.5),))
+    asked = [(GATHER, 4), (GATHER, 2), (SCATTER, 4)]
+    found = [collective_seconds(hardware, kind, shard_ring(hardware, size), N) for kind, size in asked]
+    formula = [collective_seconds(machine(), kind, shard_ring(hardware, size), N) for kind, size in asked]
+    assert found == [pytest.approx(0.5 + N * 1e-6), *formula[1:]]
 
 
 def test_measured_timing_holds_where_its_group_lies():
     """Two nodes of 2: pairs that gather lie inside a node, pairs that reduce replicas across; both have 2 ranks."""
+    plain = machine(nodes=2, devices_per_node=2)
+    inside, across = measured(REDUCE, 2, 1.0), measured(REDUCE, 2, 2.0, crosses_nodes=True)
 
-    def pair(latency_s: float, crosses: bool) -> CollectiveTiming:
-        return CollectiveTiming(
-            collective=Collective.ALL_REDUCE, group_size=2, latency_s=latency_s, seconds_per_byte=0.0, crosses_nodes=crosses
-        )
+    def seconds(*timings: CollectiveTiming) -> list[float]:
+        hardware = replace(plain, timings=timings)
+        return [collective_seconds(hardware, REDUCE, ring(hardware, 2), N) for ring in (shard_ring, replicate_ring)]
 
-    hardware = replace(machine(nodes=2, devices_per_node=2), timings=(pair(1.0, False), pair(2.0, True)))
-    assert collective_seconds(hardware, Collective.ALL_REDUCE, shard_ring(hardware, 2), N) == 1.0
-    assert collective_seconds(hardware, Collective.ALL_REDUCE, replicate_ring(hardware, 2), N) == 2.0
-    inside_only = replace(hardware, timings=(pair(1.0, False),))
-    plain = collective_seconds(machine(nodes=2, devices_per_node=2), Collective.ALL_REDUCE, replicate_ring(hardware, 2), N)
-    assert collective_seconds(inside_only, Collective.ALL_REDUCE, replicate_ring(hardware, 2), N) == plain
+    assert seconds(inside, across) == pytest.approx([1.0 + N * 1e-6, 2.0 + N * 1e-6])
+    assert seconds(inside) == [pytest.approx(1.0 + N * 1e-6), seconds()[1]]
 
 
-def test_measured_gloo_reduce_scatter_is_not_doubled():
-    measured = CollectiveTiming(collective=Collective.REDUCE_SCATTER, group_size=4, latency_s=0.0, seconds_per_byte=1e-6)
-    hardware = replace(machine(backend=Backend.GLOO), timings=(measured,))
-    assert collective_seconds(hardware, Collective.REDUCE_SCATTER, shard_ring(hardware, 4), N) == pytest.approx(N * 1e-6)
-
-
-def test_shard_group_inside_a_node_never_leaves_it():
-    hardware = machine(nodes=2, devices_per_node=4)
-    assert shard_ring(hardware, 2) == Ring(size=2, node_crossings=0, sharing=1)
-    assert shard_ring(hardware, 4) == Ring(size=4, node_crossings=0, sharing=1)
-    seconds = collective_seconds(hardware, Collective.ALL_GATHER, shard_ring(hardware, 4), N)
-    assert seconds == pytest.approx(3 * INSIDE + 3 / 4 * N * 1e-9)
-
-
-def test_shard_group_over_two_nodes_goes_at_the_outer_link():
-    hardware = machine(nodes=2, devices_per_node=4)
-    assert shard_ring(hardware, 8) == Ring(size=8, node_crossings=2, sharing=1)
-    seconds = collective_seconds(hardware, Collective.ALL_GATHER, shard_ring(hardware, 8), N)
-    assert seconds == pytest.approx(5 * INSIDE + 2 * OUTSIDE + 7 / 8 * N * 1e-8)
-
-
-def test_shard_group_that_straddles_nodes_shares_the_outer_link():
-    hardware = machine(nodes=3, devices_per_node=2)  # groups 0-2 and 3-5: both pass through the middle node
-    ring = shard_ring(hardware, 3)
-    assert (ring.size, ring.sharing) == (3, 2)
-    seconds = collective_seconds(hardware, Collective.ALL_GATHER, ring, N)
-    assert seconds == pytest.approx(2 * OUTSIDE + 2 / 3 * N * 2e-8)
-
-
-def test_replicas_of_one_shard_share_the_outer_link_with_the_other_shards_of_the_node():
-    hardware = machine(nodes=2, devices_per_node=4)
-    ring = replicate_ring(hardware, 4)  # rank 0 with rank 4, and three more pairs over the same link
-    assert ring == Ring(size=2, node_crossings=2, sharing=4)
-    seconds = collective_seconds(hardware, Collective.ALL_REDUCE, ring, N // 4)
-    assert seconds == pytest.approx(2 * (OUTSIDE + 1 / 2 * (N // 4) * 4e-8))
-
-
-def test_replicas_of_everything_cross_each_node_once():
-    hardware = machine(nodes=2, devices_per_node=4)
-    assert replicate_ring(hardware, 1) == Ring(size=8, node_crossings=2, sharing=1)
-    assert replicate_ring(hardware, 8).size == 1
-
-
-def hops_out(groups: list[range], devices_per_node: int) -> list[list[int]]:
-    """For each group, the nodes that its ring leaves."""
-    return [
-        [
-            a // devices_per_node
-            for a, b in zip(ranks, [*ranks[1:], ranks[0]], strict=True)
-            if a // devices_per_node != b // devices_per_node
-        ]
-        for ranks in groups
-    ]
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 3, 6])
-@pytest.mark.parametrize("devices_per_node", [1, 2, 3, 4, 8])
-def test_rings_cross_and_share_links_as_their_ranks_lie(nodes, devices_per_node):
-    hardware = machine(nodes, devices_per_node)
-    world = hardware.world_size
-    for size in divisors(world):
-        shards = [range(start, start + size) for start in range(0, world, size)]
-        replicas = [range(start, world, size) for start in range(size)]
-        for ring, groups in ((shard_ring(hardware, size), shards), (replicate_ring(hardware, size), replicas)):
-            out = hops_out(groups, devices_per_node)
-            busiest = max((sum(node in left for left in out) for node in range(nodes)), default=0)
-            assert ring == Ring(size=len(groups[0]), node_crossings=max(map(len, out)), sharing=max(1, busiest))
-
-
-def test_only_the_groups_that_leave_a_node_share_its_link():
-    """Pairs of 6 devices in 2 nodes: one of the three pairs lies across, and has the link to itself."""
-    assert shard_ring(machine(nodes=2, devices_per_node=3), 2) == Ring(size=2, node_crossings=2, sharing=1)
-
-
-def test_slower_inner_link_decides_where_it_is_slower():
-    hardware = replace(machine(nodes=2), intra_node=Link(latency_s=INSIDE, bytes_per_s=1e7, source="made up"))
-    seconds = collective_seconds(hardware, Collective.ALL_GATHER, shard_ring(hardware, 8), N)
-    assert seconds == pytest.approx(5 * INSIDE + 2 * OUTSIDE + 7 / 8 * N * 1e-7)
+def test_measured_two_stages_go_before_the_formula():
+    hardware = replace(TWO, timings=(measured(Collective.TWO_STAGE_REDUCE_SCATTER, 8, 0.5, crosses_nodes=True),))
+    assert sharded_seconds(hardware, SCATTER, 8, 4, N) == pytest.approx(0.5 + N * 1e-6)
+    assert sharded_seconds(hardware, GATHER, 8, 4, N) == sharded_seconds(TWO, GATHER, 8, 4, N)

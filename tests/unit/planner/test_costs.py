@@ -6,19 +6,19 @@ The unit has w (8, 3) and b (8,) in float32, both trainable: 32 elements, 128 by
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from hf_osdp.errors import HardwareError
 from hf_osdp.planner.cost.collectives import collective_seconds, replicate_ring, shard_ring
-from hf_osdp.planner.cost.units import UnitBytes, merged_gradients, unit_bytes, unit_seconds
+from hf_osdp.planner.cost.units import UnitBytes, UnitSeconds, merged_gradients, unit_bytes, unit_seconds
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import Activations, DType, GatherSpan, ParameterSpec, UnitDescription
 from hf_osdp.planner.hardware import Backend, Collective, DeviceSpec, FsdpOverhead, Hardware, HostSpec, Link, WorkTime
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 
-ONCE = Batch(micro_batch_size=1, accumulation_steps=1)
-THRICE = Batch(micro_batch_size=1, accumulation_steps=3)
+ONCE, THRICE = (Batch(micro_batch_size=1, accumulation_steps=steps) for steps in (1, 3))
 HOST = HostSpec(memory_bytes=10**9, to_device_bytes_per_s=1e4, to_host_bytes_per_s=2e4, update_bytes_per_s=5e3, source="made up")
 
 
@@ -30,258 +30,195 @@ def unit_of(*parameters: ParameterSpec, span: GatherSpan = GatherSpan.USE, share
     return UnitDescription(fqn="u", module_names=("u",), class_name="Block", span=span, parameters=parameters, shared=shared)
 
 
+def layout(g: int, *, keep: bool = False, hold: bool = False, **more: Any) -> UnitLayout:
+    return UnitLayout(shard_size=g, reshard_after_forward=not keep, reduce_every_micro_step=not hold, **more)
+
+
 UNIT = unit_of(parameter("w", 8, 3), parameter("b", 8))
+TEN_ROWS = unit_of(parameter("w", 10, 3))
+IN_BF16 = unit_of(parameter("w", 8, 4, dtype=DType.BFLOAT16))
+FROZEN = unit_of(parameter("w", 8, 3, requires_grad=False), parameter("b", 8))
+ROOT = unit_of(parameter("w", 8, 3), span=GatherSpan.STEP)
+WIDE_REDUCTION = Precision(reduce=DType.FLOAT32)
 
 
-def job_of(precision: str = "no", *, states: int = 2, step: OptimizerStep = OptimizerStep.FUSED) -> TrainingJob:
-    return TrainingJob(global_batch_size=12, precision=Precision.named(precision), optimizer=OptimizerSpec(states=states, step=step))
+def job_of(precision: str = "no", *, states: int = 2, step: OptimizerStep = OptimizerStep.FUSED, clips: bool = False) -> TrainingJob:
+    optimizer = OptimizerSpec(states=states, step=step)
+    return TrainingJob(global_batch_size=12, precision=Precision.named(precision), optimizer=optimizer, clips_gradients=clips)
 
 
 def terms(
-    unit: UnitDescription = UNIT, *, g: int, keep: bool = False, hold: bool = False, on_host: bool = False, world_size: int = 4, job=None,
-    batch: Batch = ONCE,
-) -> UnitBytes:  # fmt: skip
-    choice = UnitLayout(shard_size=g, reshard_after_forward=not keep, reduce_every_micro_step=not hold, on_host=on_host)
-    return unit_bytes(unit, choice, world_size, job or job_of(), batch)
+    g: int, unit: UnitDescription = UNIT, *, world_size: int = 4, job: TrainingJob | None = None, batch: Batch = ONCE, **more: Any
+) -> UnitBytes:
+    return unit_bytes(unit, layout(g, **more), world_size, job or job_of(), batch)
 
 
-def test_replicated_unit():
-    assert terms(g=1) == UnitBytes(
-        parameters=128,
-        optimizer=256,
-        gradients_held=0,
-        gradients_after=128,
-        gradients_settled=0,
-        reduced_after=0,
-        gathered=128,  # FSDP2 copies a replicated unit too
-        gather_buffer=0,
-        cast_buffer=0,
-        unsharded_gradients=128,
-        reduce_input=128,
-        reduce_stage=0,
-        last_gradient=0,
-        reduce_tail=128,
-        reduce_output=0,
-        kept=0,
-        step_scratch=0,
-        host=0,
-    )
+REPLICATED = UnitBytes(
+    parameters=128, optimizer=256, gradients_held=0, gradients_after=128, gradients_settled=0, reduced_after=0,
+    gathered=128,  # FSDP2 copies a replicated unit too
+    gather_buffer=0, cast_buffer=0, unsharded_gradients=128, reduce_input=128, reduce_stage=0, last_gradient=0, reduce_tail=128,
+    reduce_output=0, kept=0, step_scratch=0, host=0,
+)  # fmt: skip
+SHARDED = replace(
+    REPLICATED, parameters=32, optimizer=64, gradients_after=32, gather_buffer=128,
+    last_gradient=32,  # of b: a loop variable of FSDP2's holds it
+)  # fmt: skip
+IN_STAGES = replace(SHARDED, reduce_stage=64, cast_buffer=64)
+"""Half of what is reduced or gathered inside a node of two."""
 
 
-def test_unit_sharded_over_all():
-    assert terms(g=4) == UnitBytes(
-        parameters=32,
-        optimizer=64,
-        gradients_held=0,
-        gradients_after=32,
-        gradients_settled=0,
-        reduced_after=0,
-        gathered=128,
-        gather_buffer=128,
-        cast_buffer=0,
-        unsharded_gradients=128,
-        reduce_input=128,
-        reduce_stage=0,
-        last_gradient=32,  # of b: a loop variable of FSDP2's holds it
-        reduce_tail=128,
-        reduce_output=0,
-        kept=0,
-        step_scratch=0,
-        host=0,
-    )
+@pytest.mark.parametrize(("chosen", "wanted"), [(layout(1), REPLICATED), (layout(4), SHARDED), (layout(4, stage_size=2), IN_STAGES)])
+def test_unit_bytes_are_all_terms_of_replicated_sharded_and_staged_units(chosen, wanted):
+    assert unit_bytes(UNIT, chosen, 4, job_of(), ONCE) == wanted
+    assert unit_bytes(UNIT, replace(chosen, activations=Activations.RECOMPUTE), 4, job_of(), ONCE) == wanted
 
 
-def test_two_stages_take_memory_between_them_and_nothing_else():
-    flat, staged = terms(g=4), unit_bytes(UNIT, UnitLayout(shard_size=4, reshard_after_forward=True, stage_size=2), 4, job_of(), ONCE)
-    assert staged == replace(flat, reduce_stage=64, cast_buffer=64), "half of what is reduced or gathered inside a node of two"
-    half = unit_bytes(UNIT, UnitLayout(shard_size=4, reshard_after_forward=True, stage_size=2), 8, job_of("bf16"), ONCE)
-    assert (half.reduce_stage, half.last_gradient) == (64, 16), "reduced in float32, made in bfloat16"
-    assert half.reduce_work == 64 + 16 + max(0, half.reduce_output - half.reduced_after)
+HOLDING, ACCUMULATING, AWAY = dict(hold=True, batch=THRICE), dict(batch=THRICE), dict(on_host=True)
+SOME_TERMS = {
+    "sharded over a group": (dict(g=2), dict(parameters=64, optimizer=128, gradients_after=64, gathered=128, gather_buffer=128)),
+    "kept: nothing is prefetched": (dict(g=4, keep=True), dict(kept=128, prefetched=0, held=32 + 64)),
+    "freed: a buffer is": (dict(g=2), dict(kept=0, prefetched=128)),
+    "replicated: nothing to prefetch": (dict(g=1), dict(kept=0, prefetched=0)),
+    # 3 rows of 3 on rank 0; 12 rows gathered; autograd sees 10
+    "rows that do not divide are padded": (
+        dict(g=4, unit=TEN_ROWS),
+        dict(parameters=36, optimizer=72, gradients_after=36, gathered=144, gather_buffer=144, reduce_input=144, unsharded_gradients=120),
+    ),
+    "reduce buffer padded to 1": (dict(g=1, unit=TEN_ROWS), dict(reduce_tail=120, reduce_input=120)),
+    "reduce buffer padded to 2": (dict(g=2, unit=TEN_ROWS), dict(reduce_tail=120, reduce_input=120)),
+    "reduce buffer padded to 4": (dict(g=4, unit=TEN_ROWS), dict(reduce_tail=144, reduce_input=144)),
+    "fewer rows than ranks: one on rank 0": (dict(g=4, unit=unit_of(parameter("w", 2, 5))), dict(parameters=20)),
+    # the cast shard is less than what is gathered from it; the float32 output becomes the float32 gradient
+    "bf16": (
+        dict(g=4, job=job_of("bf16")),
+        dict(parameters=32, optimizer=64, gradients_after=32, gathered=64, gather_buffer=64, unsharded_gradients=64, cast_buffer=0,
+             reduce_input=128, reduce_tail=128, reduce_output=0),
+    ),
+    # w and what it is cast from, before b is there
+    "bf16 replicas are cast one by one": (dict(g=1, job=job_of("bf16")), dict(cast_buffer=48 + 48 - 64)),
+    # reduced in float32, made in bfloat16
+    "bf16 in stages": (dict(g=4, stage_size=2, world_size=8, job=job_of("bf16")), dict(reduce_stage=64, last_gradient=16, reduce_work=80)),
+    "wider reduction over all": (
+        dict(g=4, unit=IN_BF16, job=replace(job_of(), precision=WIDE_REDUCTION)),
+        dict(gradients_after=16, reduce_output=32, reduced_after=0),
+    ),
+    # until the all-reduce is over
+    "wider reduction in a group": (
+        dict(g=2, unit=IN_BF16, job=replace(job_of(), precision=WIDE_REDUCTION)),
+        dict(gradients_after=32, reduce_output=64, reduced_after=64),
+    ),
+    "frozen parameters are only gathered": (
+        dict(g=4, unit=FROZEN, **HOLDING),
+        dict(parameters=32, gathered=128, optimizer=16, gradients_held=32, gradients_settled=8 - 32, reduce_input=32, reduce_tail=32),
+    ),
+    "frozen after the last gradient": (dict(g=2, unit=unit_of(parameter("w", 8, 3), *FROZEN.parameters[:1])), dict(last_gradient=96)),
+    # autograd adds to what is held
+    "whole gradients held": (
+        dict(g=4, **HOLDING),
+        dict(gradients_held=128, gradients_after=0, gradients_settled=32 - 128, unsharded_gradients=0, held=32 + 64 + 128),
+    ),
+    "whole gradients held: the last is among them": (dict(g=2, **HOLDING), dict(last_gradient=0)),
+    "whole gradients held of the root": (dict(g=2, unit=ROOT, **HOLDING), dict(last_gradient=96)),
+    "reduced in every micro-step": (
+        dict(g=4, **ACCUMULATING),
+        dict(gradients_held=32, gradients_after=0, gradients_settled=0, unsharded_gradients=128, reduce_output=32),
+    ),
+    "states of SGD": (dict(g=2, job=job_of(states=0)), dict(optimizer=0)),
+    "states of momentum": (dict(g=2, job=job_of(states=1)), dict(optimizer=64)),
+    # shards of 24 and 8 bytes; the loop takes two of the larger
+    "scratch of foreach": (dict(g=4, job=job_of(step=OptimizerStep.FOREACH)), dict(step_scratch=32)),
+    "scratch of a loop": (dict(g=4, job=job_of(step=OptimizerStep.FOR_LOOP)), dict(step_scratch=48)),
+    "host: one process gathers what lies there": (
+        dict(g=1, world_size=1, **AWAY), dict(gathered=128, gather_buffer=0, reduce_input=128, host=576),
+    ),
+    "host: one process holds whole gradients": (
+        dict(g=1, world_size=1, **AWAY, **HOLDING), dict(gradients_held=128, gradients_after=0, gradients_settled=-128, reduce_tail=128),
+    ),
+    "host: replicas keep no more than they held": (
+        dict(g=1, **AWAY, **HOLDING), dict(gradients_held=128, reduced_after=0, gradients_settled=0),
+    ),
+    "host: replicas that accumulate": (dict(g=1, **AWAY, **ACCUMULATING), dict(reduced_after=128)),
+    "host: a gradient comes before it is added": (dict(g=4, **AWAY, **ACCUMULATING), dict(host_moment=24)),
+    "host: nothing to add to": (dict(g=4, **AWAY), dict(host_moment=0)),
+    "host: whole gradients come once": (dict(g=4, **AWAY, **HOLDING), dict(host_moment=0)),
+    "host: the sum of replicas comes once": (dict(g=2, **AWAY, **ACCUMULATING), dict(host_moment=0)),
+    "host: shards are less than what is gathered": (dict(g=4, **AWAY), dict(cast_buffer=0)),
+    # 96 twice, or 96 and 32 twice, against 128
+    "host: replicas come one by one": (dict(g=1, **AWAY), dict(cast_buffer=64)),
+    "host: and are there in their own dtype": (dict(g=1, job=job_of("bf16"), **AWAY), dict(cast_buffer=96 + 48 - 64)),
+    # the weight in a power of two; parameter, gradient and two states of the other
+    "host: frozen parameters have no states": (dict(g=4, unit=FROZEN, **AWAY), dict(host=32 + 2 * 8 + 2 * 8)),
+}  # fmt: skip
 
 
-def test_the_last_gradient_is_held_while_shards_are_reduced():
-    assert terms(g=2, hold=True, batch=THRICE).last_gradient == 0, "whole gradients that are held count already"
-    whole_step = unit_of(parameter("w", 8, 3), span=GatherSpan.STEP)
-    assert terms(whole_step, g=2, hold=True, batch=THRICE).last_gradient == 96
-    assert terms(unit_of(parameter("w", 8, 3), parameter("frozen", 8, requires_grad=False)), g=2).last_gradient == 96
-
-
-def test_unit_sharded_over_a_group():
-    group = terms(g=2)
-    assert (group.parameters, group.optimizer, group.gradients_after) == (64, 128, 64)
-    assert (group.gathered, group.gather_buffer, group.reduce_input) == (128, 128, 128)
-
-
-@pytest.mark.parametrize("g", [1, 2, 4])
-def test_keeping_leaves_the_gathered_parameters_and_prefetches_nothing(g):
-    freed, kept = terms(g=g), terms(g=g, keep=True)
-    assert (freed.kept, kept.kept) == (0, 128)
-    assert freed.prefetched == (128 if g > 1 else 0)
-    assert kept.prefetched == 0
-    assert kept.held == freed.held
-
-
-def test_rows_are_padded_where_dimension_0_does_not_divide():
-    padded = terms(unit_of(parameter("w", 10, 3)), g=4)  # 3 rows of 3 on rank 0; 12 rows gathered; autograd sees 10
-    assert (padded.parameters, padded.optimizer, padded.gradients_after) == (36, 72, 36)
-    assert (padded.gathered, padded.gather_buffer, padded.reduce_input) == (144, 144, 144)
-    assert padded.unsharded_gradients == 120
-
-
-@pytest.mark.parametrize(("g", "rows"), [(1, 10), (2, 10), (4, 12)])
-def test_reduce_buffer_in_flight_is_padded_to_the_shard_group(g, rows):
-    found = terms(unit_of(parameter("w", 10, 3)), g=g)
-    assert found.reduce_tail == found.reduce_input == rows * 3 * 4
-
-
-def test_scalar_is_never_cut():
-    assert unit_of(parameter("scale")).parameters[0].sharded_numel(4) == 1
-
-
-def test_fewer_rows_than_ranks_leave_one_row_on_rank_0():
-    assert terms(unit_of(parameter("w", 2, 5)), g=4).parameters == 20
-
-
-def test_bf16_halves_what_is_gathered_and_reduces_in_float32():
-    half = terms(g=4, job=job_of("bf16"))
-    assert (half.parameters, half.optimizer, half.gradients_after) == (32, 64, 32)
-    assert (half.gathered, half.gather_buffer, half.unsharded_gradients) == (64, 64, 64)
-    assert half.cast_buffer == 0, "the cast shard is less than what is gathered from it"
-    assert (half.reduce_input, half.reduce_tail) == (128, 128)
-    assert half.reduce_output == 0  # the float32 output becomes the float32 gradient
-
-
-def test_replicas_are_cast_one_parameter_at_a_time():
-    assert terms(g=1, job=job_of("bf16")).cast_buffer == 48 + 48 - 64, "w and what it is cast from, before b is there"
-
-
-def test_reduction_in_another_dtype_than_the_parameter_needs_an_output_buffer():
-    unit = unit_of(parameter("w", 8, 4, dtype=DType.BFLOAT16))
-    job = TrainingJob(global_batch_size=4, precision=Precision(reduce=DType.FLOAT32))
-    over_all, in_group = (terms(unit, g=g, job=job) for g in (4, 2))
-    assert (over_all.gradients_after, over_all.reduce_output, over_all.reduced_after) == (16, 32, 0)
-    assert (in_group.gradients_after, in_group.reduce_output, in_group.reduced_after) == (32, 64, 64)  # until the all-reduce is over
-
-
-def test_frozen_parameters_are_gathered_and_nothing_more():
-    frozen = terms(unit_of(parameter("w", 8, 3, requires_grad=False), parameter("b", 8)), g=4, hold=True, batch=THRICE)
-    assert (frozen.parameters, frozen.gathered) == (32, 128)
-    assert (frozen.optimizer, frozen.gradients_held, frozen.gradients_settled) == (16, 32, 8 - 32)
-    assert (frozen.reduce_input, frozen.reduce_tail) == (32, 32)
-
-
-def test_accumulation_that_holds_whole_gradients():
-    holding = terms(g=4, hold=True, batch=THRICE)
-    assert (holding.gradients_held, holding.gradients_after) == (128, 0)
-    assert holding.gradients_settled == 32 - 128
-    assert holding.unsharded_gradients == 0  # autograd adds to what is held
-    assert holding.held == 32 + 64 + 128
-
-
-def test_accumulation_that_reduces_every_time_holds_shards():
-    reducing = terms(g=4, batch=THRICE)
-    assert (reducing.gradients_held, reducing.gradients_after, reducing.gradients_settled) == (32, 0, 0)
-    assert (reducing.unsharded_gradients, reducing.reduce_output) == (128, 32)
+@pytest.mark.parametrize(("asked", "wanted"), SOME_TERMS.values(), ids=SOME_TERMS)
+def test_unit_bytes_equal_terms_by_hand(asked, wanted):
+    found = terms(**asked)
+    assert {name: getattr(found, name) for name in wanted} == wanted
 
 
 @pytest.mark.parametrize("hold", [False, True])
-def test_one_process_accumulates_in_place(hold):
+def test_unit_bytes_of_one_process_accumulate_in_place(hold):
     alone = terms(g=1, world_size=1, hold=hold, batch=THRICE)
-    assert (alone.gradients_held, alone.gradients_after, alone.gradients_settled) == (128, 0, 0)
-    assert (alone.gathered, alone.gather_buffer, alone.reduce_input, alone.reduce_tail, alone.reduce_output) == (0, 0, 0, 0, 0)
+    nothing = dict.fromkeys(["gathered", "gather_buffer", "cast_buffer", "reduce_input", "reduce_tail", "reduce_output"], 0)
+    assert alone == replace(alone, gradients_held=128, gradients_after=0, gradients_settled=0, **nothing)
 
 
-@pytest.mark.parametrize(("step", "scratch"), [(OptimizerStep.FUSED, 0), (OptimizerStep.FOREACH, 32), (OptimizerStep.FOR_LOOP, 48)])
-def test_scratch_of_the_optimizer_step(step, scratch):
-    assert terms(g=4, job=job_of(step=step)).step_scratch == scratch  # shards of 24 and 8 bytes; the loop takes two of the larger
+@pytest.mark.parametrize(("g", "pinned"), [(1, 128 + 32), (2, 64 + 16), (4, 32 + 8)])
+def test_unit_bytes_on_host_leave_the_device_whole(g, pinned):
+    here, there = terms(g), terms(g, on_host=True)
+    assert (there.held, there.gradients_after) == (0, 0)
+    assert (here.host, there.host) == (0, 2 * pinned + here.optimizer), "parameters and gradients in powers of two"
+    assert (there.gathered, there.gather_buffer, there.reduce_input) == (here.gathered, here.gather_buffer, here.reduce_input)
+    assert there.reduce_output == 128 // g, "what is reduced cannot become the gradient where it lies"
+    assert terms(g, on_host=True, job=job_of(step=OptimizerStep.FOREACH)).step_scratch == 0, "the host takes the step"
 
 
-@pytest.mark.parametrize("states", [0, 1, 2])
-def test_optimizer_states_are_as_many_copies_of_the_shard(states):
-    assert terms(g=2, job=job_of(states=states)).optimizer == states * 64
+def test_scalars_are_never_cut_and_merged_gradients_are_those_of_shared_parameters():
+    assert parameter("scale").sharded_numel(4) == 1
+    shared = replace(UNIT, shared=(("w", "head.w"),))
+    asked = (shared, job_of()), (shared, job_of("bf16")), (UNIT, job_of()), (replace(UNIT, span=GatherSpan.CALLS), job_of())
+    assert [merged_gradients(*each) for each in asked] == [96, 48, 0, 128]
 
 
-def test_merged_gradients_are_the_shared_parameters_only():
-    unit = unit_of(parameter("w", 8, 3), parameter("b", 8), shared=(("w", "head.w"),))
-    assert merged_gradients(unit, job_of()) == 96
-    assert merged_gradients(unit, job_of("bf16")) == 48
-    assert merged_gradients(UNIT, job_of()) == 0
+@pytest.mark.parametrize(
+    ("span", "fixed", "wanted"),
+    [
+        (GatherSpan.STEP, None, [(1, False), (4, False)]), (GatherSpan.STEP, True, [(1, False), (4, False)]),
+        (GatherSpan.CALLS, None, [(1, True), (4, True)]), (GatherSpan.USE, None, [(1, True), (1, False), (4, True), (4, False)]),
+        (GatherSpan.USE, False, [(1, False), (4, False)]),
+    ],
+)  # fmt: skip
+def test_layouts_keep_what_stays_gathered_and_free_what_is_called_again(span, fixed, wanted):
+    found = layouts_for(span, (1, 4), reshard_after_forward=fixed)
+    assert [(c.shard_size, c.reshard_after_forward) for c in found] == wanted
 
 
-def test_choices_of_a_unit_that_stays_gathered_all_keep():
-    root = unit_of(parameter("w", 8), span=GatherSpan.STEP)
-    assert layouts_for(root.span, (1, 4)) == (
-        UnitLayout(shard_size=1, reshard_after_forward=False),
-        UnitLayout(shard_size=4, reshard_after_forward=False),
-    )
-    assert layouts_for(root.span, (4,), reshard_after_forward=True) == (UnitLayout(shard_size=4, reshard_after_forward=False),)
-    assert [(c.shard_size, c.reshard_after_forward) for c in layouts_for(UNIT.span, (1, 4))] == [
-        (1, True),
-        (1, False),
-        (4, True),
-        (4, False),
-    ]
+def test_batch_holds_gradients_and_reduces_once_only_with_accumulation():
+    asked = [(batch, layout(4, hold=hold)) for batch in (ONCE, THRICE) for hold in (False, True)]
+    assert [batch.holds_gradients(choice) for batch, choice in asked] == [False, False, False, True]
+    assert [batch.reduce_scatters(choice) for batch, choice in asked] == [1, 1, 3, 1]
 
 
-def machine(devices_per_node: int = 4) -> Hardware:
+# seconds
+
+
+def machine(devices_per_node: int = 4, **more: Any) -> Hardware:
     return Hardware(
         device=DeviceSpec(name="toy", memory_bytes=10**9, flops_per_s={DType.FLOAT32: 1e9}, memory_bytes_per_s=1e6, source="made up"),
         devices_per_node=devices_per_node,
         intra_node=Link(latency_s=1e-6, bytes_per_s=1e6, source="made up"),
         inter_node=Link(latency_s=1e-5, bytes_per_s=1e5, source="made up"),
-        backend=Backend.NCCL,
+        **{"backend": Backend.NCCL, **more},
     )
 
 
-def seconds(*, g: int, keep: bool = False, precision: str = "no", hardware: Hardware | None = None):
-    return unit_seconds(UNIT, UnitLayout(shard_size=g, reshard_after_forward=not keep), hardware or machine(), job_of(precision))
+def seconds(g: int, *, keep: bool = False, job: TrainingJob | None = None, hardware: Hardware | None = None, **more: Any) -> UnitSeconds:
+    return unit_seconds(UNIT, layout(g, keep=keep, **more), hardware or machine(), job or job_of())
 
 
-def test_seconds_of_a_sharded_unit():
-    lap = collective_seconds(machine(), Collective.ALL_GATHER, shard_ring(machine(), 4), 128)
-    sharded = seconds(g=4)
-    assert (sharded.gather_forward, sharded.gather_backward, sharded.reduce_scatter, sharded.all_reduce) == (lap, lap, lap, 0)
-    assert sharded.copy_forward == pytest.approx(2 * 128 / 1e6)
-    assert sharded.copy_backward == pytest.approx(4 * 128 / 1e6)
-    assert sharded.optimizer == pytest.approx(7 * 32 / 1e6)  # parameter and two states both ways, the gradient read
-
-
-def test_seconds_of_a_replicated_unit():
-    replicated = seconds(g=1)
-    assert (replicated.gather_forward, replicated.gather_backward, replicated.reduce_scatter) == (0, 0, 0)
-    assert replicated.all_reduce == collective_seconds(machine(), Collective.ALL_REDUCE, replicate_ring(machine(), 1), 128)
-    assert replicated.copy_backward == pytest.approx((4 * 128 + 2 * 128) / 1e6)
-    assert replicated.optimizer == pytest.approx(7 * 128 / 1e6)
-
-
-def test_group_shard_all_reduces_only_its_part():
-    group = seconds(g=2)
-    assert group.all_reduce == collective_seconds(machine(), Collective.ALL_REDUCE, replicate_ring(machine(), 2), 64)
-    assert group.reduce_scatter == collective_seconds(machine(), Collective.REDUCE_SCATTER, shard_ring(machine(), 2), 128)
-
-
-def test_keeping_saves_the_second_gather_and_its_copy():
-    freed, kept = seconds(g=4), seconds(g=4, keep=True)
-    assert kept.gather_backward == 0
-    assert freed.copy_backward - kept.copy_backward == pytest.approx(2 * 128 / 1e6)
-    assert kept.gather_forward == freed.gather_forward
-
-
-def test_bf16_gathers_half_and_reduces_in_full():
-    half = seconds(g=4, precision="bf16")
-    ring = shard_ring(machine(), 4)
-    assert half.gather_forward == collective_seconds(machine(), Collective.ALL_GATHER, ring, 64)
-    assert half.reduce_scatter == collective_seconds(machine(), Collective.REDUCE_SCATTER, ring, 128)
-
-
-def test_one_process_spends_time_on_the_update_only():
-    alone = seconds(g=1, hardware=machine(devices_per_node=1))
-    assert (alone.gather_forward, alone.gather_backward, alone.reduce_scatter, alone.all_reduce) == (0, 0, 0, 0)
-    assert (alone.copy_forward, alone.copy_backward) == (0, 0)
-    assert alone.optimizer == pytest.approx(7 * 128 / 1e6)
-
-
-HANDLING = FsdpOverhead(
+COPY = 2 * 128 / 1e6
+OVERHEAD = FsdpOverhead(
     gather=WorkTime(call_s=1.0, tensor_s=0.1, seconds_per_byte=0.001),
     reduce=WorkTime(call_s=2.0, tensor_s=0.2, seconds_per_byte=0.002),
     updates={
@@ -290,152 +227,78 @@ HANDLING = FsdpOverhead(
         OptimizerStep.FOR_LOOP: WorkTime(tensor_s=0.5),
     },
 )
+MEASURED = machine(fsdp_overhead=OVERHEAD)
+GATHER_S, REDUCE_S = 1 + 0.2 + 0.160, 2 + 0.4 + 0.256
+"""2 tensors; 128 bytes out of the buffer, 32 into it; 128 of gradients."""
+TIMES = {
+    # parameter and two states both ways, the gradient read
+    "sharded": (dict(g=4), dict(all_reduce=0, copy_forward=COPY, copy_backward=2 * COPY, optimizer=7 * 32 / 1e6)),
+    "replicated": (
+        dict(g=1), dict(gather_forward=0, gather_backward=0, reduce_scatter=0, copy_backward=3 * COPY, optimizer=7 * 128 / 1e6),
+    ),
+    "kept: no second gather, nor its copy": (dict(g=4, keep=True), dict(gather_backward=0, copy_forward=COPY, copy_backward=COPY)),
+    "one process: the update alone": (
+        dict(g=1, hardware=machine(1)), dict.fromkeys(UnitSeconds.__slots__, 0) | {"optimizer": 7 * 128 / 1e6},
+    ),
+    "measured": (dict(g=4, hardware=MEASURED), dict(copy_forward=GATHER_S, copy_backward=GATHER_S + REDUCE_S, optimizer=0.6 + 0.003 * 32)),
+    "measured, kept": (dict(g=4, keep=True, hardware=MEASURED), dict(copy_backward=REDUCE_S)),
+    # gradients are copied twice
+    "measured, replicated": (dict(g=1, hardware=MEASURED), dict(copy_forward=1.328, copy_backward=1.328 + 2 + 0.4 + 2 * 0.256)),
+    "measured, a loop": (dict(g=4, hardware=MEASURED, job=job_of(step=OptimizerStep.FOR_LOOP)), dict(optimizer=1.0)),
+    "measured, SGD": (dict(g=4, hardware=MEASURED, job=job_of(states=0, step=OptimizerStep.FOREACH)), dict(optimizer=0.8 * 3 / 7)),
+    "measured, one process": (
+        dict(g=1, hardware=machine(1, fsdp_overhead=OVERHEAD)), dict(copy_forward=0, copy_backward=0, optimizer=0.6 + 0.003 * 128),
+    ),
+    "the host steps and clips": (
+        dict(g=4, on_host=True, hardware=machine(host=HOST), job=job_of(clips=True)), dict(optimizer=10 * 32 / 5e3),
+    ),
+    "kept from the host: brought once": (dict(g=4, keep=True, on_host=True, hardware=machine(host=HOST)), dict(gather_backward=0)),
+}  # fmt: skip
 
 
-def handled(unit: UnitDescription = UNIT, *, g: int, keep: bool = False, job: TrainingJob | None = None, world_size: int = 4):
-    hardware = replace(machine(devices_per_node=world_size), fsdp_overhead=HANDLING)
-    return unit_seconds(unit, UnitLayout(shard_size=g, reshard_after_forward=not keep), hardware, job or job_of())
+@pytest.mark.parametrize(("asked", "wanted"), TIMES.values(), ids=TIMES)
+def test_unit_seconds_equal_terms_by_hand(asked, wanted):
+    found = seconds(**asked)
+    assert {name: getattr(found, name) for name in wanted} == pytest.approx(wanted)
+    assert seconds(**asked, activations=Activations.RECOMPUTE) == found
 
 
-def test_measured_handling_counts_calls_tensors_and_copied_bytes():
-    sharded = handled(g=4)  # 2 tensors; 128 bytes out of the buffer, 32 into it; 128 of gradients
-    assert sharded.copy_forward == pytest.approx(1 + 0.2 + 0.160)
-    assert sharded.copy_backward == pytest.approx(sharded.copy_forward + 2 + 0.4 + 0.256)
-    assert handled(g=4, keep=True).copy_backward == pytest.approx(2 + 0.4 + 0.256)
-    assert sharded.gather_forward == seconds(g=4).gather_forward
+@pytest.mark.parametrize(("g", "precision", "gathered"), [(1, "no", 128), (2, "no", 128), (4, "no", 128), (4, "bf16", 64)])
+def test_unit_seconds_of_collectives_are_those_of_their_rings(g, precision, gathered):
+    """Gathered in the compute dtype, reduced in float32; replicas reduce only their part of it."""
+
+    def ring_s(collective: Collective, ring, nbytes: int) -> float:
+        return collective_seconds(machine(), collective, ring, nbytes)
+
+    found = seconds(g, job=job_of(precision))
+    assert found.gather_forward == found.gather_backward == ring_s(Collective.ALL_GATHER, shard_ring(machine(), g), gathered)
+    assert found.reduce_scatter == ring_s(Collective.REDUCE_SCATTER, shard_ring(machine(), g), 128)
+    assert found.all_reduce == ring_s(Collective.ALL_REDUCE, replicate_ring(machine(), g), 128 // g)
 
 
-def test_measured_handling_of_a_replicated_unit_copies_gradients_twice_and_gathers_once():
-    replicated = handled(g=1)
-    assert replicated.copy_forward == pytest.approx(1 + 0.2 + 0.128)
-    assert replicated.copy_backward == pytest.approx(replicated.copy_forward + 2 + 0.4 + 2 * 0.256)
-
-
-def test_frozen_parameters_are_gathered_and_not_reduced():
-    frozen = handled(unit_of(parameter("w", 8, 3, requires_grad=False)), g=4)
-    assert frozen.copy_forward > 0
-    assert frozen.copy_backward == frozen.copy_forward
-    assert frozen.optimizer == 0
-
-
-def test_measured_update_goes_by_the_kind_of_step_and_the_states():
-    assert handled(g=4).optimizer == pytest.approx(0.6 + 0.003 * 32)
-    assert handled(g=4, job=job_of(step=OptimizerStep.FOR_LOOP)).optimizer == pytest.approx(1.0)
-    assert handled(g=4, job=job_of(states=0, step=OptimizerStep.FOREACH)).optimizer == pytest.approx(0.8 * 3 / 7)
-
-
-def test_one_process_has_nothing_to_handle_but_the_update():
-    alone = handled(g=1, world_size=1)
-    assert (alone.copy_forward, alone.copy_backward) == (0, 0)
-    assert alone.optimizer == pytest.approx(0.6 + 0.003 * 128)
+def test_unit_seconds_gather_frozen_parameters_and_do_not_reduce_them():
+    frozen = unit_seconds(unit_of(*FROZEN.parameters[:1]), layout(4), MEASURED, job_of())
+    assert frozen.copy_backward == frozen.copy_forward > 0 == frozen.optimizer
 
 
 @pytest.mark.parametrize(("backend", "dispatched"), [(Backend.GLOO, 2 * 2 * 1e-3), (Backend.NCCL, 0.0)])
 def test_clipping_reads_gradients_twice_and_writes_them_once(backend, dispatched):
     """A GPU runs behind the CPU that dispatches."""
-    hardware = replace(machine(), backend=backend, device=replace(machine().device, operator_s=1e-3))
-    clipping = replace(job_of(), clips_gradients=True)
-    with_it, without = (
-        unit_seconds(UNIT, UnitLayout(shard_size=4, reshard_after_forward=False), hardware, job) for job in (clipping, job_of())
-    )
-    assert with_it.optimizer - without.optimizer == pytest.approx(3 * 32 / 1e6 + dispatched)
+    hardware = replace(machine(backend=backend), device=replace(machine().device, operator_s=1e-3))
+    clipping, plain = (seconds(4, keep=True, hardware=hardware, job=job_of(clips=clips)) for clips in (True, False))
+    assert clipping.optimizer - plain.optimizer == pytest.approx(3 * 32 / 1e6 + dispatched)
 
 
-def test_batch_says_what_it_holds_and_how_often_it_reduces():
-    reducing, holding = (
-        UnitLayout(shard_size=4, reshard_after_forward=True),
-        UnitLayout(shard_size=4, reshard_after_forward=True, reduce_every_micro_step=False),
-    )
-    asked = [(ONCE, reducing), (ONCE, holding), (THRICE, reducing), (THRICE, holding)]
-    assert [batch.holds_gradients(choice) for batch, choice in asked] == [False, False, False, True]
-    assert [batch.reduce_scatters(choice) for batch, choice in asked] == [1, 1, 3, 1]
+@pytest.mark.parametrize(("g", "brought"), [(4, "gather_forward"), (1, "copy_forward")])
+def test_unit_seconds_bring_shards_from_host_and_take_gradients_there(g, brought):
+    """Replicas come on the stream of compute, where they are copied."""
+    here, there = (seconds(g, hardware=machine(host=HOST), on_host=way) for way in (False, True))
+    added = {name: getattr(there, name) - getattr(here, name) for name in UnitSeconds.__slots__}
+    trip = {brought: 128 // g / 1e4, brought.replace("forward", "backward"): 128 // g / 1e4, "reduce_scatter": 128 // g / 2e4}
+    moved = {"optimizer": 7 * 128 // g / 5e3 - here.optimizer}
+    assert added == pytest.approx(dict.fromkeys(added, 0.0) | trip | moved)
 
 
-def test_recompute_changes_no_term_of_the_parameters():
-    choice = UnitLayout(shard_size=4, reshard_after_forward=True)
-    again = replace(choice, activations=Activations.RECOMPUTE)
-    assert unit_bytes(UNIT, again, 4, job_of(), ONCE) == unit_bytes(UNIT, choice, 4, job_of(), ONCE)
-    assert unit_seconds(UNIT, again, machine(), job_of()) == unit_seconds(UNIT, choice, machine(), job_of())
-
-
-# states on the host
-
-
-@pytest.mark.parametrize(("g", "pinned"), [(1, 128 + 32), (2, 64 + 16), (4, 32 + 8)])
-def test_states_on_the_host_leave_the_device_whole(g, pinned):
-    here, there = terms(g=g), terms(g=g, on_host=True)
-    assert (there.parameters, there.optimizer, there.gradients_held, there.gradients_after, there.held) == (0, 0, 0, 0, 0)
-    assert there.host == 2 * pinned + here.optimizer, "parameters and gradients in powers of two"
-    assert here.host == 0
-    assert (there.gathered, there.gather_buffer, there.reduce_input) == (here.gathered, here.gather_buffer, here.reduce_input)
-    assert there.reduce_output == 128 // g, "what is reduced cannot become the gradient where it lies"
-    assert terms(g=g, on_host=True, job=job_of(step=OptimizerStep.FOREACH)).step_scratch == 0, "the host takes the step"
-
-
-def test_one_process_that_holds_gradients_holds_those_of_units_on_the_host_whole():
-    held = terms(g=1, world_size=1, on_host=True, hold=True, batch=Batch(micro_batch_size=1, accumulation_steps=3))
-    assert (held.gradients_held, held.gradients_after, held.gradients_settled, held.reduce_tail) == (128, 0, -128, 128)
-    assert terms(g=1, world_size=1).reduce_tail == 0
-
-
-def test_replicas_on_the_host_keep_no_more_than_the_gradients_that_they_held():
-    batch = Batch(micro_batch_size=1, accumulation_steps=3)
-    held = terms(g=1, on_host=True, hold=True, batch=batch)
-    assert (held.gradients_held, held.reduced_after, held.gradients_settled) == (128, 0, 0)
-    assert terms(g=1, on_host=True, batch=batch).reduced_after == 128
-
-
-def test_a_gradient_comes_to_the_host_before_it_is_added():
-    batch = Batch(micro_batch_size=1, accumulation_steps=3)
-    assert terms(g=4, on_host=True, batch=batch).host_moment == 24
-    assert terms(g=4, on_host=True, hold=True, batch=batch).host_moment == terms(g=4, on_host=True).host_moment == 0
-    assert terms(g=2, on_host=True, batch=batch).host_moment == 0, "the sum of replicas comes over once"
-
-
-def test_what_comes_from_the_host_is_there_before_it_is_gathered():
-    assert terms(g=4, on_host=True).cast_buffer == 0, "shards are less than what is gathered from them"
-    assert terms(g=1, on_host=True).cast_buffer == 64, "replicas come one by one: 96 twice, or 96 and 32 twice, against 128"
-    assert terms(g=1, on_host=True, job=job_of("bf16")).cast_buffer == 96 + 48 - 64, "it is there in its own dtype, too"
-    assert terms(g=1, world_size=1).cast_buffer == 0
-
-
-def test_frozen_parameters_on_the_host_have_no_states():
-    frozen = terms(unit_of(parameter("w", 8, 3, requires_grad=False), parameter("b", 8)), g=4, on_host=True)
-    assert frozen.host == 32 + 2 * 8 + 2 * 8, "its weight in a power of two; parameter, gradient and two states of the other"
-
-
-def test_one_process_gathers_what_lies_on_the_host():
-    alone = terms(g=1, world_size=1, on_host=True)
-    assert (alone.gathered, alone.gather_buffer, alone.reduce_input, alone.host) == (128, 0, 128, 576)
-
-
-def test_host_link_brings_shards_takes_gradients_and_the_host_steps():
-    hardware = replace(machine(), host=HOST)
-    here, there = (
-        unit_seconds(UNIT, UnitLayout(shard_size=4, reshard_after_forward=True, on_host=way), hardware, job_of()) for way in (False, True)
-    )
-    assert there.gather_forward - here.gather_forward == pytest.approx(32 / 1e4)
-    assert there.gather_backward - here.gather_backward == pytest.approx(32 / 1e4)
-    assert there.reduce_scatter - here.reduce_scatter == pytest.approx(32 / 2e4)
-    assert there.optimizer == pytest.approx(7 * 32 / 5e3)
-    assert there.all_reduce == here.all_reduce
-    kept = unit_seconds(UNIT, UnitLayout(shard_size=4, reshard_after_forward=False, on_host=True), hardware, job_of())
-    assert (kept.gather_forward, kept.gather_backward) == (there.gather_forward, 0)
-    clipping = unit_seconds(
-        UNIT, UnitLayout(shard_size=4, reshard_after_forward=True, on_host=True), hardware, replace(job_of(), clips_gradients=True)
-    )
-    assert clipping.optimizer == pytest.approx((7 + 3) * 32 / 5e3)
-
-
-def test_replicas_come_from_the_host_on_the_stream_of_compute():
-    hardware = replace(machine(), host=HOST)
-    here, there = (
-        unit_seconds(UNIT, UnitLayout(shard_size=1, reshard_after_forward=True, on_host=way), hardware, job_of()) for way in (False, True)
-    )
-    assert (there.gather_forward, there.gather_backward) == (0, 0)
-    assert there.copy_forward - here.copy_forward == pytest.approx(128 / 1e4)
-
-
-def test_a_host_that_is_not_known_is_an_error():
+def test_unit_seconds_on_unknown_host_raise_hardware_error():
     with pytest.raises(HardwareError, match="the host of toy is not known; measure it"):
-        unit_seconds(UNIT, UnitLayout(shard_size=4, reshard_after_forward=True, on_host=True), machine(), job_of())
+        seconds(4, on_host=True)

@@ -1,59 +1,80 @@
-"""Lines and envelopes of costs."""
+"""Affine costs and their envelopes, splits of a model, and what a description refuses."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_osdp.planner.affine import Affine, Envelope
+from hf_osdp.planner.description import DType, ParameterSpec
+from hf_osdp.planner.split import ModelSplit, OperatorSplit
+from tests.helpers.descriptions import transformer
 
-LINES = st.lists(
+moments = st.lists(
     st.builds(
         lambda constant, slope: Affine(constant=float(constant), per_sample=float(slope)),
-        st.integers(-(10**9), 10**9),
-        st.integers(-(10**6), 10**6),
+        st.integers(0, 10**9),
+        st.integers(0, 10**6),
     ),
     min_size=1,
     max_size=30,
 )
 
 
-@given(LINES, st.integers(1, 10**5))
-def test_an_envelope_is_the_highest_of_its_lines(lines, samples):
-    assert Envelope.above(lines)(samples) == max(line(samples) for line in lines)
+@given(moments, st.integers(1, 10**5))
+def test_envelope_is_the_highest_of_its_moments_and_keeps_no_other(given_moments, samples):
+    envelope = Envelope.above(given_moments)
+    assert envelope.bytes(samples) == max(moment.bytes(samples) for moment in given_moments)
+    steep = [moment.per_sample for moment in envelope.pieces]
+    assert steep == sorted(set(steep))
+    crossings = [
+        (before.constant - after.constant) / (after.per_sample - before.per_sample)
+        for before, after in zip(envelope.pieces, envelope.pieces[1:], strict=False)
+    ]
+    assert crossings == sorted(crossings), "each is the highest between two crossings"
 
 
-@given(LINES)
-def test_an_envelope_keeps_only_lines_that_are_somewhere_the_highest(lines):
-    kept = Envelope.above(lines).pieces
-    slopes = [line.per_sample for line in kept]
-    assert slopes == sorted(set(slopes))
-    for number, line in enumerate(kept):
-        others = [other for other in kept if other is not line]
-        crossings = {1.0} | {(o.constant - line.constant) / (line.per_sample - o.per_sample) for o in others}
-        assert not others or number in (0, len(kept) - 1) or any(
-            line.constant + line.per_sample * x >= max(o.constant + o.per_sample * x for o in others) - 1e-3 for x in crossings if x >= 1
-        )  # fmt: skip
-
-
-def test_one_sample_may_lie_on_no_line():
+def test_envelope_of_one_sample_may_lie_on_no_piece():
     peak = Envelope.above([Affine(constant=10, per_sample=5)], single=100.0)
     assert [peak.bytes(samples) for samples in (1, 2, 3)] == [100, 20, 25]
-    assert peak.plus(Affine(constant=1, per_sample=1)).bytes(1) == 102
-    assert peak.plus(Affine(constant=1, per_sample=1)).bytes(2) == 23
-
-
-def test_no_moment_is_no_bytes():
-    assert Envelope.above([]).bytes(7) == 0
-    assert Envelope().bytes(7) == 0
-
-
-@pytest.mark.parametrize(("constants", "expected"), [(True, 10), (False, 15)])
-def test_scaling_leaves_constants_unless_asked(constants, expected):
-    assert Envelope.linear(constant=10, per_sample=5).scaled(0.5, constants=constants).bytes(2) == expected
+    raised = peak.plus(Affine(constant=1, per_sample=1))
+    assert [raised.bytes(samples) for samples in (1, 2)] == [102, 23]
 
 
 def test_bytes_are_rounded_up_and_never_negative():
-    assert Envelope.linear(constant=0.25, per_sample=1).bytes(3) == 4
-    assert Envelope.linear(constant=-100, per_sample=1).bytes(3) == 0
+    assert Envelope.linear(constant=0.25, per_sample=1).bytes(3) == Affine(constant=0.25, per_sample=1).bytes(3) == 4
+    assert Envelope.linear(constant=-100, per_sample=1).bytes(3) == Affine(constant=-100, per_sample=1).bytes(3) == 0
+    assert Envelope.above([]).bytes(7) == Envelope().bytes(7) == 0
+    assert [Envelope.linear(constant=10, per_sample=5).scaled(0.5, constants=c).bytes(2) for c in (True, False)] == [10, 15]
+
+
+def test_split_is_none_and_described_by_what_it_does():
+    head, other = OperatorSplit(fqn="lm_head", slices=4), OperatorSplit(fqn="a.b", slices=2)
+    splits = ModelSplit(), ModelSplit(operators=True), ModelSplit(sliced=(head,)), ModelSplit(operators=True, sliced=(head, other))
+    assert [split.is_none for split in splits] == [True, False, False, False]
+    texts = ["blocks", "operators", "blocks, lm_head in 4 slices", "operators, 2 operators in 2 to 4 slices"]
+    assert [split.describe() for split in splits] == texts
+
+
+HEAD = OperatorSplit(fqn="lm_head", slices=2)
+REFUSED = [
+    *(("at least 2", lambda slices=slices: replace(HEAD, slices=slices)) for slices in (1, 0, -3, 2.0, True)),
+    *(("no module's name", lambda fqn=fqn: replace(HEAD, fqn=fqn)) for fqn in ("", ".", "a..b", " lm_head", "a. b", None)),
+    *(("tuple of OperatorSplit", lambda sliced=sliced: ModelSplit(sliced=sliced)) for sliced in (["lm_head"], ("lm_head",), [HEAD])),
+    ("'lm_head' is split 2 times", lambda: ModelSplit(sliced=(HEAD, replace(HEAD, slices=3)))),
+    ("must be True or False", lambda: ModelSplit(operators=1)),
+    ("A peak has no moment", lambda: Envelope(pieces=())),
+    ("Parameter w has .* elements; the most are", lambda: ParameterSpec(name="w", shape=(2**40, 2**40), dtype=DType.FLOAT32)),
+    ("Parameter w has a negative size", lambda: ParameterSpec(name="w", shape=(2, -1), dtype=DType.FLOAT32)),
+    ("sequence_length=0 must be at least 1", lambda: replace(transformer(), sequence_length=0)),
+    (r"Unit '\(root\)' is listed twice", lambda: replace(transformer(), units=transformer().units[:1] * 2)),
+]
+
+
+@pytest.mark.parametrize(("part", "make"), REFUSED)
+def test_impossible_descriptions_and_splits_raise_value_error(part, make):
+    with pytest.raises(ValueError, match=part):
+        make()

@@ -1,4 +1,4 @@
-"""What a job refuses, and the micro-batch sizes that it allows."""
+"""Precision, micro-batch sizes, and what each strategy offers each unit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_osdp.planner.description import Activations, DType, ParameterSpec
 from hf_osdp.planner.hardware import Hardware, HostSpec
 from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
 from hf_osdp.planner.problem import Strategy
-from hf_osdp.planner.search.strategies import batches, divisors, search_spaces
+from hf_osdp.planner.search.strategies import batches, search_spaces
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem
@@ -20,7 +20,9 @@ from tests.helpers.problems import problem
 WEIGHT = ParameterSpec(name="w", shape=(2,), dtype=DType.FLOAT32)
 ONCE, TWICE = (Batch(micro_batch_size=1, accumulation_steps=steps) for steps in (1, 2))
 JOB = TrainingJob(global_batch_size=32)
+SAVING = replace(JOB, recompute=False)
 HOST = HostSpec(memory_bytes=10**9, to_device_bytes_per_s=1e4, to_host_bytes_per_s=2e4, update_bytes_per_s=5e3, source="made up")
+SAVE, AGAIN, OFFLOAD, AGAIN_OFFLOAD = Activations
 PLAIN = transformer(layers=2)
 SENT = [replace(s, own_saved_bytes=s.saved_bytes, sent_bytes=s.saved_bytes) for s in PLAIN.segments]
 DESCRIPTION = replace(PLAIN, segments=tuple(replace(s, recomputed=s) if s.unit > 1 else replace(s, sent_bytes=Affine()) for s in SENT))
@@ -31,51 +33,47 @@ def devices(per_node: int, *, nodes: int = 1) -> Hardware:
     return bare_preset("a100-40", nodes=nodes, devices_per_node=per_node)
 
 
-def offered(batch: Batch, job: TrainingJob = JOB, *, host: HostSpec | None = None, strategy: Strategy = Strategy.OSDP, world_size: int = 4):
-    """For each space, what each unit may hold, recompute, and leave on the host."""
-    spaces = search_spaces(problem(DESCRIPTION, replace(devices(world_size), host=host), job, strategy=strategy), batch)
-    return [[{(not c.reduce_every_micro_step, c.activations, c.on_host) for c in choices} for choices in space] for space in spaces]
+def spaces(batch: Batch, job: TrainingJob = JOB, *, hardware: Hardware | None = None, host=None, strategy: Strategy = Strategy.OSDP):
+    hardware = replace(hardware or devices(4), host=host)
+    return search_spaces(problem(DESCRIPTION, hardware, job, strategy=strategy), batch)
 
 
 def test_micro_batch_sizes_fill_the_global_batch_largest_first():
     assert TrainingJob(global_batch_size=24).micro_batch_sizes(2) == (12, 6, 4, 3, 2, 1)
     assert TrainingJob(global_batch_size=24, micro_batch_size=3).micro_batch_sizes(2) == (3,)
+    found = [(b.micro_batch_size, b.accumulation_steps) for b in batches(TrainingJob(global_batch_size=8), 2)]
+    assert found == [(4, 1), (2, 2), (1, 4)]
+    assert [b.accumulation_steps for b in batches(TrainingJob(global_batch_size=8, micro_batch_size=1), 2)] == [4]
 
 
-def test_global_batch_that_does_not_divide_names_the_nearest_that_do():
-    with pytest.raises(ValueError, match="global_batch_size=10 does not divide by 4 processes; use 8 or 12"):
-        TrainingJob(global_batch_size=10).micro_batch_sizes(4)
-
-
-def test_global_batch_below_the_world_size_is_given_one_remedy():
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (TrainingJob(global_batch_size=10), "global_batch_size=10 does not divide by 4 processes; use 8 or 12."),
+        (TrainingJob(global_batch_size=3), "global_batch_size=3 does not divide by 4 processes; use 4."),
+        (
+            TrainingJob(global_batch_size=48, micro_batch_size=5),
+            "micro_batch_size=5 does not divide the 12 samples of each rank (global_batch_size=48 over 4 processes); use a divisor of 12,"
+            " or None.",
+        ),
+    ],
+)
+def test_batches_that_do_not_divide_are_refused_with_those_that_do(job, message):
     with pytest.raises(ValueError) as caught:
-        TrainingJob(global_batch_size=3).micro_batch_sizes(4)
-    assert str(caught.value).endswith("use 4.")
+        job.micro_batch_sizes(4)
+    assert str(caught.value) == message
 
 
-def test_micro_batch_that_does_not_divide_is_refused():
-    with pytest.raises(ValueError, match="micro_batch_size=5 does not divide the 12 samples of each rank"):
-        TrainingJob(global_batch_size=24, micro_batch_size=5).micro_batch_sizes(2)
-
-
-@pytest.mark.parametrize("values", [{"global_batch_size": 0}, {"global_batch_size": 4, "micro_batch_size": 0}])
-def test_batches_below_one_are_refused(values):
-    with pytest.raises(ValueError, match="must be at least 1"):
-        TrainingJob(**values)
-
-
-def test_negative_optimizer_states_are_refused():
-    with pytest.raises(ValueError, match="states=-1"):
-        OptimizerSpec(states=-1)
-
-
-def test_precision_names():
+def test_precision_names_give_gathered_and_reduced_dtypes():
     assert Precision.named("no") == Precision.named("fp32") == Precision()
-    assert Precision.named("no").gathered_dtype(WEIGHT) is DType.FLOAT32
-    for name, compute in (("bf16", DType.BFLOAT16), ("fp16", DType.FLOAT16)):
+    names = {"no": (DType.FLOAT32, DType.FLOAT32), "bf16": (DType.BFLOAT16, DType.FLOAT32), "fp16": (DType.FLOAT16, DType.FLOAT32)}
+    for name, dtypes in names.items():
         precision = Precision.named(name)
-        assert (precision.gathered_dtype(WEIGHT), precision.reduced_dtype(WEIGHT)) == (compute, DType.FLOAT32)
+        assert (precision.gathered_dtype(WEIGHT), precision.reduced_dtype(WEIGHT)) == dtypes
     assert Precision(compute=DType.BFLOAT16).reduced_dtype(WEIGHT) is DType.BFLOAT16
+    autocast, kept = Precision.named("bf16", autocast=True), replace(WEIGHT, keeps_dtype=True)
+    assert autocast.gathered_dtype(WEIGHT) is Precision.named("bf16").reduced_dtype(kept) is DType.FLOAT32
+    assert autocast.on(1) == autocast and autocast.on(2) == Precision.named("bf16")
     with pytest.raises(ValueError, match="mixed_precision='fp8' is not known; use no, bf16 or fp16"):
         Precision.named("fp8")
 
@@ -84,78 +82,59 @@ def test_optimizer_traffic_counts_reads_and_writes():
     assert [OptimizerSpec(states=n).traffic_per_element for n in (0, 1, 2)] == [3, 5, 7]
 
 
-def test_batches_are_every_size_with_its_accumulation():
-    found = [(b.micro_batch_size, b.accumulation_steps) for b in batches(TrainingJob(global_batch_size=8), 2)]
-    assert found == [(4, 1), (2, 2), (1, 4)]
-    assert [b.accumulation_steps for b in batches(TrainingJob(global_batch_size=8, micro_batch_size=1), 2)] == [4]
-    assert all(b.micro_batch_size * b.accumulation_steps * 2 == 8 for b in batches(TrainingJob(global_batch_size=8), 2))
-
-
 @pytest.mark.parametrize("strategy", [s for s in Strategy if s is not Strategy.OSDP])
-def test_single_strategies_are_parts_of_the_osdp_space(strategy):
-    for batch in (ONCE, TWICE):
-        _is_part(strategy, batch)
-
-
-def _is_part(strategy: Strategy, batch: Batch) -> None:
-    hardware = replace(devices(4, nodes=2), host=HOST)
-    (everything,) = search_spaces(problem(DESCRIPTION, hardware, JOB), batch)
-    for space in search_spaces(problem(DESCRIPTION, hardware, JOB, strategy=strategy), batch):
-        ways = {(not c.reduce_every_micro_step, c.on_host) for unit, choices in zip(DESCRIPTION.units, space, strict=True) for c in choices}
-        assert len(ways) == 1, "a single strategy does the same with every unit"
+@pytest.mark.parametrize("batch", [ONCE, TWICE])
+def test_single_strategies_are_parts_of_the_osdp_space(strategy, batch):
+    """A single strategy does the same with every unit."""
+    hardware = devices(4, nodes=2)
+    (everything,) = spaces(batch, hardware=hardware, host=HOST)
+    for space in spaces(batch, hardware=hardware, host=HOST, strategy=strategy):
+        assert len({(choice.reduce_every_micro_step, choice.on_host) for choices in space for choice in choices}) == 1
         assert all(set(choices) <= set(allowed) for choices, allowed in zip(space, everything, strict=True))
 
 
-def test_hsdp_needs_a_size_between_one_and_all():
-    plain = replace(JOB, recompute=False)
-    assert len(search_spaces(problem(DESCRIPTION, devices(8), plain, strategy=Strategy.HSDP), ONCE)) == 2
-    for world_size in (1, 2, 3):
-        with pytest.raises(ValueError, match=f"strategy=hsdp needs a group size between 1 and {world_size}"):
-            search_spaces(problem(DESCRIPTION, devices(world_size), plain, strategy=Strategy.HSDP), ONCE)
-
-
-def test_two_stages_need_several_nodes_of_several_devices():
-    plain = replace(JOB, recompute=False)
-    (space,) = search_spaces(problem(DESCRIPTION, devices(4, nodes=2), plain, strategy=Strategy.TWO_STAGE), ONCE)
+def test_hsdp_and_two_stages_need_groups_between_one_rank_and_all():
+    assert len(spaces(ONCE, SAVING, hardware=devices(8), strategy=Strategy.HSDP)) == 2
+    for count in (1, 2, 3):
+        with pytest.raises(ValueError, match=f"strategy=hsdp needs a group size between 1 and {count}"):
+            spaces(ONCE, SAVING, hardware=devices(count), strategy=Strategy.HSDP)
+    (space,) = spaces(ONCE, SAVING, hardware=devices(4, nodes=2), strategy=Strategy.TWO_STAGE)
     assert {(choice.shard_size, choice.stage_size) for choices in space for choice in choices} == {(8, 4)}
     for hardware in (devices(1, nodes=8), devices(8), devices(1)):
         with pytest.raises(ValueError, match=r"strategy=two_stage needs several nodes of several devices, not [18] of [18]; use fsdp"):
-            search_spaces(problem(DESCRIPTION, hardware, plain, strategy=Strategy.TWO_STAGE), ONCE)
-    (everything,) = search_spaces(problem(DESCRIPTION, devices(4, nodes=4), plain), ONCE)
+            spaces(ONCE, SAVING, hardware=hardware, strategy=Strategy.TWO_STAGE)
+    (everything,) = spaces(ONCE, SAVING, hardware=devices(4, nodes=4))
     staged = {(c.shard_size, c.stage_size) for choices in everything for c in choices if c.stage_size > 1}
     assert staged == {(8, 4), (16, 4)}, "whole nodes, several of them"
 
 
-def test_unknown_strategy_lists_those_known():
-    with pytest.raises(ValueError, match="strategy='zero9' is not known; use one of osdp, fsdp, ddp, zero2, hsdp"):
-        Strategy.parse("zero9")
-    assert Strategy.parse("zero2") is Strategy.parse(Strategy.ZERO2) is Strategy.ZERO2
+FREE, FIXED = {True, False}, {False}
+OFFERED = {
+    # what the root and the embedding, and then the blocks, may choose: of activations, holding gradients, the host
+    "one micro-step": (dict(batch=ONCE, job=SAVING), {SAVE}, FIXED, FIXED),
+    "accumulation": (dict(batch=TWICE, job=SAVING), {SAVE}, FREE, FIXED),
+    "reduced in every micro-step": (dict(batch=TWICE, job=replace(SAVING, reduce_every_micro_step=True)), {SAVE}, FIXED, FIXED),
+    "held in all": (dict(batch=TWICE, job=replace(SAVING, reduce_every_micro_step=False)), {SAVE}, {True}, FIXED),
+    "held, with one micro-step": (dict(batch=ONCE, job=replace(SAVING, reduce_every_micro_step=False)), {SAVE}, FIXED, FIXED),
+    "one process": (dict(batch=TWICE, job=SAVING, hardware=devices(1)), {SAVE}, FREE, FIXED),
+    "recomputation": (dict(batch=ONCE), {SAVE, AGAIN}, FIXED, FIXED),
+    "recomputation of all": (dict(batch=ONCE, job=replace(JOB, recompute=True)), {AGAIN}, FIXED, FIXED),
+    "a host": (dict(batch=ONCE, host=HOST), set(Activations), FIXED, FREE),
+    "states on the host": (dict(batch=ONCE, host=HOST, job=replace(JOB, host_offload=True)), set(Activations), FIXED, {True}),
+    "states on the device": (dict(batch=ONCE, host=HOST, job=replace(JOB, host_offload=False)), set(Activations), FIXED, FIXED),
+    "activations on the host": (
+        dict(batch=ONCE, host=HOST, job=replace(JOB, offload_activations=True)), {OFFLOAD, AGAIN_OFFLOAD}, FIXED, FREE,
+    ),
+    "activations on the device": (dict(batch=ONCE, host=HOST, job=replace(JOB, offload_activations=False)), {SAVE, AGAIN}, FIXED, FREE),
+}  # fmt: skip
 
 
-def test_divisors():
-    assert divisors(12) == (1, 2, 3, 4, 6, 12)
-    assert divisors(1) == (1,)
-
-
-# decisions beside the layout
-
-SAVE, AGAIN = Activations.SAVE, Activations.RECOMPUTE
-
-
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_holding_gradients_is_offered_only_where_there_is_accumulation(world_size):
-    job = replace(JOB, recompute=False)
-    (once,), (twice,) = (offered(batch, job, world_size=world_size) for batch in (ONCE, TWICE))
-    assert all(ways == {(False, SAVE, False)} for ways in once)
-    assert all(ways == {(False, SAVE, False), (True, SAVE, False)} for ways in twice)
-
-
-@pytest.mark.parametrize("every", [True, False])
-def test_a_fixed_reduce_every_micro_step_fixes_every_unit(every):
-    job = replace(JOB, reduce_every_micro_step=every, recompute=False)
-    (once,), (twice,) = (offered(batch, job) for batch in (ONCE, TWICE))
-    assert all(ways == {(False, SAVE, False)} for ways in once), "with one micro-step there is nothing to hold"
-    assert all(ways == {(not every, SAVE, False)} for ways in twice)
+@pytest.mark.parametrize(("asked", "activations", "held", "on_host"), OFFERED.values(), ids=OFFERED)
+def test_space_offers_what_the_job_leaves_open_and_the_unit_can(asked, activations, held, on_host):
+    (space,) = spaces(**asked)
+    assert [{c.activations for c in choices} for choices in space] == [{SAVE}, {SAVE}, activations, activations]
+    assert [{not c.reduce_every_micro_step for c in choices} for choices in space] == [held] * 4
+    assert [{c.on_host for c in choices} for choices in space] == [on_host] * 4
 
 
 def test_frozen_units_hold_no_gradients():
@@ -165,32 +144,8 @@ def test_frozen_units_hold_no_gradients():
     assert [{not c.reduce_every_micro_step for c in choices} for choices in space] == [{True}, {True}, {True}, {False}]
 
 
-@pytest.mark.parametrize(("recompute", "blocks"), [(None, {SAVE, AGAIN}), (True, {AGAIN}), (False, {SAVE})])
-def test_only_what_can_be_run_again_is_recomputed(recompute, blocks):
-    (ways,) = offered(ONCE, replace(JOB, recompute=recompute))
-    assert [{kept for _, kept, _ in unit} for unit in ways] == [{SAVE}, {SAVE}, blocks, blocks]
-
-
-@pytest.mark.parametrize(("offload", "there"), [(None, {False, True}), (True, {True}), (False, {False})])
-def test_the_host_is_offered_where_there_is_one(offload, there):
-    job = replace(JOB, host_offload=offload)
-    (ways,) = offered(ONCE, job, host=HOST)
-    assert [{where for _, _, where in unit} for unit in ways] == [there] * 4
-    (bare,) = offered(ONCE, replace(job, host_offload=None))
-    assert all(where is False for unit in bare for _, _, where in unit)
-
-
-def test_single_strategies_recompute_all_blocks_or_none():
-    spaces = offered(ONCE, strategy=Strategy.FSDP)
-    assert [[{kept for _, kept, _ in unit} for unit in ways] for ways in spaces] == [[{SAVE}] * 4, [{SAVE}, {SAVE}, {AGAIN}, {AGAIN}]]
-    assert len(offered(TWICE, strategy=Strategy.FSDP)) == 4, "with all gradients held, and with none"
-    assert len(offered(TWICE, strategy=Strategy.FSDP, host=HOST)) == 16, "with all states on the host, all activations, and none"
-
-
-@pytest.mark.parametrize(
-    ("offload", "forms"),
-    [(None, set(Activations)), (True, {Activations.OFFLOAD, Activations.RECOMPUTE_OFFLOAD}), (False, {SAVE, AGAIN})],
-)
-def test_blocks_may_offload_their_activations_where_there_is_a_host(offload, forms):
-    (ways,) = offered(ONCE, replace(JOB, offload_activations=offload), host=HOST)
-    assert [{kept for _, kept, _ in unit} for unit in ways] == [{SAVE}, {SAVE}, forms, forms]
+def test_single_strategies_recompute_hold_and_offload_for_all_blocks_or_none():
+    found = [[{c.activations for c in choices} for choices in space] for space in spaces(ONCE, strategy=Strategy.FSDP)]
+    assert found == [[{SAVE}] * 4, [{SAVE}, {SAVE}, {AGAIN}, {AGAIN}]]
+    assert len(spaces(TWICE, strategy=Strategy.FSDP)) == 4, "with all gradients held, and with none"
+    assert len(spaces(TWICE, strategy=Strategy.FSDP, host=HOST)) == 16, "with all states on the host, all activations, and none"

@@ -1,98 +1,92 @@
-"""Counts and sizes that nobody has are refused where values are made, before anything is as long or as large as they say."""
+"""Counts, sizes and rates that nobody has are refused where values are made, before anything is as long or as large as they say."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
-from hf_osdp.errors import OSDPError, PlanError
-from hf_osdp.planner.affine import Affine, Envelope
+from hf_osdp.errors import OSDPError
+from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.decision import UnitDecision
-from hf_osdp.planner.description import Activations, DType, ParameterSpec
-from hf_osdp.planner.hardware import MOST_RANKS, DeviceSpec, Link
-from hf_osdp.planner.job import TrainingJob, divisors
+from hf_osdp.planner.description import Activations, DType
+from hf_osdp.planner.hardware import MOST_RANKS, Collective, CollectiveTiming, DeviceSpec, FsdpOverhead, HostSpec, Link, WorkTime
+from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob, divisors
 from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.presets import preset
+from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planner.split import ModelSplit, OperatorSplit
 from tests.helpers.descriptions import at_random, transformer
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem
 
-LINK = Link(latency_s=1e-6, bytes_per_s=1e9, source="made up")
-DEVICE = bare_preset("v100-16").device
-UNIT = UnitDecision(fqn="x", shard_size=1, reshard_after_forward=True)
-PLAN = Plan(world_size=1, strategy="osdp", units=(UNIT,), micro_batch_size=1, accumulation_steps=1, model_fingerprint="f")
 NAN, INF = float("nan"), float("inf")
+LINK = Link(latency_s=1e-6, bytes_per_s=1e9, source="made up")
+DEVICE = DeviceSpec(name="toy", memory_bytes=2**50, flops_per_s={DType.FLOAT32: 1.0}, memory_bytes_per_s=1.0, source="made up")
+HOST = HostSpec(memory_bytes=1, to_device_bytes_per_s=1.0, to_host_bytes_per_s=1.0, update_bytes_per_s=1.0, source="made up")
+TIMING = CollectiveTiming(collective=Collective.ALL_GATHER, group_size=2, latency_s=1.0, seconds_per_byte=0.0)
+UNIT = UnitDecision(fqn="x", shard_size=8, reshard_after_forward=True)
+PLAN = Plan(world_size=8, strategy="osdp", units=(UNIT,), micro_batch_size=1, accumulation_steps=1, model_fingerprint="f")
+JOB = TrainingJob(global_batch_size=4)
+MADE_FROM = [
+    (LINK, {"A link needs finite": dict(latency_s=(NAN, INF, -1e-6), bytes_per_s=(NAN, INF, 0, -1.0))}),
+    (DEVICE, {
+        "Device 'toy'": dict(
+            memory_bytes=(0, 2**51), memory_bytes_per_s=(NAN, INF, 0.0), operator_s=(NAN,), reserved_bytes=(-1,), communicator_bytes=(-1,),
+            unit_s=(-1.0,), flops_per_s=tuple({DType.FLOAT32: rate} for rate in (NAN, INF, 0.0)),
+        )
+    }),
+    (HOST, {"A host needs memory": dict(memory_bytes=(0,), update_bytes_per_s=(NAN, INF, 0.0))}),
+    (TIMING, {"A timing needs": dict(group_size=(1,), latency_s=(-1.0,), seconds_per_byte=(NAN,))}),
+    (WorkTime(), {"finite and at least 0": dict(call_s=(-1.0,), tensor_s=(INF,))}),
+    (preset("cpu"), {
+        "must be at least 1": dict(nodes=(0, -1), devices_per_node=(0,)),
+        f"nodes={2 * MOST_RANKS} of 1 devices are {2 * MOST_RANKS}; the most are {MOST_RANKS}": dict(nodes=(2 * MOST_RANKS,)),
+        "must be the share of the limit that stays free, at least 0 and below 1, such as 0.04": dict(
+            margin=(-0.01, 1, 1.5, NAN, INF, "4 %", True)
+        ),
+    }),
+    (UNIT, {
+        "is no module's name": dict(fqn=("x" * 4097, "a\nb", "\x1b[31m", "\x9b", "\ud800")),
+        "Unit 'x': stage_size=.* must be 1, or divide shard_size=8 and be less": dict(stage_size=(0, 3, 8)),
+        "shard_size=0 must be at least 1": dict(shard_size=(0,)),
+    }),
+    (PLAN, {
+        f"world_size={MOST_RANKS * 2}; it must be at least 1 and at most {MOST_RANKS}": dict(world_size=(MOST_RANKS * 2,)),
+        "=1000000000000000000; it must be at least 1 and at most": dict.fromkeys(
+            ("micro_batch_size", "accumulation_steps", "sequence_length"), (10**18,)
+        ),
+        "a model_name that has control characters": dict(model_name=("x\x1b[2J",)),
+        "a hardware that is of 5000 letters, more than 4096": dict(hardware=("x" * 5000,)),
+        "has 16385 units; it must have at most 16384": dict(units=(tuple(replace(UNIT, fqn=str(i)) for i in range(2**14 + 1)),)),
+    }),
+    (JOB, {
+        "global_batch_size=.* must be at least 1 and at most": dict(global_batch_size=(0, 2**41)),
+        "micro_batch_size=0 must be at least 1": dict(micro_batch_size=(0,)),
+        "recompute=1 is not a switch; use True, False, or None": dict(recompute=(1,)),
+    }),
+    (OptimizerSpec(), {"states=-1": dict(states=(-1,))}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "part"),
-    [
-        ("world_size", MOST_RANKS * 2, f"world_size={MOST_RANKS * 2}; it must be at least 1 and at most {MOST_RANKS}"),
-        ("micro_batch_size", 10**18, "micro_batch_size=1000000000000000000; it must be at least 1 and at most"),
-        ("accumulation_steps", 10**18, "accumulation_steps=1000000000000000000"),
-        ("sequence_length", 10**18, "sequence_length=1000000000000000000"),
-        ("model_name", "x\x1b[2J", "a model_name that has control characters"),
-        ("hardware", "x" * 5000, "a hardware that is of 5000 letters, more than 4096"),
-        ("units", tuple(replace(UNIT, fqn=str(i)) for i in range(2**14 + 1)), "has 16385 units; it must have at most 16384"),
-    ],
-)
-def test_plans(field, value, part):
-    with pytest.raises(PlanError, match=part.replace("(", r"\(")) as caught:
-        replace(PLAN, **{field: value})
-    assert len(str(caught.value)) < 200
+def refused() -> Iterator[tuple[str, Callable[[], object]]]:
+    for value, parts in MADE_FROM:
+        for part, fields in parts.items():
+            for name, wrong in fields.items():
+                yield from ((part, lambda value=value, name=name, one=one: replace(value, **{name: one})) for one in wrong)
+    work = WorkTime()
+    yield "optimizer step 'for_loop' is missing", lambda: FsdpOverhead(gather=work, reduce=work, updates={OptimizerStep.FOREACH: work})
+    yield "strategy='zero9' is not known; use one of osdp, fsdp, ddp, zero2, hsdp", lambda: Strategy.parse("zero9")
 
 
-@pytest.mark.parametrize("fqn", ["x" * 4097, "a\nb", "\x1b[31m", "\x9b", "\ud800"])
-def test_names_of_units(fqn):
-    with pytest.raises(ValueError, match="is no module's name") as caught:
-        replace(UNIT, fqn=fqn)
-    assert len(str(caught.value)) < 200
-
-
-@pytest.mark.parametrize(
-    "change", [dict(latency_s=NAN), dict(latency_s=INF), dict(bytes_per_s=NAN), dict(bytes_per_s=INF), dict(bytes_per_s=0)]
-)
-def test_links(change):
-    with pytest.raises(ValueError, match="A link needs finite"):
-        replace(LINK, **change)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        dict(memory_bytes=0), dict(memory_bytes=2**51), dict(memory_bytes_per_s=NAN), dict(memory_bytes_per_s=INF), dict(operator_s=NAN),
-        dict(flops_per_s={DType.FLOAT32: NAN}), dict(flops_per_s={DType.FLOAT32: INF}), dict(reserved_bytes=-1),
-        dict(communicator_bytes=-1), dict(unit_s=-1.0),
-    ],
-)  # fmt: skip
-def test_devices(change):
-    with pytest.raises(ValueError, match=f"Device {DEVICE.name!r}"):
-        replace(DEVICE, **change)
-    plain = dict(reserved_bytes=0, communicator_bytes=0, operator_s=0.0, unit_s=0.0, capability=None)
-    assert replace(DEVICE, memory_bytes=2**50, **plain) == replace(
-        DeviceSpec(name=DEVICE.name, memory_bytes=2**50, flops_per_s=DEVICE.flops_per_s, memory_bytes_per_s=DEVICE.memory_bytes_per_s,
-                   source=DEVICE.source)
-    )  # fmt: skip
-
-
-def test_worlds_parameters_jobs_and_peaks():
-    with pytest.raises(ValueError, match=f"nodes={MOST_RANKS} of 2 devices are {2 * MOST_RANKS}; the most are {MOST_RANKS}"):
-        bare_preset("v100-16", nodes=MOST_RANKS, devices_per_node=2)
-    with pytest.raises(ValueError, match=r"Parameter w has .* elements; the most are"):
-        ParameterSpec(name="w", shape=(2**40, 2**40), dtype=DType.FLOAT32)
-    with pytest.raises(ValueError, match=r"global_batch_size=.* must be at least 1 and at most"):
-        TrainingJob(global_batch_size=2**41)
-    with pytest.raises(ValueError, match="A peak has no moment"):
-        Envelope(pieces=())
-
-
-@pytest.mark.parametrize("change", [dict(module_names=()), dict(shared=((),))])
-def test_units(change):
-    with pytest.raises(ValueError, match="needs a module, and a name for each parameter that is shared"):
-        replace(transformer(layers=1).units[1], **change)
+@pytest.mark.parametrize(("part", "make"), list(refused()))
+def test_impossible_values_are_refused_in_one_short_line(part, make):
+    with pytest.raises((ValueError, OSDPError), match=part) as caught:
+        make()
+    assert len(str(caught.value)) < 200 and "\n" not in str(caught.value)
 
 
 def test_large_numbers_take_no_time():
@@ -105,19 +99,18 @@ def test_large_numbers_take_no_time():
     assert time.monotonic() - start < 5
 
 
-def test_options_that_no_device_holds_are_never_solved_for():
+def test_search_never_solves_for_options_that_no_device_holds():
     """The solver's whole numbers have 63 bits."""
-    model, hardware, job = at_random(3, kinds=1, blocks=3, recomputable=True), bare_preset("v100-16"), TrainingJob(global_batch_size=4)
+    model, hardware = at_random(3, kinds=1, blocks=3, recomputable=True), bare_preset("v100-16")
     huge = tuple(replace(s, saved_bytes=Affine(per_sample=1e30)) if s.recomputed else s for s in model.segments)
-    least = least_memory(problem(model, hardware, job))
-    found = search(problem(replace(model, segments=huge), hardware, job, 2 * least))
+    found = search(problem(replace(model, segments=huge), hardware, JOB, 2 * least_memory(problem(model, hardware, JOB))))
     blocks = [unit for unit in found.plan.units if unit.fqn.startswith("b")]
     assert blocks and all(unit.activations is Activations.RECOMPUTE for unit in blocks)
 
 
-def test_a_model_that_needs_more_than_there_is_anywhere_is_refused():
+@pytest.mark.parametrize("limit", [2**30, 2**59])
+def test_search_refuses_a_model_that_needs_more_than_there_is_anywhere(limit):
     model = transformer(layers=2)
     huge = tuple(replace(segment, saved_bytes=Affine(per_sample=1e30)) for segment in model.segments)
-    for limit in (2**30, 2**59):
-        with pytest.raises(OSDPError, match=r"more than 1048576\.00 TiB; no model does"):
-            search(problem(replace(model, segments=huge), bare_preset("v100-16"), TrainingJob(global_batch_size=4), limit))
+    with pytest.raises(OSDPError, match=r"more than 1048576\.00 TiB; no model does"):
+        search(problem(replace(model, segments=huge), bare_preset("v100-16"), JOB, limit))

@@ -1,9 +1,13 @@
-"""A plan's JSON form, fingerprint, diff and checks; damaged files give one clear line."""
+"""A plan's JSON form, fingerprint, diff, checks and export; damaged files give one clear line.
+
+`tests/property/test_file_properties.py` damages plans in every way.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,20 +15,16 @@ from hf_osdp.errors import PlanError
 from hf_osdp.planner.decision import Batch, ShardMode, UnitDecision, UnitLayout
 from hf_osdp.planner.description import Activations
 from hf_osdp.planner.plan import PLAN_VERSION, Plan
+from hf_osdp.planner.split import ModelSplit
 from tests.helpers.descriptions import transformer
 
 DESCRIPTION = transformer(layers=3)
-
-
-def decision(fqn: str, shard_size: int, reshard: bool = True) -> UnitDecision:
-    return UnitDecision(fqn=fqn, shard_size=shard_size, reshard_after_forward=reshard, reduce_every_micro_step=False)
-
-
 PLAN = Plan(
     world_size=4,
     strategy="osdp",
     units=tuple(
-        decision(unit.fqn, size, size != 2) for unit, size in zip(DESCRIPTION.units, (1, 4, 2, 4, 1), strict=True)
+        UnitDecision(fqn=unit.fqn, shard_size=size, reshard_after_forward=size != 2, reduce_every_micro_step=False)
+        for unit, size in zip(DESCRIPTION.units, (1, 4, 2, 4, 1), strict=True)
     ),
     micro_batch_size=2,
     accumulation_steps=3,
@@ -36,371 +36,231 @@ PLAN = Plan(
     step_s=0.25,
     proven_optimal=True,
     hardware="4 x toy (nccl)",
-)  # fmt: skip
+)
 
 
-def changed(**values) -> str:
+def changed(**values: Any) -> str:
     return json.dumps({**json.loads(PLAN.to_json()), **values})
 
 
 def without(name: str) -> str:
-    data = json.loads(PLAN.to_json())
-    del data[name]
-    return json.dumps(data)
+    return json.dumps({key: value for key, value in json.loads(PLAN.to_json()).items() if key != name})
+
+
+def in_unit(index: int, **values: Any) -> str:
+    units = json.loads(PLAN.to_json())["units"]
+    units[index] |= values
+    return changed(units=units)
+
+
+def unit_changed(index: int, **values: Any) -> Plan:
+    units = list(PLAN.units)
+    units[index] = replace(units[index], **values)
+    return replace(PLAN, units=tuple(units))
 
 
 def refused(text: str | bytes) -> str:
     """The message with which the text is refused: one line."""
     with pytest.raises(PlanError) as caught:
         Plan.from_json(text, source="p.json")
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
-def test_json_round_trip_is_exact():
-    assert Plan.from_json(PLAN.to_json()) == PLAN
-    bare = replace(PLAN, memory_limit_bytes=None, peak_bytes=None, step_s=None)
-    assert Plan.from_json(bare.to_json().encode()) == bare
-
-
-def test_file_round_trip_leaves_nothing_beside_it(tmp_path):
-    PLAN.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json") == PLAN
-    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
-
-
-def test_batch_and_rate_follow_from_the_plan():
-    assert PLAN.global_batch_size == 4 * 2 * 3
-    assert PLAN.samples_per_s == 24 / 0.25
-    assert replace(PLAN, step_s=None).samples_per_s is None
-
-
-@pytest.mark.parametrize(
-    "estimates",
-    [{"peak_bytes": 1}, {"step_s": 9.0}, {"memory_limit_bytes": None}, {"proven_optimal": False}, {"hardware": ""}, {"model_name": "x"}],
-)
-def test_fingerprint_ignores_estimates_and_names(estimates):
-    assert replace(PLAN, **estimates).fingerprint == PLAN.fingerprint
-
-
-def unit_changed(index: int, **values) -> Plan:
-    units = list(PLAN.units)
-    units[index] = replace(units[index], **values)
-    return replace(PLAN, units=tuple(units))
-
-
-DIFFERENT = {
-    "another shard size": unit_changed(0, shard_size=2),
-    "another reshard_after_forward": unit_changed(3, reshard_after_forward=False),
-    "another unit": unit_changed(4, fqn="other"),
-    "one unit less": replace(PLAN, units=PLAN.units[:-1]),
-    "another world": replace(PLAN, world_size=8),
-    "another micro-batch": replace(PLAN, micro_batch_size=3),
-    "other micro-steps": replace(PLAN, accumulation_steps=2),
-    "one unit's gradients reduced in every micro-step": unit_changed(2, reduce_every_micro_step=True),
-    "one unit's activations run again": unit_changed(2, activations=Activations.RECOMPUTE),
-    "one unit's states on the host": unit_changed(2, on_host=True),
-    "in two stages": unit_changed(1, stage_size=2),
-    "another model": replace(PLAN, model_fingerprint="0" * 16),
-}
-
-
-@pytest.mark.parametrize("what", DIFFERENT)
-def test_fingerprint_and_diff_change_with_every_decision(what):
-    assert DIFFERENT[what].fingerprint != PLAN.fingerprint
-    assert PLAN.diff(DIFFERENT[what])
-
-
-def test_fingerprints_of_different_plans_differ():
-    assert len({plan.fingerprint for plan in DIFFERENT.values()}) == len(DIFFERENT)
-
-
-def test_diff_has_one_line_for_each_change():
-    assert PLAN.diff(PLAN) == ()
-    assert PLAN.diff(replace(PLAN, peak_bytes=1, step_s=2.0)) == ()
-    other = replace(unit_changed(0, shard_size=4), micro_batch_size=1)
-    assert PLAN.diff(other) == ("micro_batch_size: 2 -> 1", "(root): replicate, hold gradients -> shard 4, hold gradients")
-    reducing = unit_changed(3, reduce_every_micro_step=True, activations=Activations.RECOMPUTE, on_host=True)
-    assert PLAN.diff(reducing) == ("layers.1: shard 4, hold gradients -> shard 4, recompute, on host",)
-    assert PLAN.diff(replace(PLAN, units=PLAN.units[:-1])) == ("layers.2: replicate, hold gradients -> absent",)
-    assert replace(PLAN, units=PLAN.units[:-1]).diff(PLAN) == ("layers.2: absent -> replicate, hold gradients",)
-
-
-@pytest.mark.parametrize(
-    ("shard_size", "mode", "text"),
-    [(1, ShardMode.REPLICATE, "replicate"), (2, ShardMode.GROUP_SHARD, "shard 2 x replicate 4"), (8, ShardMode.SHARD, "shard 8")],
-)
-def test_layouts_have_names(shard_size, mode, text):
-    unit = UnitDecision(fqn="u", shard_size=shard_size, reshard_after_forward=True)
-    assert unit.mode(8) is mode
-    assert unit.describe(8) == text
-    assert replace(unit, reshard_after_forward=False).describe(8) == f"{text}, keep"
-
-
-def test_decision_is_found_by_name():
-    assert PLAN.decision("layers.1") is PLAN.units[3]
-    with pytest.raises(PlanError, match=r"no unit 'layers.9'; it has \(root\), embedding\+head, layers.0"):
-        PLAN.decision("layers.9")
-
-
-# check
-
-
-def test_plan_fits_its_own_model_and_world():
-    PLAN.check(DESCRIPTION, 4)
-
-
-def test_wrong_world_size_is_refused():
-    with pytest.raises(PlanError, match="The plan is for 4 processes, but 2 are running"):
-        PLAN.check(DESCRIPTION, 2)
-
-
-def test_unknown_unit_is_named():
-    with pytest.raises(PlanError, match=r"The plan names layers\.2, which the model does not have"):
-        PLAN.check(transformer(layers=2), 4)
-
-
-def test_missing_unit_is_named():
-    with pytest.raises(PlanError, match=r"The plan says nothing about layers\.3"):
-        PLAN.check(transformer(layers=4), 4)
-
-
-def test_other_shapes_are_refused():
-    with pytest.raises(PlanError, match="parameter names, shapes or dtypes differ"):
-        PLAN.check(transformer(layers=3, hidden=128), 4)
-
-
-def test_long_lists_of_units_are_cut():
-    with pytest.raises(PlanError, match="and 4 more") as caught:
-        PLAN.check(transformer(layers=13), 4)
-    assert len(str(caught.value)) < 200
-
-
-# damaged text
-
-
-@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.5, 0.99])
-def test_truncated_plan_is_refused(fraction):
-    text = PLAN.to_json().rstrip()
-    assert "p.json is not JSON" in refused(text[: int(len(text) * fraction)])
-
-
-@pytest.mark.parametrize("text", ["not json", b"\xff\xfe\x00bad", b"\x80\x04pickle", ""])
-def test_what_is_not_json_is_refused(text):
-    assert "p.json is not JSON" in refused(text)
-
-
-@pytest.mark.parametrize(("text", "kind"), [("[]", "list"), ("3", "int"), ('"plan"', "str"), ("null", "NoneType")])
-def test_json_that_is_not_an_object_is_refused(text, kind):
-    assert f"holds a {kind}, not a plan" in refused(text)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("world_size", "4"), ("world_size", 4.0), ("proven_optimal", 1), ("units", {}), ("units", [1]), ("strategy", 5),
-     ("step_s", "fast"), ("micro_batch_size", None), ("accumulation_steps", True)],
-)  # fmt: skip
-def test_wrong_type_is_named(field, value):
-    assert f"p.json is not a valid plan: {field}" in refused(changed(**{field: value}))
-
-
-@pytest.mark.parametrize("field", ["world_size", "strategy", "units", "micro_batch_size", "accumulation_steps", "model_fingerprint"])
-def test_missing_field_is_named(field):
-    assert f"p.json is not a valid plan: {field}" in refused(without(field))
-
-
-def test_extra_field_is_named():
-    assert "p.json is not a valid plan: offload" in refused(changed(offload=True))
-    units = json.loads(PLAN.to_json())["units"]
-    units[1]["checkpoint"] = True
-    assert "p.json is not a valid plan: units.1.checkpoint" in refused(changed(units=units))
-
-
-@pytest.mark.parametrize("change", [{"micro_batch_size": 4}, {"accumulation_steps": 1}, {"strategy": "ddp"}])
-def test_changed_value_is_seen_by_the_fingerprint(change):
-    message = refused(changed(**change))
-    assert "p.json was changed or damaged" in message
-    assert PLAN.fingerprint in message
-
-
-def test_plan_written_by_hand_needs_no_fingerprint():
-    assert Plan.from_json(without("fingerprint")) == PLAN
-
-
-@pytest.mark.parametrize("field", ["world_size", "micro_batch_size", "accumulation_steps", "sequence_length"])
-@pytest.mark.parametrize("value", [0, -2])
-def test_counts_below_one_are_refused(field, value):
-    assert f"{field}={value}" in refused(changed(**{field: value}))
-
-
-def test_shard_size_that_does_not_divide_is_refused():
-    assert "sharded over 4 ranks, which does not divide the world size 6" in refused(changed(world_size=6))
-
-
-@pytest.mark.parametrize("shard_size", [0, -1])
-def test_shard_size_below_one_is_refused(shard_size):
-    units = json.loads(PLAN.to_json())["units"]
-    units[0]["shard_size"] = shard_size
-    assert f"shard_size={shard_size} must be at least 1" in refused(changed(units=units))
-
-
-def test_unit_that_is_listed_twice_is_refused():
-    units = json.loads(PLAN.to_json())["units"]
-    assert "Unit 'layers.0' is listed twice" in refused(changed(units=[*units, units[2]]))
-
-
-def test_other_version_is_refused():
-    assert f"version 2; this hf_osdp reads version {PLAN_VERSION}" in refused(changed(version=2))
-
-
-# damaged files
-
-
-def load_refused(path) -> str:
-    with pytest.raises(PlanError) as caught:
-        Plan.load(path)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def test_missing_file_is_named(tmp_path):
+def test_files_hold_the_plan_exactly_and_failed_saves_leave_the_one_before(tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
-    assert load_refused(path) == f"Cannot read the plan {path}: No such file or directory; give a file that can be read."
-
-
-def test_folder_is_not_a_plan(tmp_path):
-    assert f"Cannot read the plan {tmp_path}" in load_refused(tmp_path)
-
-
-def test_huge_file_is_not_read(tmp_path):
-    path = tmp_path / "plan.json"
-    with path.open("wb") as file:
-        file.truncate(2**30)  # sparse
-    assert "it is not a plan" in load_refused(path)
-
-
-def test_damaged_file_is_named(tmp_path):
-    path = tmp_path / "plan.json"
-    path.write_text(PLAN.to_json()[:-5])
-    assert load_refused(path).startswith(f"{path} is not JSON")
-
-
-def test_failed_save_leaves_the_plan_that_was_there(tmp_path, monkeypatch):
-    PLAN.save(tmp_path / "plan.json")
+    for plan in (PLAN, replace(PLAN, memory_limit_bytes=None, peak_bytes=None, step_s=None)):
+        plan.save(path)
+        assert Plan.load(path) == plan == Plan.from_json(plan.to_json().encode())
+    assert [found.name for found in tmp_path.iterdir()] == ["plan.json"]
     monkeypatch.setattr(Plan, "to_json", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        replace(PLAN, micro_batch_size=1).save(tmp_path / "plan.json")
+        PLAN.save(path)
     monkeypatch.undo()
-    assert Plan.load(tmp_path / "plan.json") == PLAN
+    assert Plan.load(path) == plan
 
 
-# values that JSON can hold and a plan cannot
+def test_batch_and_rate_follow_from_the_plan():
+    assert (PLAN.global_batch_size, PLAN.samples_per_s) == (24, 24 / 0.25)
+    assert replace(PLAN, step_s=None).samples_per_s is None
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        changed(step_s=float("nan")),
-        changed(step_s=float("inf")),
-        changed(step_s=-1.0),
-        changed(peak_bytes=-1),
-        changed(model_name="\ud800"),
-        "[" * 100_000,
-        '{"units": ' + "[" * 100_000,
-        changed(world_size=10**4000),
-        "9" * 5000,
-        changed(fingerprint=["x"]),
-    ],
-    ids=[
-        "nan",
-        "inf",
-        "negative time",
-        "negative bytes",
-        "lone surrogate",
-        "deep",
-        "deep inside",
-        "huge count",
-        "huge number",
-        "fingerprint is a list",
-    ],
-)
-def test_odd_json_is_refused_in_one_line(text):
-    refused(text)
-
-
-# two stages
-
-
-def test_stages_divide_the_shards():
-    for stage_size in (0, 3, 8):
-        with pytest.raises(ValueError, match=f"Unit 'x': stage_size={stage_size} must be 1, or divide shard_size=8 and be less"):
-            UnitDecision(fqn="x", shard_size=8, reshard_after_forward=True, stage_size=stage_size)
-
-
-def test_stages_show_in_texts_and_differences():
-    flat, four, two = (UnitDecision(fqn="x", shard_size=8, reshard_after_forward=False, stage_size=size) for size in (1, 4, 2))
-    assert [unit.describe(8) for unit in (flat, four, two)] == [
-        "shard 8, keep", "shard 8 in 2 stages (2 x 4), keep", "shard 8 in 2 stages (4 x 2), keep",
-    ]  # fmt: skip
-    assert four.describe(16) == "shard 8 x replicate 2 in 2 stages (2 x 4), keep"
-
-
-# decisions beside the layout
-
-
-def test_decisions_show_in_texts_in_one_order():
-    plain = UnitDecision(fqn="x", shard_size=8, reshard_after_forward=False)
-    everything = replace(plain, reduce_every_micro_step=False, activations=Activations.RECOMPUTE, on_host=True)
-    assert plain.describe(8) == "shard 8, keep"
-    assert everything.describe(8) == "shard 8, keep, hold gradients, recompute, on host"
-    assert replace(everything, shard_size=1, reshard_after_forward=True).describe(8) == "replicate, hold gradients, recompute, on host"
-
-
-def test_choices_become_decisions_unit_by_unit():
-    plain = UnitLayout(shard_size=4, reshard_after_forward=True)
-    choices = [
-        plain, replace(plain, reshard_after_forward=False), replace(plain, reduce_every_micro_step=False),
-        replace(plain, activations=Activations.RECOMPUTE),
-        replace(plain, on_host=True, stage_size=2),
-    ]  # fmt: skip
-    plan = Plan.of(DESCRIPTION, choices, Batch(micro_batch_size=1, accumulation_steps=2), world_size=4)
-    assert [u.describe(4) for u in plan.units] == [
-        "shard 4", "shard 4, keep", "shard 4, hold gradients", "shard 4, recompute", "shard 4 in 2 stages (2 x 2), on host"
-    ]  # fmt: skip
-    assert [u.fqn for u in plan.units] == [u.fqn for u in DESCRIPTION.units]
-    assert (plan.micro_batch_size, plan.accumulation_steps) == (1, 2)
-
-
-def in_unit(index: int, **values) -> str:
-    units = json.loads(PLAN.to_json())["units"]
-    units[index] |= values
-    return changed(units=units)
-
-
-def test_decisions_are_in_the_json_form_by_unit():
+def test_json_has_each_decision_by_unit_and_a_plan_by_hand_needs_no_fingerprint():
     plan = unit_changed(3, reduce_every_micro_step=True, activations=Activations.RECOMPUTE, on_host=True)
     data = json.loads(plan.to_json())
-    assert "reduce_every_micro_step" not in data
+    assert "reduce_every_micro_step" not in data and next(iter(data["units"][3])) == "fqn"
     assert {"reduce_every_micro_step": True, "activations": "recompute", "on_host": True}.items() <= data["units"][3].items()
     assert {"reduce_every_micro_step": False, "activations": "save", "on_host": False}.items() <= data["units"][0].items()
-    again = Plan.from_json(plan.to_json())
-    assert again == plan
-    assert again.units[3].activations is Activations.RECOMPUTE
+    assert Plan.from_json(without("fingerprint")) == PLAN
+
+
+DIFFERENT = {
+    unit_changed(0, shard_size=2): "(root): replicate, hold gradients -> shard 2 x replicate 2, hold gradients",
+    unit_changed(3, reshard_after_forward=False): "layers.1: shard 4, hold gradients -> shard 4, keep, hold gradients",
+    unit_changed(4, fqn="other"): "layers.2: replicate, hold gradients -> absent|other: absent -> replicate, hold gradients",
+    replace(PLAN, units=PLAN.units[:-1]): "layers.2: replicate, hold gradients -> absent",
+    replace(PLAN, micro_batch_size=3): "micro_batch_size: 2 -> 3",
+    replace(PLAN, accumulation_steps=2): "accumulation_steps: 3 -> 2",
+    replace(PLAN, model_fingerprint="0"): f"model_fingerprint: {DESCRIPTION.fingerprint} -> 0",
+    replace(PLAN, split=ModelSplit(operators=True)): "split: blocks -> operators",
+    unit_changed(3, reduce_every_micro_step=True): "layers.1: shard 4, hold gradients -> shard 4",
+    unit_changed(3, activations=Activations.RECOMPUTE): "layers.1: shard 4, hold gradients -> shard 4, hold gradients, recompute",
+    unit_changed(3, on_host=True): "layers.1: shard 4, hold gradients -> shard 4, hold gradients, on host",
+    unit_changed(3, stage_size=2): "layers.1: shard 4, hold gradients -> shard 4 in 2 stages (2 x 2), hold gradients",
+}
+
+
+def test_fingerprint_and_diff_tell_every_decision_and_nothing_else():
+    for other, lines in DIFFERENT.items():
+        assert "|".join(PLAN.diff(other)) == lines
+    assert PLAN.diff(replace(PLAN, world_size=8))[0] == "world_size: 4 -> 8"
+    plans = [PLAN, replace(PLAN, world_size=8), *DIFFERENT]
+    assert len({plan.fingerprint for plan in plans}) == len(plans)
+    estimates = dict(peak_bytes=1, step_s=9.0, memory_limit_bytes=None, proven_optimal=False, hardware="", model_name="x")
+    same = replace(PLAN, **estimates)
+    assert same.fingerprint == PLAN.fingerprint and PLAN.diff(same) == ()
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("activations", "forget"), ("activations", None), ("on_host", "yes"), ("reduce_every_micro_step", 1)]
+    ("layout", "mode", "text"),
+    [
+        (dict(shard_size=1), ShardMode.REPLICATE, "replicate"),
+        (dict(shard_size=2), ShardMode.GROUP_SHARD, "shard 2 x replicate 4"),
+        (dict(shard_size=8, reshard_after_forward=False), ShardMode.SHARD, "shard 8, keep"),
+        (dict(shard_size=8, stage_size=2), ShardMode.SHARD, "shard 8 in 2 stages (4 x 2)"),
+        (dict(shard_size=4, stage_size=2), ShardMode.GROUP_SHARD, "shard 4 x replicate 2 in 2 stages (2 x 2)"),
+        (
+            dict(shard_size=8, reshard_after_forward=False, reduce_every_micro_step=False, activations=Activations.RECOMPUTE, on_host=True),
+            ShardMode.SHARD, "shard 8, keep, hold gradients, recompute, on host",
+        ),
+        (dict(shard_size=1, activations=Activations.RECOMPUTE_OFFLOAD), ShardMode.REPLICATE, "replicate, recompute, offload activations"),
+    ],
+)  # fmt: skip
+def test_layouts_have_modes_and_texts(layout, mode, text):
+    found = UnitLayout(**{"reshard_after_forward": True, **layout})
+    assert (found.mode(8), found.describe(8)) == (mode, text)
+
+
+def test_plan_of_layouts_decides_unit_by_unit():
+    plain = UnitLayout(shard_size=4, reshard_after_forward=True)
+    layouts = [plain, replace(plain, reshard_after_forward=False), replace(plain, on_host=True, stage_size=2), plain, plain]
+    plan = Plan.of(DESCRIPTION, layouts, Batch(micro_batch_size=1, accumulation_steps=2), world_size=4)
+    assert [unit.layout for unit in plan.units] == layouts
+    assert [unit.fqn for unit in plan.units] == [unit.fqn for unit in DESCRIPTION.units]
+    assert (plan.micro_batch_size, plan.accumulation_steps, plan.model_fingerprint) == (1, 2, DESCRIPTION.fingerprint)
+    assert plan.decision("layers.1") is plan.units[3]
+    with pytest.raises(PlanError, match=r"no unit 'layers.9'; it has \(root\), embedding\+head, layers.0"):
+        plan.decision("layers.9")
+
+
+@pytest.mark.parametrize(
+    ("description", "world_size", "part"),
+    [
+        (DESCRIPTION, 2, "The plan is for 4 processes, but 2 are running"),
+        (transformer(layers=2), 4, "The plan names layers.2, which the model does not have"),
+        (transformer(layers=4), 4, "The plan says nothing about layers.3"),
+        (transformer(layers=3, hidden=128), 4, "parameter names, shapes or dtypes differ"),
+        (transformer(layers=13), 4, "and 4 more"),
+    ],
 )
-def test_a_decision_that_is_none_is_named(field, value):
-    assert f"p.json is not a valid plan: units.1.{field}" in refused(in_unit(1, **{field: value}))
+def test_check_refuses_another_world_or_model(description, world_size, part):
+    PLAN.check(DESCRIPTION, 4)
+    with pytest.raises(PlanError) as caught:
+        PLAN.check(description, world_size)
+    assert part in str(caught.value) and len(str(caught.value)) < 200
 
 
-@pytest.mark.parametrize("change", [{"activations": "recompute"}, {"on_host": True}, {"reduce_every_micro_step": True}])
-def test_a_decision_changed_by_hand_is_seen_by_the_fingerprint(change):
-    assert "p.json was changed or damaged" in refused(in_unit(1, **change))
+UNITS = json.loads(PLAN.to_json())["units"]
+DAMAGED = {
+    "cut": (PLAN.to_json()[:-5], "p.json is not JSON"),
+    "pickle": (b"\x80\x04pickle", "p.json is not JSON"),
+    "empty": ("", "p.json is not JSON"),
+    "a list": ("[]", "holds a list, not a plan"),
+    "null": ("null", "holds a NoneType, not a plan"),
+    "a text for a number": (changed(world_size="4"), "p.json is not a valid plan: world_size"),
+    "a float for a count": (changed(world_size=4.0), "p.json is not a valid plan: world_size"),
+    "a number for a switch": (changed(proven_optimal=1), "p.json is not a valid plan: proven_optimal"),
+    "a switch for a number": (changed(accumulation_steps=True), "p.json is not a valid plan: accumulation_steps"),
+    "no list of units": (changed(units={}), "p.json is not a valid plan: units"),
+    "a field less": (without("model_fingerprint"), "p.json is not a valid plan: model_fingerprint"),
+    "a field more": (changed(offload=True), "p.json is not a valid plan: offload"),
+    "a field more in a unit": (in_unit(1, checkpoint=True), "p.json is not a valid plan: units.1.checkpoint"),
+    "an unknown decision": (in_unit(1, activations="forget"), "p.json is not a valid plan: units.1.activations"),
+    "a text for a decision": (in_unit(1, on_host="yes"), "p.json is not a valid plan: units.1.on_host"),
+    "another batch": (changed(micro_batch_size=4), f"changed or damaged: it states fingerprint {PLAN.fingerprint!r}"),
+    "another decision": (in_unit(1, on_host=True), "p.json was changed or damaged"),
+    "a list for the fingerprint": (changed(fingerprint=["x"]), "p.json was changed or damaged"),
+    "no world": (changed(world_size=0), "world_size=0"),
+    "a negative batch": (changed(micro_batch_size=-2), "micro_batch_size=-2"),
+    "another world": (changed(world_size=6), "sharded over 4 ranks, which does not divide the world size 6"),
+    "shards of none": (in_unit(0, shard_size=0), "shard_size=0 must be at least 1"),
+    "a unit twice": (changed(units=[*UNITS, UNITS[2]]), "Unit 'layers.0' is listed twice"),
+    "a negative time": (changed(step_s=-1.0), "step_s=-1.0; it must be finite and not negative"),
+    # version 2 had one `reduce_every_micro_step` for all units, which is no reason to name that field
+    "another version": (
+        changed(version=2, reduce_every_micro_step=True), f"has version 2; this hf_osdp reads version {PLAN_VERSION}. Plan again",
+    ),
+}  # fmt: skip
 
 
-def test_a_plan_of_the_version_before_says_to_plan_again():
-    """It had one `reduce_every_micro_step` for all units, which is no reason to name that field."""
-    assert "The plan has version 2; this hf_osdp reads version 4. Plan again" in refused(changed(version=2, reduce_every_micro_step=True))
+@pytest.mark.parametrize(("text", "part"), DAMAGED.values(), ids=DAMAGED)
+def test_damaged_json_is_refused_in_one_line_that_names_the_field(text, part):
+    assert part in refused(text)
+
+
+def test_files_that_are_no_plan_are_refused_in_one_line(tmp_path):
+    damaged, huge, missing = (tmp_path / name for name in ("damaged.json", "huge.json", "missing.json"))
+    damaged.write_text(PLAN.to_json()[:-5])
+    with huge.open("wb") as file:
+        file.truncate(2**30)  # sparse
+    parts = {
+        missing: f"Cannot read the plan {missing}: No such file or directory; give a file that can be read.",
+        tmp_path: f"Cannot read the plan {tmp_path}", huge: "it is not a plan", damaged: f"{damaged} is not JSON",
+    }  # fmt: skip
+    for path, part in parts.items():
+        with pytest.raises(PlanError) as caught:
+            Plan.load(path)
+        assert part in str(caught.value) and "\n" not in str(caught.value)
+
+
+NAMES = ("", "model.embed_tokens+lm_head", "model.layers.0", "model.layers.1", "score")
+EXPORTED = Plan(
+    world_size=4,
+    strategy="osdp",
+    units=tuple(UnitDecision(fqn=fqn, shard_size=2, reshard_after_forward="layers" in fqn) for fqn in NAMES),
+    micro_batch_size=1,
+    accumulation_steps=2,
+    model_fingerprint="f",
+)
+
+
+def with_block(**values: Any) -> Plan:
+    return replace(EXPORTED, units=(*EXPORTED.units[:2], replace(EXPORTED.units[2], **values), *EXPORTED.units[3:]))
+
+
+def with_all(**values: Any) -> Plan:
+    return replace(EXPORTED, units=tuple(replace(unit, **values) for unit in EXPORTED.units))
+
+
+BEYOND = {
+    "2 group sizes (2, 4)": with_block(shard_size=4),
+    "1 of 5 units live on the host": with_block(on_host=True),
+    "'model.layers.0' recomputes its activations": with_block(activations=Activations.RECOMPUTE),
+    "'model.layers.0' offloads its activations": with_block(activations=Activations.OFFLOAD),
+    "'model.layers.0' holds whole gradients between micro-steps": with_block(reduce_every_micro_step=False),
+    "of model.layers.* some are kept gathered and some are not": with_block(reshard_after_forward=False),
+    "the model is split into operators": replace(EXPORTED, split=ModelSplit(operators=True)),
+    "unit '(root)' has collectives in two stages": with_all(shard_size=4, stage_size=2),
+}
+
+
+def test_fsdp_plan_frees_or_keeps_units_and_leaves_the_rest_to_the_root():
+    assert EXPORTED.to_fsdp_plan() == {"model.layers.*": "free_full_weight", "score": "keep_full_weight"}
+    assert with_all(on_host=True).to_fsdp_plan() == EXPORTED.to_fsdp_plan(), "all on the host is for its own switch to say"
+
+
+@pytest.mark.parametrize(("reason", "plan"), BEYOND.items(), ids=BEYOND)
+def test_fsdp_plan_refuses_what_it_cannot_say_with_the_reason(reason, plan):
+    with pytest.raises(PlanError, match="cannot be said as an fsdp_plan") as caught:
+        plan.to_fsdp_plan()
+    assert reason in str(caught.value) and "\n" not in str(caught.value)

@@ -9,7 +9,7 @@ import pytest
 
 from hf_osdp.errors import ProfileError
 from hf_osdp.planner.affine import Affine, linear_fit
-from hf_osdp.planner.cost.timing import compute_seconds, phase_seconds
+from hf_osdp.planner.cost.timing import phase_affine
 from hf_osdp.planner.description import DType, ModelDescription, PhaseCost
 from hf_osdp.planner.hardware import Collective, CollectiveTiming, FsdpOverhead, WorkTime
 from hf_osdp.planner.job import OptimizerStep
@@ -62,41 +62,40 @@ def profile_of(description: ModelDescription = DESCRIPTION) -> Profile:
 PROFILE = profile_of()
 
 
-def refused(text: str | bytes) -> str:
-    """The message with which the text is refused: one line that names the file."""
-    with pytest.raises(ProfileError) as caught:
-        Profile.from_json(text, source="p.json")
-    message = str(caught.value)
-    assert "\n" not in message and message.startswith("p.json")
-    return message
-
-
 def changed(**values) -> str:
     return json.dumps({**json.loads(PROFILE.to_json()), **values})
 
 
-def test_json_round_trip_is_exact(tmp_path):
-    assert Profile.from_json(PROFILE.to_json()) == PROFILE
+def test_files_hold_the_profile_exactly(tmp_path):
     PROFILE.save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == PROFILE
     assert PROFILE.micro_batch_sizes == (1, 2, 4)
 
 
-def test_damaged_profiles_are_refused_in_one_line():
-    assert "is not JSON" in refused("{")
-    assert "should be an object" in refused("[]")
-    assert "hardware: Field required" in refused("{}")
-    assert "version 1; this hf_osdp reads version 3" in refused(changed(version=1))
-    assert "colour" in refused(changed(colour="red"))
-    text = PROFILE.to_json()
-    assert "group_size=1" in refused(text.replace('"group_size": 2', '"group_size": 1'))
-    assert "gloo" in refused(text.replace('"gloo"', '"mpi"'))
-    assert "samples >= 1" in refused(text.replace('"samples": 1,', '"samples": 0,'))
-    assert "fused" in refused(text.replace('"fused"', '"other"'))
-    assert "positive and finite" in refused(text.replace('"to_host_bytes_per_s": 10000000000.0', '"to_host_bytes_per_s": 0'))
+TEXT = PROFILE.to_json()
+DAMAGED = {
+    "{": "is not JSON",
+    "[]": "should be an object",
+    "{}": "hardware: Field required",
+    changed(version=1): "version 1; this hf_osdp reads version 3",
+    changed(colour="red"): "colour",
+    TEXT.replace('"group_size": 2', '"group_size": 1'): "group_size=1",
+    TEXT.replace('"gloo"', '"mpi"'): "gloo",
+    TEXT.replace('"samples": 1,', '"samples": 0,'): "samples >= 1",
+    TEXT.replace('"fused"', '"other"'): "fused",
+    TEXT.replace('"to_host_bytes_per_s": 10000000000.0', '"to_host_bytes_per_s": 0'): "positive and finite",
+}
 
 
-def test_files_that_cannot_be_read_or_written(tmp_path):
+@pytest.mark.parametrize(("text", "part"), DAMAGED.items(), ids=DAMAGED.values())
+def test_damaged_profiles_are_refused_in_one_line_that_names_the_file(text, part):
+    with pytest.raises(ProfileError) as caught:
+        Profile.from_json(text, source="p.json")
+    message = str(caught.value)
+    assert part in message and message.startswith("p.json") and "\n" not in message
+
+
+def test_files_that_cannot_be_read_or_written_are_named(tmp_path):
     with pytest.raises(ProfileError, match=r"Cannot read the profile .*none\.json: No such file"):
         Profile.load(tmp_path / "none.json")
     with pytest.raises(ProfileError, match="Cannot write the profile"):
@@ -106,70 +105,72 @@ def test_files_that_cannot_be_read_or_written(tmp_path):
         Profile.load(tmp_path / "large.json")
 
 
+def seconds(phase: PhaseCost, description: ModelDescription) -> float:
+    """Of three samples."""
+    return phase_affine(phase, description, HARDWARE)(3)
+
+
 def test_every_segment_takes_the_times_of_its_own_kind():
     timed = with_block_times(DESCRIPTION, PROFILE)
     last_block = len(DESCRIPTION.segments) - 2  # of the equal blocks the last one's entry stands for all
     for index, segment in enumerate(timed.segments):
         number = last_block if 0 < index < len(timed.segments) - 1 else index
-        assert phase_seconds(segment.forward, 3, timed, HARDWARE) == pytest.approx(4e-3 * (number + 1))
-        assert phase_seconds(segment.backward, 3, timed, HARDWARE) == pytest.approx(4e-2 * (number + 1))
+        assert seconds(segment.forward, timed) == pytest.approx(4e-3 * (number + 1))
+        assert seconds(segment.backward, timed) == pytest.approx(4e-2 * (number + 1))
+        assert segment.forward.operators == Affine(), "what the CPU takes to issue them is in the time"
     assert timed.fingerprint == DESCRIPTION.fingerprint
-    assert sum(compute_seconds(timed, HARDWARE, 3)) != pytest.approx(sum(compute_seconds(DESCRIPTION, HARDWARE, 3)))
+    longer = with_block_times(transformer(layers=7), PROFILE)
+    assert {s.forward.seconds for s in longer.segments[1:-1]} == {timed.segments[1].forward.seconds}
+    assert with_block_times(DESCRIPTION, replace(PROFILE, segments=())) == DESCRIPTION, "a profile of the machine alone"
 
 
-def test_a_longer_model_takes_the_same_times():
-    timed = with_block_times(transformer(layers=7), PROFILE)
-    blocks = [s for s in timed.segments if timed.units[s.unit].class_name == "Block"]
-    assert len(blocks) == 7 and len({s.forward.seconds for s in blocks}) == 1
+def test_recomputed_segments_take_one_more_forward():
+    again = replace(DESCRIPTION, segments=tuple(replace(s, recomputed=s) for s in DESCRIPTION.segments))
+    for segment in with_block_times(again, PROFILE).segments:
+        forward, backward = (seconds(phase, again) for phase in (segment.forward, segment.backward))
+        assert seconds(segment.recomputed.backward, again) == pytest.approx(forward + backward)
+        assert seconds(segment.recomputed.forward, again) == forward
 
 
-def test_a_profile_of_the_machine_alone_changes_nothing():
-    assert with_block_times(DESCRIPTION, replace(PROFILE, segments=())) == DESCRIPTION
+def with_work(factor: float, name: str, phase: str, class_name: str = "") -> ModelDescription:
+    """The description with another amount of one kind of work, in one class or in all."""
+
+    def scaled(cost: PhaseCost) -> PhaseCost:
+        return replace(cost, **{name: getattr(cost, name).scaled(factor, constants=True)})
+
+    segments = (
+        replace(s, **{phase: scaled(getattr(s, phase))}) if class_name in ("", DESCRIPTION.units[s.unit].class_name) else s
+        for s in DESCRIPTION.segments
+    )
+    return replace(DESCRIPTION, segments=tuple(segments))
 
 
-@pytest.mark.parametrize(
-    ("description", "reason"),
-    [
-        (transformer(sequence_length=64), "at 64 tokens in float32; it was measured at 32"),
-        (transformer(dtype=DType.BFLOAT16), "in bfloat16; it was measured in float32"),
-        (transformer(hidden=96), "other parameter shapes, attention, dropout or checkpointing"),
-    ],
-)
-def test_another_model_is_refused_and_never_half_measured(description, reason):
+BLOCKS_ONLY = replace(PROFILE, segments=tuple(times for times in PROFILE.segments if times.class_name == "Block"))
+OTHERS = [
+    (transformer(sequence_length=64), PROFILE, "at 64 tokens in float32; it has times of Block at 32 tokens in float32, Root at 32 tokens"),
+    (transformer(dtype=DType.BFLOAT16), PROFILE, "in bfloat16; it has times of Block at 32 tokens in float32"),
+    (transformer(hidden=96), PROFILE, "its segments of that class have other parameter shapes, attention, dropout or checkpointing"),
+    (with_work(1.5, "matmul_flops", "backward", "Block"), PROFILE, "no times for Block"),  # checkpointed
+    (
+        DESCRIPTION,
+        BLOCKS_ONLY,
+        "no times for Root 'embedding+head' at 32 tokens in float32; it has times of Block at 32 tokens in float32.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("description", "profile", "reason"), OTHERS)
+def test_another_model_is_refused_and_never_half_measured(description, profile, reason):
     with pytest.raises(ProfileError) as caught:
-        with_block_times(description, PROFILE)
+        with_block_times(description, profile)
     assert reason in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_class_that_was_not_measured_is_named():
-    blocks_only = tuple(times for times in PROFILE.segments if times.class_name == "Block")
-    with pytest.raises(ProfileError, match=r"no times for Root .* it has times of Block"):
-        with_block_times(DESCRIPTION, replace(PROFILE, segments=blocks_only))
-
-
-def test_checkpointed_blocks_do_not_take_the_times_of_others():
-    def twice(cost: PhaseCost) -> PhaseCost:
-        return replace(cost, matmul_flops=Affine(per_sample=1.5 * cost.matmul_flops.per_sample))
-
-    segments = tuple(
-        replace(s, backward=twice(s.backward)) if DESCRIPTION.units[s.unit].class_name == "Block" else s for s in DESCRIPTION.segments
-    )
-    with pytest.raises(ProfileError, match="checkpointing"):
-        with_block_times(replace(DESCRIPTION, segments=segments), PROFILE)
-
-
 def test_work_that_differs_by_a_hair_is_the_same():
-    def nudged(cost: PhaseCost) -> PhaseCost:
-        return replace(cost, traffic_bytes=Affine(per_sample=1.001 * cost.traffic_bytes.per_sample))
-
-    segments = tuple(replace(s, forward=nudged(s.forward)) for s in DESCRIPTION.segments)
-    timed = with_block_times(replace(DESCRIPTION, segments=segments), PROFILE)
+    timed = with_block_times(with_work(1.001, "traffic_bytes", "forward"), PROFILE)
     assert all(s.forward.seconds is not None for s in timed.segments)
 
 
-def test_linear_fit_recovers_the_coefficients():
+def test_linear_fit_recovers_the_coefficients_and_one_size_is_a_rate():
     assert linear_fit([(n, 1e-4 + 2e-9 * n) for n in (1_000, 100_000, 10_000_000)]) == pytest.approx((1e-4, 2e-9))
-
-
-def test_one_size_is_a_line_through_nothing():
     assert times_of(DESCRIPTION, 0, (4, 2.0, 0.0)).linear("forward_s") == Affine(constant=0.0, per_sample=0.5)

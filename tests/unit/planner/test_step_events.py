@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
 
@@ -13,20 +12,9 @@ from hf_osdp.planner.allocator.replay import COMPUTE, COPY_IN, REDUCE, REDUCE_RE
 from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.cost.step_events import estimate_reserved, step_events
 from hf_osdp.planner.decision import Batch, UnitLayout
-from hf_osdp.planner.description import (  # fmt: skip
-    Activations,
-    AllocationTrace,
-    DType,
-    GatherSpan,
-    Handed,
-    ModelDescription,
-    ParameterSpec,
-    PhaseCost,
-    Segment,
-    UnitDescription,
-)
-from hf_osdp.planner.files import plain, validated
+from hf_osdp.planner.description import Activations, AllocationTrace, DType, Handed, ModelDescription, ParameterSpec, PhaseCost, Segment
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from tests.helpers.descriptions import transformer
 
 MiB = 2**20
 WORLD, BLOCKS = 4, 3
@@ -42,37 +30,21 @@ TRACE = AllocationTrace(  # workspace, saved, output; then the input's gradient,
 )
 
 
-def model(*, traced: bool = True, trace: AllocationTrace = TRACE) -> ModelDescription:
+def model(*, traced: bool = True) -> ModelDescription:
     """Blocks of one parameter of 1024 x 1024, 4 MiB each."""
-
-    def weight(number: int) -> ParameterSpec:
-        return ParameterSpec(name=f"w{number}", shape=(1024, 1024), dtype=DType.FLOAT32)
-
-    units = tuple(
-        UnitDescription(
-            fqn=f"h.{i}",
-            module_names=(f"h.{i}",),
-            class_name="B",
-            span=GatherSpan.USE,
-            parameters=(weight(i),),
-        )
-        for i in range(BLOCKS)
+    plain = transformer(layers=BLOCKS)
+    weight = ParameterSpec(name="w", shape=(1024, 1024), dtype=DType.FLOAT32)
+    units = tuple(replace(unit, parameters=(replace(weight, name=f"{unit.fqn}.w"),)) for unit in plain.units[2:])
+    segment = Segment(
+        unit=0,
+        saved_bytes=Affine(constant=512, per_sample=3 * MiB),
+        gradient_bytes=Affine(per_sample=2 * MiB),
+        forward=PhaseCost(peak_bytes=Envelope.linear(constant=512, per_sample=3 * MiB)),
+        backward=PhaseCost(peak_bytes=Envelope.linear(constant=4 * MiB, per_sample=2 * MiB)),
+        allocations=0 if traced else None,
     )
-    segments = tuple(
-        Segment(
-            unit=i,
-            saved_bytes=Affine(constant=512, per_sample=3 * MiB),
-            gradient_bytes=Affine(per_sample=2 * MiB),
-            forward=PhaseCost(peak_bytes=Envelope.linear(constant=512, per_sample=3 * MiB)),
-            backward=PhaseCost(peak_bytes=Envelope.linear(constant=4 * MiB, per_sample=2 * MiB)),
-            allocations=0 if traced else None,
-        )
-        for i in range(BLOCKS)
-    )
-    return ModelDescription(
-        model_name="m", model_class="M", block_classes=("B",), sequence_length=8, compute_dtype=DType.FLOAT32, units=units,
-        segments=segments, allocations=(trace,) if traced else (),
-    )  # fmt: skip
+    segments = tuple(replace(segment, unit=index) for index in range(BLOCKS))
+    return replace(plain, units=units, segments=segments, allocations=(TRACE,) if traced else (), input_bytes=Affine())
 
 
 def sizes(events, stream: int) -> Counter[int]:
@@ -163,19 +135,3 @@ def test_capacity_counts_retries_and_says_whether_it_is_enough():
     enough = replay_steps(events, capacity_bytes=60 * MiB)
     assert (enough.peak_reserved_bytes, enough.alloc_retries, enough.fits) == (80 * MiB, 3, True)
     assert not replay_steps(events, capacity_bytes=20 * MiB).fits
-
-
-def test_traces_are_in_the_descriptions_json_once():
-    description = model()
-    content = json.loads(json.dumps(plain(description)))
-    again = validated(ModelDescription, content, ValueError)
-    assert again.allocations == description.allocations and [s.allocations for s in again.segments] == [0] * BLOCKS
-    content["segments"][0]["allocations"] = 1
-    with pytest.raises(ValueError, match="allocation trace that is not there"):
-        validated(ModelDescription, content, ValueError)
-
-
-@pytest.mark.parametrize("wrong", [{"forward": (5,)}, {"backward": (~7,)}, {"gradients": (5,)}])
-def test_trace_that_names_what_it_has_not_is_refused(wrong):
-    with pytest.raises(ValueError, match="it does not have"):
-        replace(TRACE, **wrong)
