@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,20 +24,15 @@ from torch.utils._pytree import tree_leaves
 
 
 class OwnTensors:
-    """Tells the tensors that one call of a module saves for itself from those that others hold as well.
+    """Tells the tensors that one call of a module, whose parameters are gathered, saves for itself from those that others hold as well.
 
     Others hold its parameters and buffers, and its inputs: masks, position embeddings, an encoder's states go to every block. Only
     the first input that needs a gradient, the hidden states, is the block's own to keep or to free.
-
-    Args:
-        module: whose forward begins; its parameters are gathered.
-        args: of the call.
-        kwargs: of the call.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = tensors_of((args, kwargs))
-        first = hidden_states(inputs)
+        first = next((tensor for tensor in inputs if tensor.requires_grad), None)
         held = [*module.parameters(), *module.buffers(), *inputs]
         self._device = next((tensor.device for tensor in (first, *held) if tensor is not None), None)
         self._others = {_key(tensor) for tensor in held if not hasattr(tensor, "placements")}  # a unit inside is sharded now
@@ -68,10 +63,8 @@ class _Offloaded:
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         update_wrapper(self, forward)
         self._module, self.inner = module, forward
-        self.sent_bytes = 0
-        """Of the last call."""
-        self._fetches: list[torch.cuda.Event] = []
-        """Ends of copies back to the device."""
+        self.sent_bytes = 0  # of the last call
+        self._fetches: list[torch.cuda.Event] = []  # ends of copies back to the device
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_fetches": []}  # events are of this process
@@ -88,11 +81,7 @@ class _Offloaded:
         return output
 
     def _wait_for_fetches(self) -> None:
-        """Let the CPU run ahead no further than to where the last backward has read what it is to overwrite.
-
-        Page-locked memory is reused when the copies from it have ended; till then, each further micro-step that the CPU issues would
-        take as much once more.
-        """
+        """Let the CPU run ahead no further than to where the last backward has read page-locked memory, which is reused only then."""
         while self._fetches:
             self._fetches.pop().synchronize()
 
@@ -116,7 +105,7 @@ class _OffloadedStorage:
     compute: torch.cuda.Stream | None = None
     """The stream whose memory the device's copy is in."""
     awaited: bool = True
-    """Compute waits for the last copy, so that the device's memory can be used for something else after it."""
+    """Whether compute waits for the last copy."""
 
     @classmethod
     def send(cls, tensor: torch.Tensor) -> _OffloadedStorage:
@@ -130,7 +119,7 @@ class _OffloadedStorage:
 
     @property
     def changed(self) -> bool:
-        """It was changed in place since it was sent, perhaps while the copy ran."""
+        """Whether it was changed in place since it was sent, perhaps while the copy ran."""
         return self.changed_before_free or (self.device is not None and not self.fetched and self.device._version != self.version)
 
     def free(self) -> None:
@@ -263,11 +252,6 @@ def _is_its_storage(tensor: torch.Tensor) -> bool:
 
 def _key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def hidden_states(inputs: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """Return of a block's inputs the one that only it has: the first that needs a gradient."""
-    return next((tensor for tensor in inputs if tensor.requires_grad), None)
 
 
 def tensors_of(tree: object) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -32,26 +33,22 @@ _FRAMES_OF_A_LETTER = 3
 
 
 def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
-    """Return a function that makes a batch for a transformers model, labels included.
+    """Return a function that makes a batch of any number of samples for a transformers model, labels included, on the current device.
 
     Causal language models get packed batches without an attention mask. Other text models get one, as padding does: it
-    costs a mask of T x T for each sample.
+    costs a mask of T x T for each sample. Images and sounds are in float32, as data loaders give them (float64 for such a model).
 
     Args:
         model: an instance of a transformers model class, or one of peft's around it.
         sequence_length: tokens of each sample, of source and target alike, or values of a waveform; images and spectrograms keep the
             configuration's size.
 
-    Returns:
-        A function that makes a batch of any number of samples on the current device; images and sounds in
-        float32, as data loaders give them (float64 for a model in float64).
-
     Raises:
         DescriptionError: the model's kind of input is not known; give `inputs`.
     """
     model = without_adapters(model)
     config: Any = model.config
-    kind = _class_name(model)
+    kind = type(model).__name__
     arguments = frozenset(inspect.signature(model.forward).parameters)
     main = getattr(model, "main_input_name", "input_ids")
     if main not in ("input_ids", "pixel_values", "input_features", "input_values"):
@@ -124,11 +121,7 @@ def loss_of(output: object) -> torch.Tensor:
 
 
 def check_inputs(inputs: Inputs, model: nn.Module) -> None:
-    """Refuse a function that makes no batch for this model; random states stay as they are.
-
-    Args:
-        inputs: the user's.
-        model: whose forward gets what it makes.
+    """Refuse a user's function that makes no batch for this model; random states stay as they are.
 
     Raises:
         ValueError: it gives no mapping, or names that forward does not take.
@@ -141,7 +134,7 @@ def check_inputs(inputs: Inputs, model: nn.Module) -> None:
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if not takes_any and (unknown := [name for name in batch if name not in parameters]):
         raise ValueError(
-            f"inputs(1) has {unknown[0]!r}, which {_class_name(model)}.forward does not take; its names are {', '.join(parameters)}."
+            f"inputs(1) has {unknown[0]!r}, which {type(model).__name__}.forward does not take; its names are {', '.join(parameters)}."
         )
 
 
@@ -166,19 +159,16 @@ def without_packing() -> Iterator[None]:
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
     """Let a model draw the same numbers at each run, as all ranks have to see the same; afterwards every state is as it was."""
-    numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), numpy and numpy.random.get_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         random.seed(0)
-        if numpy:
-            numpy.random.seed(0)
+        np.random.seed(0)
         torch.default_generator.manual_seed(0)
         try:
             yield
         finally:
             random.setstate(python_state)
-            if numpy:
-                numpy.random.set_state(numpy_state)
+            np.random.set_state(numpy_state)
 
 
 def check_sequence_length(model: nn.Module, sequence_length: int) -> None:
@@ -191,25 +181,17 @@ def check_sequence_length(model: nn.Module, sequence_length: int) -> None:
         raise ValueError(f"sequence_length={sequence_length} must be at least 1.")
     config = getattr(model, "config", None)
     name = next((name for name in _POSITION_LIMITS if isinstance(getattr(config, name, None), int)), None)
-    table = _position_table(model)
+    embeddings = ((path.rpartition(".")[2], module) for path, module in model.named_modules() if isinstance(module, nn.Embedding))
+    table = next((module for leaf, module in embeddings if leaf == "wpe" or ("position" in leaf and "relative" not in leaf)), None)
     if name is None or table is None:
         return
     # RoBERTa numbers positions from after the padding index
     limit = getattr(config, name) - (0 if table.padding_idx is None else table.padding_idx + 1)
     if 0 < limit < sequence_length:
         raise ValueError(
-            f"sequence_length={sequence_length} is more than the {limit} positions that {_class_name(model)} has"
+            f"sequence_length={sequence_length} is more than the {limit} positions that {type(model).__name__} has"
             f" ({name}={getattr(config, name)}); use at most {limit}, or a configuration with more."
         )
-
-
-def _position_table(model: nn.Module) -> nn.Embedding | None:
-    """Return the embedding of absolute positions, if the model has one."""
-    for path, module in model.named_modules():
-        leaf = path.rpartition(".")[2]
-        if isinstance(module, nn.Embedding) and (leaf == "wpe" or ("position" in leaf and "relative" not in leaf)):
-            return module
-    return None
 
 
 def _main_input(config: Any, name: str, samples: int, sequence_length: int, dtype: torch.dtype) -> torch.Tensor:  # noqa: ANN401
@@ -252,7 +234,3 @@ def without_adapters(model: nn.Module) -> nn.Module:
     """Return the model that peft has put adapters into, whose class says what its inputs and its loss are; another one as it is."""
     base = getattr(model, "get_base_model", None)
     return model if base is None else base()
-
-
-def _class_name(model: nn.Module) -> str:
-    return type(model).__name__

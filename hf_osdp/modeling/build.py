@@ -21,15 +21,12 @@ _BY_PREFERENCE = (
 
 
 def build_on_meta(config: object, auto_class: object = None) -> nn.Module:
-    """Instantiate a configuration without memory; weights that are tied stay tied.
+    """Instantiate a configuration on the meta device; weights that are tied stay tied.
 
     Args:
         config: a transformers configuration.
         auto_class: an auto class, a model class, or the name of either; None takes the first of `config.architectures`,
             else the language model, classifier or bare model that the configuration supports.
-
-    Returns:
-        The model on the meta device.
 
     Raises:
         DescriptionError: no class fits the configuration, or building it failed.
@@ -53,12 +50,9 @@ def with_lora(model: nn.Module, rank: int, target_modules: Sequence[str] = ()) -
     """Put LoRA adapters into a model on the meta device, as `peft` does, and freeze the rest. Needs the extra `peft`.
 
     Args:
-        model: on the meta device; it is changed.
+        model: is changed; peft's wrapper around it is returned.
         rank: of the adapters' two matrices, `[rank, in]` and `[out, rank]`.
         target_modules: endings of the names of the projections that get one; none takes every linear one but the head.
-
-    Returns:
-        The model that `peft` wraps around it.
 
     Raises:
         ValueError: `rank` is below 1, or peft is not installed.
@@ -80,12 +74,8 @@ def with_lora(model: nn.Module, rank: int, target_modules: Sequence[str] = ()) -
 def checkpoint_blocks(model: nn.Module, block_classes: Sequence[str]) -> None:
     """Switch activation checkpointing of a model's blocks on, without reentrance, in place.
 
-    A transformers model does it by itself (`gradient_checkpointing_enable`); blocks of another module are made to run under
+    A transformers model does it by itself (`gradient_checkpointing_enable`); in another module, blocks of these classes run under
     `torch.utils.checkpoint`.
-
-    Args:
-        model: real, fake or on the meta device.
-        block_classes: class names of the blocks, for a module that is not of transformers.
 
     Raises:
         CheckpointingError: the model cannot do it.
@@ -121,23 +111,16 @@ def _model_class(config: object, auto_class: object) -> object:
     for name in getattr(config, "architectures", None) or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)
-    for name in _candidates(config):
+    candidates: tuple[str, ...] = _BY_PREFERENCE
+    if getattr(config, "is_encoder_decoder", False):
+        candidates = (*_SEQ_TO_SEQ, *_BY_PREFERENCE)
+    elif not getattr(config, "is_decoder", False):  # BERT and its kin have a causal head as well, which is meant only where that says so
+        candidates = ("AutoModelForMaskedLM", *_BY_PREFERENCE)
+    for name in candidates:
         cls = getattr(transformers, name, None)
         if cls is not None and type(config) in cls._model_mapping:
             return cls
     raise DescriptionError(f"No model class is known for {type(config).__name__}; pass auto_class or the model itself.")
-
-
-def _candidates(config: object) -> tuple[str, ...]:
-    """Return the auto classes in the order in which they are tried.
-
-    BERT and its kin have a causal head as well, which is meant only where `is_decoder` says so.
-    """
-    if getattr(config, "is_encoder_decoder", False):
-        return *_SEQ_TO_SEQ, *_BY_PREFERENCE
-    if getattr(config, "is_decoder", False):
-        return _BY_PREFERENCE
-    return "AutoModelForMaskedLM", *_BY_PREFERENCE
 
 
 def _first_line(error: BaseException) -> str:

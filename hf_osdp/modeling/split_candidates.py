@@ -25,24 +25,6 @@ MOST_SLICES = 64
 """Of all blocks together: a search over more units than that takes minutes."""
 
 
-def possible_splits(model: nn.Module, description: ModelDescription, *, vocabulary: bool = True) -> tuple[ModelSplit, ...]:
-    """Return the splits that may pay, the plain model left out, the mildest first.
-
-    These are the vocabulary projection with its loss in slices, where the model lets it; in shallow models operator units,
-    operators in slices, and these with the projection in slices.
-
-    Args:
-        model: real or on the meta device.
-        description: of the plain model.
-        vocabulary: training gives labels to forward and reads no logits, so that the projection may be split with its loss.
-    """
-    head = _head(model) if vocabulary else None
-    heads = [(), (head,)] if head is not None else [()]
-    kinds = [ModelSplit(), *_operator_splits(model, description)]
-    made = (ModelSplit(operators=kind.operators, sliced=(*kind.sliced, *head)) for kind in kinds for head in heads)
-    return tuple(split for split in made if not split.is_none)
-
-
 def split_copy(model: nn.Module, split: ModelSplit) -> nn.Module:
     """Return a copy on the meta device with operators in slices; the model stays as it is.
 
@@ -64,6 +46,24 @@ def split_units(
     return find_units(
         split_copy(model, split) if split.sliced else model, block_classes, operators=split.operators, low_precision=low_precision
     )
+
+
+def possible_splits(model: nn.Module, description: ModelDescription, *, vocabulary: bool = True) -> tuple[ModelSplit, ...]:
+    """Return the splits that may pay, the plain model left out, the mildest first.
+
+    These are the vocabulary projection with its loss in slices, where the model lets it; in shallow models operator units,
+    operators in slices, and these with the projection in slices.
+
+    Args:
+        model: real or on the meta device.
+        description: of the plain model.
+        vocabulary: training gives labels to forward and reads no logits, so that the projection may be split with its loss.
+    """
+    head = _head(model) if vocabulary else None
+    heads = [(), (head,)] if head is not None else [()]
+    kinds = [ModelSplit(), *_operator_splits(model, description)]
+    made = (ModelSplit(operators=kind.operators, sliced=(*kind.sliced, *head)) for kind in kinds for head in heads)
+    return tuple(split for split in made if not split.is_none)
 
 
 def _operator_splits(model: nn.Module, description: ModelDescription) -> list[ModelSplit]:

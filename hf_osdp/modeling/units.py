@@ -65,21 +65,20 @@ def segment_modules(modules: dict[str, nn.Module], units: Sequence[UnitDescripti
 def find_units(
     model: nn.Module, block_classes: Sequence[str] | None = None, *, operators: bool = False, low_precision: bool = False
 ) -> tuple[UnitDescription, ...]:
-    """Find the units of a model.
+    """Find the units of a model, real or on the meta device, plain or with `checkpoint_wrapper` around blocks.
 
     Args:
-        model: any module, real or on the meta device, plain or with `checkpoint_wrapper` around blocks.
-        block_classes: class names of the blocks, the outermost count; names that the model lacks are ignored as long as
-            one is there. None takes `_no_split_modules`, else the elements of homogeneous `nn.ModuleList`s; a model without
-            repeated blocks is one unit, its embedding and head left out.
-        operators: split every block into operator units (attention, MLP); a block with operators in slices is split in any case,
-            and each slice is a unit.
+        model: any module.
+        block_classes: class names of the blocks, the outermost count; absent ones are ignored as long as one is there. None takes
+            `_no_split_modules`, else the elements of homogeneous `nn.ModuleList`s; without repeated blocks, all but embedding and head
+            is one unit.
+        operators: split every block into operator units (attention, MLP), as blocks with operators in slices are in any case.
         low_precision: training computes in less than the parameters' precision, so that batch norms, which do not, are units of
             their own.
 
     Returns:
-        The root's rest first (fqn `""`, perhaps without parameters), then the units in the order in which the model lists
-        their modules. Each parameter is in exactly one unit, under the first of its names.
+        The root's rest first (fqn `""`, perhaps without parameters), then units in the order of their modules. Each parameter is in
+        exactly one unit, under the first of its names.
 
     Raises:
         DescriptionError: `block_classes` match nothing, or a parameter has a dtype that the planner does not know.
@@ -97,7 +96,10 @@ def find_units(
         parts += [block] if whole else _operator_names(block, modules, slices)
     ties = [tie for tie in ties if "" not in tie and not _inside_one(tie, blocks)]
     groups: dict[tuple[str, ...], GatherSpan] = {(name,): GatherSpan.USE for name in parts}
-    groups |= {(name,): _span_of_slice(modules, name) for name in slices if name not in parts}
+    for name in slices:
+        if name not in parts:  # slices of an embedding are those of a projection as well, and run for both
+            embeds = isinstance(modules[name.rpartition(".slices.")[0]], SplitEmbedding)
+            groups[(name,)] = GatherSpan.CALLS if embeds else GatherSpan.USE
     groups |= {_outermost_owners(tie, blocks): GatherSpan.STEP for tie in ties}
     taken = {name for names in groups for name in names}
     for matrix in embedding_and_head(model):
@@ -127,8 +129,7 @@ def embedding_and_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | 
 def _operator_names(block: str, modules: dict[str, nn.Module], slices: Sequence[str]) -> list[str]:
     """Return the units that a block is split into, in the model's order; parameters of none of them are left to the root.
 
-    A child of the block that has a share of its parameters is a unit. Lists are looked into, and so are children that hold
-    operators in slices: there each slice and each other projection is a unit.
+    A child with a share of the block's parameters is a unit; in lists and beside slices, each slice and each other projection is.
     """
     least = LEAST_SHARE * _numel(modules[block])
     found: list[str] = []
@@ -147,11 +148,6 @@ def _operator_names(block: str, modules: dict[str, nn.Module], slices: Sequence[
 
     visit(block)
     return found or [block]
-
-
-def _span_of_slice(modules: dict[str, nn.Module], name: str) -> GatherSpan:
-    """Return the span of a slice; those of an embedding are those of a projection as well, and run for both."""
-    return GatherSpan.CALLS if isinstance(modules[name.rpartition(".slices.")[0]], SplitEmbedding) else GatherSpan.USE
 
 
 def _batch_norm_groups(modules: dict[str, nn.Module], blocks: Iterable[str], tied: Container[str]) -> tuple[tuple[str, ...], ...]:

@@ -82,12 +82,7 @@ def is_recomputed(module: nn.Module) -> bool:
 
 
 def has_running_statistics(module: nn.Module, *, itself: bool = False) -> bool:
-    """Whether running a module's forward twice would count a batch twice, so that it cannot be recomputed in backward.
-
-    Args:
-        module: any module.
-        itself: leave out the modules inside it.
-    """
+    """Whether running a module's forward twice counts a batch twice, so that it cannot be recomputed; `itself` leaves out those inside."""
     parts = [module] if itself else module.modules()
     return any(isinstance(part, _NormBase) and part.track_running_stats for part in parts)
 

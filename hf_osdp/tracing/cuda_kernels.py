@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_map_only
 
 from .attention import ASSUMED_CAPABILITY, AttentionCall, Capability, Kernel, attention_flops, attention_kernel, capability_here
 
-CountFlops = Callable[[int], None]
 _Value = TypeVar("_Value")
 
 _IN_FLOAT32 = frozenset({
@@ -36,7 +35,7 @@ class CudaKernels(TorchFunctionMode):
         capability: compute capability of the device; None takes this machine's, or where it has none `ASSUMED_CAPABILITY`.
     """
 
-    def __init__(self, count_flops: CountFlops, capability: Capability | None = None) -> None:
+    def __init__(self, count_flops: Callable[[int], None], capability: Capability | None = None) -> None:
         super().__init__()
         self._count_flops = count_flops
         self._capability = capability or capability_here() or ASSUMED_CAPABILITY
@@ -49,7 +48,8 @@ class CudaKernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.backward and not any(kwargs.values()):
             with self:  # torch leaves the mode while it handles a call, but blocks that are recomputed in backward need it
-                _backward(*args)
+                loss = args[0]
+                _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
             return None
         if torch.is_autocast_enabled("cpu") and getattr(func, "__name__", "") in _IN_FLOAT32:
             args, kwargs = _cast((args, kwargs), torch.float32)
@@ -95,11 +95,6 @@ def _cast(value: _Value, dtype: torch.dtype) -> _Value:
     known = (torch.float32, torch.bfloat16, torch.float16)
     cast: _Value = tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.dtype in known else tensor, value)
     return cast
-
-
-def _backward(loss: torch.Tensor) -> None:
-    """Run `loss.backward()` without asking the function modes again."""
-    _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _math(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, call: AttentionCall) -> torch.Tensor:

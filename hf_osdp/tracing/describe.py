@@ -167,11 +167,7 @@ class _Describer:
         return max(elements, key=lambda dtype: elements[dtype], default=DType.FLOAT32)
 
     def _refuse_running_statistics(self) -> None:
-        """Refuse to recompute blocks whose forward counts what it sees.
-
-        Raises:
-            CheckpointingError: one of the blocks does.
-        """
+        """Raise CheckpointingError if a block's forward counts what it sees: it cannot be recomputed."""
         blocks = (name for unit in self._units if unit.class_name in self._blocks for name in unit.module_names)
         if (name := next((name for name in blocks if has_running_statistics(self._modules[name])), None)) is not None:
             raise CheckpointingError(

@@ -20,7 +20,8 @@ def block_key(block: nn.Module) -> Hashable:
     """Return what makes two blocks cost the same: classes, scalar attributes but the layer's number, parameters."""
     parts: list[Hashable] = []
     for name, module in block.named_modules():
-        scalars = tuple((key, value) for key, value in vars(module).items() if key not in _POSITION_ATTRIBUTES and _is_scalar(value))
+        attributes = ((key, value) for key, value in vars(module).items() if key not in _POSITION_ATTRIBUTES)
+        scalars = tuple((key, value) for key, value in attributes if _is_scalar(value))
         tensors = tuple(
             (key, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
             for key, tensor in (*module._parameters.items(), *module._buffers.items())
@@ -80,10 +81,7 @@ class RecordedCall(NamedTuple):
     def replay(self, args: tuple[Any, ...], kwargs: dict[str, Any], anchor: nn.Parameter | None) -> object:
         """Make outputs of the same shapes; inputs that need gradients get them in backward.
 
-        Args:
-            args: of the call.
-            kwargs: of the call.
-            anchor: a trainable parameter of the block, which makes the outputs differentiable if no argument is.
+        `anchor`, a trainable parameter of the block, makes the outputs differentiable if no argument is.
         """
         inputs, _ = tree_flatten((args, kwargs))
         differentiable = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor) and leaf.requires_grad]

@@ -19,14 +19,13 @@ from .tensors import fake_like
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype | None = None, *, untie: bool = False) -> nn.Module:
-    """Copy a module, in training mode, with fake parameters and buffers.
+    """Copy a module, in training mode, with fake parameters and buffers; it may be real or on the meta device, and stays as it is.
 
     Args:
-        model: real or on the meta device; it stays as it is.
+        model: any module.
         mode: the mode that the fake tensors belong to.
         compute_dtype: dtype of floating-point parameters, those of batch norms left out; None keeps theirs.
-        untie: make a parameter that has several names one parameter for each, so that the gradients of its uses appear where they
-            arise, not at the last of them.
+        untie: make a parameter of several names one for each, so that the gradients of its uses appear where they arise.
     """
     memo: dict[int, Any] = {}
     keeping = batch_norm_parameters(model)
@@ -103,14 +102,10 @@ def _holds_tensors(value: object) -> bool:
 
 
 class OutsideReads:
-    """Notice, as a context, the units whose parameters are read as attributes while none of their modules runs.
+    """Notice, as a context, the units, of those freed after use, whose parameters are read as attributes while none of their modules runs.
 
     A loss may read the weight of a head so. At run time such a read gathers the unit, which then stays gathered until the end of
     backward.
-
-    Args:
-        modules: the traced model's, by canonical name.
-        units: the model's units; those that are freed after use count.
     """
 
     def __init__(self, modules: dict[str, nn.Module], units: Sequence[UnitDescription]) -> None:

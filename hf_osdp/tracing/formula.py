@@ -27,14 +27,9 @@ def formula_segments(
 ) -> tuple[Segment, ...]:
     """Return the segments of a stack of transformer blocks: the root's embedding, each unit used, the root's loss.
 
-    Args:
-        units: the model's units in execution order.
-        block_classes: which of them are blocks; other units that span their use are embedding and head, of one product at most. What
-            these save counts with the root's.
-        config: a transformers configuration.
-        tokens: of one sample.
-        itemsize: bytes of an activation's element; logits are in float32, in which the loss is taken.
-        checkpointed: blocks keep their input alone and run again in backward (equation 2 is then part of backward's peak).
+    Units that are no blocks but span their use are embedding and head, of one product at most; what these save counts with the root's.
+    Logits are in float32, in which the loss is taken. Checkpointed blocks keep their input alone and run again in backward, of whose
+    peak equation 2 is then part.
 
     Raises:
         DescriptionError: the configuration has no width or no number of heads.

@@ -48,9 +48,8 @@ class KnownValues(TorchDispatchMode):
     def __init__(self, *, alone: bool) -> None:
         super().__init__()
         self._alone = alone
-        self._values: dict[int, torch.UntypedStorage] = {}
-        """By fake storage, so that views and what is written through them are right by themselves."""
-        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._values: dict[int, tuple[torch.UntypedStorage, weakref.ref[torch.UntypedStorage]]] = {}
+        """By fake storage, so that views and what is written through them are right by themselves; with the fake one itself."""
 
     def know(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         """Remember a tensor's values, unless they are too many; its views share them."""
@@ -59,8 +58,8 @@ class KnownValues(TorchDispatchMode):
             return
         key = storage._cdata
         with _disable_current_modes():
-            self._values[key] = torch.zeros(storage.nbytes(), dtype=torch.uint8).untyped_storage()
-            self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
+            values = torch.zeros(storage.nbytes(), dtype=torch.uint8).untyped_storage()
+            self._values[key] = values, weakref.ref(storage, lambda _: self._values.pop(key, None))
             once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in fake.stride())  # memory that elements share
             value = self.value(fake)
             assert value is not None
@@ -82,7 +81,7 @@ class KnownValues(TorchDispatchMode):
         if not isinstance(tensor, FakeTensor):
             return tensor.detach() if tensor.device == DEVICE and _is_small(tensor) else None
         storage = tensor.untyped_storage()
-        known = self._values.get(storage._cdata)
+        known, _ = self._values.get(storage._cdata, (None, None))
         if known is None or known.nbytes() != storage.nbytes():  # storages of parameters are resized
             return None
         with _disable_current_modes():
@@ -122,7 +121,7 @@ class KnownValues(TorchDispatchMode):
         real = self._computed(func, args, kwargs) if made and all(map(_is_small, made)) else _UNKNOWN
         if real is _UNKNOWN:
             for tensor in _written(func, args, kwargs) if func._schema.is_mutable else ():
-                self._forget(tensor.untyped_storage()._cdata)
+                self._values.pop(tensor.untyped_storage()._cdata, None)
             return
         for fake, value in zip(made, tensors_in(real), strict=True):
             if fake.untyped_storage()._cdata not in self._values:
@@ -161,16 +160,12 @@ class KnownValues(TorchDispatchMode):
         for tensor in tensors_in(args[0]) if inputs else ():
             source, target = self.value(inputs[0]), self.value(tensor)
             if len(inputs) > 1 or source is None or target is None or target.numel() % source.numel():
-                self._forget(tensor.untyped_storage()._cdata)
+                self._values.pop(tensor.untyped_storage()._cdata, None)
                 continue
             with _disable_current_modes():
                 target.view(-1, source.numel()).copy_(source.reshape(1, -1))
         work = FakeWork().boxed()
         return work if len(func._schema.returns) == 1 else (args[0], work)
-
-    def _forget(self, storage: int) -> None:
-        self._values.pop(storage, None)
-        self._references.pop(storage, None)
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
@@ -187,11 +182,7 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 class FakeifyTensors(TorchDispatchMode):
     """Put fake tensors in the place of real ones, wherever they are. They were there before the trace and count nowhere.
 
-    Enter it last, so that the modes below see fake tensors alone.
-
-    Args:
-        mode: the mode that the fake tensors belong to.
-        known: gets the values of small ones.
+    Enter it last, so that the modes below see fake tensors alone; `known` gets the values of small ones.
     """
 
     def __init__(self, mode: FakeTensorMode, known: KnownValues) -> None:

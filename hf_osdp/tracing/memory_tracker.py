@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..modeling.activation_offload import host_memory
 from ..planner.allocator.replay import Event
 from ..planner.cost.units import pinned_bytes
-from .tensors import call_operator, is_dtensor, plain_tensors, storage_of, storages_of, tensors_in
+from .tensors import call_operator, is_dtensor, storages_in
 
 CUDA_BLOCK_BYTES = 512
 """The CUDA caching allocator rounds each allocation up to this (`kMinBlockSize` in c10/cuda/CUDACachingAllocator.cpp)."""
@@ -123,7 +123,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def allocation_of(self, tensor: torch.Tensor) -> int | None:
         """Return the number of a tensor's allocation on the device, None where it has none."""
-        found = (self._storages.get(storage._cdata) for storage in storages_of(tensor))
+        found = (self._storages.get(storage._cdata) for _, storage in storages_in(tensor))
         return next((storage.allocation for storage in found if storage is not None), None)
 
     def reset_peak(self) -> None:
@@ -134,25 +134,23 @@ class MemoryTracker(TorchDispatchMode):
         """Count tensors that were made outside, for example parameters and optimizer states.
 
         Args:
-            tensors: tensors of any kind; None entries are skipped, storages already counted stay counted once.
+            tensors: None entries are skipped, storages already counted stay counted once.
             kind: what they hold, also those already counted, but what is on the host stays there; None asks the calling functions.
             pinned: they lie in page-locked host memory.
         """
-        for tensor in tensors:
-            for local in plain_tensors(tensor) if tensor is not None else ():
-                storage = storage_of(local)
-                if storage is None or not self._counts(local):
-                    continue
-                known = self._storages.get(storage._cdata)
-                if known is not None and kind is not None and known.kind is not Kind.HOST:
-                    if kind is Kind.HOST:
-                        self._forget(storage._cdata)
-                    else:
-                        self._live[known.kind] -= known.nbytes
-                        self._live[kind] += known.nbytes
-                        known.kind = kind
-                with self._targeting(None if kind is None else _Target(kind, pinned)):
-                    self._update(storage)
+        for tensor, storage in storages_in(list(tensors)):
+            if not self._counts(tensor):
+                continue
+            known = self._storages.get(storage._cdata)
+            if known is not None and kind is not None and known.kind is not Kind.HOST:
+                if kind is Kind.HOST:
+                    self._forget(storage._cdata)
+                else:
+                    self._live[known.kind] -= known.nbytes
+                    self._live[kind] += known.nbytes
+                    known.kind = kind
+            with self._targeting(None if kind is None else _Target(kind, pinned)):
+                self._update(storage)
 
     @contextmanager
     def host_copies(self) -> Iterator[None]:
@@ -197,7 +195,7 @@ class MemoryTracker(TorchDispatchMode):
         if any(map(is_dtensor, types)):
             return NotImplemented  # let it unfold into operators on local tensors, which come here again
         kwargs, target = kwargs or {}, self._target
-        if target is None and self._live[Kind.HOST] and any(map(self._is_on_host, tensors_in((args, kwargs)))):
+        if target is None and self._live[Kind.HOST] and self._reads_host((args, kwargs)):
             target = _Target(Kind.HOST)
         with self._targeting(target):
             result = call_operator(func, args, kwargs)
@@ -207,18 +205,14 @@ class MemoryTracker(TorchDispatchMode):
     def _update_results(self, result: object, arguments: object) -> None:
         """Count an operator's results that are not its arguments' memory: views, and what was written in place."""
         before: set[int] | None = None
-        for tensor in tensors_in(result):
-            for local in plain_tensors(tensor):
-                storage = storage_of(local)
-                if storage is None:
+        for tensor, storage in storages_in(result):
+            if storage._cdata not in self._storages:
+                if before is None:
+                    before = {given._cdata for _, given in storages_in(arguments)}
+                if storage._cdata in before:
                     continue
-                if storage._cdata not in self._storages:
-                    if before is None:
-                        before = {storage._cdata for tensor in tensors_in(arguments) for storage in storages_of(tensor)}
-                    if storage._cdata in before:
-                        continue
-                if self._counts(local):
-                    self._update(storage)
+            if self._counts(tensor):
+                self._update(storage)
 
     def _update(self, storage: torch.UntypedStorage) -> None:
         """Count a storage at its present size."""
@@ -258,8 +252,8 @@ class MemoryTracker(TorchDispatchMode):
             self.current_bytes -= storage.nbytes
             self._reallocate(storage, 0)
 
-    def _is_on_host(self, tensor: torch.Tensor) -> bool:
-        found = (self._storages.get(storage._cdata) for storage in storages_of(tensor))
+    def _reads_host(self, arguments: object) -> bool:
+        found = (self._storages.get(storage._cdata) for _, storage in storages_in(arguments))
         return any(storage is not None and storage.kind is Kind.HOST for storage in found)
 
     def _counts(self, tensor: torch.Tensor) -> bool:

@@ -113,10 +113,9 @@ def _phase(records: Sequence[PhaseRecord], floors: Sequence[int], samples: Sampl
 
 
 def _peak(levels: Sequence[Sequence[int]], samples: Samples) -> Envelope:
-    """Return the highest moment, whatever the batch size.
+    """Return the highest moment, whatever the batch size: each moment's bytes are c_m + s_m b, with its own coefficients.
 
-    Each moment's bytes are c_m + s_m b, with its own coefficients: in backward, gradients of activations rule early and those
-    of parameters late.
+    In backward, gradients of activations rule early and those of parameters late.
     """
     first, few, many = (max(0, max(moments, default=0)) for moments in levels)
     moments = list(zip(levels[1], levels[2], strict=True)) if len(levels[1]) == len(levels[2]) else [(few, many)]

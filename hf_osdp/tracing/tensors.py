@@ -52,17 +52,15 @@ def is_dtensor(cls: type) -> bool:
     return tensor is not None and issubclass(cls, tensor.DTensor)
 
 
-def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return the tensor's storage; sparse tensors have none of their own."""
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return None
-
-
-def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages of a tensor or of those inside it."""
-    return (storage for local in plain_tensors(tensor) if (storage := storage_of(local)) is not None)
+def storages_in(value: object) -> Iterator[tuple[torch.Tensor, torch.UntypedStorage]]:
+    """Yield each plain tensor in an operator's arguments or result with its storage; sparse tensors have none of their own."""
+    for tensor in tensors_in(value):
+        for plain in plain_tensors(tensor):
+            try:
+                storage = plain.untyped_storage()
+            except (NotImplementedError, RuntimeError):
+                continue
+            yield plain, storage
 
 
 def call_operator(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:

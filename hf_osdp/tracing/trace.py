@@ -192,7 +192,8 @@ class _Tracer:
             stack.enter_context(self._wrapped(recorder))
             output = output_of(self._fake, fakes, self._options.loss)
             loss = loss_of(output)
-            self.output_bytes.append(_bytes_beside(output, loss))
+            storages = {storage._cdata: storage.nbytes() for storage in map(torch.Tensor.untyped_storage, tensors_of(output))}
+            self.output_bytes.append(sum(storages.values()) - storages.get(loss.untyped_storage()._cdata, 0))
             del output
             recorder.begin_backward()
             loss.backward()
@@ -254,20 +255,9 @@ def _step_names(units: Sequence[UnitDescription]) -> dict[str, str]:
 
 
 def _refuse_fake_gradients(model: nn.Module) -> None:
-    """Take off gradients that a trace has left on the model itself.
-
-    Raises:
-        DescriptionError: there are some.
-    """
+    """Take off gradients that a trace has left on the model itself, and raise DescriptionError if there are some."""
     graded = [(name, parameter) for name, parameter in model.named_parameters() if isinstance(parameter.grad, FakeTensor)]
     for _, parameter in graded:
         parameter.grad = None
     if graded:
         raise DescriptionError(f"The loss uses {graded[0][0]} of a model that it keeps; use the model that is passed to it.")
-
-
-def _bytes_beside(output: object, loss: torch.Tensor) -> int:
-    """Return the bytes of an output's storages, the loss's left out."""
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors_of(output)}
-    storages.pop(loss.untyped_storage()._cdata, None)
-    return sum(storages.values())

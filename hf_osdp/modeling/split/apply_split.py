@@ -21,13 +21,9 @@ def split_operators(model: nn.Module, splits: Sequence[OperatorSplit]) -> None:
     `SplitHead`, together with the embedding that it is tied to. `state_dict` and `load_state_dict` of the model keep
     Hugging Face names and shapes as long as it is not sharded; `hf_osdp.sharding.state` does so after.
 
-    Args:
-        model: real, on the meta device or fake.
-        splits: what to split, each operator once; nothing is changed where one of them cannot be.
-
     Raises:
-        ValueError: a name is not in the model, or there are more slices than output features.
-        OSDPError: the operator cannot be split.
+        ValueError: a name is not in the model, or there are more slices than output features; nothing is changed then.
+        OSDPError: an operator cannot be split; nothing is changed then.
     """
     modules = {canonical_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
     planned = [_check(model, modules, split) for split in splits]

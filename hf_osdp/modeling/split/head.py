@@ -23,10 +23,6 @@ class SplitHead(SplitLinear):
 
     In training with labels, the model's forward gets a placeholder without elements for the logits and hands it to `loss`;
     `outputs.logits` is None then. Without labels, or in evaluation, logits are whole as ever.
-
-    Args:
-        source: the projection, an `nn.Linear`.
-        slices: how many slices, at most the vocabulary.
     """
 
     def __init__(self, source: nn.Module, slices: int) -> None:
@@ -49,8 +45,7 @@ class SplitHead(SplitLinear):
     def untie(self) -> dict[nn.Module, nn.Module]:
         """Take slices of its own, of the same memory, so that gradients of projection and lookup come apart in a trace.
 
-        Returns:
-            Each slice with the embedding's that it was; nothing where the head is not tied.
+        Returns each slice with the embedding's that it was; nothing where the head is not tied.
         """
         if not self._tied:
             return {}
@@ -158,11 +153,7 @@ def language_model_of(model: nn.Module, head: nn.Module) -> nn.Module | None:
 
 
 def check_model(model: nn.Module, fqn: str) -> None:
-    """Refuse a language model whose loss a head in slices cannot compute.
-
-    Raises:
-        OSDPError: the loss is another, or is called in another way.
-    """
+    """Raise OSDPError for a language model whose loss a head in slices cannot compute."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)

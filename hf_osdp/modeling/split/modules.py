@@ -25,10 +25,7 @@ def is_conv1d(module: nn.Module) -> bool:
 class LinearSlice(nn.Module):
     """Some of an operator's output features: a part of its weight and of its bias.
 
-    Args:
-        weight: `[features, in]`, or `[in, features]` where `transposed`; shared, not copied, where it is contiguous.
-        bias: `[features]` or None.
-        transposed: the weight lies as in GPT-2's `Conv1D`.
+    The weight is `[features, in]`, or `[in, features]` where `transposed`, as in GPT-2's `Conv1D`; shared, not copied, where contiguous.
     """
 
     weight: nn.Parameter
@@ -121,11 +118,7 @@ class SplitLinear(SplitOperator):
 
     Each output is the same sum of products as the whole operator's, bitwise so where the BLAS runs one kernel for both widths. It may
     pick another one for a narrower matrix, as MKL does in float64, which rounds the last places otherwise. The weights are taken
-    over, with dtype, device and `requires_grad`.
-
-    Args:
-        source: the operator; not to be used any more.
-        slices: how many slices, at most the output features.
+    over, with dtype, device and `requires_grad`, and the source is not to be used any more.
     """
 
     def __init__(self, source: nn.Module, slices: int) -> None:
@@ -150,13 +143,7 @@ class SplitLinear(SplitOperator):
 
 
 class SplitEmbedding(SplitOperator):
-    """An `nn.Embedding` in the vocabulary slices of the head that it is tied to.
-
-    Args:
-        source: the embedding; its weight is the head's.
-        slices: the head's slices, the same modules.
-        sizes: rows of each.
-    """
+    """An `nn.Embedding` in the vocabulary slices, the same modules, of the head that it is tied to."""
 
     def __init__(self, source: nn.Embedding, slices: nn.ModuleList, sizes: tuple[int, ...]) -> None:
         super().__init__()

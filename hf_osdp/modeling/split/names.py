@@ -55,10 +55,7 @@ def is_split(model: nn.Module) -> bool:
 
 
 def slice_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the modules that are slices, each once, in the model's order; those of a tied head are its embedding's.
-
-    FSDP2 is to make each of them a unit: they are called one by one, those of a head outside of the head's own forward.
-    """
+    """Return the names of the modules that are slices, each once, in the model's order; those of a tied head are its embedding's."""
     slices = {id(part) for module in model.modules() if isinstance(module, SplitOperator) for part in module.slices}
     return tuple(canonical_name(name) for name, module in model.named_modules() if id(module) in slices)
 
@@ -93,7 +90,7 @@ def merge_state_dict(state: Mapping[str, Any], model: nn.Module, *, join: Join =
     Args:
         state: with slices under their own names; other entries stay, order too.
         model: the split model.
-        join: makes one value of the slices; by default tensors, whole and local, are concatenated. Tied weights stay one.
+        join: makes one value of the slices, which tied names share; by default tensors, whole and local, are concatenated.
 
     Raises:
         OSDPError: some slices of a parameter are missing.
@@ -227,14 +224,10 @@ def _replace(state: dict[str, Any], prefix: str, change: Callable[[dict[str, Any
 
 
 def keep_positions(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Let `state_dict` and `load_state_dict` of the optimizer be those of one of the whole model.
+    """Let `state_dict` and `load_state_dict` of an optimizer of a split model be those of one of the whole model.
 
-    torch knows an optimizer's parameters by position, and slices would show there. Where parameters are sharded nothing
-    changes: torch's functions for those use names.
-
-    Args:
-        optimizer: of torch, or in Accelerate's wrapper; in each group all slices of a parameter follow one another.
-        model: split; the optimizer's parameters are its own. It may go before the optimizer does.
+    torch knows an optimizer's parameters by position, and slices would show there. In each group all slices of a parameter must
+    follow one another. Where parameters are sharded nothing changes: torch's functions for those use names.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     if not _positions(optimizer):

@@ -7,17 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_osdp.modeling.batch import training_batch
 from hf_osdp.planner.description import DType
-from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.presets import preset, preset_names
-from hf_osdp.planner.search.search import search
-from hf_osdp.planning.simulate import simulate
 from hf_osdp.tracing.attention import AttentionCall, Kernel, attention_kernel
 from hf_osdp.tracing.cuda_kernels import CudaKernels
 from hf_osdp.tracing.describe import describe
-from hf_osdp.tracing.memory_tracker import MemoryTracker
-from tests.helpers.problems import problem
 
 V100, A100, RTX_3090, H100 = (7, 0), (8, 0), (8, 6), (9, 0)
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -166,69 +160,6 @@ def test_description_names_the_kernel_of_device_and_mask(configuration):
     ):
         _, trace = of_block(configuration, name, 32, compute_dtype=DType.BFLOAT16, capability=capability, inputs=inputs)
         assert f"attention sdpa by {expected} kernel" in trace and "assumed" not in trace
-
-
-TOKENS, SAMPLES = 32, 16
-SMALL = {
-    "GPT2LMHeadModel": {"n_embd": 64, "n_layer": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    "BertForMaskedLM": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-}
-
-
-def inputs_of(model: torch.nn.Module):
-    """Batches without a mask, which models leave out where all of it is 1, if they can read it."""
-    make = training_batch(model, TOKENS)
-    return lambda samples: {name: value for name, value in make(samples).items() if name != "attention_mask"}
-
-
-def measured_peak(model: torch.nn.Module) -> int:
-    """Most live bytes in the second step of a plain loop under Accelerate's autocast."""
-    operations = pytest.importorskip("accelerate.utils.operations")
-    forward = operations.convert_outputs_to_fp32(torch.autocast("cpu", dtype=BF16)(model.forward))
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    batch = inputs_of(model)(SAMPLES)
-
-    def step() -> None:
-        forward(**batch)["loss"].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    with MemoryTracker(block_bytes=1) as live:
-        tensors = [value for value in (*states, *batch.values()) if isinstance(value, torch.Tensor)]
-        live.track([*model.parameters(), *model.buffers(), *tensors])
-        live.reset_peak()
-        step()
-    return live.peak_bytes
-
-
-def estimates(model: torch.nn.Module, device_type: str) -> tuple[int, int]:
-    """Peaks by estimate and by simulation."""
-    job = TrainingJob(
-        global_batch_size=SAMPLES, micro_batch_size=SAMPLES, precision=Precision.named("bf16", autocast=True),
-        optimizer=OptimizerSpec(step=OptimizerStep.FOR_LOOP), recompute=False,
-    )  # fmt: skip
-    inputs = inputs_of(model)
-    description = describe(
-        model, sequence_length=TOKENS, compute_dtype=DType.BFLOAT16, autocast=True, device_type=device_type, recomputation=False,
-        inputs=inputs,
-    )  # fmt: skip
-    found = search(problem(description, preset("cpu"), job, 2**40))
-    simulation = simulate(model, found.plan, description=description, job=job, device_type=device_type, inputs=inputs)
-    return found.memory.peak_bytes, simulation.peak_bytes
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_estimate_under_autocast_is_what_a_step_holds(real_model, name):
-    model = real_model(name, **SMALL[name]).train()
-    model.config.use_cache = False
-    estimated, simulated = estimates(model, "cpu")
-    assert [estimated, simulated] == pytest.approx([measured_peak(model)] * 2, rel=0.02)
-    if name == "GPT2LMHeadModel":  # on CUDA, normalisation, softmax and loss are computed in float32
-        estimated_on_cuda, simulated_on_cuda = estimates(model, "cuda")
-        assert estimated_on_cuda == pytest.approx(simulated_on_cuda, rel=0.02)
-        assert estimated_on_cuda > 1.05 * estimated
 
 
 def test_operators_in_float32_are_those_of_cudas_autocast():
