@@ -27,6 +27,7 @@ from hf_osdp.errors import LaunchError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.planner.presets import preset
+from hf_osdp.planner.search.compare import compare_strategies
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.preflight.run import merged_findings
 from tests.distributed.test_recalibrate import trained
@@ -111,9 +112,10 @@ def test_ranks_wait_for_checkpoints(library, tmp_path, sharded, in_background):
     dist.all_reduce(torch.ones(1))
 
 
-def compared(*args: object) -> None:
+def compared(*args: object, **options: object) -> object:
     """Rank 0 compares with other strategies before all ranks tell what they found."""
     time.sleep(WORK_S)
+    return compare_strategies(*args, **options)
 
 
 @pytest.mark.slow
@@ -122,7 +124,7 @@ def test_ranks_wait_for_a_trainers_plan_and_model(library, tmp_path):
     form(library)
     hardware = preset("cpu", devices_per_node=2)
     osdp = OSDPConfig(hardware=hardware, memory_limit="4MiB", operator_splitting=False, compare=True)
-    with slow(Trainer, "_save", 0), mock.patch("hf_osdp.planning.plan_run._comparison", compared):
+    with slow(Trainer, "_save", 0), mock.patch("hf_osdp.planning.plan_run.compare_strategies", compared):
         *_, trainer = trained(str(tmp_path), osdp)
         trainer.save_model(str(tmp_path))
         dist.all_reduce(torch.ones(1))
