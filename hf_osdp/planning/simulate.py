@@ -43,6 +43,8 @@ from ..tracing.fake_model import fake_copy
 from ..tracing.known_values import KnownValues
 from ..tracing.memory_tracker import CUDA_BLOCK_BYTES, Kind, MemoryTracker
 
+_OPTIONS = {"device_type", "capability", "auto_class", "inputs", "activation_checkpointing", "loss"}
+"""Of `DescribeOptions`; all else stands in the description."""
 _ROUNDS = 4
 """The second round's estimate holds what the first was short of, so that a third is needed only where the new plan errs otherwise."""
 
@@ -81,10 +83,13 @@ def simulate(model_or_config: object, plan: Plan, *, description: ModelDescripti
         Peak bytes with their breakdown, the host's beside them, and the seconds that it took.
 
     Raises:
+        TypeError: another of `describe`'s options.
         ValueError: `device_type` is neither of the two, or the optimizer has more than three states.
         PlanError: the plan is for another model.
         OSDPError: this process has a process group.
     """
+    if unknown := options.keys() - _OPTIONS:
+        raise TypeError(f"simulate() takes no {min(unknown)}; of describe's options it takes {', '.join(sorted(_OPTIONS))}.")
     chosen = DescribeOptions(sequence_length=description.sequence_length, **options)
     started = time.perf_counter()
     model = model_or_config if isinstance(model_or_config, nn.Module) else build_on_meta(model_or_config, chosen.auto_class)

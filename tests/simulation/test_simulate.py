@@ -117,6 +117,8 @@ def test_what_cannot_be_simulated_is_refused_in_one_line(description):
     with pytest.raises(ValueError, match="device_type='tpu'"):
         simulate(CONFIG, sharded_plan(description), description=description, job=JOB, device_type="tpu")
     job = replace(JOB, optimizer=OptimizerSpec(name="own", states=4))
+    with pytest.raises(TypeError, match="takes no compute_dtype"):
+        simulate(CONFIG, sharded_plan(description), description=description, job=JOB, compute_dtype=None)
     with pytest.raises(ValueError, match="4 states"):
         simulate(CONFIG, sharded_plan(description), description=description, job=job)
 

@@ -211,6 +211,7 @@ def test_loop_meter_leaves_a_dispatch_mode_of_the_user_in_place():
 
 
 def test_loop_meter_does_not_keep_a_deleted_model_alive():
+    gc.collect()  # meters of other tests take their hooks off when they go
     before = global_hooks()
     model, optimizer, meter, _ = metered()
     gone = weakref.ref(model)
