@@ -164,8 +164,9 @@ class SplitEmbedding(SplitOperator):
             local = ids - start
             inside = self.inside(index, local)
             # FSDP2 frees and reduces a unit once its inputs have gradients, which ids never have
-            anchor = torch.zeros(1, device=ids.device, requires_grad=True) if torch.is_grad_enabled() else None
-            found = part(local.masked_fill(~inside, 0), anchor)
+            found = part(
+                local.masked_fill(~inside, 0), torch.zeros(1, device=ids.device, requires_grad=True) if torch.is_grad_enabled() else None
+            )
             rows = found if rows is None else torch.where(inside.unsqueeze(-1), found, rows)
             start += size
         assert rows is not None
