@@ -29,7 +29,6 @@ import os
 import shlex
 import subprocess
 import sys
-import tempfile
 import textwrap
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -49,6 +48,7 @@ from benchmarks.headline_parts.lineup import line_up  # noqa: E402
 from benchmarks.headline_parts.machines import NAMED, named_machine  # noqa: E402
 from benchmarks.headline_parts.rows import Row, rows_of  # noqa: E402
 from benchmarks.headline_parts.tables import WIDTH, groups, markdown, remarks, table_of, verdicts  # noqa: E402
+from benchmarks.torchrun import start_ranks  # noqa: E402
 from hf_osdp.report.content import package_versions  # noqa: E402
 
 NOTHING_MEASURED = 77
@@ -177,22 +177,12 @@ def measured_on_cpu(options: argparse.Namespace, sections: list, console: Consol
     ranks = options.ranks or 2
     for number, case in enumerate(TWINS):
         if case.experiment in options.experiments:
-            rows = start_ranks(number, ranks, quick=options.quick)
+            quick = ("--quick",) if options.quick else ()
+            rows = [Row(**row) for row in start_ranks(__file__, ranks, *quick, as_rank=("--device", "cpu", "--as-rank", str(number)))]
             finish(replace(case, devices=ranks), rows, sections, console, "cpu")
     cores = os.cpu_count() or 1
     shared = f"; {ranks} ranks share {cores} cores" if ranks > cores else ""
     return f"CPU with {cores} cores", [f"Small twins on {ranks} gloo ranks of {cores} cores{shared}: ratios count, not rates."]
-
-
-def start_ranks(number: int, ranks: int, *, quick: bool) -> tuple[Row, ...]:
-    """Rows of one twin, from ranks that torchrun starts."""
-    with tempfile.TemporaryDirectory(prefix="hf_osdp_headline_") as folder:
-        result = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-        options = ["--device", "cpu", "--as-rank", str(number), str(result), *(["--quick"] if quick else [])]
-        subprocess.run([*command, *options], env=environment, check=True)
-        return tuple(Row(**row) for row in json.loads(result.read_text(encoding="utf-8")))
 
 
 def run_rank(options: argparse.Namespace) -> int:

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +23,9 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a program, Python looks only in its folder
+
+from benchmarks.torchrun import start_ranks
 from hf_osdp.distributed.collectives import RingReduceScatter
 from hf_osdp.measurement.timing import barrier, over_ranks, rounds
 
@@ -42,21 +42,11 @@ def main() -> int:
     options = parser.parse_args()
     if options.as_rank is not None:
         return run_rank(options.as_rank, options.seconds)
-    rows = [row for size in options.world_sizes.split(",") for row in start_ranks(int(size), options.seconds)]
+    rows = [row for size in options.world_sizes.split(",") for row in start_ranks(__file__, int(size), "--seconds", str(options.seconds))]
     show(rows)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0
-
-
-def start_ranks(world_size: int, seconds: float) -> list[dict]:
-    """Rows of one world size, from ranks that torchrun starts."""
-    with tempfile.TemporaryDirectory(prefix="hf_osdp_reduce_scatter_") as folder:
-        result = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", __file__]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-        subprocess.run([*command, "--as-rank", str(result), "--seconds", str(seconds)], env=environment, check=True)
-        return json.loads(result.read_text(encoding="utf-8"))
 
 
 def run_rank(result: Path, seconds: float) -> int:

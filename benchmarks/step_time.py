@@ -16,9 +16,7 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Sequence
@@ -31,6 +29,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a program, Python looks only in its folder
+
+from benchmarks.torchrun import start_ranks
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.measurement.block_times import TimedModel
 from hf_osdp.measurement.machine import measure_profile
@@ -77,7 +78,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.as_rank is not None:
         return run_rank(options.as_rank, QUICK if options.quick else FULL)
-    rows = [row for size in options.world_sizes.split(",") for row in start_ranks(int(size), quick=options.quick)]
+    quick = ("--quick",) if options.quick else ()
+    rows = [row for size in options.world_sizes.split(",") for row in start_ranks(__file__, int(size), *quick)]
     show(rows)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
@@ -88,16 +90,6 @@ def main() -> int:
         print(f"load check: the same product took up to {spread:.2f} times its best{'; the machine was BUSY' if spread > BUSY else ''}")
     print(f"mean error {mean:.1%}, worst {worst:.1%} over {len(rows)} rows (aim: mean at most {AIM:.0%})")
     return 0 if mean <= AIM else 1
-
-
-def start_ranks(world_size: int, *, quick: bool) -> list[dict]:
-    """Rows of one world size, from ranks that torchrun starts."""
-    with tempfile.TemporaryDirectory(prefix="hf_osdp_step_time_") as folder:
-        result = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", __file__]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-        subprocess.run([*command, "--as-rank", str(result), *(["--quick"] if quick else [])], env=environment, check=True)
-        return json.loads(result.read_text(encoding="utf-8"))
 
 
 def run_rank(result: Path, effort: Effort) -> int:

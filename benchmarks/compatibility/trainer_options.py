@@ -53,9 +53,12 @@ _option("samples of uneven length", _uneven)
 _option("average_tokens_across_devices=False", _uneven, average_tokens_across_devices=False)
 _option("train_sampling_strategy=group_by_length", _uneven, train_sampling_strategy="group_by_length")
 _option("train_sampling_strategy=sequential", _uneven, train_sampling_strategy="sequential")
-_option("accelerator_config: split_batches", accelerator_config={"split_batches": True}, per_device_train_batch_size=4)
 _option(
-    "accelerator_config: num_steps=2",
+    "accelerator_config: split_batches", about={"daily": True},
+    accelerator_config={"split_batches": True}, per_device_train_batch_size=4,
+)  # fmt: skip
+_option(
+    "accelerator_config: num_steps=2", about={"daily": True},
     accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 2}},
 )  # fmt: skip
 _option(
@@ -67,7 +70,7 @@ _option("accelerator_config: even_batches=False", accelerator_config={"even_batc
 _option("accelerator_config: use_seedable_sampler=False", about={"oracle": Oracle.DDP}, accelerator_config={"use_seedable_sampler": False})
 _option("iterable dataset", _streamed, stream=Stream)
 _option("stream that can be read once", _streamed, about={"daily": True}, stream=OneShotStream)
-_option("auto_find_batch_size", auto_find_batch_size=True)
+_option("auto_find_batch_size", about={"daily": True}, auto_find_batch_size=True)
 _option("torch_compile", about=_REFUSED, torch_compile=True)
 _option("neftune_noise_alpha", neftune_noise_alpha=5.0)
 _option("include_num_input_tokens_seen", include_num_input_tokens_seen="all")

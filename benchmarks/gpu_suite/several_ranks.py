@@ -85,7 +85,7 @@ def rank_of_trainer(folder: str, use_cpu: bool) -> tuple[dict[str, list[float]],
     from hf_osdp import OSDPConfig
     from hf_osdp.integrations.launch import launched_rank, launched_world_size
     from tests.distributed import test_integration_trainer as there
-    from tests.helpers.mixed import mixed_plan
+    from tests.helpers.layouts import mixed_plan
 
     world, model = launched_world_size(), there.tiny_model(seed=launched_rank())
     accumulation = there.GLOBAL_BATCH // 2 // world

@@ -20,29 +20,24 @@ class Output:
 
     Args:
         json_file: where JSON is to go: a file, `-` for stdout, None for nowhere.
-        plot: a file that a chart will be drawn to.
+        plot: a file that a chart will be drawn to; as for `output`, wrong ones are refused before anything is computed.
         output: a file that will be written.
-
-    Raises:
-        ValueError: a file's folder does not exist, or the plot's format is not known; nothing has been computed by then.
     """
 
     def __init__(self, json_file: str | None = None, *, plot: Path | None = None, output: Path | None = None) -> None:
         from rich.console import Console
 
         self._json_file = json_file
-        if json_file is not None and json_file != "-":
-            _check_folder(Path(json_file), "--json")
-        if output is not None:
-            _check_folder(output, "--output")
+        for option, path in (("--json", None if json_file in (None, "-") else Path(str(json_file))), ("--output", output)):
+            if path is not None and not path.parent.is_dir():
+                raise ValueError(f"{option} {path}: there is no folder {str(path.parent)!r}; make it, or name another.")
         if plot is not None:
             from ..report.plots import check_plot_path
 
             check_plot_path(plot)
         # names come from models and files; rich would take `[bold]` or `:+1:` in them for its own
-        self.console = Console(quiet=json_file == "-", markup=False, emoji=False)
-        if not self.console.is_terminal:
-            self.console = Console(quiet=json_file == "-", width=_WIDTH, markup=False, emoji=False)
+        width = None if sys.stdout.isatty() else _WIDTH
+        self.console = Console(quiet=json_file == "-", width=width, markup=False, emoji=False)
         self.progress = Console(stderr=True, markup=False, emoji=False)
 
     def print(self, *parts: object) -> None:
@@ -66,8 +61,3 @@ class Output:
             return
         with self.progress.status(text):
             yield
-
-
-def _check_folder(path: Path, option: str) -> None:
-    if not path.parent.is_dir():
-        raise ValueError(f"{option} {path}: there is no folder {str(path.parent)!r}; make it, or name another.")

@@ -17,11 +17,10 @@ from ..planner.hardware import Collective
 from ..planning.config import OSDPConfig
 from ..planning.plan_run import PlannedRun, plan_run
 from ..planning.problem import RunFacts
-from ..planning.recalibrate import Round
 from ..quantities import format_seconds
 from ..report.content import report_content, write_report
 from ..report.plan_file import PlanInputs
-from ..report.run_tables import TrialRow, outcome_table, trials_table
+from ..report.run_tables import outcome_table, trials_table
 from ..report.tables import comparison_table, plan_caption, plan_table
 
 _WIDTH = 100
@@ -47,7 +46,7 @@ def announce_plan(run: PlannedRun) -> None:
     console, inputs, estimate = _console(), *_estimated(run)
     description = inputs.description
     if run.rounds:
-        console.print(trials_table(_trial_rows(run)))
+        console.print(trials_table(_rounds_content(run)))
     console.print(plan_table(run.plan, description, estimate))
     for line in plan_caption(run.plan, estimate, run.hardware):
         console.print(line, highlight=False)
@@ -85,7 +84,7 @@ def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Pa
         planning_s=run.planning_s,
         comparison=run.comparison,
         measured=_observation_content(measured),
-        recalibration=[_round_content(past, runs=past.plan.fingerprint == run.plan.fingerprint) for past in run.rounds],
+        recalibration=_rounds_content(run),
     )
     path = write_report(content, output_dir)
     console.print(f"Report: {path}", highlight=False)
@@ -102,30 +101,17 @@ def _observation_content(observed: Observation) -> dict[str, object]:
     }
 
 
-def _round_content(past: Round, *, runs: bool) -> dict[str, object]:
-    return {
-        "plan": past.plan.fingerprint,
-        "estimated": {"peak_bytes": past.estimated_peak_bytes, "step_s": past.estimated_step_s},
-        "measured": _observation_content(past.observed),
-        "correction": {"extra_bytes": past.correction.extra_bytes, "compute_factor": past.correction.compute_factor},
-        "fits": past.fits,
-        "runs": runs,
-    }
-
-
-def _trial_rows(run: PlannedRun) -> list[TrialRow]:
+def _rounds_content(run: PlannedRun) -> list[dict[str, object]]:
+    """Return the plans that were tried before training as plain values."""
     return [
-        TrialRow(
-            fingerprint=past.plan.fingerprint,
-            estimated_peak_bytes=past.estimated_peak_bytes,
-            measured_peak_bytes=past.observed.peak_bytes,
-            estimated_step_s=past.estimated_step_s,
-            measured_step_s=past.observed.median_step_s,
-            extra_bytes=past.correction.extra_bytes,
-            compute_factor=past.correction.compute_factor,
-            fits=past.fits,
-            runs=past.plan.fingerprint == run.plan.fingerprint,
-        )
+        {
+            "plan": past.plan.fingerprint,
+            "estimated": {"peak_bytes": past.estimated_peak_bytes, "step_s": past.estimated_step_s},
+            "measured": _observation_content(past.observed),
+            "correction": {"extra_bytes": past.correction.extra_bytes, "compute_factor": past.correction.compute_factor},
+            "fits": past.fits,
+            "runs": past.plan.fingerprint == run.plan.fingerprint,
+        }
         for past in run.rounds
     ]
 

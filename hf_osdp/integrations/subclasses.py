@@ -1,18 +1,29 @@
-"""Subclasses of `transformers.Trainer` that are not ours, such as TRL's, under a plan."""
+"""Subclasses of `transformers.Trainer` that are not ours, such as TRL's, under a plan: how they are made, save, and compute their loss."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import Trainer as StockTrainer
 
+from ..modeling.batch import Loss, without_adapters
 from ..modeling.units import canonical_name
+from ..sharding.host_offload import parameter_groups
+from ..tracing.tensors import DEVICE, fake_like
+
+_CONTAINERS = (dict, list, set, deque)
+_DATA = ("train_dataset", "eval_dataset")
+_MEANS = frozenset({"CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss", "L1Loss", "NLLLoss", "cross_entropy", "mse_loss"})
 
 
 def check_order(cls: type, ours: type) -> None:
@@ -77,3 +88,127 @@ def whole_weights(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterat
     finally:
         for module, leaf, parameter in hidden:
             module._parameters[leaf] = parameter
+
+
+# ---------------------------------------------------------------------------------------------------------- the loss
+
+
+def traced_loss(trainer: StockTrainer) -> Loss:
+    """Return the trainer's `compute_loss` as a function of a fake model and a batch.
+
+    Each call runs on a copy of the trainer: metrics that it keeps are the copy's, nothing is sent to other ranks, and modules
+    that the trainer holds are fake. A module that is sharded, such as a reference model, gives what the trained model gave.
+    """
+
+    def loss(fake_model: nn.Module, batch: Mapping[str, Any]) -> object:
+        last: list[Any] = []
+        copied = _copied(trainer, fake_model, last)
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        items = max(1, labels.numel()) if isinstance(labels, torch.Tensor) else 1
+        counted = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        handle = fake_model.register_forward_hook(lambda module, args, output: last.__setitem__(slice(None), [output]))
+        try:
+            return copied.compute_loss(fake_model, batch, num_items_in_batch=items if counted else None)  # type: ignore[arg-type]
+        finally:
+            handle.remove()
+            last.clear()  # the loss holds through backward what it needs
+
+    return loss
+
+
+def held_models(trainer: StockTrainer) -> dict[str, int]:
+    """Return the bytes that other models take on this device, by the name of the trainer's attribute.
+
+    Sharded ones count with their shards, and a root that stays gathered after forward whole beside them.
+    """
+    assert isinstance(trainer.model, nn.Module)
+    seen = {id(tensor) for tensor in _tensors(trainer.model)}
+    found = {name: sum(_bytes_on_device(module, seen) for module in _modules_in(value)) for name, value in vars(trainer).items()}
+    return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+
+def ignores_item_count(model: nn.Module) -> bool:
+    """Return whether a model's forward accepts `num_items_in_batch` and yet gives the mean of its micro-batch as the loss.
+
+    So do BERT's heads and T5. transformers' Trainer takes such a loss to be divided already, and adds up the means of micro-steps:
+    the gradient then grows with their number, which is the planner's to choose.
+    """
+    model = without_adapters(model)
+    cls = type(model)
+    if hasattr(model, "accepts_loss_kwargs") or not cls.__module__.startswith("transformers."):
+        return False
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    if code is None or not code.co_flags & inspect.CO_VARKEYWORDS:
+        return False
+    names = {*code.co_names, *code.co_varnames, *(text for text in code.co_consts if isinstance(text, str))}
+    return bool(_MEANS & names) and not {"loss_function", "num_items_in_batch"} & names
+
+
+class _LocalAccelerator:
+    """An accelerator whose collectives are local, on the device that fake tensors claim to be on."""
+
+    device = DEVICE
+
+    def __init__(self, accelerator: object) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._accelerator, name)
+
+    def gather(self, tensor: object, *args: object, **kwargs: object) -> object:
+        return tensor
+
+    gather_for_metrics = reduce = pad_across_processes = gather
+
+
+def _copied(trainer: StockTrainer, fake_model: nn.Module, last: list[Any]) -> StockTrainer:
+    """Copy a trainer, with a fake model; sharded models in it return that model's `last` output, without gradients."""
+    assert isinstance(trainer.model, nn.Module)
+    copied = copy.copy(trainer)
+
+    def last_output(*args: object, **kwargs: object) -> object:
+        return tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, requires_grad=False), last[-1])
+
+    for name, value in vars(trainer).items():
+        if value is trainer.model or name in ("model", "model_wrapped"):
+            setattr(copied, name, fake_model)
+        elif isinstance(value, nn.Module):
+            is_sharded = any(isinstance(child, FSDPModule) for child in value.modules())
+            setattr(copied, name, last_output if is_sharded else _fake_beside(value, trainer.model, fake_model))
+        elif isinstance(value, _CONTAINERS) and name not in _DATA and not any(_modules_in(value)):
+            setattr(copied, name, copy.deepcopy(value))
+    copied.accelerator = _LocalAccelerator(trainer.accelerator)
+    return copied
+
+
+def _fake_beside(module: nn.Module, model: nn.Module, fake_model: nn.Module) -> nn.Module:
+    """Copy a module with fake parameters; where it holds the trained model, as losses do, the copy holds the fake one."""
+    mode = next(torch._guards.detect_fake_mode([p]) for p in fake_model.parameters())
+    assert mode is not None
+    memo: dict[int, Any] = {id(model): fake_model}
+    for tensor in _tensors(module):
+        fake = fake_like(tensor, mode)
+        memo[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+    return copy.deepcopy(module, memo)
+
+
+def _modules_in(value: object) -> Iterator[nn.Module]:
+    leaves = [value] if isinstance(value, nn.Module) else tree_leaves(value) if isinstance(value, (*_CONTAINERS, tuple)) else []
+    return (leaf for leaf in leaves if isinstance(leaf, nn.Module))
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _bytes_on_device(module: nn.Module, seen: set[int]) -> int:
+    """Return the bytes of tensors that were not seen yet, and of a root that FSDP2 leaves gathered after forward, as nobody freed it."""
+    new = [tensor for tensor in _tensors(module) if id(tensor) not in seen]
+    seen.update(id(tensor) for tensor in new)
+    local = [getattr(tensor, "_local_tensor", tensor) for tensor in new]
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in local)
+    if new and isinstance(module, FSDPModule) and getattr(module._get_fsdp_state(), "_auto_reshard_after_forward", None) is not False:
+        for parameter in (parameter for group in parameter_groups(module) for parameter in group.fsdp_params):
+            dtype = getattr(parameter, "param_dtype", None) or parameter.sharded_param.dtype
+            nbytes += parameter.sharded_param.shape.numel() * dtype.itemsize
+    return nbytes

@@ -29,10 +29,9 @@ from .accelerator import OSDPAccelerator
 from .announce import announce_result, plan_and_announce
 from .checkpoints import replaced
 from .plugin import OSDPPlugin
-from .subclasses import check_order, planning_at_the_end, with_whole_weights
+from .subclasses import check_order, ignores_item_count, planning_at_the_end, with_whole_weights
 from .trainer_checkpoints import StopCallback, TrainerCheckpoints
 from .trainer_facts import facts_of_trainer
-from .trainer_loss import ignores_item_count
 from .trainer_options import asked_config, own_arguments, plugin_options, refuse_unplanned, set_batch
 
 

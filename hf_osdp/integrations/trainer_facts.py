@@ -26,7 +26,7 @@ from ..planning.problem import RunFacts
 from .optimizers import frozen_parameters, spec_of_optimizer, spec_of_trainer_name
 from .plugin import offloads
 from .samples import find_batches, tokens_of
-from .trainer_loss import held_models, traced_loss
+from .subclasses import held_models, traced_loss
 from .trainer_options import samples_of_step
 
 _log = logging.getLogger(__name__)

@@ -6,7 +6,6 @@ checkpointing as the whole one, in a fraction of its memory.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..errors import ProfileError
 from ..modeling.batch import Inputs, loss_of, training_batch
 from ..modeling.build import build_on_meta, checkpoint_blocks
-from ..modeling.units import find_units, modules_by_name, segment_modules
+from ..modeling.units import class_of, find_units, modules_by_name, segment_modules
 from ..modeling.wrapping import cast_floating, forward_replaced
 from ..planner.description import DType, ModelDescription, UnitDescription
 from ..planner.profile import SegmentTimes, SegmentWork, TimePoint
@@ -33,8 +32,6 @@ _COPIES = 3
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 50
 ROOT = 0
 """Index of the root's unit."""
-Pairs = list[tuple[float, float]]
-"""Seconds of forward and backward, by section or by segment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,82 +86,81 @@ def measure_block_times(timed: TimedModel, *, device: torch.device, seconds: flo
         checkpoint_blocks(model, description.block_classes)
     make = timed.inputs or training_batch(model, timed.sequence_length)
     batches = {size: _on_device(make(size), device, dtype) for size in sorted(set(timed.micro_batch_sizes))}
+    crowded = cores_are_shared(device)
+    stopwatch = Stopwatch(model, description.units, device, dtype, meets=device.type == "cpu" and not crowded)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # dropout; the training's own state stays as it is
-        taken = _Runner(model, description, device, dtype).measure(batches, seconds)
-    return _segment_times(description, taken)
+        sections = _measure_sections(model, stopwatch, batches, seconds)
+    passes = {size: torch.stack([_of_segments(description, *one) for one in taken]) for size, taken in sections.items()}
+    return _segment_times(description, {size: _of_all_ranks(one, crowded=crowded) for size, one in passes.items()})
 
 
-class _Runner:
-    """Runs passes of a model and gives the seconds of its description's segments."""
+Sections = tuple[list[int], list[list[float]]]
+"""Units of a pass's sections, and for each the seconds of forward and backward."""
 
-    def __init__(self, model: nn.Module, description: ModelDescription, device: torch.device, dtype: torch.dtype | None) -> None:
-        self._model, self._description, self._device = model, description, device
-        self._crowded = cores_are_shared(device)
-        self._stopwatch = Stopwatch(model, description.units, device, dtype, meets=device.type == "cpu" and not self._crowded)
 
-    def measure(self, batches: Mapping[int, Mapping[str, Any]], seconds: float) -> dict[int, list[Pairs]]:
-        """Return for each size a list of passes, each with the forward and backward seconds of every segment.
-
-        They are those of the slowest rank. Where ranks share cores, one is quick while another waits for its turn: there the
-        whole pass is the slowest rank's, and its parts are as the ranks' mean has them.
-        """
-        taken: dict[int, list[Pairs]] = {size: [] for size in batches}
-        with self._stopwatch.attached():
+def _measure_sections(
+    model: nn.Module, stopwatch: Stopwatch, batches: Mapping[int, dict[str, Any]], seconds: float
+) -> dict[int, list[Sections]]:
+    """Return the sections of passes of each size. Every rank learns whether one ran out of memory as it warmed up."""
+    taken: dict[int, list[Sections]] = {size: [] for size in batches}
+    with stopwatch.attached():
+        for size, batch in batches.items():
+            fits = True
+            try:
+                stopwatch.measure(lambda: loss_of(model(**batch)))  # noqa: B023
+            except (torch.OutOfMemoryError, MemoryError):
+                fits = False
+            if not over_ranks([fits], dist.ReduceOp.MIN)[0]:
+                name = class_of(model).__name__
+                raise ProfileError(f"{_COPIES} blocks of {name} do not fit the device with micro_batch_size={size}; use smaller sizes.")
+        for _ in rounds(seconds, least=_LEAST_ROUNDS, most=_MOST_ROUNDS):
             for size, batch in batches.items():
-                self._try(size, batch)
-            for _ in rounds(seconds, least=_LEAST_ROUNDS, most=_MOST_ROUNDS):
-                for size, batch in batches.items():
-                    taken[size].append(self._by_segment(self._pass(batch)))
-        return {size: [self._over_ranks(one) for one in passes] for size, passes in taken.items()}
-
-    def _try(self, size: int, batch: Mapping[str, Any]) -> None:
-        """Warm up; every rank learns whether one ran out of memory."""
-        fits = True
-        try:
-            self._pass(batch)
-        except (torch.OutOfMemoryError, MemoryError):
-            fits = False
-        if not over_ranks([fits], dist.ReduceOp.MIN)[0]:
-            name = self._description.model_class
-            raise ProfileError(f"{_COPIES} blocks of {name} do not fit the device with micro_batch_size={size}; use smaller sizes.")
-
-    def _pass(self, batch: Mapping[str, Any]) -> Pairs:
-        return self._stopwatch.measure(lambda: loss_of(self._model(**batch)))
-
-    def _by_segment(self, sections: Pairs) -> Pairs:
-        """Return seconds of segments from those of sections: a root's section that the trace found idle counts to the one before."""
-        segments = self._description.segments
-        seconds = [[0.0, 0.0] for _ in segments]
-        at = -1
-        for unit, (forward, backward) in zip(self._stopwatch.sections, sections, strict=True):
-            if at + 1 < len(segments) and segments[at + 1].unit == unit:
-                at += 1
-            elif unit != ROOT:
-                raise ProfileError(f"{self._description.model_class} runs other units than its trace; its blocks cannot be timed.")
-            seconds[max(at, 0)][0] += forward
-            seconds[max(at, 0)][1] += backward
-        if at + 1 != len(segments):
-            raise ProfileError(f"{self._description.model_class} runs fewer units than its trace; its blocks cannot be timed.")
-        return [(forward, backward) for forward, backward in seconds]
-
-    def _over_ranks(self, one: Pairs) -> Pairs:
-        own = [value for pair in one for value in pair]
-        flat = over_ranks(own)
-        if self._crowded:
-            means, (whole,) = over_ranks(own, dist.ReduceOp.SUM), over_ranks([sum(own)])
-            flat = [value * whole / sum(means) for value in means]
-        return list(zip(flat[::2], flat[1::2], strict=True))
+                taken[size].append(stopwatch.measure(lambda: loss_of(model(**batch))))  # noqa: B023
+    return taken
 
 
-def _segment_times(description: ModelDescription, taken: Mapping[int, list[Pairs]]) -> tuple[SegmentTimes, ...]:
+def _of_segments(description: ModelDescription, units: Sequence[int], seconds: Sequence[Sequence[float]]) -> torch.Tensor:
+    """Return seconds of segments from those of sections: a root's section that the trace found idle counts to the one before."""
+    segments, name = description.segments, description.model_class
+    by_segment = torch.zeros(len(segments), 2, dtype=torch.float64)
+    at = -1
+    for unit, pair in zip(units, seconds, strict=True):
+        if at + 1 < len(segments) and segments[at + 1].unit == unit:
+            at += 1
+        elif unit != ROOT:
+            raise ProfileError(f"{name} runs other units than its trace; its blocks cannot be timed.")
+        by_segment[max(at, 0)] += torch.tensor(pair, dtype=torch.float64)
+    if at + 1 != len(segments):
+        raise ProfileError(f"{name} runs fewer units than its trace; its blocks cannot be timed.")
+    return by_segment
+
+
+def _of_all_ranks(passes: torch.Tensor, *, crowded: bool) -> torch.Tensor:
+    """Return passes, by segment and phase, with the seconds of the slowest rank. Collective.
+
+    Where ranks share cores, one is quick while another waits for its turn: there the whole pass is the slowest rank's, and its parts
+    are as the ranks' sum has them.
+    """
+
+    def reduced(values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        return torch.tensor(over_ranks(values.flatten().tolist(), op), dtype=torch.float64).reshape(values.shape)
+
+    if not crowded:
+        return reduced(passes, dist.ReduceOp.MAX)
+    whole = passes.sum((1, 2), keepdim=True)
+    return reduced(passes, dist.ReduceOp.SUM) * reduced(whole, dist.ReduceOp.MAX) / reduced(whole, dist.ReduceOp.SUM)
+
+
+def _segment_times(description: ModelDescription, passes: Mapping[int, torch.Tensor]) -> tuple[SegmentTimes, ...]:
     """Return times of equal segments as one, with the mean of a pass."""
     kinds: dict[tuple[str, tuple[tuple[int, ...], ...], SegmentWork], list[int]] = {}
     for index, segment in enumerate(description.segments):
         unit = description.units[segment.unit]
         kinds.setdefault((unit.class_name, tuple(p.shape for p in unit.parameters), SegmentWork.of(segment)), []).append(index)
 
-    def seconds(size: int, members: list[int], phase: int) -> float:
-        return trimmed_mean([statistics.fmean(one[i][phase] for i in members) for one in taken[size]])
+    def point(size: int, members: list[int]) -> TimePoint:
+        forward_s, backward_s = (trimmed_mean(phase.tolist()) for phase in passes[size][:, members].mean(1).unbind(1))
+        return TimePoint(samples=size, forward_s=forward_s, backward_s=backward_s)
 
     return tuple(
         SegmentTimes(
@@ -173,9 +169,7 @@ def _segment_times(description: ModelDescription, taken: Mapping[int, list[Pairs
             sequence_length=description.sequence_length,
             compute_dtype=description.compute_dtype,
             work=work,
-            points=tuple(
-                TimePoint(samples=size, forward_s=seconds(size, members, 0), backward_s=seconds(size, members, 1)) for size in taken
-            ),
+            points=tuple(point(size, members) for size in passes),
         )
         for (class_name, shapes, work), members in kinds.items()
     )
@@ -214,8 +208,7 @@ class Stopwatch:
         self._inside = self._in_backward = False
         self._marks: list[tuple[int, Moment, bool]] = []  # section, moment, whether a barrier was before it
         self._current = 0
-        self.sections: list[int] = []
-        """Units of the pass's sections, in forward order; root and others alternate."""
+        self._sections: list[int] = []
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -229,9 +222,9 @@ class Stopwatch:
                     stack.callback(handle.remove)
             yield
 
-    def measure(self, forward: Callable[[], torch.Tensor]) -> Pairs:
-        """Run a pass from forward, which returns the loss. Return the seconds of each section's forward and backward."""
-        self.sections, self._marks, self._in_backward = [], [], False
+    def measure(self, forward: Callable[[], torch.Tensor]) -> Sections:
+        """Run a pass from forward, which returns the loss. Return its sections in forward order; root and others alternate."""
+        self._sections, self._marks, self._in_backward = [], [], False
         barrier(self._device)
         barrier_s = 0.0
         if self._meets:
@@ -245,17 +238,17 @@ class Stopwatch:
         loss.backward()
         self._mark()
         synchronize(self._device)
-        seconds = [[0.0, 0.0] for _ in self.sections]
+        seconds = [[0.0, 0.0] for _ in self._sections]
         for number, ((section, began, _), (_, ended, met)) in enumerate(zip(self._marks, self._marks[1:], strict=False)):
-            in_backward = number >= len(self.sections)  # forward has one mark a section
+            in_backward = number >= len(self._sections)  # forward has one mark a section
             seconds[section][in_backward] += max(0.0, seconds_between(began, ended) - met * barrier_s)
-        return [(forward_s, backward_s) for forward_s, backward_s in seconds]
+        return self._sections, seconds
 
     def _timed(self, unit: int, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> object:
             if self._inside or self._in_backward:
                 return original(*args, **kwargs)  # a call inside another, or recomputed in backward
-            self._hook((args, kwargs), len(self.sections) - 1)
+            self._hook((args, kwargs), len(self._sections) - 1)
             self._inside = True
             section = self._begin(unit)
             try:
@@ -271,8 +264,8 @@ class Stopwatch:
 
     def _begin(self, unit: int) -> int:
         """Begin a section of forward, and return its index."""
-        self.sections.append(unit)
-        self._current = len(self.sections) - 1
+        self._sections.append(unit)
+        self._current = len(self._sections) - 1
         self._mark(meet=unit != ROOT)
         return self._current
 

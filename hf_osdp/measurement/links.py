@@ -34,14 +34,9 @@ _MOST_FOR_ALL = 8
 def group_sizes(world: int, local: int, asked: Sequence[int] | None = None) -> tuple[list[int], list[int]]:
     """Return the sizes of the groups to measure: of those that gather and scatter, and of those that reduce replicas.
 
-    Links and collectives in two stages consist of the world, a node, and the ranks of one place in all nodes; other sizes follow from
-    the links (`planner/cost/collectives.py`). Forming a group takes all ranks a barrier in the store and its own ranks a communicator, so
-    that every divisor (250 groups of 128 ranks in nodes of 8) would hold up each start; up to 8 ranks there are few.
-
-    Args:
-        world: ranks.
-        local: ranks of a node.
-        asked: sizes to measure beside the world's; None takes every divisor of up to 8 ranks, and of more those few.
+    They are the sizes `asked` and the world's, or for None every divisor of up to 8 ranks. Of more ranks they are the world, a node of
+    `local` ranks, and the ranks of one place in all nodes, from which links and other sizes follow (`planner/cost/collectives.py`): a group
+    takes all ranks a barrier in the store and its own ranks a communicator, so that 250 groups of 128 ranks would hold up each start.
 
     Raises:
         ValueError: a size does not divide the world's.

@@ -150,12 +150,7 @@ def hardware_of_run(requested: Hardware | str | None, *, device_type: str, nodes
 
 
 def measuring_device(device_type: str) -> torch.device:
-    """Return this process's device.
-
-    Raises:
-        ValueError: the type is not known.
-        HardwareError: the device is missing.
-    """
+    """Return this process's device; raise ValueError for an unknown type, HardwareError for a missing device."""
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"device_type={device_type!r} is not known; use cpu or cuda.")
     if device_type == "cuda" and not torch.cuda.is_available():

@@ -33,7 +33,7 @@ class Observation:
     steps: int
     """Optimizer steps that ended."""
     median_step_s: float | None
-    """Median over the timed steps on the slowest rank, in seconds; None before any was timed."""
+    """Median over the timed steps on the slowest rank; None before any was timed."""
     peak_bytes: int | None
     """Peak of tensors on the fullest rank; None before it was measured."""
     collectives: tuple[CollectiveTotal, ...] = ()
@@ -41,7 +41,7 @@ class Observation:
     timings: tuple[CollectiveTiming, ...] = ()
     """The same as lines over bytes, for the planner."""
     reserved_bytes: int | None = None
-    """Most that torch's allocator had taken from the device, on the rank where that was most; None on the CPU."""
+    """Most that torch's allocator had taken from the device, on any rank; None on the CPU."""
     out_of_memory: bool = False
     """The device had not enough memory for a step; nothing else was measured then."""
 
@@ -64,9 +64,8 @@ class StepMeter:
 
         Args:
             device: where the model runs, for example `"cuda"` or `"cpu"`.
-            held: on the CPU, called as the second step begins: the tensors that count beside those that the step makes, for
-                example `training_tensors` of model and optimizer. None counts every tensor, a data set in memory included,
-                as the allocator does on CUDA.
+            held: on the CPU, called as the second step begins: the tensors that count beside those that the step makes, such as
+                `training_tensors`. None counts every tensor, a data set in memory included, as the allocator does on CUDA.
             clocked_steps: steps whose collectives are timed.
         """
         self._clocked_steps = clocked_steps
@@ -79,11 +78,9 @@ class StepMeter:
         self._entered: MemoryTracker | CollectiveClock | None = None
         self._clock: CollectiveClock | None = None
         self.steps = 0
-        """Optimizer steps that ended."""
         self.peak_bytes: int | None = None
-        """Peak on this rank; None before it was measured."""
         self.reserved_bytes: int | None = None
-        """Most that the allocator had taken on this rank; None before it was measured, and on the CPU."""
+        """As in `Observation`, of this rank alone."""
 
     @property
     def median_step_s(self) -> float | None:
@@ -104,11 +101,7 @@ class StepMeter:
         self._began = now(self._device)
 
     def step_ends(self) -> None:
-        """End the step, after the optimizer has stepped.
-
-        Raises:
-            ValueError: no step was begun.
-        """
+        """End the step, after the optimizer has stepped; raise ValueError where none was begun."""
         if self._began is None:
             raise ValueError("step_ends was called without step_begins; call the two around each optimizer step.")
         if self.steps >= self.untimed:
@@ -247,7 +240,7 @@ class LoopMeter:
     def _forward_begins(self, module: nn.Module, args: object, kwargs: object) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
-        if self._passes == 0 or self._passes == self._micro_steps:
+        if self._passes in (0, self._micro_steps):
             self._passes = 0
             self._batch = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             self._meter.step_begins()

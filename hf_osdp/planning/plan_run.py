@@ -14,7 +14,7 @@ from torch import nn
 
 from ..distributed.consensus import on_rank_zero, require_same_run
 from ..distributed.device import own_gpu
-from ..distributed.mesh import Meshes, find_topology
+from ..distributed.mesh import Meshes, find_topology, rank
 from ..errors import InfeasibleError, PlanError
 from ..modeling.batch import check_inputs, training_batch
 from ..modeling.split_candidates import split_units
@@ -135,7 +135,7 @@ def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedR
         plan, rounds, problem = recalibrate(plan, problem, lambda tried: probe(tried, trial, meshes))
         if meshes is not None:
             meshes.keep(plan)
-    first = not dist.is_initialized() or dist.get_rank() == 0
+    first = rank() == 0
     comparison = None
     if first and config.compare:
         comparison = compare_strategies(replace(problem, description=whole.description), split=problem.description)
@@ -200,7 +200,7 @@ def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
         sequence_length=facts.sequence_length,
     )
     here = find_topology().ranks_per_node
-    if plan.devices_per_node not in (None, here) and not (dist.is_initialized() and dist.get_rank()):
+    if plan.devices_per_node not in (None, here) and rank() == 0:
         _log.warning("The plan was made for %d devices a node, here there are %d; plan again for these.", plan.devices_per_node, here)
     low_precision = facts.precision.compute is not None
     units = split_units(model, plan.split, config.block_classes, low_precision=low_precision) if description is None else description.units

@@ -102,11 +102,7 @@ def precision_attempts(config: OSDPConfig, facts: RunFacts) -> list[tuple[OSDPCo
 
 
 def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
-    """Return the job to search for, with what the user has fixed.
-
-    Raises:
-        ValueError: the sizes do not fit together.
-    """
+    """Return the job to search for, with what the user has fixed; raise ValueError where sizes do not fit together."""
     assert facts.global_batch_size is not None
     job = TrainingJob(
         global_batch_size=facts.global_batch_size,
@@ -126,11 +122,7 @@ def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
 
 
 def check_limit(limit_bytes: int, device: DeviceSpec, *, given: str) -> int:
-    """Return a memory limit that the device has; `given` is how a message quotes it, such as `memory_limit='8GiB'`.
-
-    Raises:
-        ValueError: it is more than the device has.
-    """
+    """Return a limit that the device has; raise ValueError above it, which quotes the limit as it was `given`: `memory_limit='8GiB'`."""
     there = device.memory_bytes
     if limit_bytes > there:
         raise ValueError(
@@ -143,13 +135,7 @@ class ProblemBuilder:
     """Build planning problems of one model: hardware, job and limit once, a description for each way to split the model."""
 
     def __init__(self, model: nn.Module, config: OSDPConfig, facts: RunFacts, *, hardware: Hardware | None = None) -> None:
-        """Resolve hardware, job and limit. Collective where `hardware` is None.
-
-        Args:
-            model: not yet sharded.
-            config: what the user asked for.
-            facts: what the caller knows about the run.
-            hardware: the devices to plan for; None takes those of the configuration, or measures this machine.
+        """Resolve job, limit and, for None, the configuration's hardware or this machine's, measured. Collective where that is None.
 
         Raises:
             HardwareError: nothing is known of a host that is asked for.
@@ -209,11 +195,7 @@ class Describer:
         self._may_fall_back = config.inputs is None and facts.inputs is not None and _has_usual_batch(model)
 
     def describe(self, split: ModelSplit) -> ModelDescription:
-        """Return the description of the model with a split.
-
-        Raises:
-            DescriptionError: it cannot be described in any way.
-        """
+        """Return the description of the model with a split; raise DescriptionError where it cannot be described in any way."""
         if not self._may_fall_back:
             return self._describe(split)
         try:
@@ -255,7 +237,6 @@ class Describer:
 
 
 def _has_usual_batch(model: nn.Module) -> bool:
-    """Return whether a batch can be made for the model without data."""
     try:
         training_batch(model, 1)
     except (DescriptionError, AttributeError):

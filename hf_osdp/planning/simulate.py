@@ -72,8 +72,8 @@ def simulate(model_or_config: object, plan: Plan, *, description: ModelDescripti
 
     Args:
         model_or_config: as `describe` takes it; left as it is.
-        plan: what runs.
-        description: the model's, for its units and sequence length.
+        plan: the plan that runs.
+        description: of the model, for its units and sequence length.
         job: precision, optimizer, and whether the loop holds outputs.
         options: what `describe` was told: `device_type`, `capability`, `auto_class`, `inputs`, `activation_checkpointing`, `loss`.
 
@@ -234,11 +234,7 @@ def _separate_shape_propagation() -> Iterator[None]:
 
 @contextmanager
 def fake_process_group(world_size: int) -> Iterator[None]:
-    """Give this process a process group in which it is rank 0 and nothing is sent.
-
-    Raises:
-        OSDPError: there is a process group already.
-    """
+    """Give this process a process group in which it is rank 0 and nothing is sent; raise OSDPError where there is one already."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():

@@ -27,6 +27,7 @@ Content = dict[str, Any]
 """What JSON has."""
 _PACKAGES = ("hf_osdp", "torch", "accelerate", "transformers")
 _TIME_TERMS = ("compute_s", "communication_s", "exposed_s", "copy_s", "optimizer_s")
+_OUTCOME = ("peak_bytes", "step_s", "samples_per_s")
 _BATCH = ("world_size", "micro_batch_size", "accumulation_steps", "global_batch_size", "sequence_length")
 
 
@@ -44,11 +45,11 @@ def report_content(
 
     Args:
         plan: what ran.
-        inputs: model, job and hardware.
+        inputs: what it was made from.
         estimate: what it was expected to need.
         planning_s: seconds that planning took.
         comparison: the other strategies, where they were estimated.
-        measured: `steps`, `median_step_s`, `peak_bytes`, `reserved_bytes` and `collectives` of the run, or None.
+        measured: what the run took.
         recalibration: plans that were tried before training, with what was measured.
     """
     description = inputs.description
@@ -158,14 +159,12 @@ def _strategy(row: StrategyResult) -> Content:
     """Return a strategy's best plan in short, or why it has none."""
     if row.result is None:
         return {"strategy": row.strategy.value, **_picked(row, "reason", "least_peak_bytes")}
-    figures = _picked(row.result.plan, "micro_batch_size", "accumulation_steps", "peak_bytes", "step_s", "samples_per_s")
-    return {"strategy": row.strategy.value, **figures}
+    return {"strategy": row.strategy.value, **_picked(row.result.plan, "micro_batch_size", "accumulation_steps", *_OUTCOME)}
 
 
 def _result(result: SearchResult) -> Content:
     plan = result.plan
-    figures = _picked(plan, *_BATCH, "peak_bytes", "step_s", "samples_per_s")
-    return {**figures, "layouts": layouts_text(plan), "fingerprint": plan.fingerprint}
+    return {**_picked(plan, *_BATCH, *_OUTCOME), "layouts": layouts_text(plan), "fingerprint": plan.fingerprint}
 
 
 def explanation_content(explanation: Explanation) -> Content:
@@ -192,11 +191,11 @@ def explanation_content(explanation: Explanation) -> Content:
 
 
 def _row(explanation: Explanation, row: PlanRow) -> Content:
-    plan, estimate, time = explanation.plan, explanation.estimate, explanation.estimate.time
+    estimate, time = explanation.estimate, explanation.estimate.time
     reason = next((reason for reason in explanation.reasons if reason.row.units == row.units), None)
 
     def alternative(other: Alternative | None) -> Content | None:
-        return None if other is None else {"layout": other.choice.describe(plan.world_size), **asdict(other)}
+        return None if other is None else {"layout": other.choice.describe(explanation.plan.world_size), **asdict(other)}
 
     return {
         "units": [explanation.description.units[i].fqn for i in row.units],

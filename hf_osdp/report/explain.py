@@ -33,12 +33,11 @@ _TRIPS = "activations"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamTime:
-    """One kind of work in a step."""
+    """One kind of work in a step; `exposed_s` is what the step is longer by, and their sum over the streams its time."""
 
     name: str
     total_s: float
     exposed_s: float
-    """What the step is longer by; the rest is hidden behind compute. Their sum over the streams is the step's time."""
 
     @property
     def hidden_s(self) -> float:
@@ -102,7 +101,7 @@ class Explanation:
     description: ModelDescription
     estimate: PlanEstimate
     outside: Mapping[str, int] = field(default_factory=dict)
-    """Device memory that no tensor can have, by what it is."""
+    """Device memory that no tensor can have, by kind."""
     margin_bytes: int = 0
     """Part of the limit that stays free."""
     streams: tuple[StreamTime, ...] = ()
@@ -112,7 +111,6 @@ class Explanation:
 
     @property
     def outside_bytes(self) -> int:
-        """Device memory that no tensor can have."""
         return sum(self.outside.values())
 
 

@@ -95,32 +95,28 @@ def unit_seconds_table(explanation: Explanation) -> Table:
 
 def reason_table(explanation: Explanation) -> Table:
     """Return why each row is laid out as it is: what is quicker but does not fit, and the next best of what fits."""
-    rows = [[reason.row.label, reason.row.layout, *_reason_cells(reason, explanation.plan)] for reason in explanation.reasons]
+    world_size = explanation.plan.world_size
+
+    def cells(reason: RowReason) -> list[str]:
+        first, second = "none: this is the quickest", "none"
+        if (other := reason.quicker) is not None:
+            overrun = _overrun(other, len(reason.row.units))
+            first = f"{other.choice.describe(world_size)}: {format_seconds(other.added_s)}, {overrun}"
+        if (other := reason.next_fitting) is not None:
+            sign = "+" if other.added_s >= 0 else ""
+            second = f"{other.choice.describe(world_size)}: {sign}{format_seconds(other.added_s)}, peak {format_bytes(other.peak_bytes)}"
+        return [reason.row.label, reason.row.layout, first, second]
+
     title = "Why this layout: what others would cost (the whole row changed, all else as it is)"
-    return make_table(title, rows, text=["units"], notes=["layout", "quicker layout", "next best that fits"])
-
-
-def _reason_cells(reason: RowReason, plan: Plan) -> tuple[str, str]:
-    """Return the two alternatives of a row as text."""
-    first, second = "none: this is the quickest", "none"
-    if (other := reason.quicker) is not None:
-        overrun = _overrun(other, len(reason.row.units))
-        first = f"{other.choice.describe(plan.world_size)}: {format_seconds(other.added_s)}, {overrun}"
-    if (other := reason.next_fitting) is not None:
-        sign = "+" if other.added_s >= 0 else ""
-        peak = format_bytes(other.peak_bytes)
-        second = f"{other.choice.describe(plan.world_size)}: {sign}{format_seconds(other.added_s)}, peak {peak}"
-    return first, second
+    return make_table(title, map(cells, explanation.reasons), text=["units"], notes=["layout", "quicker layout", "next best that fits"])
 
 
 def _overrun(other: Alternative, units: int) -> str:
     """Return by how much a quicker layout is over the limit."""
     if other.over_bytes <= 0:
         return f"fits, peak {format_bytes(other.peak_bytes)}"
-    alone = ""
-    if units > 1:
-        one = other.single_over_bytes
-        alone = f" (one unit: {format_bytes(one)} over)" if one > 0 else " (one unit fits)"
+    one = other.single_over_bytes
+    alone = "" if units == 1 else f" (one unit: {format_bytes(one)} over)" if one > 0 else " (one unit fits)"
     return f"{format_bytes(other.over_bytes)} over the limit{alone}"
 
 

@@ -10,10 +10,11 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..planner.cost.memory import MemoryEstimate, Moment
+from ..planner.cost.memory import MemoryEstimate
 from ..planner.hardware import GIB
 from ..planner.search.compare import StrategyResult
 from ..planner.search.search import SearchResult
@@ -62,11 +63,7 @@ def check_plot_path(path: str | Path) -> Path:
 
 
 def save_chart(chart: AnyChart, path: str | Path) -> Path:
-    """Write a chart in the format that the suffix names; HTML holds all of its scripts and opens offline.
-
-    Raises:
-        ValueError: see `check_plot_path`.
-    """
+    """Write a chart in the format that the suffix names; HTML holds all of its scripts and opens offline."""
     path = check_plot_path(path)
     options: dict[str, Any] = {".html": {"inline": True, "json_kwds": {"cls": _InScript}}, ".png": {"scale_factor": _PNG_SCALE}}
     chart.save(str(path), **options.get(path.suffix, {}))
@@ -74,15 +71,7 @@ def save_chart(chart: AnyChart, path: str | Path) -> Path:
 
 
 def plan_chart(title: str, memory: MemoryEstimate, reserved_bytes: int, limit_bytes: int | None, streams: Sequence[StreamTime]) -> AnyChart:
-    """Return memory over the step above time by stream.
-
-    Args:
-        title: what the plan is for.
-        memory: its moments.
-        reserved_bytes: device memory that no tensor can have.
-        limit_bytes: drawn as a rule; None for none.
-        streams: seconds by kind of work; empty where they are not known.
-    """
+    """Return memory over the step above time by stream; the limit is a rule, and `reserved_bytes` are what no tensor can have."""
     charts = [_memory_chart(memory, reserved_bytes, limit_bytes), *([_time_chart(streams)] if streams else [])]
     return _styled(alt.vconcat(*charts).resolve_scale(color="independent"), title)
 
@@ -105,40 +94,32 @@ def _memory_chart(memory: MemoryEstimate, reserved_bytes: int, limit_bytes: int 
     names = bands.mark_text(align="left", dx=4, color="#333").encode(x=start, y=alt.Y("top:Q"), text="name:N")
     layers = [area, rules, names]
     if limit_bytes:
-        at = _chart([{"size": limit_bytes / scale, "text": f"limit {format_bytes(limit_bytes)}"}])
-        layers.append(at.mark_rule(color=_RED, strokeWidth=2).encode(y="size:Q"))
-        layers.append(at.mark_text(align="left", dy=-7, color=_RED).encode(x=alt.value(4), y="size:Q", text="text:N"))
+        layers += _limit_rule(limit_bytes, scale, {"y": "size:Q"}, {"x": alt.value(4)}, dy=-7)
     title = f"Memory over the step: peak {format_bytes(memory.peak_bytes + reserved_bytes)} in {memory.peak.phase} of {memory.peak.unit}"
     return alt.layer(*layers).properties(width=_WIDTH, height=300, title=title)
 
 
 def moment_rows(memory: MemoryEstimate, reserved_bytes: int, scale: int) -> list[dict[str, Any]]:
     """Return a row for each moment and kind of bytes that occurs, sizes in `scale` bytes; the last moment is drawn one moment wide."""
-    breakdowns = [bytes_by_kind(moment.breakdown) for moment in memory.moments]
-    kinds = {kind for breakdown in breakdowns for kind, nbytes in breakdown.items() if nbytes}
+    drawn = [(moment, {**bytes_by_kind(moment.breakdown), "reserved": reserved_bytes}) for moment in (*memory.moments, memory.moments[-1])]
+    kinds = {kind for _, parts in drawn for kind, nbytes in parts.items() if nbytes}
     order = list(_COLORS)
-    rows = []
-    for index, (moment, breakdown) in enumerate([*zip(memory.moments, breakdowns, strict=True), (memory.moments[-1], breakdowns[-1])]):
-        parts = {kind: nbytes for kind, nbytes in breakdown.items() if kind in kinds}
-        parts |= {"reserved": reserved_bytes} if reserved_bytes else {}
-        rows += [
-            {
-                "moment": index, "unit": moment.unit, "phase": moment.phase, "kind": kind, "order": order.index(kind),
-                "size": nbytes / scale, "bytes": format_bytes(nbytes), "total": format_bytes(moment.total_bytes + reserved_bytes),
-            }
-            for kind, nbytes in parts.items()
-        ]  # fmt: skip
-    return rows
+    return [
+        {
+            "moment": index, "unit": moment.unit, "phase": moment.phase, "kind": kind, "order": order.index(kind),
+            "size": nbytes / scale, "bytes": format_bytes(nbytes), "total": format_bytes(moment.total_bytes + reserved_bytes),
+        }
+        for index, (moment, parts) in enumerate(drawn)
+        for kind, nbytes in parts.items()
+        if kind in kinds
+    ]  # fmt: skip
 
 
 def _phase_bands(memory: MemoryEstimate, top: float) -> list[dict[str, Any]]:
     """Where forward, backward and the end of the step begin. The parts of backward are one phase here, and the end has no name."""
-
-    def phase(pair: tuple[int, Moment]) -> str:
-        name = pair[1].phase.partition(":")[0]
-        return name if name in ("forward", "backward") else ""
-
-    return [{"name": name, "start": next(group)[0], "top": 0.97 * top} for name, group in groupby(enumerate(memory.moments), key=phase)]
+    phases = [moment.phase.partition(":")[0] for moment in memory.moments]
+    names = enumerate(name if name in ("forward", "backward") else "" for name in phases)
+    return [{"name": name, "start": next(group)[0], "top": 0.97 * top} for name, group in groupby(names, key=itemgetter(1))]
 
 
 def _size_unit(nbytes: int) -> tuple[int, str]:
@@ -187,18 +168,20 @@ def frontier_chart(title: str, front: Sequence[SearchResult], strategies: Sequen
     domain = alt.Scale(domain=names)
     color, shape = alt.Color("name:N", title="strategy", scale=domain), alt.Shape("name:N", title="strategy", scale=domain)
     shown = _chart(marks).mark_point(size=130, filled=True, opacity=0.9).encode(**where, color=color, shape=shape)
-    at = _chart([{"size": limit_bytes / scale, "text": f"limit {format_bytes(limit_bytes)}"}])
-    rule = at.mark_rule(color=_RED, strokeWidth=2).encode(x="size:Q")
-    text = at.mark_text(align="left", dx=5, color=_RED).encode(x="size:Q", y=alt.value(12), text="text:N")
-    return _styled(alt.layer(line, rule, text, shown).properties(width=_WIDTH, height=380), title)
+    limit = _limit_rule(limit_bytes, scale, {"x": "size:Q"}, {"y": alt.value(12)}, dx=5)
+    return _styled(alt.layer(line, *limit, shown).properties(width=_WIDTH, height=380), title)
+
+
+def _limit_rule(limit_bytes: int, scale: int, at: dict[str, Any], across: dict[str, Any], **offset: Any) -> list[alt.Chart]:
+    """Return the limit as a rule at one axis, with its name beside it."""
+    chart = _chart([{"size": limit_bytes / scale, "text": f"limit {format_bytes(limit_bytes)}"}])
+    rule = chart.mark_rule(color=_RED, strokeWidth=2).encode(**at)
+    return [rule, chart.mark_text(align="left", color=_RED, **offset).encode(**at, **across, text="text:N")]
 
 
 def _point(result: SearchResult, name: str, scale: int) -> dict[str, Any]:
     batch, peak, step, _ = batch_cells(result.plan)
-    return {
-        "name": name, "size": (result.plan.peak_bytes or 0) / scale, "rate": result.plan.samples_per_s,
-        "step": step, "batch": batch, "peak": peak,
-    }  # fmt: skip
+    return {"name": name, "size": result.peak_bytes / scale, "rate": result.plan.samples_per_s, "step": step, "batch": batch, "peak": peak}
 
 
 def _padded(values: Sequence[float]) -> list[float]:

@@ -3,55 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rich.table import Column, Table
 
 from ..planner.cost.memory import MemoryBreakdown, Moment
-from ..planner.hardware import CollectiveTiming, Hardware
+from ..planner.hardware import Hardware
 from ..planner.profile import Profile
 from ..quantities import format_bytes, format_seconds
 from .tables import bytes_by_kind, make_table
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialRow:
-    """One plan that was tried; bytes of tensors, seconds of an optimizer step."""
+def trials_table(rounds: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a line for each plan that was tried, in order: what it was expected to need, what it needed, what that changed.
 
-    fingerprint: str
-    estimated_peak_bytes: int
-    measured_peak_bytes: int | None
-    """None where there was not enough memory."""
-    estimated_step_s: float
-    measured_step_s: float | None
-    extra_bytes: int
-    """What was added to later estimates of the peak."""
-    compute_factor: float
-    """What later estimates of compute were multiplied by."""
-    fits: bool
-    runs: bool
-    """The plan that training runs."""
+    `rounds` are as in the report's `recalibration`.
+    """
 
-
-def trials_table(rows: Sequence[TrialRow]) -> Table:
-    """Return a line for each plan that was tried, in order: what it was expected to need, what it needed, what that changed."""
-
-    def cells(number: int, row: TrialRow) -> list[str]:
-        peak = "out of memory" if row.measured_peak_bytes is None else format_bytes(row.measured_peak_bytes)
-        step = "-" if row.measured_step_s is None else format_seconds(row.measured_step_s)
-        sign = "-" if row.extra_bytes < 0 else "+"
+    def cells(number: int, past: Mapping[str, Any]) -> list[str]:
+        estimated, measured, correction = past["estimated"], past["measured"], past["correction"]
+        peak = "out of memory" if measured["peak_bytes"] is None else format_bytes(measured["peak_bytes"])
+        step = "-" if measured["median_step_s"] is None else format_seconds(measured["median_step_s"])
+        sign = "-" if correction["extra_bytes"] < 0 else "+"
         return [
             str(number),
-            row.fingerprint,
-            f"{format_bytes(row.estimated_peak_bytes)} / {peak}",
-            f"{format_seconds(row.estimated_step_s)} / {step}",
-            f"{sign}{format_bytes(abs(row.extra_bytes))}, x{row.compute_factor:.2f}",
-            "runs" if row.runs else "fits" if row.fits else "over limit",
+            past["plan"],
+            f"{format_bytes(estimated['peak_bytes'])} / {peak}",
+            f"{format_seconds(estimated['step_s'])} / {step}",
+            f"{sign}{format_bytes(abs(correction['extra_bytes']))}, x{correction['compute_factor']:.2f}",
+            "runs" if past["runs"] else "fits" if past["fits"] else "over limit",
         ]
 
+    numbered = (cells(number, past) for number, past in enumerate(rounds, start=1))
     title = "Tried before training, estimated / measured"
-    numbered = (cells(number, row) for number, row in enumerate(rows, start=1))
     return make_table(title, numbered, text=["round", "plan"], figures=["peak", "step", "correction"], notes=["outcome"])
 
 
@@ -70,18 +55,16 @@ def outcome_table(
     The row of reserved memory is there where either is known. `collectives` has a name, seconds of a step estimated and
     seconds measured for each kind.
     """
-    sizes = {"peak memory": (estimated_peak, measured_peak)}
+
+    def cells(name: str, estimated: float | None, measured: float | None, text: Callable[[float], str] = format_seconds) -> list[str]:
+        texts = ("-" if value is None else text(value) for value in (estimated, measured))
+        return [name, *texts, f"{estimated / measured:.2f}" if estimated and measured else "-"]
+
+    rows = [cells("peak memory", estimated_peak, measured_peak, format_bytes)]
     if estimated_reserved or measured_reserved:
-        sizes["peak reserved"] = estimated_reserved, measured_reserved
-    rows = [[name, *_beside(pair, [None if nbytes is None else format_bytes(nbytes) for nbytes in pair])] for name, pair in sizes.items()]
-    for name, *times in (("step time", estimated_step_s, measured_step_s), *collectives):
-        rows.append([name, *_beside(times, [None if seconds is None else format_seconds(seconds) for seconds in times])])
+        rows.append(cells("peak reserved", estimated_reserved, measured_reserved, format_bytes))
+    rows += [cells("step time", estimated_step_s, measured_step_s), *(cells(*collective) for collective in collectives)]
     return make_table("Estimated beside measured", rows, text=[""], figures=["estimated", "measured", "estimate / measured"])
-
-
-def _beside(values: Sequence[float | None], texts: Sequence[str | None]) -> list[str]:
-    estimated, measured = values
-    return [*(text or "-" for text in texts), f"{estimated / measured:.2f}" if estimated and measured else "-"]
 
 
 def simulation_table(estimated: Moment, simulated_bytes: int, simulated: MemoryBreakdown) -> Table:
@@ -135,14 +118,17 @@ def _device_line(profile: Profile) -> str:
 
 
 def _collectives(hardware: Hardware) -> Table:
-    def cells(timing: CollectiveTiming) -> list[str]:
-        place = "across nodes" if timing.crosses_nodes else "inside a node"
-        rate = f"{1e-9 / timing.seconds_per_byte:.2f} GB/s" if timing.seconds_per_byte else "-"
-        name = timing.collective.value.replace("_", "-")
-        return [name, f"{timing.group_size}, {place}", format_seconds(timing.latency_s), rate]
-
+    rows = [
+        [
+            timing.collective.value.replace("_", "-"),
+            f"{timing.group_size}, {'across nodes' if timing.crosses_nodes else 'inside a node'}",
+            format_seconds(timing.latency_s),
+            f"{1e-9 / timing.seconds_per_byte:.2f} GB/s" if timing.seconds_per_byte else "-",
+        ]
+        for timing in hardware.timings
+    ]
     title = "Collectives: latency + whole tensor's bytes / rate"
-    return make_table(title, map(cells, hardware.timings), text=["collective", "group"], figures=["latency", "rate"])
+    return make_table(title, rows, text=["collective", "group"], figures=["latency", "rate"])
 
 
 def _segments(profile: Profile) -> Table:

@@ -38,12 +38,8 @@ def make_table(
 ) -> Table:
     """Return a table with nothing but a rule under its head.
 
-    Args:
-        title: shown on one line.
-        rows: one cell for each column.
-        text: the first columns, aligned left; long names are folded.
-        figures: columns aligned right, never broken.
-        notes: the last columns, aligned left.
+    `text` are the first columns and `notes` the last, aligned left and folded where they are long; `figures` between them are aligned
+    right and never broken.
     """
     columns = [column if isinstance(column, Column) else Column(column, overflow="fold") for column in text]
     columns += [Column(name, justify="right", no_wrap=True) for name in figures]
@@ -90,12 +86,11 @@ def _range_label(units: Sequence[UnitDescription]) -> str:
     first, last = units[0].label, units[-1].label
     if len(units) == 1:
         return first
-    starts, ends = _NUMBER.findall(first), _NUMBER.findall(last)
+    starts, ends = list(_NUMBER.finditer(first)), _NUMBER.findall(last)
     if _NUMBER.sub("#", first) != _NUMBER.sub("#", last) or not ends:
         return f"{first} ... {last}"
-    changed = next(i for i, (a, b) in enumerate(zip(starts, ends, strict=True)) if a != b)
-    match = list(_NUMBER.finditer(first))[changed]
-    return f"{first[: match.end()]}-{ends[changed]}{first[match.end() :]}"
+    start, end = next((start, end) for start, end in zip(starts, ends, strict=True) if start[0] != end)
+    return f"{first[: start.end()]}-{end}{first[start.end() :]}"
 
 
 def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate) -> Table:
@@ -138,7 +133,10 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None =
     if not plan.split.is_none:
         lines.append(f"The model is split: {plan.split.describe()}.")
     if plan.accumulation_steps > 1:
-        lines.append(f"Gradients are reduced {_when_reduced(plan)}.")
+        held = sum(not unit.reduce_every_micro_step for unit in plan.units)
+        some = f", but for {held} of {len(plan.units)} units, whose whole gradients are held and reduced once a step" if held else ""
+        every = "once a step; whole gradients are held until then" if held == len(plan.units) else f"in every micro-step{some}"
+        lines.append(f"Gradients are reduced {every}.")
     if plan.strategy == "osdp" and plan.proven_optimal:
         lines.append(
             "Proven: no plan of the search space is faster under this limit, by the cost model (docs/planner.md has its equations)."
@@ -167,19 +165,10 @@ def reserved_text(reserved: Reserved) -> str:
     return text + ("." if reserved.traced else "; what was not traced counts as one tensor a term.")
 
 
-def _when_reduced(plan: Plan) -> str:
-    held = sum(not unit.reduce_every_micro_step for unit in plan.units)
-    if not held:
-        return "in every micro-step"
-    if held < len(plan.units):
-        return f"in every micro-step, but for {held} of {len(plan.units)} units, whose whole gradients are held and reduced once a step"
-    return "once a step; whole gradients are held until then"
-
-
 def describe_moment(moment: Moment) -> str:
     """Return the kinds of bytes at a moment, the largest first."""
-    parts = sorted(((nbytes, name) for name, nbytes in bytes_by_kind(moment.breakdown).items()), reverse=True)
-    return ", ".join(f"{name} {format_bytes(nbytes)}" for nbytes, name in parts if nbytes)
+    parts = sorted(((nbytes, name) for name, nbytes in bytes_by_kind(moment.breakdown).items() if nbytes), reverse=True)
+    return ", ".join(f"{name} {format_bytes(nbytes)}" for nbytes, name in parts)
 
 
 def bytes_by_kind(breakdown: MemoryBreakdown) -> dict[str, int]:
@@ -236,11 +225,9 @@ class Answer:
 
     question: str
     change: str
-    """What was changed or found, for a person to read."""
+    """What was changed or found."""
     problem: PlanningProblem | None = None
-    """None where there is no such problem."""
     result: SearchResult | None = None
-    """None where nothing fits."""
     reason: str = ""
     """Why there is no result."""
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import CheckpointingError
+from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from hf_osdp.measurement.block_times import TimedModel, measure_block_times
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import DType
@@ -32,8 +34,6 @@ KINDS = (
 
 
 def run_all(names: tuple[str, ...]) -> dict[str, Trained]:
-    from hf_osdp.distributed.mesh import Meshes
-
     meshes = Meshes("cpu")
     results = {name: train_by_plan(name, meshes) for name in names}
     for name, (plan, _) in results.items():
@@ -52,30 +52,21 @@ def test_two_steps_equal_one_process(name):
     assert max(errors.values()) < TOLERANCE, errors
 
 
-def seen_by_batch_norms() -> set[tuple[torch.dtype, ...]]:
-    """Dtypes of weight, running mean, input and output of every batch norm while bf16 trains."""
-    from hf_osdp import OptimalShardedDataParallel
-
-    model = tiny_architecture("ResNetForImageClassification").float()
-    model = OptimalShardedDataParallel(
-        model, {"sequence_length": 1, "global_batch_size": 8, "hardware": "cpu", "strategy": "fsdp"}, mixed_precision="bf16"
-    )  # fmt: skip
-    seen = set()
-    for module in model.modules():
-        if isinstance(module, torch.nn.BatchNorm2d):
-            module.register_forward_hook(
-                lambda module, args, output: seen.add((module.weight.dtype, module.running_mean.dtype, args[0].dtype, output.dtype))
-            )  # fmt: skip
-    loss = model(pixel_values=torch.randn(4, 3, 32, 32), labels=torch.tensor([0, 1, 2, 3])).loss
-    model.backward(loss)
-    norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
-    assert norms and all(module.weight.grad is not None and module.weight.grad.dtype is torch.float32 for module in norms)
-    return seen
-
-
+@pytest.mark.on_ranks(2)
 def test_batch_norm_stays_in_float32():
-    dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.bfloat16)
-    assert run_ranks(seen_by_batch_norms, 2) == [{dtypes}, {dtypes}]
+    """Weights, running means and gradients, while inputs and outputs are in bf16."""
+    model = OptimalShardedDataParallel(
+        tiny_architecture("ResNetForImageClassification").float(),
+        {"sequence_length": 1, "global_batch_size": 8, "hardware": "cpu", "strategy": "fsdp"}, mixed_precision="bf16",
+    )  # fmt: skip
+    norms, seen = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)], set()
+    for module in norms:
+        module.register_forward_hook(
+            lambda module, args, output: seen.add((module.weight.dtype, module.running_mean.dtype, args[0].dtype, output.dtype))
+        )  # fmt: skip
+    model.backward(model(pixel_values=torch.randn(4, 3, 32, 32), labels=torch.tensor([0, 1, 2, 3])).loss)
+    assert seen == {(torch.float32, torch.float32, torch.bfloat16, torch.bfloat16)}
+    assert norms and all(module.weight.grad.dtype is torch.float32 for module in norms)
 
 
 def test_batch_norms_are_units_of_their_own_under_low_precision_alone():

@@ -31,8 +31,7 @@ from tests.distributed import test_integration_accelerator as loop
 from tests.distributed import test_integration_trainer as stock
 from tests.helpers.checkpointed import groups_of, worst
 from tests.helpers.distributed import run_ranks
-from tests.helpers.layouts import plan_of
-from tests.helpers.mixed import mixed_plan
+from tests.helpers.layouts import mixed_plan, plan_of
 from tests.helpers.models import tiny_batch, tiny_loss
 from tests.helpers.models import tiny_model as core_model
 

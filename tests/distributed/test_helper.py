@@ -69,7 +69,7 @@ def test_the_error_of_the_failing_rank_is_raised_with_its_traceback():
 
 def test_a_hanging_rank_is_ended_with_its_children_and_shows_its_stack():
     with pytest.raises(RankFailure, match="_hang_on") as caught:
-        run_ranks(_hang_on, 2, 0, os.getpid(), timeout_s=6)
+        run_ranks(_hang_on, 2, 0, os.getpid(), timeout_s=3)
     assert caught.value.error_type == "timeout"
     assert f"sleep(77) or {os.getpid()}" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import tempfile
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +19,13 @@ from hf_osdp.sharding.host_offload import host_parameters
 from hf_osdp.sharding.optimizer import parameter_names, rebind_parameters, step_by_device
 from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict, load_full_state_dict
 from hf_osdp.sharding.verify import read_back, verify_applied
-from tests.helpers.distributed import run_ranks
+from tests.helpers.checkpointed import worst
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
-from tests.helpers.training import train_alone, train_sharded
+from tests.helpers.training import assert_trained_alike, train_alone, train_sharded
 
-WORLD_SIZES = (1, 2)
 STEPS, HALVING = 3, 0.5
+worlds = pytest.mark.parametrize("world_size", [1, 2])
 
 
 def with_host(plan: Plan, *, every: int = 2) -> Plan:
@@ -44,46 +42,23 @@ def offloaded(layout: str = "mixed", *, every: int = 2, seed: int = 0, name: str
     return model, plan, units
 
 
-def stepped(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    tiny_loss(model, tiny_batch(step, part=dist.get_rank(), parts=dist.get_world_size())).backward()
+def stepped(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, *, part: int = 0, parts: int = 1) -> None:
+    tiny_loss(model, tiny_batch(step, part=part, parts=parts)).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-@functools.cache
-def outcome(world_size: int) -> list[dict[str, Any]]:
-    return run_ranks(run_cases, world_size, timeout_s=200)
+def place() -> dict[str, int]:
+    return {"part": dist.get_rank(), "parts": dist.get_world_size()}
 
 
-def run_cases() -> dict[str, Any]:
-    return {
-        "trained": {
-            (name, k, every): train_sharded(*offloaded(name=name, every=every, accumulation_steps=k, reduce_every_micro_step=k != 2)[:2])
-            for name, k, every in [("gpt2", 1, 2), ("gpt2", 2, 1), ("llama", 2, 3)]
-        },
-        "optimizers": {kind: rebound_case(options) for kind, options in OPTIMIZERS.items()},
-        "state": state_case(),
-        "read back": [unit.on_host for unit in read_back(*offloaded()[::2])],
-        "mismatch": mismatch_case(),
-    }
-
-
-OPTIMIZERS = {"plain": {"foreach": False}, "default": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-
-
-def rebound_case(options: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer of two groups with a scheduler, made before the model is sharded, as Accelerate gives them."""
-    model = tiny_model("gpt2")
-    optimizer, scheduler = two_groups(model, options)
-    names, units = parameter_names(model), find_units(model)
-    plan = with_host(plan_of(units, dist.get_world_size(), "mixed"))
-    apply_plan(model, plan, units, meshes=Meshes("cpu"))
-    rebind_parameters(optimizer, names, model)
-    for step in range(STEPS):
-        stepped(model, optimizer, step)
-        scheduler.step()
-    groups = [{key: group[key] for key in ("lr", "weight_decay", "fused")} for group in optimizer.param_groups]
-    return {"state": full_state_dict(model), "groups": groups, "told": options.get("fused")}
+@worlds
+@pytest.mark.on_ranks()
+def test_units_on_host_train_as_one_process(world_size):
+    for name, k, every in (("gpt2", 1, 2), ("gpt2", 2, 1), ("llama", 2, 3)):
+        model, plan, _ = offloaded(name=name, every=every, accumulation_steps=k, reduce_every_micro_step=k != 2)
+        reference = lambda name=name, k=k: train_alone(name, accumulation_steps=k * world_size)  # noqa: E731
+        assert_trained_alike(train_sharded(model, plan), reference)
 
 
 def two_groups(model: torch.nn.Module, options: dict[str, Any]):
@@ -93,79 +68,68 @@ def two_groups(model: torch.nn.Module, options: dict[str, Any]):
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: HALVING**step)
 
 
-def state_case() -> dict[str, Any]:
-    """Whole weights and optimizer state go over to another plan, which goes on in the same way."""
+@worlds
+@pytest.mark.on_ranks()
+def test_rebound_optimizers_step_what_lies_in_each_place_and_schedulers_act_on_all(world_size):
+    """An optimizer of two groups with a scheduler, made before the model is sharded, as Accelerate gives them."""
+    alone = tiny_model("gpt2")
+    optimizer, scheduler = two_groups(alone, {})
+    for step in range(STEPS):
+        stepped(alone, optimizer, step)
+        scheduler.step()
+    for options in ({"foreach": False}, {}, {"foreach": True}, {"fused": True}):
+        model = tiny_model("gpt2")
+        optimizer, scheduler = two_groups(model, options)
+        names, units = parameter_names(model), find_units(model)
+        apply_plan(model, with_host(plan_of(units, world_size, "mixed")), units, meshes=Meshes("cpu"))
+        rebind_parameters(optimizer, names, model)
+        for step in range(STEPS):
+            stepped(model, optimizer, step, **place())
+            scheduler.step()
+        state = full_state_dict(model)
+        assert dist.get_rank() or worst(state, alone.state_dict()) < 1e-12, options
+        found = [(group["lr"], group["weight_decay"], group["fused"]) for group in optimizer.param_groups]
+        told = options.get("fused")
+        assert found == [(1e-3 * HALVING**STEPS, 0.1, told), (2e-3 * HALVING**STEPS, 0.0, told)]
+
+
+@worlds
+@pytest.mark.on_ranks()
+def test_whole_states_go_over_to_another_plan(world_size):
     first, _, _ = offloaded()
     one = torch.optim.AdamW(first.parameters(), lr=1e-2)
     step_by_device(one, host_parameters(first))
-    stepped(first, one, 0)
+    stepped(first, one, 0, **place())
     weights, states = full_state_dict(first), full_optimizer_state_dict(first, one)
     second, _, _ = offloaded("zero3", every=3, seed=1)
     other = torch.optim.AdamW(second.parameters(), lr=1e-2)
     load_full_state_dict(second, weights)
     load_full_optimizer_state_dict(second, other, states)
     for step in (1, 2):
-        stepped(first, one, step)
-        stepped(second, other, step)
+        stepped(first, one, step, **place())
+        stepped(second, other, step, **place())
     ours, theirs = full_state_dict(first), full_state_dict(second)
-    lines = []
-    for wrong in ({k: v for k, v in weights.items() if "ln_f" not in k}, {**weights, "lm_head.weight": torch.zeros(2, 2)}):
-        with pytest.raises(RuntimeError) as raised:
-            load_full_state_dict(second, wrong)
-        lines.append(str(raised.value))
-    return {"error": max(((ours[n] - theirs[n]).abs().max().item() for n in ours), default=0.0), "lines": lines}
+    assert dist.get_rank() or worst(ours, theirs) < 1e-12
+    without = {name: value for name, value in weights.items() if "ln_f" not in name}
+    with pytest.raises(RuntimeError, match=r"2 missing \['transformer.ln_f.weight', 'transformer.ln_f.bias'\], 0 unexpected"):
+        load_full_state_dict(second, without)
+    with pytest.raises(RuntimeError, match=r"has shape \(2, 2\), the model has \(61, 20\)"):
+        load_full_state_dict(second, {**weights, "lm_head.weight": torch.zeros(2, 2)})
 
 
-def mismatch_case() -> str:
+@worlds
+@pytest.mark.on_ranks()
+def test_units_on_host_are_read_back(world_size):
     model, plan, units = offloaded()
-    with pytest.raises(PlanMismatchError) as raised:
+    read = [unit.on_host for unit in read_back(model, units)]
+    assert read == [index % 2 == 0 for index in range(len(read))]
+    with pytest.raises(PlanMismatchError, match=r"but the plan says '.*on host"):
         verify_applied(model, with_host(plan, every=1), units)
-    return str(raised.value)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_trains_as_one_process_does(world_size):
-    for (name, k, _), trained in outcome(world_size)[0]["trained"].items():
-        errors = trained.worst_error(train_alone(name, accumulation_steps=k * world_size))
-        assert errors["loss"] < 1e-13 and errors["norm"] < 1e-13 and errors["parameter"] < 1e-12, (name, k, errors)
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_optimizers_step_what_lies_in_each_place_and_schedulers_act_on_all(world_size, kind):
-    model = tiny_model("gpt2")
-    optimizer, scheduler = two_groups(model, {})
-    for step in range(STEPS):
-        tiny_loss(model, tiny_batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-    case = outcome(world_size)[0]["optimizers"][kind]
-    assert max((case["state"][name] - value).abs().max().item() for name, value in model.state_dict().items()) < 1e-12
-    rates = [1e-3 * HALVING**STEPS, 2e-3 * HALVING**STEPS]
-    assert case["groups"] == [
-        {"lr": rates[0], "weight_decay": 0.1, "fused": case["told"]}, {"lr": rates[1], "weight_decay": 0.0, "fused": case["told"]}
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_whole_states_go_over_to_another_plan(world_size):
-    for found in outcome(world_size):
-        missing, shape = found["state"]["lines"]
-        assert found["state"]["error"] < 1e-12
-        assert "2 missing ['transformer.ln_f.weight', 'transformer.ln_f.bias'], 0 unexpected" in missing
-        assert "has shape (2, 2), the model has (61, 20)" in shape
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_layout_is_read_back(world_size):
-    found = outcome(world_size)[0]
-    assert found["read back"] == [index % 2 == 0 for index in range(len(found["read back"]))]
-    assert "on host" in found["mismatch"] and "but the plan says" in found["mismatch"]
-
-
-def accelerated() -> dict[str, Any]:
-    """Accelerate in one process: no launcher, no process group before the plan is made."""
+@pytest.mark.on_ranks(1, init=False)
+def test_accelerate_in_one_process_saves_and_goes_on_exactly(tmp_path):
+    """No launcher, no process group before the plan is made."""
     from hf_osdp.integrations.accelerator import OSDPAccelerator
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -173,10 +137,11 @@ def accelerated() -> dict[str, Any]:
     model = tiny_model("gpt2", dtype=torch.float32)
     plan = replace(with_host(plan_of(find_units(model), 1, "zero3")), sequence_length=12)
     accelerator = OSDPAccelerator(cpu=True, osdp={"plan": plan, "sequence_length": 12})
-    before = accelerator.is_fsdp2
+    assert not accelerator.is_fsdp2
     samples = [{name: value[row] for name, value in tiny_batch(0).items()} for row in range(2)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(samples))
+    assert accelerator.is_fsdp2
 
     def epoch() -> tuple[float, float]:
         for batch in loader:
@@ -189,23 +154,9 @@ def accelerated() -> dict[str, Any]:
         return loss.item(), norm.item()
 
     epoch()
-    with tempfile.TemporaryDirectory() as folder:
-        accelerator.save_state(folder)
-        once = epoch()
-        accelerator.load_state(folder)
-        again = epoch()
-    kinds = {type(parameter).__name__ for parameter in model.parameters()}
-    return {
-        "fsdp": (before, accelerator.is_fsdp2),
-        "once": once,
-        "again": again,
-        "kinds": kinds,
-        "names": set(accelerator.get_state_dict(model)),
-    }
-
-
-def test_accelerate_in_one_process():
-    found = run_ranks(accelerated, 1, init=False)[0]
-    assert found["fsdp"] == (False, True) and found["kinds"] == {"DTensor", "Parameter"}
-    assert found["once"] == found["again"], "a checkpoint goes on as if nothing had been"
-    assert found["names"] == tiny_model("gpt2").state_dict().keys()
+    accelerator.save_state(tmp_path)
+    once = epoch()
+    accelerator.load_state(tmp_path)
+    assert epoch() == once
+    assert {type(parameter).__name__ for parameter in model.parameters()} == {"DTensor", "Parameter"}
+    assert set(accelerator.get_state_dict(model)) == tiny_model("gpt2").state_dict().keys()

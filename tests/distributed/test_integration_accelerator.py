@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +18,8 @@ from hf_osdp.integrations.launch import launched_rank, launched_world_size
 from hf_osdp.integrations.plugin import OSDPPlugin
 from hf_osdp.planner.presets import preset
 from hf_osdp.planning.config import OSDPConfig
-from tests.helpers.distributed import run_ranks
-from tests.helpers.mixed import mixed_plan
+from tests.helpers.checkpointed import worst
+from tests.helpers.layouts import mixed_plan
 from tests.helpers.sampling import slow_but
 
 LENGTH, GLOBAL_BATCH, STEPS, VOCABULARY = 12, 8, 5, 61
@@ -116,25 +115,22 @@ CASES = {
 }
 
 
-def planned_in_turn(cases: list[tuple]) -> list[tuple]:
-    return [planned(*case) for case in cases]
+@pytest.mark.parametrize("world_size", slow_but(CASES, daily=(1, 2)))
+@pytest.mark.on_ranks(init=False)
+def test_loop_equals_one_process(world_size):
+    for case in CASES[world_size]:
+        (losses, norms, weights), (*wanted, want) = planned(*case), train_one_process(case[0])
+        for got, each in zip((losses, norms), wanted, strict=True):
+            assert max(abs(a - b) for a, b in zip(got, each, strict=True)) <= 1e-12, case
+        assert launched_rank() or worst(weights, want) <= 1e-12, case
 
 
-@pytest.mark.parametrize("world", slow_but(CASES, daily=(1, 2)))
-def test_equals_one_process(world):
-    results = run_ranks(planned_in_turn, world, CASES[world], init=False)
-    for index, case in enumerate(CASES[world]):
-        losses, norms, weights = train_one_process(case[0])
-        for rank in results:
-            got_losses, got_norms, _ = rank[index]
-            assert max(abs(a - b) for a, b in zip(got_losses, losses, strict=True)) <= 1e-12, case
-            assert max(abs(a - b) for a, b in zip(got_norms, norms, strict=True)) <= 1e-12, case
-        state = results[0][index][2]
-        assert set(state) == set(weights)
-        assert max((state[name] - value).abs().max().item() for name, value in weights.items()) <= 1e-12, case
-
-
-def save_and_load(folder: str, layout: str, precision: str):
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    slow_but([("FULL_STATE_DICT", "fp16"), ("SHARDED_STATE_DICT", "no"), ("FULL_STATE_DICT", "bf16")], daily=[("FULL_STATE_DICT", "fp16")]),
+)
+@pytest.mark.on_ranks(2, init=False)
+def test_saved_state_goes_on_exactly(tmp_path, layout, precision):
     def start(seed: int):
         model = tiny_model(seed=seed, dtype=torch.float32)
         plan = mixed_plan(model, 2, sequence_length=LENGTH, micro_batch_size=4, accumulation_steps=1, reduce=True)
@@ -145,44 +141,31 @@ def save_and_load(folder: str, layout: str, precision: str):
     accelerator, model, optimizer, loader = start(0)
     batches = list(loader)
     train_loop(accelerator, model, optimizer, batches[:3])
-    accelerator.save_state(folder)
+    accelerator.save_state(tmp_path)
     want = train_loop(accelerator, model, optimizer, batches[3:6])
-    accelerator.save_model(model, f"{folder}/weights")
+    accelerator.save_model(model, tmp_path / "weights")
     weights = accelerator.get_state_dict(model)
     unwrapped = accelerator.unwrap_model(model)
-    unwrapped.save_pretrained(f"{folder}/pretrained", state_dict=dict(weights), is_main_process=accelerator.is_main_process)
+    unwrapped.save_pretrained(tmp_path / "pretrained", state_dict=dict(weights), is_main_process=accelerator.is_main_process)
     accelerator.wait_for_everyone()
-    accelerator, model, optimizer, loader = start(7)
-    accelerator.load_state(folder)
-    return want, train_loop(accelerator, model, optimizer, batches[3:6]), weights
-
-
-@pytest.mark.parametrize(
-    ("layout", "precision"),
-    [
-        ("FULL_STATE_DICT", "fp16"),
-        pytest.param("SHARDED_STATE_DICT", "no", marks=pytest.mark.slow),
-        pytest.param("FULL_STATE_DICT", "bf16", marks=pytest.mark.slow),
-    ],
-)
-def test_saved_state_goes_on_exactly(tmp_path, layout, precision):
-    want, got, weights = run_ranks(save_and_load, 2, str(tmp_path), layout, precision, init=False)[0]
-    assert got == want
-    for folder in ("weights", "pretrained"):
+    for folder in ("weights", "pretrained") if accelerator.is_main_process else ():
         saved = load_file(tmp_path / folder / "model.safetensors")
         assert {value.dtype for value in saved.values()} == {torch.float32}
         assert all(torch.equal(value, weights[name]) for name, value in saved.items())
-    model = GPT2LMHeadModel.from_pretrained(tmp_path / "pretrained")
-    assert model.lm_head.weight is model.transformer.wte.weight
+    plain = GPT2LMHeadModel.from_pretrained(tmp_path / "pretrained")
+    assert plain.lm_head.weight is plain.transformer.wte.weight
+    accelerator, model, optimizer, loader = start(7)
+    accelerator.load_state(tmp_path)
+    assert train_loop(accelerator, model, optimizer, batches[3:6]) == want
 
 
-def plan_first(limit: str):
-    accelerator = OSDPAccelerator(osdp=OSDPConfig(hardware=preset("cpu", devices_per_node=2), memory_limit=limit))
+@pytest.mark.on_ranks(2, init=False)
+def test_planner_chooses_the_batch_size():
+    accelerator = OSDPAccelerator(osdp=OSDPConfig(hardware=preset("cpu", devices_per_node=2), memory_limit="1GiB"))
     model = tiny_model(dtype=torch.float32)
     optimizer = new_optimizer(model)
     plan = accelerator.plan(model, sequence_length=LENGTH, global_batch_size=GLOBAL_BATCH, optimizer=optimizer)
-    assert plan.global_batch_size == GLOBAL_BATCH
-    assert accelerator.gradient_accumulation_steps == plan.accumulation_steps
+    assert plan.global_batch_size == GLOBAL_BATCH and accelerator.gradient_accumulation_steps == plan.accumulation_steps
     assert accelerator.gradient_state.plugin_kwargs["sync_each_batch"] is False
     loader = DataLoader(tokens(), batch_size=plan.micro_batch_size)
     other = DataLoader(tokens(), batch_size=plan.micro_batch_size + 1)  # for evaluation, in batches of another size
@@ -192,124 +175,77 @@ def plan_first(limit: str):
     losses, _ = train_loop(accelerator, model, optimizer, loader)
     with pytest.raises(ValueError, match="2 models were given to prepare, but an OSDPAccelerator plans for one"):
         accelerator.prepare(tiny_model())
-    return plan.fingerprint, losses
+    found = [None, None]
+    dist.all_gather_object(found, (plan.fingerprint, losses))
+    assert found[0] == found[1] and losses[-1] < losses[0]
 
 
-def test_planner_chooses_the_batch_size():
-    first, second = run_ranks(plan_first, 2, "1GiB", init=False)
-    assert first == second
-    assert first[1][-1] < first[1][0]
-
-
-def evaluate_only():
+@pytest.mark.on_ranks(2, init=False)
+def test_evaluation_needs_no_optimizer():
     accelerator = OSDPAccelerator(osdp={"hardware": preset("cpu", devices_per_node=2), "strategy": "fsdp"})
+    plain = tiny_model()
     model, loader = accelerator.prepare(tiny_model(), DataLoader(tokens(), batch_size=4))
     assert accelerator.planned_run.plan.micro_batch_size == 4
     with torch.no_grad():
+        want = [exact_loss(plain, batch).item() for batch in tokens().split(8)]
         losses = [accelerator.reduce(exact_loss(model, batch), "mean").item() for batch in loader]
+    assert losses == pytest.approx(want, abs=1e-12)
+    gathered = [p for p in model.parameters() if not hasattr(p, "_local_tensor")]
+    assert gathered, "every unit was freed; the trap that this guards against is gone"
     with pytest.raises(ValueError, match="not the sharded model's"):
-        gathered = [p for p in model.parameters() if not hasattr(p, "_local_tensor")]
-        assert gathered, "every unit was freed; the trap that this guards against is gone"
         accelerator.prepare(model, torch.optim.AdamW(gathered))
-    return sum(losses) / len(losses)
 
 
-def test_evaluation_without_an_optimizer():
+def prepare(loader: bool = True, optimizer_of=None, **changes) -> None:
+    options = {"hardware": preset("cpu", devices_per_node=2), "compare": False, "operator_splitting": False, **changes}
     model = tiny_model()
-    with torch.no_grad():
-        want = sum(exact_loss(model, batch).item() for batch in tokens().split(8)) / len(tokens().split(8))
-    assert abs(run_ranks(evaluate_only, 2, init=False)[0] - want) < 1e-12
+    objects = [model, new_optimizer(optimizer_of or model), *([DataLoader(tokens(), batch_size=4)] if loader else [])]
+    OSDPAccelerator(osdp=OSDPConfig(**options)).prepare(*objects)
 
 
-def cannot_run() -> list[str]:
-    """What each of these says, one after the other in the same processes."""
-    hardware = preset("cpu", devices_per_node=2)
-
-    def prepared(loader: bool = True, optimizer_of=None, **changes):
-        options = {"hardware": hardware, "compare": False, "operator_splitting": False, **changes}
-        model = tiny_model()
-        objects = [model, new_optimizer(optimizer_of or model)]
-        objects += [DataLoader(tokens(), batch_size=4)] if loader else []
-        OSDPAccelerator(osdp=OSDPConfig(**options)).prepare(*objects)
-
-    def another_batch_size():
-        """The loader for training does not match the plan; the one for evaluation, which does, does not help."""
-        model = tiny_model()
-        accelerator = OSDPAccelerator(osdp=OSDPConfig(hardware=hardware, compare=False, micro_batch_size=4))
-        accelerator.plan(model, sequence_length=LENGTH, global_batch_size=8)
-        accelerator.prepare(model, new_optimizer(model), DataLoader(tokens(), batch_size=3), DataLoader(tokens(), batch_size=4))
-
-    cases = [
-        lambda: OSDPAccelerator(osdp=OSDPConfig(), fsdp_plugin=OSDPPlugin()),
-        lambda: OSDPAccelerator(osdp_plugin=OSDPPlugin(), fsdp_plugin=OSDPPlugin()),
-        lambda: OSDPAccelerator(fsdp_plugin=object()),
-        another_batch_size,
-        lambda: prepared(loader=False),
-        lambda: prepared(loader=False, sequence_length=LENGTH),
-        lambda: prepared(micro_batch_size=3),
-        lambda: prepared(global_batch_size=32),
-        lambda: prepared(block_classes="NoBlock"),
-        lambda: prepared(memory_limit="1KiB"),
-        lambda: prepared(hardware=preset("cpu", devices_per_node=3)),
-        lambda: prepared(hardware="cray"),
-        lambda: prepared(hardware="h100", nodes=3),
-        lambda: prepared(sequence_length=1000),
-        lambda: prepared(optimizer_of=tiny_model()),
-    ]
-    messages = []
-    for case in cases:
-        try:
-            case()
-            messages.append("")
-        except (ValueError, OSDPError) as error:
-            messages.append(str(error))
-    return messages
+def prepare_another_batch_size() -> None:
+    """The loader for training does not match the plan; the one for evaluation, which does, does not help."""
+    model = tiny_model()
+    accelerator = OSDPAccelerator(osdp=OSDPConfig(hardware=preset("cpu", devices_per_node=2), compare=False, micro_batch_size=4))
+    accelerator.plan(model, sequence_length=LENGTH, global_batch_size=8)
+    accelerator.prepare(model, new_optimizer(model), DataLoader(tokens(), batch_size=3), DataLoader(tokens(), batch_size=4))
 
 
-def test_what_cannot_run_says_so_in_one_line():
-    first, second = run_ranks(cannot_run, 2, init=False)
-    assert first == second
-    parts = [
-        "Both osdp and fsdp_plugin",
-        "Both osdp_plugin and fsdp_plugin",
-        "needs an OSDPPlugin",
-        "first DataLoader gives 3; use batch_size=4 for training, and give that DataLoader first",
-        "sequence length is not known",
-        "batch size is not known",
-        "micro_batch_size=3, but the DataLoader",
-        "global_batch_size=32, but batches of 4 on 2 processes",
-        "NoBlock",
-        "1.0 KiB",
-        "3 devices, but 2 processes",
-        "'cray' is not known",
-        "nodes=3 does not divide",
-        "1000",
-        "does not have",
-    ]
-    for message, part in zip(first, parts, strict=True):
-        assert part in message and "\n" not in message, (part, message)
+@pytest.mark.on_ranks(2, init=False)
+def test_what_cannot_run_is_refused_in_one_line():
+    for part, do in {
+        "Both osdp and fsdp_plugin": lambda: OSDPAccelerator(osdp=OSDPConfig(), fsdp_plugin=OSDPPlugin()),
+        "Both osdp_plugin and fsdp_plugin": lambda: OSDPAccelerator(osdp_plugin=OSDPPlugin(), fsdp_plugin=OSDPPlugin()),
+        "needs an OSDPPlugin": lambda: OSDPAccelerator(fsdp_plugin=object()),
+        "first DataLoader gives 3; use batch_size=4 for training, and give that DataLoader first": prepare_another_batch_size,
+        "sequence length is not known": lambda: prepare(loader=False),
+        "batch size is not known": lambda: prepare(loader=False, sequence_length=LENGTH),
+        "micro_batch_size=3, but the DataLoader": lambda: prepare(micro_batch_size=3),
+        "global_batch_size=32, but batches of 4 on 2 processes": lambda: prepare(global_batch_size=32),
+        "NoBlock": lambda: prepare(block_classes="NoBlock"),
+        "1.0 KiB": lambda: prepare(memory_limit="1KiB"),
+        "3 devices, but 2 processes": lambda: prepare(hardware=preset("cpu", devices_per_node=3)),
+        "'cray' is not known": lambda: prepare(hardware="cray"),
+        "nodes=3 does not divide": lambda: prepare(hardware="h100", nodes=3),
+        "1000": lambda: prepare(sequence_length=1000),
+        "does not have": lambda: prepare(optimizer_of=tiny_model()),
+    }.items():
+        with pytest.raises((ValueError, OSDPError)) as caught:
+            do()
+        assert part in str(caught.value) and "\n" not in str(caught.value)
 
 
-def stock_after_all():
-    accelerator = Accelerator(cpu=True)
-    return str(accelerator.distributed_type)
-
-
+@pytest.mark.on_ranks(2, init=False)
 def test_importing_changes_nothing_in_accelerate():
-    assert run_ranks(stock_after_all, 2, init=False)[0].endswith("MULTI_CPU")
+    assert str(Accelerator(cpu=True).distributed_type).endswith("MULTI_CPU")
 
 
-def one_process(folder: str):
+@pytest.mark.on_ranks(1, init=False, env={"LOCAL_RANK": "-1", "WORLD_SIZE": "1"})
+def test_one_process_is_measured_and_needs_no_group(tmp_path):
     accelerator = OSDPAccelerator(osdp=OSDPConfig(memory_limit="1GiB"))
     model, _, _ = accelerator.prepare(tiny_model(), new_optimizer(tiny_model()), DataLoader(tokens(), batch_size=8))
     plan = accelerator.planned_run.plan
     assert plan.world_size == 1 and "cpu (" in plan.hardware, "this machine was measured"
     assert not dist.is_initialized()
-    accelerator.save_model(model, folder)
-    return sorted(path.name for path in Path(folder).iterdir())
-
-
-def test_one_process_without_a_group(tmp_path):
-    variables = {"RANK": "", "LOCAL_RANK": "-1", "WORLD_SIZE": "1"}
-    del variables["RANK"]
-    assert "model.safetensors" in run_ranks(one_process, 1, str(tmp_path), init=False, env=variables)[0]
+    accelerator.save_model(model, tmp_path)
+    assert (tmp_path / "model.safetensors").is_file()

@@ -12,13 +12,14 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
 
-from hf_osdp.integrations.launch import launched_rank, launched_world_size
+from hf_osdp.errors import PlanError
+from hf_osdp.integrations.launch import launched_rank
 from hf_osdp.integrations.trainer import Trainer
-from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.presets import preset
 from hf_osdp.planning.config import OSDPConfig
-from tests.helpers.distributed import RankFailure, run_ranks
-from tests.helpers.mixed import mixed_plan
+from tests.helpers.checkpointed import worst
+from tests.helpers.distributed import run_ranks
+from tests.helpers.layouts import mixed_plan
 from tests.helpers.sampling import slow_but
 
 STEPS, LENGTH, GLOBAL_BATCH = 5, 12, 8
@@ -95,185 +96,144 @@ def train_one_process(folder: str):
     return history(trainer), {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
 
 
-def train_planned(folder: str, reduce: bool):
-    world = launched_world_size()
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> tuple[dict[str, list[float]], dict[str, torch.Tensor]]:
+    """What the stock Trainer logs and gets in one process."""
+    return train_one_process(str(tmp_path_factory.mktemp("one")))
+
+
+@pytest.mark.parametrize("reduce", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.on_ranks(2, init=False)
+def test_planned_trainer_equals_one_process(tmp_path, alone, reduce):
     model = tiny_model(seed=launched_rank())
-    plan = mixed_plan(
-        model, world, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=GLOBAL_BATCH // 2 // world, reduce=reduce
-    )
-    args = arguments(folder, per_device_train_batch_size=GLOBAL_BATCH // world)
+    plan = mixed_plan(model, 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=GLOBAL_BATCH // 4, reduce=reduce)
+    args = arguments(str(tmp_path), per_device_train_batch_size=GLOBAL_BATCH // 2)
     trainer = PlannedTrainer(model=model, args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=plan))
-    assert args.per_device_train_batch_size == GLOBAL_BATCH // world, "the caller's arguments were changed"
+    assert args.per_device_train_batch_size == GLOBAL_BATCH // 2, "the caller's arguments were changed"
     assert trainer.args.per_device_train_batch_size == 2
     trainer.train()
-    return history(trainer), trainer.accelerator.get_state_dict(trainer.model)
+    assert_close(history(trainer), alone[0])
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    if dist.get_rank() == 0:
+        assert worst(state, alone[1]) <= 1e-12 and json.loads((tmp_path / "osdp_report.json").read_text())
 
 
-@pytest.mark.parametrize(("world", "reduce"), [pytest.param(2, True, marks=pytest.mark.slow), (2, False)])
-def test_equals_one_process(tmp_path, world, reduce):
-    want, weights = train_one_process(str(tmp_path / "one"))
-    results = run_ranks(train_planned, world, str(tmp_path / "planned"), reduce, init=False)
-    for got, _ in results:
-        assert_close(got, want)
-    state = results[0][1]
-    assert set(state) == set(weights)
-    assert max((state[name] - value).abs().max().item() for name, value in weights.items()) <= 1e-12
-    report = json.loads((tmp_path / "planned" / "osdp_report.json").read_text())
-    assert report
-
-
-def train_and_resume(folder: str, layout: str, precision: str):
-    osdp = OSDPConfig(
-        plan=mixed_plan(
-            tiny_model(torch.float32), 2, sequence_length=LENGTH, micro_batch_size=4, accumulation_steps=1, reduce=True
-        )
-    )  # fmt: skip
-    options = dict(
-        per_device_train_batch_size=4, save_strategy="steps", save_steps=3, fsdp_config={"state_dict_type": layout},
-        fp16=precision == "fp16", bf16=precision == "bf16",
-    )  # fmt: skip
-    first = PlannedTrainer(model=tiny_model(torch.float32), args=arguments(folder, **options), train_dataset=tokens(), osdp=osdp)
-    first.train()
-    first.save_model(f"{folder}/final")
-    whole = history(first)
-    again = PlannedTrainer(model=tiny_model(torch.float32, seed=9), args=arguments(folder, **options), train_dataset=tokens(), osdp=osdp)
-    again.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
-    rest = history(again)
-    return whole, rest, again.accelerator.get_state_dict(again.model), str(again.accelerator.plugin.state_dict_type)
+def in_float32(folder: Path, kind: type[transformers.Trainer] = PlannedTrainer, seed: int = 0, **options: object) -> transformers.Trainer:
+    """A Trainer under a mixed plan."""
+    model = tiny_model(torch.float32, seed=seed)
+    plan = mixed_plan(model, 2, sequence_length=LENGTH, micro_batch_size=4, accumulation_steps=1, reduce=True)
+    args = arguments(str(folder), per_device_train_batch_size=4, **options)
+    return kind(model=model, args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=plan))
 
 
 @pytest.mark.parametrize(
     ("layout", "precision"),
     slow_but(
-        [("FULL_STATE_DICT", "no"), ("SHARDED_STATE_DICT", "bf16"), ("FULL_STATE_DICT", "fp16")], daily=[("SHARDED_STATE_DICT", "bf16")]
+        [("FULL_STATE_DICT", ""), ("SHARDED_STATE_DICT", "bf16"), ("FULL_STATE_DICT", "fp16")], daily=[("SHARDED_STATE_DICT", "bf16")]
     ),
 )
-def test_resumes_exactly_and_saves_float32_under_hugging_face_names(tmp_path, layout, precision):
-    folder = tmp_path / "run"
-    whole, rest, state, used = run_ranks(train_and_resume, 2, str(folder), layout, precision, init=False)[0]
-    assert layout in used
-    assert rest["loss"] == whole["loss"][3:]
-    assert rest["grad_norm"][-2:] == whole["grad_norm"][3:]
-    saved = load_file(folder / "final" / "model.safetensors")
-    assert {value.dtype for value in saved.values()} == {torch.float32}
-    assert all(name.startswith("transformer.") for name in saved)
-    model, report = AutoModelForCausalLM.from_pretrained(folder / "final", output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"]
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+@pytest.mark.on_ranks(2, init=False)
+def test_trainer_resumes_exactly_and_saves_float32_under_hugging_face_names(tmp_path, layout, precision):
+    options = {
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "fsdp_config": {"state_dict_type": layout},
+        **({precision: True} if precision else {}),
+    }
+    first = in_float32(tmp_path, **options)
+    first.train()
+    first.save_model(str(tmp_path / "final"))
+    whole = history(first)
+    again = in_float32(tmp_path, seed=9, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    rest, state = history(again), again.accelerator.get_state_dict(again.model)
+    assert layout in str(again.accelerator.plugin.state_dict_type)
+    assert rest["loss"] == whole["loss"][3:] and rest["grad_norm"][-2:] == whole["grad_norm"][3:]
+    if dist.get_rank() == 0:
+        saved = load_file(tmp_path / "final" / "model.safetensors")
+        assert {value.dtype for value in saved.values()} == {torch.float32} and all(name.startswith("transformer.") for name in saved)
+        model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "final", output_loading_info=True)
+        assert not report["missing_keys"] and not report["unexpected_keys"] and worst(model.state_dict(), state) == 0
 
 
-def overflow_on_one_rank(folder: str):
-    plan = mixed_plan(tiny_model(torch.float32), 2, sequence_length=LENGTH, micro_batch_size=4, accumulation_steps=1, reduce=True)
+class Overflowing(PlannedTrainer):
+    """One rank's third loss is infinite; notes which steps were skipped."""
 
-    class Overflowing(PlannedTrainer):
-        def compute_loss(self, *args, **kwargs):
-            loss = super().compute_loss(*args, **kwargs)
-            hit = self.state.global_step == 2 and dist.get_rank() == 1
-            return loss * float("inf") if hit else loss
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        return loss * float("inf") if self.state.global_step == 2 and dist.get_rank() == 1 else loss
 
-    trainer = Overflowing(
-        model=tiny_model(torch.float32),
-        args=arguments(folder, per_device_train_batch_size=4, fp16=True),
-        train_dataset=tokens(),
-        osdp=OSDPConfig(plan=plan),
-    )
-    skipped = []
-    trainer.add_callback(_SkipRecorder(trainer, skipped))
-    trainer.train()
-    return skipped, trainer.accelerator.scaler.get_scale()
+    def training_step(self, *args, **kwargs):
+        self.__dict__.setdefault("skipped", []).append(self.accelerator.optimizer_step_was_skipped)  # of the step before
+        return super().training_step(*args, **kwargs)
 
 
-class _SkipRecorder(transformers.TrainerCallback):
-    def __init__(self, trainer, skipped):
-        self.trainer, self.skipped = trainer, skipped
-
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        self.skipped.append(self.trainer.accelerator.optimizer_step_was_skipped)
-
-
+@pytest.mark.on_ranks(2, init=False)
 def test_fp16_overflow_on_one_rank_skips_the_step_on_both(tmp_path):
-    (skipped, scale), other = run_ranks(overflow_on_one_rank, 2, str(tmp_path), init=False)
-    assert skipped[2] and (skipped, scale) == other
-
-
-def planner_chooses(folder: str):
-    hardware = preset("cpu", devices_per_node=2)
-    args = arguments(folder, per_device_train_batch_size=2, gradient_accumulation_steps=2)
-    trainer = Trainer(model=tiny_model(), args=args, train_dataset=tokens(), osdp={"hardware": hardware, "memory_limit": "1GiB"})
+    trainer = in_float32(tmp_path, Overflowing, fp16=True)
     trainer.train()
-    assert trainer.plan.global_batch_size == 8
+    found = [None, None]
+    dist.all_gather_object(found, (trainer.skipped, trainer.accelerator.scaler.get_scale()))
+    assert trainer.skipped[3] and found[0] == found[1]
+
+
+@pytest.mark.on_ranks(2, init=False)
+def test_trainer_plans_from_its_arguments_and_leaves_them_alone(tmp_path):
+    args = arguments(str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    options = {"hardware": preset("cpu", devices_per_node=2), "memory_limit": "1GiB"}
+    trainer = Trainer(model=tiny_model(), args=args, train_dataset=tokens(), osdp=options)
+    trainer.train()
+    assert trainer.plan.global_batch_size == 8 and trainer.plan.sequence_length == LENGTH
     assert trainer.args.per_device_train_batch_size == trainer.plan.micro_batch_size
-    assert trainer.plan.sequence_length == LENGTH
-    evaluation = trainer.evaluate(tokens(8))
-    return trainer.plan.fingerprint, evaluation["eval_loss"], (args.per_device_train_batch_size, args.gradient_accumulation_steps)
+    found = [None, None]
+    dist.all_gather_object(found, (trainer.plan.fingerprint, trainer.evaluate(tokens(8))["eval_loss"]))
+    assert found[0] == found[1] and (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (2, 2)
 
 
-def test_plans_from_the_arguments_and_leaves_them_alone(tmp_path):
-    first, second = run_ranks(planner_chooses, 2, str(tmp_path), init=False)
-    assert first == second
-    assert first[2] == (2, 2)
-
-
-def evaluate_then_train(folder: str):
-    hardware: Hardware = preset("cpu", devices_per_node=2)
-    args = arguments(folder, per_device_train_batch_size=4, per_device_eval_batch_size=4)
-    trainer = PlannedTrainer(
-        model=tiny_model(), args=args, train_dataset=tokens(), eval_dataset=tokens(16), osdp=OSDPConfig(hardware=hardware, strategy="fsdp")
-    )
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    return before, trainer.evaluate()["eval_loss"], history(trainer)
+@pytest.fixture
+def stock_loss(tmp_path) -> float:
+    """Of an evaluation by the stock Trainer in one process, before training."""
+    args = arguments(str(tmp_path), per_device_eval_batch_size=8)
+    return StockTrainer(model=tiny_model(), args=args, eval_dataset=tokens(16)).evaluate()["eval_loss"]
 
 
 @pytest.mark.slow
-def test_evaluation_before_training_changes_nothing(tmp_path):
-    want, _ = train_one_process(str(tmp_path / "one"))
-    before, after, got = run_ranks(evaluate_then_train, 2, str(tmp_path / "two"), init=False)[0]
-    assert_close(got, want)
-    stock = StockTrainer(model=tiny_model(), args=arguments(str(tmp_path), per_device_eval_batch_size=8), eval_dataset=tokens(16))
-    assert abs(stock.evaluate()["eval_loss"] - before) < 1e-6
-    assert after < before
+@pytest.mark.on_ranks(2, init=False)
+def test_evaluation_before_training_changes_nothing(tmp_path, alone, stock_loss):
+    args = arguments(str(tmp_path), per_device_train_batch_size=4, per_device_eval_batch_size=4)
+    osdp = OSDPConfig(hardware=preset("cpu", devices_per_node=2), strategy="fsdp")
+    trainer = PlannedTrainer(model=tiny_model(), args=args, train_dataset=tokens(), eval_dataset=tokens(16), osdp=osdp)
+    assert abs(stock_loss - trainer.evaluate()["eval_loss"]) < 1e-6
+    trainer.train()
+    assert_close(history(trainer), alone[0])
+    assert trainer.evaluate()["eval_loss"] < stock_loss
 
 
-def wrong_world(folder: str):
+@pytest.mark.on_ranks(2, init=False)
+def test_wrong_world_and_forgotten_cpu_are_refused_before_anything_is_written(tmp_path):
     plan = mixed_plan(tiny_model(), 4, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=1, reduce=True)
-    Trainer(model=tiny_model(), args=arguments(folder, per_device_train_batch_size=4), train_dataset=tokens(), osdp=OSDPConfig(plan=plan))
-
-
-def test_a_plan_for_another_world_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(RankFailure, match="The plan is for 4 processes, but 2 are running"):
-        run_ranks(wrong_world, 2, str(tmp_path / "out"), init=False)
+    if not torch.cuda.is_available():  # processes would not see each other
+        with pytest.raises(ValueError, match="use_cpu=True"):
+            Trainer(model=tiny_model(), args=arguments(str(tmp_path / "out"), use_cpu=False), train_dataset=tokens(), osdp=True)
+    args = arguments(str(tmp_path / "out"), per_device_train_batch_size=4)
+    with pytest.raises(PlanError, match="The plan is for 4 processes, but 2 are running"):
+        Trainer(model=tiny_model(), args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=plan))
     assert not (tmp_path / "out").exists()
 
 
-def forgot_the_cpu(folder: str):
-    Trainer(model=tiny_model(), args=arguments(folder, use_cpu=False), train_dataset=tokens(), osdp=True)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_processes_that_would_not_see_each_other_are_refused(tmp_path):
-    with pytest.raises(RankFailure, match="use_cpu=True"):
-        run_ranks(forgot_the_cpu, 2, str(tmp_path / "out"), init=False)
-
-
-def stock(folder: str):
-    trainer = StockTrainer(model=tiny_model(), args=arguments(folder, per_device_train_batch_size=4), train_dataset=tokens())
+def train_without_osdp(kind: type[transformers.Trainer], folder: str, **options: object) -> tuple[str, dict[str, list[float]]]:
+    trainer = kind(model=tiny_model(), args=arguments(folder, per_device_train_batch_size=4), train_dataset=tokens(), **options)
     trainer.train()
+    assert not (Path(folder) / "osdp_report.json").exists() and getattr(trainer, "plan", None) is None
     return type(trainer.accelerator).__name__, history(trainer)
 
 
-def switched_off(folder: str):
-    args = arguments(folder, per_device_train_batch_size=4)
-    trainer = PlannedTrainer(model=tiny_model(), args=args, train_dataset=tokens(), osdp=False)
-    trainer.train()
-    assert trainer.plan is None
-    assert not (Path(folder) / "osdp_report.json").exists()
-    return type(trainer.accelerator).__name__, history(trainer)
+def train_switched_off(folder: str) -> tuple[str, dict[str, list[float]]]:
+    return train_without_osdp(PlannedTrainer, folder, osdp=False)
 
 
 @pytest.mark.slow
-def test_switched_off_is_the_stock_trainer(tmp_path):
-    want = run_ranks(stock, 2, str(tmp_path / "stock"), init=False)
-    got = run_ranks(switched_off, 2, str(tmp_path / "off"), init=False)
-    assert got == want
-    assert got[0][0] == "Accelerator"
+def test_trainer_switched_off_is_the_stock_one(tmp_path):
+    want = run_ranks(train_without_osdp, 2, StockTrainer, str(tmp_path / "stock"), init=False)
+    got = run_ranks(train_switched_off, 2, str(tmp_path / "off"), init=False)
+    assert got == want and got[0][0] == "Accelerator"

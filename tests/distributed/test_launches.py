@@ -6,14 +6,14 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.distributed import ROOT, environment, free_port, run_program
+
 LOOP = """
 import json, os, sys, torch
 from torch.utils.data import DataLoader
@@ -62,12 +62,6 @@ def readme_commands() -> list[str]:
     return re.findall(r"```bash\n(.*?)```", section, flags=re.DOTALL)
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 @pytest.fixture
 def folder(tmp_path):
     """Where the commands run: the script, the configurations, and stand-ins for SLURM's programs."""
@@ -79,13 +73,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def environment(folder: Path, **more: str) -> dict[str, str]:
-    return {
-        **os.environ,
-        "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1",
-        **more,
-    }  # fmt: skip
+def path_of(folder: Path) -> str:
+    return f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
 def check_trained(folder: Path) -> None:
@@ -99,11 +88,9 @@ def check_trained(folder: Path) -> None:
 def test_the_batch_file_trains(folder):
     batch = readme_commands()[2]
     assert "IFNAME=ib0" in batch
-    env = environment(
-        folder, SLURM_NNODES="2", SLURM_GPUS_ON_NODE="2", SLURM_JOB_NODELIST="n[1-2]", SLURM_JOB_ID=str(free_port() - 20000)
-    )  # fmt: skip
     batch = batch.replace("=ib0", "=lo").replace("% 10000", "% 50000")
-    done = subprocess.run(["bash", "-c", batch], cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+    slurm = {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": str(int(free_port()) - 20000)}
+    done = run_program(["bash", "-c", batch], cwd=folder, PATH=path_of(folder), **slurm)
     assert done.returncode == 0, done.stderr[-3000:]
     check_trained(folder)
 
@@ -112,11 +99,10 @@ def test_the_batch_file_trains(folder):
 def test_torchrun_trains(folder):
     commands = readme_commands()[1].strip().splitlines()
     assert len(commands) == 2 and "--node-rank 0" in commands[0] and "--node-rank 1" in commands[1]
-    port = str(free_port())
-    machines = []
+    port, env, machines = free_port(), environment(PATH=path_of(folder)), []
     for command in commands:
         command = command.replace("10.0.0.1", "127.0.0.1").replace("29500", port).replace("--nproc-per-node 8", "--nproc-per-node 2")
-        machines.append(subprocess.Popen(shlex.split(command), cwd=folder, env=environment(folder), stderr=subprocess.PIPE, text=True))
+        machines.append(subprocess.Popen(shlex.split(command), cwd=folder, env=env, stderr=subprocess.PIPE, text=True))
     try:
         errors = [machine.communicate(timeout=240)[1] for machine in machines]
     finally:

@@ -9,19 +9,17 @@ from typing import Any
 import pytest
 import torch
 
+from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.cost.evaluate import estimate_plan
-from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_model
 
 STEPS = 10
 
 
-def trained(on_host: bool) -> dict[str, Any]:
-    """Train without a process group; says what ran, and what a step was estimated to hold and held."""
-    from hf_osdp.integrations.accelerator import OSDPAccelerator
-
+def trained(on_host: bool) -> OSDPAccelerator:
+    """Train without a launcher."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     model = tiny_model("gpt2", dtype=torch.float32)
@@ -40,19 +38,23 @@ def trained(on_host: bool) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     accelerator.end_training()
+    return accelerator
+
+
+def what_ran(accelerator: OSDPAccelerator) -> tuple[bool, bool, bool]:
     run = accelerator.planned_run
-    return {
-        "ran": (accelerator.is_fsdp2, run.job.precision.autocast, "under autocast" in run.description.trace),
-        "estimated": estimate_plan(run.plan, run.description, run.job).memory.peak_bytes,
-        "measured": accelerator.measured.peak_bytes,
-    }
+    return accelerator.is_fsdp2, run.job.precision.autocast, "under autocast" in run.description.trace
 
 
+@pytest.mark.on_ranks(1, init=False)
 def test_estimate_of_one_process_in_bf16_is_of_the_autocast_that_runs():
-    found = run_ranks(trained, 1, False, init=False)[0]
-    assert found["ran"] == (False, True, True)
-    assert found["estimated"] == pytest.approx(found["measured"], rel=0.02)
+    accelerator = trained(on_host=False)
+    run = accelerator.planned_run
+    assert what_ran(accelerator) == (False, True, True)
+    estimated = estimate_plan(run.plan, run.description, run.job).memory.peak_bytes
+    assert estimated == pytest.approx(accelerator.measured.peak_bytes, rel=0.02)
 
 
+@pytest.mark.on_ranks(1, init=False)
 def test_one_process_in_bf16_with_units_on_the_host_is_estimated_as_fsdp2():
-    assert run_ranks(trained, 1, True, init=False)[0]["ran"] == (True, False, False)
+    assert what_ran(trained(on_host=True)) == (True, False, False)

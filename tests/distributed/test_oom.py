@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,17 +14,20 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planning.out_of_memory import place_of
 from hf_osdp.sharding.apply import apply_plan
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import TORCHRUN, run_program
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 from tests.helpers.no_memory import Fails, fail
 
-ROOT = Path(__file__).parents[2]
-
-
-def places() -> dict[str, str]:
-    """Where each error was, on ranks that all have it."""
-    return {moment: place(moment) for moment in ("forward", "backward", "recompute", "gather", "gather again", "reduce", "step")}
+PLACES = {
+    "forward": "forward of transformer.h.1",
+    "backward": "backward of transformer.h.1",
+    "recompute": "recomputation of transformer.h.1",
+    "gather": "gathering of transformer.h.1",
+    "gather again": "gathering of transformer.h.1",
+    "reduce": "reducing the gradients of transformer.h.1",
+    "step": "the optimizer's step",
+}  # fmt: skip
 
 
 def place(moment: str) -> str:
@@ -63,17 +64,9 @@ def place(moment: str) -> str:
     return "nowhere"
 
 
-def test_the_place_of_an_error_under_fsdp():
-    first, second = run_ranks(places, 2)
-    assert first == second == {
-        "forward": "forward of transformer.h.1",
-        "backward": "backward of transformer.h.1",
-        "recompute": "recomputation of transformer.h.1",
-        "gather": "gathering of transformer.h.1",
-        "gather again": "gathering of transformer.h.1",
-        "reduce": "reducing the gradients of transformer.h.1",
-        "step": "the optimizer's step",
-    }  # fmt: skip
+@pytest.mark.on_ranks(2)
+def test_place_of_an_error_under_fsdp_is_found_on_every_rank():
+    assert {moment: place(moment) for moment in PLACES} == PLACES
 
 
 # -------------------------------------------------------------------------------------------------------------- a real run
@@ -131,18 +124,8 @@ if __name__ == "__main__":
 def train(tmp_path: Path, name: str, *, on_oom: str, fails: bool, restarts: int = 0) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "train.py"
     script.write_text(TRAINS)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        f"--max-restarts={restarts}",
-        str(script),
-    ]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    arguments = [str(tmp_path / name), on_oom, "yes" if fails else "no"]
-    return subprocess.run([*command, *arguments], env=env, capture_output=True, text=True, timeout=280)
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}", script]
+    return run_program([*command, tmp_path / name, on_oom, "yes" if fails else "no"], timeout_s=280)
 
 
 def losses(done: subprocess.CompletedProcess[str]) -> list[float]:

@@ -1,14 +1,26 @@
-"""Optimizers that must not run on shards, and those that cannot be rebound. One process."""
+"""Optimizers under a plan: which train as one process does, which are refused, and how they are bound to shards."""
 
 from __future__ import annotations
 
+import copy
+import re
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from hf_osdp.errors import OSDPError
-from hf_osdp.sharding.optimizer import parameter_names, rebind_parameters, release_parameters
-from hf_osdp.sharding.optimizer_check import check_optimizer
+from hf_osdp.errors import OSDPError, PreflightError
+from hf_osdp.planning.preflight.checks import Check, Finding, Severity
+from hf_osdp.planning.preflight.run import merged_findings
+from hf_osdp.sharding.optimizer import parameter_names, prepare_new_optimizers, rebind_parameters, release_parameters
+from hf_osdp.sharding.optimizer_check import _ELEMENT_WISE, check_optimizer, difference_on_shards
+
+STEPS = 3
 
 
 class Lamb(torch.optim.AdamW):
@@ -19,34 +31,147 @@ class MyLamb(Lamb):
     """A subclass by a user."""
 
 
+class SignOfMomentum(torch.optim.Optimizer):
+    """Element-wise, and not torch's own."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                momentum.lerp_(parameter.grad, 0.1)
+                parameter.add_(momentum.sign(), alpha=-group["lr"])
+
+
+class TrustRatio(SignOfMomentum):
+    """Scales by norms, under a name that says nothing of it."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad * (parameter.norm() / parameter.grad.norm()), alpha=-group["lr"])
+
+
+class NeedsClosure(SignOfMomentum):
+    def step(self, closure: Any) -> None:
+        closure()
+
+
+# --------------------------------------------------------------------------------------------------------- one process
+
+
 @pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "SparseAdam", "Muon", "Rprop"])
-def test_optimizers_that_look_at_whole_parameters_are_refused(name):
+def test_check_refuses_optimizers_that_look_at_whole_parameters(name):
     optimizer = getattr(torch.optim, name)([nn.Parameter(torch.ones(2, 2))])
     with pytest.raises(OSDPError, match=f"^{name} .*use an element-wise optimizer"):
         check_optimizer(optimizer)
 
 
-def test_a_subclass_is_refused_by_its_base():
+def test_check_finds_out_by_base_class_and_by_a_trial_what_no_name_tells():
     with pytest.raises(OSDPError, match=r"^MyLamb scales by the norm of each whole parameter"):
         check_optimizer(MyLamb([nn.Parameter(torch.ones(2))]))
+    weights = [nn.Parameter(torch.ones(2, 2))]
+    schedule_at_0, state = SignOfMomentum(weights, lr=0.0), copy.deepcopy(weights)
+    assert difference_on_shards(schedule_at_0) < 1e-6
+    check_optimizer(schedule_at_0)
+    assert not schedule_at_0.state and schedule_at_0.param_groups[0]["lr"] == 0.0 and torch.equal(weights[0], state[0])
+    with pytest.raises(OSDPError, match=r"^TrustRatio is not element-wise: .* differ by \d[\d.e+]* % of the update; use an element-wise"):
+        check_optimizer(TrustRatio(weights))
+    with pytest.raises(OSDPError, match=r"^NeedsClosure cannot be tried on shards \(TypeError: .*closure.*\); use an element-wise"):
+        check_optimizer(NeedsClosure(weights))
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD"])
-def test_element_wise_optimizers_are_let_through(name):
-    check_optimizer(getattr(torch.optim, name)([nn.Parameter(torch.ones(2))], lr=0.1))
-
-
-def test_a_strange_parameter_is_refused_and_the_optimizer_left_as_it_was():
+def test_every_recommended_optimizer_can_be_rebound():
+    with pytest.raises(OSDPError) as refused:
+        check_optimizer(torch.optim.Adafactor([nn.Parameter(torch.ones(2, 2))]))
+    recommended = re.findall(r"\w+", str(refused.value).partition("such as ")[2].replace(" or ", " "))
+    assert recommended == ["AdamW", "Adam", "SGD", "RMSprop"]
     model = nn.Linear(2, 2)
-    strange = nn.Parameter(torch.ones(5))
+    for name in recommended:
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
+        rebind_parameters(optimizer, parameter_names(model), model)
+
+
+def test_rebind_takes_a_new_adagrad_with_its_state_and_refuses_a_used_one():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    rebind_parameters(optimizer, parameter_names(model), model)
+    assert all(optimizer.state[parameter]["sum"].eq(0.5).all() for parameter in model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(OSDPError, match=r"^Adagrad has state .* make it from the sharded model's parameters"):
+        rebind_parameters(optimizer, parameter_names(model), model)
+
+
+def test_strange_and_missing_parameters_are_refused_and_the_optimizer_is_left_as_it_was():
+    model, strange = nn.Linear(2, 2), nn.Parameter(torch.ones(5))
     optimizer = torch.optim.SGD([*model.parameters(), strange], lr=0.1)
     with pytest.raises(OSDPError, match=r"shape \(5,\) that the model does not have"):
         release_parameters(optimizer, parameter_names(model))
     assert optimizer.param_groups[0]["params"][-1] is strange
-
-
-def test_a_parameter_that_is_gone_is_named():
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(OSDPError, match="no parameter 'weight'"):
-        rebind_parameters(optimizer, parameter_names(model), nn.Module())
+        rebind_parameters(torch.optim.SGD(model.parameters(), lr=0.1), parameter_names(model), nn.Module())
+
+
+# ---------------------------------------------------------------------------------------------------------------- ranks
+
+
+def sharded() -> tuple[nn.Module, nn.Module]:
+    """One layer on two ranks, one on each, and the same in one process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7, dtype=torch.float64), nn.Tanh(), nn.Linear(7, 3, dtype=torch.float64))
+    alone = copy.deepcopy(model)
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model[2], mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    return model, alone
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        model(torch.randn(4, 5, dtype=torch.float64, generator=generator)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def apart(model: nn.Module, others: Iterable[torch.Tensor]) -> float:
+    whole = [p.full_tensor() for p in model.parameters()]
+    return max(float((a - b).detach().abs().max()) for a, b in zip(whole, others, strict=True))
+
+
+@pytest.mark.on_ranks(2)
+def test_every_optimizer_that_is_let_through_trains_as_one_process_does():
+    assert len(_ELEMENT_WISE) == 10
+    for cls in (*_ELEMENT_WISE, SignOfMomentum):
+        model, alone = sharded()
+        for module in (model, alone):
+            train(module, cls(module.parameters(), lr=0.1))
+        assert apart(model, alone.parameters()) < 1e-12, cls
+
+
+@pytest.mark.on_ranks(2)
+def test_others_are_stopped_before_their_first_step_in_a_plain_loop():
+    model, alone = sharded()
+    prepare_new_optimizers(model)
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    for cls, said in ((TrustRatio, "TrustRatio is not element-wise"), (torch.optim.Muon, "orthogonalises")):
+        with pytest.raises(OSDPError, match=said):
+            train(model, cls(matrices, lr=0.1))
+    assert apart(model, alone.parameters()) == 0.0
+    train(model, SignOfMomentum(matrices, lr=0.1))
+
+
+def note(text: str) -> Finding:
+    return Finding(Check.PLAN, Severity.NOTE, text)
+
+
+@pytest.mark.on_ranks(2)
+def test_findings_of_one_rank_stop_all_and_notes_stand_once():
+    rank = dist.get_rank()
+    with pytest.raises(PreflightError, match=r"^On rank 1: Bad here\.$"):
+        merged_findings([Finding(Check.MODEL, Severity.ERROR, "Bad here.") if rank else note("Fine.")])
+    assert [finding.message for finding in merged_findings([note(f"Fine on {rank}.")])] == ["Fine on 0."]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy
 import pytest
@@ -12,18 +12,20 @@ import torch
 import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from hf_osdp.distributed.consensus import on_rank_zero
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.distributed.process_group import waiting_group
+from hf_osdp.measurement.step_meter import Observation
 from hf_osdp.modeling.batch import training_batch
-from hf_osdp.planner.cost.evaluate import estimate_plan
+from hf_osdp.planner.cost.evaluate import PlanEstimate, estimate_plan
 from hf_osdp.planner.hardware import Collective
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planning import probe as module
 from hf_osdp.planning.probe import SilentMeshes, Trial, _observe, probe
 from hf_osdp.tracing.describe import describe
-from tests.helpers.distributed import run_ranks
-from tests.helpers.mixed import mixed_plan
+from tests.helpers.layouts import mixed_plan
 
 LENGTH = 32
 HELD_BEFORE = 1_000_000
@@ -54,60 +56,68 @@ def same(before: tuple, after: tuple) -> bool:
     return weights and torch.equal(before[1], after[1]) and before[2:] == after[2:]
 
 
-def tried(precision: str, checkpointing: bool, on_meta: bool, as_on_cuda: bool = False) -> dict:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """A plan that was tried, and what it was tried with."""
+
+    plan: Plan
+    trial: Trial
+    meshes: Meshes
+    observed: Observation
+    estimate: PlanEstimate
+
+
+def tried(precision: str, *, checkpointing: bool = False, on_meta: bool = False) -> Tried:
+    """Try a mixed plan, and check that nothing is left behind and that estimate, trial and a trial without collectives agree."""
     model, world = model_of().eval(), dist.get_world_size()
     plan = mixed_plan(model, world, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=True)
-    job = TrainingJob(
-        global_batch_size=plan.global_batch_size,
-        precision=Precision.named(precision),
-        optimizer=OptimizerSpec(step=OptimizerStep.FOR_LOOP),
-    )
-    description = describe(
-        model, sequence_length=LENGTH, compute_dtype=job.precision.compute, activation_checkpointing=checkpointing
-    )  # fmt: skip
+    optimizer = OptimizerSpec(step=OptimizerStep.FOR_LOOP)
+    job = TrainingJob(global_batch_size=plan.global_batch_size, precision=Precision.named(precision), optimizer=optimizer)
+    description = describe(model, sequence_length=LENGTH, compute_dtype=job.precision.compute, activation_checkpointing=checkpointing)
     if on_meta and dist.get_rank():
         model = model.to("meta")
         model.tie_weights()
     trial = Trial(
-        model=model,
-        units=description.units,
-        job=job,
-        inputs=training_batch(model, LENGTH),
-        device=torch.device("cpu"),
-        block_classes=description.block_classes,
-        activation_checkpointing=checkpointing,
-    )
+        model=model, units=description.units, job=job, inputs=training_batch(model, LENGTH), device=torch.device("cpu"),
+        block_classes=description.block_classes, activation_checkpointing=checkpointing,
+    )  # fmt: skip
     meshes = Meshes("cpu")
     meshes.prepare(plan)
     waiting_group()  # formed once for each process group
     before, formed = state_of_everything(model), groups()
     observed = probe(plan, trial, meshes, timed_steps=1)
-    unchanged = same(before, state_of_everything(model)) if not on_meta else True
-    kept = groups() == formed and not model.training
-    copies = sum(type(value) is type(model) for value in gc.get_objects()) - 1
+    assert on_meta or same(before, state_of_everything(model))
+    assert groups() == formed and not model.training
+    assert [value for value in gc.get_objects() if type(value) is type(model)] == [model], "no copy is left"
     alone = SilentMeshes("cpu")
     quiet = _observe(plan, trial, alone, timed_steps=1)
     alone.close()
+    assert quiet.peak_bytes == pytest.approx(observed.peak_bytes, rel=0.03), "silent collectives allocate what real ones do"
     estimate = estimate_plan(plan, description, job, preset("cpu", devices_per_node=world))
-    return {
-        "observed": observed,
-        "alone": quiet.peak_bytes,
-        "estimated": estimate.memory.peak_bytes,
-        "collectives": estimate.collectives,
-        "unchanged": (unchanged, kept, copies),
-        "cuda": on_cuda(plan, trial, meshes) if as_on_cuda else None,
+    assert estimate.memory.peak_bytes == pytest.approx(observed.peak_bytes, rel=0.05)
+    assert on_rank_zero(lambda: observed) == observed
+    return Tried(plan=plan, trial=trial, meshes=meshes, observed=observed, estimate=estimate)
+
+
+@pytest.mark.parametrize("options", [{"precision": "no"}, {"precision": "bf16", "checkpointing": True, "on_meta": True}])
+@pytest.mark.on_ranks(2)
+def test_trial_shows_peak_time_and_collectives_and_leaves_nothing(options):
+    found = tried(**options)
+    observed = found.observed
+    assert observed.median_step_s > 0 and observed.steps == 4
+    assert {total.collective for total in observed.collectives} == {
+        kind for kind, seconds in found.estimate.collectives.items() if seconds > 0
     }
+    assert all(total.group_size == 2 and total.seconds > 0 for total in observed.collectives)
+    assert {(t.collective, t.group_size) for t in observed.timings} == {(t.collective, t.group_size) for t in observed.collectives}
 
 
-def tried_in_turn() -> list[dict]:
-    return [tried("no", False, False, as_on_cuda=True), tried("bf16", True, True)]
-
-
-def on_cuda(plan, trial, meshes) -> dict:
-    """The way that CUDA goes, on the CPU: alone first; then rank 1 alone runs out of memory, while rank 0 trains and clips."""
-    trial = replace(trial, job=replace(trial.job, clips_gradients=True))
-    original, memory_allocated, formed = module._observe, torch.cuda.memory_allocated, groups()
-    seen = []
+@pytest.mark.on_ranks(2)
+def test_trial_on_cuda_is_first_alone_and_memory_that_runs_out_is_told_to_all():
+    """The way that CUDA goes, on the CPU: rank 1 alone runs out of memory, while rank 0 trains and clips."""
+    found = tried("no")
+    trial = replace(found.trial, job=replace(found.trial.job, clips_gradients=True))
+    original, formed, seen = module._observe, groups(), []
 
     def observe(plan, trial, meshes, timed_steps, **options):
         seen.append(type(meshes).__name__)
@@ -116,46 +126,16 @@ def on_cuda(plan, trial, meshes) -> dict:
         return original(plan, trial, meshes, timed_steps, **options)
 
     module._observe, torch.cuda.memory_allocated = observe, lambda device: HELD_BEFORE
-    try:
-        fits, fails = (module._on_cuda(plan, trial, meshes, 1) for _ in range(2))
-    finally:
-        module._observe, torch.cuda.memory_allocated = original, memory_allocated
-    return {"fits": fits, "fails": fails, "seen": seen, "kept": groups() == formed}
-
-
-def test_a_trial_shows_peak_time_and_collectives_and_leaves_nothing():
-    first, second = run_ranks(tried_in_turn, 2)
-    for rank in (first, second):
-        cuda = rank[0]["cuda"]
-        assert cuda["seen"] == ["SilentMeshes", "Meshes", "SilentMeshes"] and cuda["kept"]
-        counted = cuda["fits"].peak_bytes + HELD_BEFORE
-        assert counted == pytest.approx(rank[0]["observed"].peak_bytes, rel=0.03), "what was there before does not count"
-        assert cuda["fails"].out_of_memory and cuda["fails"].peak_bytes is None, "every rank learns of it"
-    assert [case["observed"] for case in first] == [case["observed"] for case in second]
-    for case in first:
-        observed = case["observed"]
-        assert abs(case["estimated"] / observed.peak_bytes - 1) < 0.05, (case["estimated"], observed.peak_bytes)
-        assert case["alone"] == pytest.approx(observed.peak_bytes, rel=0.03), "silent collectives allocate what real ones do"
-        assert observed.median_step_s > 0 and observed.steps == 4
-        assert case["unchanged"] == (True, True, 0)
-        assert {total.collective for total in observed.collectives} == {
-            kind for kind, seconds in case["collectives"].items() if seconds > 0
-        }
-        assert all(total.group_size == 2 and total.seconds > 0 for total in observed.collectives)
-        assert {(t.collective, t.group_size) for t in observed.timings} == {(t.collective, t.group_size) for t in observed.collectives}
-
-
-def tried_on_two_nodes() -> dict:
-    return tried("no", False, False)
+    fits, fails = (module._on_cuda(found.plan, trial, found.meshes, 1) for _ in range(2))
+    assert seen == ["SilentMeshes", "Meshes", "SilentMeshes"] and groups() == formed
+    assert fits.peak_bytes + HELD_BEFORE == pytest.approx(found.observed.peak_bytes, rel=0.03), "what was there before does not count"
+    assert fails.out_of_memory and fails.peak_bytes is None, "every rank learns of it"
 
 
 @pytest.mark.slow
+@pytest.mark.on_ranks(4, nodes=2)
 def test_two_stages_are_timed_as_one_collective():
-    ranks = run_ranks(tried_on_two_nodes, 4, nodes=2)
-    observed = ranks[0]["observed"]
-    assert all(rank["observed"] == observed for rank in ranks)
-    assert abs(ranks[0]["estimated"] / observed.peak_bytes - 1) < 0.05, (ranks[0]["estimated"], observed.peak_bytes)
-    assert ranks[0]["alone"] == pytest.approx(observed.peak_bytes, rel=0.03)
+    observed = tried("no").observed
     staged = {Collective.TWO_STAGE_ALL_GATHER, Collective.TWO_STAGE_REDUCE_SCATTER}
     found = {(timing.collective, timing.group_size, timing.crosses_nodes) for timing in observed.timings}
     assert {(kind, 4, True) for kind in staged} <= found

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
 
+from hf_osdp.distributed.consensus import on_rank_zero
 from hf_osdp.integrations.accelerator import OSDPAccelerator
+from hf_osdp.integrations.launch import launched_rank
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planning.config import OSDPConfig
-from tests.helpers.distributed import run_ranks
 
 LENGTH, VOCABULARY, LIMIT = 24, 173, "4MiB"
 """Under this limit some units are sharded; replicas of all would need more."""
@@ -56,23 +56,6 @@ def trained(folder: str, osdp: OSDPConfig) -> tuple[Plan, list[float], list[torc
     trainer = Recording(model=tiny_model(), args=args, train_dataset=tokens(), osdp=osdp)
     trainer.train()
     return trainer.plan, losses, [p.detach().to_local().clone() for p in trainer.model.parameters()], trainer
-
-
-def with_and_without(folder: str) -> dict:
-    hardware = preset("cpu", devices_per_node=2)
-    osdp = OSDPConfig(
-        recalibrate=True, hardware=hardware, memory_limit=LIMIT, micro_batch_size=2, operator_splitting=False, compare=False
-    )  # fmt: skip
-    plan, losses, weights, trainer = trained(f"{folder}/with", osdp)
-    given, plain_losses, plain_weights, _ = trained(f"{folder}/without", OSDPConfig(plan=plan))
-    return {
-        "fingerprints": (plan.fingerprint, given.fingerprint),
-        "losses": (losses, plain_losses),
-        "weights": all(torch.equal(a, b) for a, b in zip(weights, plain_weights, strict=True)),
-        "rounds": [(r.plan.fingerprint, r.fits, r.observed.peak_bytes) for r in trainer._run.rounds],
-        "plain": plain_loop(),
-        "loop": loop(folder),  # last: end_training gives the process group up
-    }
 
 
 def loop(folder: str) -> dict:
@@ -115,50 +98,48 @@ def plain_loop() -> dict:
     return {"measured": model.measured, "rounds": model.rounds, "plan": model.plan.fingerprint}
 
 
-pytestmark = pytest.mark.slow  # half a minute of trials; tests/unit/planning/test_recalibrate.py has the rules
+def same_on_all(found: object) -> bool:
+    return on_rank_zero(lambda: found) == found
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory) -> tuple[Path, list[dict]]:
-    folder = tmp_path_factory.mktemp("runs")
-    return folder, run_ranks(with_and_without, 2, str(folder), init=False, timeout_s=200)
-
-
-def test_training_is_that_of_the_plan_alone_bit_by_bit(found):
-    for rank in found[1]:
-        assert rank["fingerprints"][0] == rank["fingerprints"][1] == found[1][0]["fingerprints"][0]
-        assert rank["losses"][0] == rank["losses"][1] and len(rank["losses"][0]) >= 4
-        assert rank["weights"]
-
-
-def test_the_report_tells_the_rounds_and_each_collective(found):
-    folder, ranks = found
-    report = json.loads((folder / "with" / "osdp_report.json").read_text())
+@pytest.mark.slow  # half a minute of trials; tests/unit/planning/test_recalibrate.py has the rules
+@pytest.mark.on_ranks(2, init=False, timeout_s=200)
+def test_training_after_trials_is_that_of_the_plan_alone_bit_by_bit_and_the_report_tells_them(tmp_path):
+    hardware = preset("cpu", devices_per_node=2)
+    osdp = OSDPConfig(
+        recalibrate=True, hardware=hardware, memory_limit=LIMIT, micro_batch_size=2, operator_splitting=False, compare=False
+    )  # fmt: skip
+    plan, losses, weights, trainer = trained(f"{tmp_path}/with", osdp)
+    given, plain_losses, plain_weights, _ = trained(f"{tmp_path}/without", OSDPConfig(plan=plan))
+    assert plan.fingerprint == given.fingerprint and same_on_all(plan.fingerprint)
+    assert losses == plain_losses and len(losses) >= 4
+    assert all(torch.equal(a, b) for a, b in zip(weights, plain_weights, strict=True))
+    tried = [(r.plan.fingerprint, r.fits, r.observed.peak_bytes) for r in trainer._run.rounds]
+    assert same_on_all(tried)
+    report, plain = (json.loads((tmp_path / name / "osdp_report.json").read_text()) for name in ("with", "without"))
     rounds = report["recalibration"]
-    assert [(r["plan"], r["fits"], r["measured"]["peak_bytes"]) for r in rounds] == ranks[0]["rounds"] == ranks[1]["rounds"]
-    assert sum(r["runs"] for r in rounds) == 1
-    running = next(r for r in rounds if r["runs"])
-    assert running["plan"] == ranks[0]["fingerprints"][0] and running["fits"]
-    assert running["measured"]["peak_bytes"] <= 4 * 2**20
+    assert [(r["plan"], r["fits"], r["measured"]["peak_bytes"]) for r in rounds] == tried
+    (running,) = [r for r in rounds if r["runs"]]
+    assert running["plan"] == plan.fingerprint and running["fits"] and running["measured"]["peak_bytes"] <= 4 * 2**20
     for figures in (report["measured"], running["measured"]):
         assert figures["peak_bytes"] > 0 and figures["median_step_s"] > 0
         assert all(c["seconds"] > 0 and c["bytes"] > 0 and c["group_size"] == 2 for c in figures["collectives"])
     kinds = {c["collective"] for c in report["measured"]["collectives"]}
     assert kinds == {name for name, seconds in report["estimated"]["collectives"].items() if seconds > 0}
-    plain = json.loads((folder / "without" / "osdp_report.json").read_text())
     assert plain["recalibration"] == [] and plain["measured"]["collectives"]
 
 
-def test_loops_are_measured_without_a_word_from_them(found):
-    folder, ranks = found
-    report = json.loads((folder / "loop" / "osdp_report.json").read_text())
-    for rank in ranks:
-        for name in ("loop", "plain"):
-            case = rank[name]
-            assert case["measured"] == ranks[0][name]["measured"]
-            assert case["measured"].steps == 8 and case["measured"].median_step_s > 0 and case["measured"].collectives
-        plan, peak = rank["plain"]["plan"], rank["plain"]["measured"].peak_bytes
-        tried = next(past.observed.peak_bytes for past in rank["plain"]["rounds"] if past.plan.fingerprint == plan)
-        assert peak == pytest.approx(tried, rel=0.02, abs=BLOCK_BYTES), "training needs what the trial showed"
-    assert ranks[0]["loop"]["measured"].peak_bytes == pytest.approx(ranks[0]["loop"]["estimated"], rel=0.05, abs=BLOCK_BYTES)
-    assert report["measured"]["peak_bytes"] == ranks[0]["loop"]["measured"].peak_bytes
+@pytest.mark.slow
+@pytest.mark.on_ranks(2, init=False, timeout_s=200)
+def test_loops_are_measured_without_a_word_from_them(tmp_path):
+    plain, prepared = plain_loop(), None
+    for name in ("plain", "prepared"):  # the second gives the process group up
+        measured = plain["measured"] if name == "plain" else (prepared := loop(str(tmp_path)))["measured"]
+        assert measured.steps == 8 and measured.median_step_s > 0 and measured.collectives
+        assert name == "prepared" or same_on_all(measured)
+    tried = next(past.observed.peak_bytes for past in plain["rounds"] if past.plan.fingerprint == plain["plan"])
+    assert plain["measured"].peak_bytes == pytest.approx(tried, rel=0.02, abs=BLOCK_BYTES), "training needs what the trial showed"
+    if launched_rank() == 0:
+        assert prepared["measured"].peak_bytes == pytest.approx(prepared["estimated"], rel=0.05, abs=BLOCK_BYTES)
+        report = json.loads((tmp_path / "loop" / "osdp_report.json").read_text())
+        assert report["measured"]["peak_bytes"] == prepared["measured"].peak_bytes

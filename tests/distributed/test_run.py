@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
+import transformers
 
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import ROOT, TORCHRUN, run_program, run_ranks
 
-ROOT = Path(__file__).parents[2]
 NO_FSDP = {"ACCELERATE_USE_FSDP": "false"}
 """An Accelerator of another test may have left it switched on in this process."""
 CONFIG = ROOT / "accelerate_configs" / "osdp_cpu.yaml"
@@ -105,25 +104,17 @@ def test_an_unmodified_script_trains_under_a_plan_as_it_does_alone(scripts, name
     torch.testing.assert_close(losses[run_main], losses[run_stock], rtol=1e-5, atol=1e-5)
 
 
-def launched(command: list[str], folder: Path) -> subprocess.CompletedProcess:
-    env = {
-        **os.environ, **NO_FSDP, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-        "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
-    return subprocess.run([sys.executable, "-m", *command], cwd=folder, env=env, capture_output=True, text=True, timeout=240)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
-        ["accelerate.commands.launch", "--config_file", str(CONFIG), "-m", "hf_osdp.run", "train.py"],
-        ["torch.distributed.run", "--nproc-per-node", "2", "-m", "hf_osdp.run", "-m", "loop"],
+        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIG, "-m", "hf_osdp.run", "train.py"],
+        [*TORCHRUN, "--nproc-per-node", "2", "-m", "hf_osdp.run", "-m", "loop"],
     ],
 )
 def test_launchers_start_it(scripts, command):
     (scripts / "out").mkdir()
-    done = launched([*command, "out", "4"], scripts)
+    done = run_program([*command, "out", "4"], cwd=scripts, **NO_FSDP)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads((scripts / "out" / "osdp_report.json").read_text())["plan"]["world_size"] == 2
     assert len(json.loads((scripts / "out" / "losses.json").read_text())) == 4
@@ -164,18 +155,13 @@ def test_a_class_made_from_the_stock_one_before_is_refused():
         _replace(Stock, type("Trainer", (), {}))
 
 
-def run_off(script: str, folder: str) -> str:
+OFF = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": "{'osdp': False}"}
+
+
+@pytest.mark.on_ranks(2, init=False, env=OFF)
+def test_osdp_false_in_the_launchers_file_leaves_the_script_as_it_is(tmp_path):
     from hf_osdp import run
 
-    run.main([script, folder, "4"])
-    import accelerate
-    import transformers
-
-    return f"{transformers.Trainer.__module__} {accelerate.Accelerator.__module__}"
-
-
-def test_osdp_false_in_the_launcher_s_file_leaves_the_script_as_it_is(tmp_path):
     (tmp_path / "nothing.py").write_text("")
-    env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": "{'osdp': False}"}
-    held = run_ranks(run_off, 2, str(tmp_path / "nothing.py"), str(tmp_path), init=False, env=env)
-    assert held == ["transformers.trainer accelerate.accelerator"] * 2
+    run.main([str(tmp_path / "nothing.py")])
+    assert (transformers.Trainer.__module__, accelerate.Accelerator.__module__) == ("transformers.trainer", "accelerate.accelerator")

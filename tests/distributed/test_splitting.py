@@ -11,13 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from transformers import TrainingArguments
 
 from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.integrations.accelerator import OSDPAccelerator
+from hf_osdp.integrations.plugin import OSDPPlugin
+from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.modeling.split.apply_split import split_operators
 from hf_osdp.modeling.split.names import slice_names
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.split import OperatorSplit
+from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.gradients import clip_grad_norm_
 from hf_osdp.sharding.host_offload import parameter_groups
@@ -25,11 +30,10 @@ from hf_osdp.sharding.optimizer import parameter_names, rebind_parameters
 from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict, load_full_state_dict
 from hf_osdp.sharding.steps import micro_step
 from hf_osdp.sharding.verify import verify_applied
-from tests.helpers.distributed import run_ranks
-from tests.helpers.layouts import plan_of
-from tests.helpers.mixed import mixed_plan
+from tests.helpers.checkpointed import worst
+from tests.helpers.layouts import mixed_plan, plan_of
 from tests.helpers.models import SEQUENCE_LENGTH, tiny_batch, tiny_model
-from tests.helpers.training import wrap_blocks
+from tests.helpers.training import Trained, assert_trained_alike, wrap_blocks
 
 STEPS, MAX_NORM, LAYERS, WORLD = 3, 0.5, 2, 2
 OPERATORS = {
@@ -46,35 +50,24 @@ def split_model(name: str, slices: int, *, seed: int = 0) -> nn.Module:
 
 
 def sharded(
-    name: str,
-    slices: int,
-    layout: str,
-    *,
-    seed: int = 0,
-    accumulation_steps: int = 1,
-    reduce: bool = True,
-    checkpointing: bool = False,
-) -> tuple[nn.Module, Plan]:
+    name: str, slices: int, layout: str, *, seed: int = 0, checkpointing: bool = False, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, Plan]:
+    """A model in slices under a plan; its optimizer is made from the whole model, as users do, and bound to the slices afterwards."""
     model = split_model(name, slices, seed=seed)
     if checkpointing:
         wrap_blocks(model)
     units = find_units(model)
-    plan = plan_of(units, WORLD, layout, accumulation_steps=accumulation_steps, reduce_every_micro_step=reduce)
+    plan = plan_of(units, WORLD, layout, **options)
     apply_plan(model, plan, units, meshes=Meshes("cpu"))
     verify_applied(model, plan, units)
-    return model, plan
-
-
-def optimizer_for(model: nn.Module, name: str) -> torch.optim.Optimizer:
-    """Made from the whole model, as users do, and bound to the slices afterwards."""
     whole = tiny_model(name, layers=LAYERS)
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2, weight_decay=0.1)
     rebind_parameters(optimizer, parameter_names(whole), model)
-    return optimizer
+    return model, optimizer, plan
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, steps: range) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of optimizer steps; the loss is that of the head in slices."""
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, steps: range = range(STEPS)) -> Trained:
+    """Train by the loss that the head in slices gives."""
     k, losses, norms = plan.accumulation_steps, [], []
     for step in steps:
         optimizer.zero_grad()
@@ -89,15 +82,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, steps:
         optimizer.step()
         dist.all_reduce(total)
         losses.append(total.item() / WORLD)
-    return losses, norms
+    return Trained(losses=tuple(losses), norms=tuple(norms), parameters=full_state_dict(model))
 
 
-def train_alone(name: str, steps: range) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def train_alone(name: str, steps: int = STEPS) -> Trained:
     """The reference: torch alone, one process, whole operators."""
     model = tiny_model(name, layers=LAYERS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     losses, norms = [], []
-    for step in steps:
+    for step in range(steps):
         optimizer.zero_grad()
         batch = tiny_batch(step)
         logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
@@ -106,27 +99,22 @@ def train_alone(name: str, steps: range) -> tuple[list[float], list[float], dict
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
         losses.append(loss.item())
-    return losses, norms, model.state_dict()
+    return Trained(losses=tuple(losses), norms=tuple(norms), parameters=model.state_dict())
 
 
-# ------------------------------------------------------------------------------------------------------- what the ranks do
-
-CASES = {
-    "gpt2-mixed-3": {"name": "gpt2", "slices": 3, "layout": "mixed"},
-    "gpt2-mixed-2-accumulate-reduce": {"name": "gpt2", "slices": 2, "layout": "mixed", "accumulation_steps": 2},
-    "gpt2-zero3-4-accumulate-hold": {"name": "gpt2", "slices": 4, "layout": "zero3", "accumulation_steps": 2, "reduce": False},
-    "gpt2-zero3-2-checkpointing": {"name": "gpt2", "slices": 2, "layout": "zero3", "checkpointing": True},
-    "llama-mixed-4": {"name": "llama", "slices": 4, "layout": "mixed"},
-}
-RESUMED = (1, 2, 4)
-
-
-def equality() -> dict[str, Any]:
-    found = {}
-    for case, options in CASES.items():
-        model, plan = sharded(**options)
-        found[case] = (*train(model, optimizer_for(model, options["name"]), plan, range(STEPS)), full_state_dict(model))
-    return found
+@pytest.mark.parametrize(
+    ("name", "slices", "layout", "options"),
+    [
+        ("gpt2", 3, "mixed", {}),
+        ("gpt2", 2, "mixed", {"accumulation_steps": 2}),
+        ("gpt2", 4, "zero3", {"accumulation_steps": 2, "reduce_every_micro_step": False}),
+        ("gpt2", 2, "zero3", {"checkpointing": True}),
+        ("llama", 4, "mixed", {}),
+    ],
+)
+@pytest.mark.on_ranks(WORLD)
+def test_operators_in_slices_train_as_one_process(name, slices, layout, options):
+    assert_trained_alike(train(*sharded(name, slices, layout, **options)), lambda: train_alone(name))
 
 
 @contextmanager
@@ -148,62 +136,41 @@ def watched(model: nn.Module) -> Iterator[dict[str, int]]:
         FSDPParamGroup.wait_for_unshard = wait
 
 
-def peaks() -> dict[tuple[str, int], dict[str, int]]:
-    """One step with every unit freed after use; of GPT-2 each slice of the vocabulary is used twice."""
-    found = {}
-    for name in OPERATORS:
-        for slices in (2, 4):
-            model, plan = sharded(name, slices, "zero3")
-            with watched(model) as seen:
-                train(model, optimizer_for(model, name), plan, range(1))
-            found[name, slices] = seen
-    return found
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.on_ranks(WORLD)
+def test_one_slice_is_gathered_at_once(name):
+    """In forward and backward, with every unit freed after use; of GPT-2, lookup and head both use each slice of the vocabulary."""
+    whole = tiny_model(name, layers=LAYERS)
+    largest = max(sum(p.numel() * p.itemsize for p in whole.get_submodule(fqn).parameters()) for fqn in OPERATORS[name])
+    for slices in (2, 4):
+        model, optimizer, plan = sharded(name, slices, "zero3")
+        with watched(model) as seen:
+            train(model, optimizer, plan, range(1))
+        assert seen["slices"] == 1
+        assert largest / slices <= seen["bytes"] < largest / slices * 1.1  # the first slices of 61 rows have one more
 
 
-def full_states() -> dict[int, Any]:
+@pytest.mark.on_ranks(WORLD)
+def test_full_states_do_not_show_the_slices():
     """Four slices, saved whole, then in any number of slices and another layout."""
-    model, plan = sharded("gpt2", 4, "mixed")
-    optimizer = optimizer_for(model, "gpt2")
+    model, optimizer, plan = sharded("gpt2", 4, "mixed")
     train(model, optimizer, plan, range(2))
     weights, state = full_state_dict(model), full_optimizer_state_dict(model, optimizer)
-    found = {"shapes": {name: tuple(own["exp_avg"].shape) for name, own in state.get("state", {}).items()}}
-    for slices in RESUMED[1:]:
-        other, plan = sharded("gpt2", slices, "zero3", seed=3)
-        optimizer = optimizer_for(other, "gpt2")
+    if dist.get_rank() == 0:
+        whole = {name: parameter.shape for name, parameter in tiny_model("gpt2", layers=LAYERS).named_parameters()}
+        assert {name: own["exp_avg"].shape for name, own in state["state"].items()} == whole
+    for slices in (2, 4):
+        other, optimizer, plan = sharded("gpt2", slices, "zero3", seed=3)
         load_full_state_dict(other, weights)
         load_full_optimizer_state_dict(other, optimizer, state)
-        train(other, optimizer, plan, range(2, 4))
-        found[slices] = full_state_dict(other)
+        got = train(other, optimizer, plan, range(2, 4)).parameters
+        assert dist.get_rank() or worst(got, train_alone("gpt2", 4).parameters) < 1e-12
     wrong = {**weights, "lm_head.weight": torch.zeros(3, 3)} if dist.get_rank() == 0 else {}
     with pytest.raises(RuntimeError, match=r"'lm_head\.weight' has shape"):  # on every rank
         load_full_state_dict(other, wrong)
-    return found
 
 
-def accelerate_states(folder: str, layout: str) -> dict[int, float]:
-    """save_state in four slices, load_state in others: how far the next two steps are from those of the first."""
-    from hf_osdp.integrations.accelerator import OSDPAccelerator
-    from hf_osdp.integrations.plugin import OSDPPlugin
-    from hf_osdp.planning.config import OSDPConfig
-
-    def start(slices: int, seed: int):
-        accelerator = OSDPAccelerator(fsdp_plugin=OSDPPlugin(osdp=OSDPConfig(), state_dict_type=layout))
-        model, _ = sharded("gpt2", slices, "mixed" if seed == 0 else "zero3", seed=seed)
-        return accelerator, *accelerator.prepare(model, optimizer_for(model, "gpt2"))
-
-    accelerator, model, optimizer = start(4, 0)
-    train_whole(accelerator, model, optimizer, range(2))
-    accelerator.save_state(folder)
-    want, found = train_whole(accelerator, model, optimizer, range(2, 4)), {}
-    for slices in RESUMED:
-        accelerator, model, optimizer = start(slices, 3)
-        accelerator.load_state(folder)
-        got = train_whole(accelerator, model, optimizer, range(2, 4))
-        found[slices] = max(abs(a - b) for a, b in zip(got, want, strict=True))
-    return found
-
-
-def train_whole(accelerator: Any, model: nn.Module, optimizer: Any, steps: range) -> list[float]:
+def train_prepared(accelerator: OSDPAccelerator, model: nn.Module, optimizer: Any, steps: range) -> list[float]:
     """Steps by logits, which whole and split models both give."""
     losses = []
     for step in steps:
@@ -216,85 +183,40 @@ def train_whole(accelerator: Any, model: nn.Module, optimizer: Any, steps: range
     return losses
 
 
-def all_of_it(folder: str) -> dict[str, Any]:
-    found = {"equality": equality(), "peaks": peaks(), "full": full_states()}
-    found |= {layout: accelerate_states(f"{folder}/{layout}", layout) for layout in ("FULL_STATE_DICT", "SHARDED_STATE_DICT")}
-    return found if dist.get_rank() == 0 else {}
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@pytest.mark.on_ranks(WORLD)
+def test_saved_states_go_on_in_any_number_of_slices(layout, tmp_path):
+    def start(slices: int, seed: int):
+        accelerator = OSDPAccelerator(fsdp_plugin=OSDPPlugin(osdp=OSDPConfig(), state_dict_type=layout))
+        model, optimizer, _ = sharded("gpt2", slices, "mixed" if seed == 0 else "zero3", seed=seed)
+        return accelerator, *accelerator.prepare(model, optimizer)
 
-
-# ------------------------------------------------------------------------------------------------------------------- tests
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict[str, Any]:
-    return run_ranks(all_of_it, WORLD, str(tmp_path_factory.mktemp("states")))[0]
-
-
-def worst(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    assert set(a) == set(b)
-    return max((a[name] - b[name]).abs().max().item() for name in a)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_equals_one_process(results, case):
-    losses, norms, weights = results["equality"][case]
-    want_losses, want_norms, want = train_alone(CASES[case]["name"], range(STEPS))
-    assert max(abs(a - b) for a, b in zip(losses, want_losses, strict=True)) < 1e-12
-    assert max(abs(a - b) for a, b in zip(norms, want_norms, strict=True)) < 1e-12
-    assert worst(weights, want) < 1e-12
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_one_slice_is_gathered_at_once(results, name):
-    """In forward and backward, also where lookup and head both use a slice."""
-    model = tiny_model(name, layers=LAYERS)
-    operators = [list(model.get_submodule(fqn).parameters()) for fqn in OPERATORS[name]]
-    largest = max(sum(p.numel() * p.itemsize for p in operator) for operator in operators)
-    for slices in (2, 4):
-        seen = results["peaks"][name, slices]
-        assert seen["slices"] == 1
-        assert largest / slices <= seen["bytes"] < largest / slices * 1.1  # the first slices of 61 rows have one more
-
-
-def test_full_states_do_not_show_the_slices(results):
-    _, _, want = train_alone("gpt2", range(4))
-    whole = {name: tuple(parameter.shape) for name, parameter in tiny_model("gpt2", layers=LAYERS).named_parameters()}
-    assert results["full"]["shapes"] == whole
-    for slices in RESUMED[1:]:
-        assert worst(results["full"][slices], want) < 1e-12
+    accelerator, model, optimizer = start(4, 0)
+    train_prepared(accelerator, model, optimizer, range(2))
+    accelerator.save_state(tmp_path)
+    want = train_prepared(accelerator, model, optimizer, range(2, 4))
+    for slices in (1, 2, 4):
+        accelerator, model, optimizer = start(slices, 3)
+        accelerator.load_state(tmp_path)
+        assert train_prepared(accelerator, model, optimizer, range(2, 4)) == pytest.approx(want, abs=1e-12)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-def test_saved_states_go_on_in_any_number_of_slices(results, layout):
-    assert max(results[layout][slices] for slices in RESUMED) < 1e-12
-
-
-def trainer_resumes(folder: str) -> list[list[float]]:
-    """What the Trainer logs from the third step on: in four slices, and resumed in two."""
-    from transformers import TrainingArguments
-
-    from hf_osdp.integrations.trainer import Trainer
-    from hf_osdp.planning.config import OSDPConfig
-
+@pytest.mark.on_ranks(WORLD, init=False)
+def test_trainer_resumes_in_another_number_of_slices(tmp_path):
+    """What it logs from the third step on: in four slices, and resumed in two."""
     data = [{"input_ids": ids, "labels": ids} for ids in tiny_batch(0)["input_ids"].repeat(4, 1)]
-    options = {"fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     found = []
-    for slices, checkpoint in ((4, None), (2, f"{folder}/checkpoint-2")):
+    for slices, checkpoint in ((4, None), (2, str(tmp_path / "checkpoint-2"))):
         model = split_model("gpt2", slices, seed=slices)
         plan = mixed_plan(model, WORLD, sequence_length=SEQUENCE_LENGTH, micro_batch_size=4, accumulation_steps=1, reduce=True)
         args = TrainingArguments(
-            folder, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1, use_cpu=True, report_to=[], seed=1, **options
-        )
+            str(tmp_path), per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1, use_cpu=True, report_to=[], seed=1,
+            fsdp_config={"state_dict_type": "SHARDED_STATE_DICT"}, save_strategy="steps", save_steps=2, max_steps=4,
+        )  # fmt: skip
         trainer = Trainer(model=model, args=args, train_dataset=data, osdp=OSDPConfig(plan=plan))
         trainer.train(resume_from_checkpoint=checkpoint)
         logged = [entry for entry in trainer.state.log_history if entry["step"] > 2]
         found.append([entry[key] for entry in logged for key in ("loss", "grad_norm") if key in entry])
-    return found
-
-
-@pytest.mark.slow
-def test_the_trainer_resumes_in_another_number_of_slices(tmp_path):
-    want, got = run_ranks(trainer_resumes, WORLD, str(tmp_path), init=False)[0]
-    assert len(want) == 4
-    assert max(abs(a - b) for a, b in zip(got, want, strict=True)) < 1e-12
+    assert len(found[0]) == 4 and found[1] == pytest.approx(found[0], abs=1e-12)

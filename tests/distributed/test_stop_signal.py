@@ -13,7 +13,8 @@ from hf_osdp import last_checkpoint
 from hf_osdp.checkpoint import writer
 from hf_osdp.distributed.stop import EXIT_CODE, StopSignal
 from hf_osdp.sharding.environment import form_process_group
-from tests.helpers.ending import endings
+from tests.helpers.distributed import ranks_of
+from tests.helpers.rank import as_script
 
 
 def stopped_while_it_writes(folder: str) -> None:
@@ -39,7 +40,9 @@ def stopped_while_it_writes(folder: str) -> None:
     stop.exit()
 
 
-def test_a_checkpoint_in_the_background_is_complete_before_any_rank_ends(tmp_path):
-    ended = endings(stopped_while_it_writes, 2, str(tmp_path))
-    assert [(one.code, one.output) for one in ended] == [(EXIT_CODE, "complete\n"), (EXIT_CODE, "")]
+def test_checkpoint_in_background_is_complete_before_any_rank_ends(tmp_path):
+    with ranks_of(as_script, 2, stopped_while_it_writes, str(tmp_path), init=False, timeout_s=30) as ranks:
+        while any(rank.poll() is None for rank in ranks):
+            time.sleep(0.01)
+        assert [(rank.returncode, rank.output) for rank in ranks] == [(EXIT_CODE, "complete\n"), (EXIT_CODE, "")]
     assert last_checkpoint(tmp_path).name == "checkpoint-4"

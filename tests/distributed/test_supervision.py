@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 
 from benchmarks.supervision import run_case
 from benchmarks.two_machines import emulate
+from tests.helpers.distributed import free_port, run_program
 
-ROOT = Path(__file__).parents[2]
 BUSY_S = 25.0
 """What a case may take on cores that others use: starting a launcher anew takes most of it."""
 
@@ -39,11 +35,11 @@ def command_of(process: psutil.Process) -> list[str]:
     [
         pytest.param("raises", "KeyError: 'the reason'", BUSY_S, id="a rank raises"),
         pytest.param("killed", "SIGKILL", BUSY_S, id="a rank is killed"),
-        pytest.param("sigterm-rank", "SIGTERM: saves after step", BUSY_S, id="SIGTERM to one rank"),
-        pytest.param("versions", "Ranks run different versions: transformers is", BUSY_S, id="versions differ"),
         *(
             pytest.param(*values, marks=pytest.mark.slow)
             for values in (
+                ("sigterm-rank", "SIGTERM: saves after step", BUSY_S),
+                ("versions", "Ranks run different versions: transformers is", BUSY_S),
                 ("raises-accelerate", "KeyError: 'the reason'", BUSY_S),
                 ("killed-none", "by peer", BUSY_S),
                 ("sigterm-launcher", "SIGTERM: saves after step", BUSY_S),
@@ -98,10 +94,6 @@ notebook_launcher(train, (True,), num_processes=2, use_port="PORT")
 
 @pytest.mark.slow
 def test_error_of_a_notebooks_rank_surfaces(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    (tmp_path / "script.py").write_text(IN_A_NOTEBOOK.replace("PORT", port))
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run([sys.executable, str(tmp_path / "script.py")], env=env, capture_output=True, text=True, timeout=100)
+    (tmp_path / "script.py").write_text(IN_A_NOTEBOOK.replace("PORT", free_port()))
+    done = run_program([sys.executable, tmp_path / "script.py"], timeout_s=100, ACCELERATE_USE_CPU="true")
     assert done.stdout.count("trained") == 2 and "KeyError: 'the reason'" in done.stderr

@@ -27,14 +27,16 @@ from hf_osdp.errors import LaunchError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.planner.presets import preset
+from hf_osdp.planner.search.compare import compare_strategies
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.preflight.run import merged_findings
 from tests.distributed.test_recalibrate import trained
 from tests.helpers import null_works
 from tests.helpers.checkpointed import Leg, built
 from tests.helpers.distributed import RankFailure, run_ranks
+from tests.helpers.sampling import slow_but
 
-TIMEOUT_S, WORK_S = 3.0, 5.0
+TIMEOUT_S, WORK_S = 2.0, 3.0
 """Of the group's collectives, and what one rank does meanwhile."""
 
 
@@ -70,79 +72,73 @@ def late(act: Callable[[], object], rank: int) -> object:
     return act()
 
 
-def agreements() -> None:
-    """Searches, and what ranks tell each other before training."""
-    assert on_rank_zero(lambda: late(lambda: 7, 0)) == 7
-    assert late(lambda: max(of_all_ranks(dist.get_rank())), 1) == 1
-    assert late(lambda: merged_findings(()), 0) == ()
-    assert late(find_topology, 0).nodes == 1
+def form(path: str) -> None:
+    null_works.form(path, timeout_s=TIMEOUT_S)
 
 
-def checkpoints(folder: str, sharded: bool, in_background: bool) -> None:
+AGREEMENTS = {
+    "search": lambda: on_rank_zero(lambda: late(lambda: 7, 0)) == 7,
+    "largest": lambda: late(lambda: max(of_all_ranks(dist.get_rank())), 1) == 1,
+    "findings": lambda: late(lambda: merged_findings(()), 0) == (),
+    "topology": lambda: late(find_topology, 0).nodes == 1,
+}
+
+
+@pytest.mark.parametrize("name", slow_but(AGREEMENTS, daily=("search", "findings")))
+@pytest.mark.on_ranks(2, init=False)
+def test_ranks_wait_for_searches_and_what_they_tell_each_other(library, name):
+    form(library)
+    assert AGREEMENTS[name]()
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sharded", "in_background"), [(True, False), (True, True), (False, False)])
+@pytest.mark.on_ranks(2, init=False)
+def test_ranks_wait_for_checkpoints(library, tmp_path, sharded, in_background):
     """One rank writes, hashes or reads long."""
+    form(library)
+    folder = tmp_path / "checkpoint-1"
     model, optimizer, _plan = built(Leg(steps=0, layout="mixed"), 0)
     writer = CheckpointWriter(in_background=in_background)
-    save = partial(save_loop, writer, folder, model, optimizer, others={}, progress={"step": 1}, sharded=sharded)
+    save = partial(save_loop, writer, str(folder), model, optimizer, others={}, progress={"step": 1}, sharded=sharded)
     held = writer_module.HeldFileSystem if in_background else FileSystem
     with slow(held, "create_stream", 1) if sharded else slow(torch, "save", 0), slow(writer_module, "complete", 0):
         save()
         writer.wait()
     with slow(SafeReader, "read_data", 1) if sharded else slow(torch, "load", 0):
-        late(lambda: check_checkpoint(Path(folder)), 1)
-        assert load_loop(folder, model, optimizer, others={}) == {"step": 1}
-
-
-def whole_runs(folder: str) -> None:
-    """The Trainer plans and saves on rank 0."""
-    hardware = preset("cpu", devices_per_node=2)
-    osdp = OSDPConfig(hardware=hardware, memory_limit="4MiB", operator_splitting=False, compare=True)
-    with slow(Trainer, "_save", 0), mock.patch("hf_osdp.planning.plan_run._comparison", compared):
-        *_, trainer = trained(folder, osdp)
-        trainer.save_model(folder)
-        dist.all_reduce(torch.ones(1))
-    assert isinstance(trainer.accelerator, OSDPAccelerator)
-    late(trainer.accelerator.wait_for_everyone, 1)
-
-
-def compared(*args: object) -> None:
-    """Rank 0 compares with other strategies before all ranks tell what they found."""
-    time.sleep(WORK_S)
-
-
-def act(path: str, scene: str, *arguments: object) -> None:
-    null_works.form(path, timeout_s=TIMEOUT_S)
-    globals()[scene](*arguments)
+        late(lambda: check_checkpoint(folder), 1)
+        assert load_loop(str(folder), model, optimizer, others={}) == {"step": 1}
     dist.all_reduce(torch.ones(1))
 
 
-def test_ranks_wait_for_searches(library):
-    run_ranks(act, 2, library, "agreements", init=False)
+def compared(*args: object, **options: object) -> object:
+    """Rank 0 compares with other strategies before all ranks tell what they found."""
+    time.sleep(WORK_S)
+    return compare_strategies(*args, **options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sharded", "in_background"), [(True, False), (True, True), (False, False)])
-def test_ranks_wait_for_checkpoints(library, tmp_path, sharded, in_background):
-    run_ranks(act, 2, library, "checkpoints", str(tmp_path / "checkpoint-1"), sharded, in_background, init=False)
-
-
-@pytest.mark.slow
+@pytest.mark.on_ranks(2, init=False)
 def test_ranks_wait_for_a_trainers_plan_and_model(library, tmp_path):
-    run_ranks(act, 2, library, "whole_runs", str(tmp_path), init=False)
-    assert (tmp_path / "model.safetensors").is_file()
+    form(library)
+    hardware = preset("cpu", devices_per_node=2)
+    osdp = OSDPConfig(hardware=hardware, memory_limit="4MiB", operator_splitting=False, compare=True)
+    with slow(Trainer, "_save", 0), mock.patch("hf_osdp.planning.plan_run.compare_strategies", compared):
+        *_, trainer = trained(str(tmp_path), osdp)
+        trainer.save_model(str(tmp_path))
+        dist.all_reduce(torch.ones(1))
+    assert isinstance(trainer.accelerator, OSDPAccelerator) and (tmp_path / "model.safetensors").is_file()
+    late(trainer.accelerator.wait_for_everyone, 1)
+    dist.all_reduce(torch.ones(1))
 
 
-def unreachable(path: str) -> str:
-    """The process group is there, and gloo is told an interface that is not."""
-    null_works.form(path)
-    os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
-    with pytest.raises(LaunchError) as raised:
-        waiting_group()
-    return str(raised.value)
-
-
+@pytest.mark.on_ranks(2, init=False)
 def test_gloo_that_does_not_reach_other_ranks_is_told_at_the_start(library):
-    for line in run_ranks(unreachable, 2, library, init=False):
-        assert "cannot connect to other ranks over gloo" in line and "nowhere0" in line
+    null_works.form(library)
+    os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
+    with pytest.raises(LaunchError, match=r"cannot connect to other ranks over gloo.*nowhere0"):
+        waiting_group()
 
 
 def dying(path: str, noted: str) -> None:

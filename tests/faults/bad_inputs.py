@@ -1,21 +1,23 @@
-"""The table of what a user can get wrong, with the line that each gets: `python -m tests.faults.bad_inputs` writes docs/bad_inputs.md."""
+"""The rows of docs/bad_inputs.md. `python -m tests.faults.bad_inputs` writes lines anew that are no longer what is said."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
+
+from hf_osdp.errors import OSDPError
 
 PAGE = Path(__file__).parents[2] / "docs" / "bad_inputs.md"
 FOLDER = "FOLDER"
 """Stands in a line for the folder in which the case runs."""
-_HEAD = """# What a wrong input is told
+BLANK = re.compile(r"‹[^›]*›")
+_ROW = re.compile(r"^\| (`+) ?(?P<given>.*?) ?\1 \| (?P<cell>(`+) ?(?P<line>.*?) ?\4) \|$")
 
-Each line below is what is raised, or printed, for the input beside it; ‹...› stands for what differs from machine to machine or is long. It
-names the value, the limit and the remedy; nothing is written or lost. A test gives every one of these inputs and compares the line
-(`tests/faults/test_bad_inputs.py`); `python -m tests.faults.bad_inputs` writes this page.
-"""
+Give = Callable[[], object]
+"""Gives the input; raises what the user is told."""
 
 
 class NotRefused(AssertionError):
@@ -23,62 +25,56 @@ class NotRefused(AssertionError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BadInput:
-    """One thing that is wrong."""
+class Row:
+    """One input of the page."""
 
-    place: str
-    """Section of the page."""
+    section: str
     given: str
     """What the user wrote, as the page shows it."""
-    names: str
-    """The value that is at fault, or what holds it, as the line must have it."""
     line: str
-    """The whole line, with FOLDER and ‹...› for what differs."""
-    said: Callable[[Path], str]
-    """Gives the input, in a folder, and returns what is said."""
-    prepare: Callable[[Path], object] = lambda folder: None
-    """Puts into the folder what the case needs."""
+    """What is said, with FOLDER and ‹...› for what differs."""
+
+    def matches(self, said: str, folder: Path) -> bool:
+        """Whether this was said."""
+        fixed = (re.escape(part.replace(FOLDER, str(folder))) for part in BLANK.split(self.line))
+        return re.fullmatch(".+".join(fixed), said) is not None
 
 
-def raised(do: Callable[[Path], object]) -> Callable[[Path], str]:
-    """What is raised, where it is a `ValueError` or one of hf_osdp's."""
-    from hf_osdp.errors import OSDPError
-
-    def said(folder: Path) -> str:
-        try:
-            do(folder)
-        except (ValueError, OSDPError) as error:
-            return str(error)
-        raise NotRefused("nothing was raised")
-
-    return said
+def rows(page: str) -> Iterator[Row]:
+    """Every row of a page, in its order."""
+    section = ""
+    for line in page.splitlines():
+        section = line.removeprefix("## ") if line.startswith("## ") else section
+        if found := _ROW.match(line):
+            yield Row(section=section, given=found["given"].replace("\\|", "|"), line=found["line"].replace("\\|", "|"))
 
 
-def table() -> tuple[BadInput, ...]:
-    """All cases, in the order of the page."""
-    from . import bad_checkpoints, bad_commands, bad_files, bad_options, bad_training
+def give(row: Row, folder: Path) -> Give:
+    """Prepare the folder for a row. Returns what gives the input."""
+    from . import bad_commands, bad_files, bad_training
 
-    return (*bad_options.CASES, *bad_training.CASES, *bad_files.CASES, *bad_checkpoints.CASES, *bad_commands.CASES)
-
-
-def page(cases: Iterable[BadInput]) -> str:
-    """The table as a page of the docs."""
-    return "\n".join([_HEAD, *_sections(cases)])
+    return {**bad_training.SECTIONS, **bad_files.SECTIONS, **bad_commands.SECTIONS}[row.section](row.given, folder)
 
 
-def _sections(cases: Iterable[BadInput]) -> Iterator[str]:
-    for place, inside in groupby(cases, key=lambda case: case.place):
-        yield f"## {place}\n"
-        yield "| given | said |\n| --- | --- |"
-        yield from (f"| {_code(case.given)} | {_code(case.line)} |" for case in inside)
-        yield ""
+def refusal(give: Give) -> str:
+    """Return what is raised, where it is a `ValueError` or one of hf_osdp's."""
+    try:
+        give()
+    except (ValueError, OSDPError) as error:
+        return str(error)
+    raise NotRefused("nothing was raised")
 
 
-def _code(text: str) -> str:
-    """As code inside a table's cell."""
-    return (f"`` {text} ``" if "`" in text else f"`{text}`").replace("|", "\\|")
+def main() -> None:
+    """Write lines of the page that differ from what is said; blanks in them are to be put in again."""
+    text = PAGE.read_text(encoding="utf-8")
+    for row in rows(text):
+        with tempfile.TemporaryDirectory() as name:
+            said = refusal(give(row, Path(name)))
+            if not row.matches(said, Path(name)):
+                text = text.replace(row.line.replace("|", "\\|"), said.replace(name, FOLDER).replace("|", "\\|"))
+    PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(table()), encoding="utf-8")
-    print(f"{PAGE.name}: {len(table())} inputs")
+    main()

@@ -1,19 +1,27 @@
-"""Bad optimizers, models, batches and output folders."""
+"""Wrong options of OSDPConfig, the Trainer, plain loops and launchers; optimizers, models, batches and output folders."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
+from hf_osdp.distributed.process_group import check_ranks, launch_timeout_s
+from hf_osdp.integrations.launch import launch_request, launched_rank
 from hf_osdp.integrations.optimizers import spec_of_optimizer, spec_of_trainer_name
+from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
+from hf_osdp.integrations.trainer_options import asked_config
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search
+from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.preflight.checks import RunFolder, not_writable, refuse_errors
 from hf_osdp.planning.preflight.run import check_model
 from hf_osdp.sharding.optimizer import parameter_names, release_parameters
@@ -22,14 +30,49 @@ from tests.helpers.descriptions import transformer
 from tests.helpers.models import tiny_model
 from tests.helpers.problems import problem
 
-from .bad_inputs import BadInput, raised
+from .bad_inputs import Give
 
-CASES: list[BadInput] = []
+BATCH: dict[str, object] = {"sequence_length": 8, "global_batch_size": 8}
 
 
-def case(place: str, given: str, names: str, line: str, do: Callable[[Path], object], **more: Any) -> None:
-    """Something that raises."""
-    CASES.append(BadInput(place=place, given=given, names=names, line=line, said=raised(do), **more))
+def option(given: str, folder: Path) -> Give:
+    """Options as they stand in a script, a mapping or a YAML file."""
+    options = eval(f"dict({given})", {"nan": math.nan})
+    return lambda: OSDPConfig.from_options(options)
+
+
+def trainer(given: str, folder: Path) -> Give:
+    def asked(osdp: object = None, fsdp_config: dict[str, object] | None = None) -> object:
+        return asked_config(osdp, SimpleNamespace(fsdp=[], fsdp_plugin_args=None, fsdp_config=fsdp_config))
+
+    return lambda: eval(given, {"Trainer": asked, "TrainingArguments": asked})
+
+
+def plain_loop(given: str, folder: Path) -> Give:
+    names = {
+        "OptimalShardedDataParallel": OptimalShardedDataParallel, "model": nn.Linear(2, 2), "config": BATCH,
+        "OSDPConfig": lambda *_, **options: {**BATCH, **options}, "AdamW": lambda *_: torch.optim.AdamW(weights()),
+    }  # fmt: skip
+    return lambda: eval(given, names)
+
+
+READERS = {"RANK": launched_rank, "WORLD_SIZE": check_ranks, "MASTER_PORT": check_ranks, "OSDP_LAUNCH_TIMEOUT_S": launch_timeout_s}
+TWO = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+def launched(given: str, folder: Path) -> Give:
+    """A key of the accelerate configuration file, which becomes a variable, or a variable that a launcher or a user sets."""
+    if ": " in given:
+        name, value = given.split(": ", 1)
+        usual = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": "{'osdp': True}"}
+        return lambda: launch_request({**usual, name.upper(): value})
+    name, value = given.split("=")
+
+    def read() -> None:
+        with mock.patch.dict(os.environ, {**TWO, name: value}):
+            READERS[name]()
+
+    return read
 
 
 class TrustRatio(torch.optim.Optimizer):
@@ -45,10 +88,6 @@ def weights() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(4, 4))]
 
 
-def of_another_model() -> None:
-    release_parameters(torch.optim.AdamW(weights()), parameter_names(nn.Linear(4, 4)))
-
-
 def with_state() -> None:
     layer = nn.Linear(4, 4)
     used = torch.optim.AdamW(layer.parameters())
@@ -57,165 +96,57 @@ def with_state() -> None:
     release_parameters(used, parameter_names(layer))
 
 
-def optimizer(given: str, names: str, line: str, do: Callable[[], object]) -> None:
-    """An optimizer that cannot be used."""
-    case("Optimizers", given, names, line, lambda folder: do())
-
-
-optimizer(
-    'TrainingArguments(optim="adafactor")',
-    "'adafactor'",
-    "optim='adafactor' factors a parameter's second moment over its rows and columns, which shards of a parameter "
-    "do not allow; use one of adamw_torch, adamw_torch_fused, sgd, adagrad, rmsprop.",
-    lambda: spec_of_trainer_name("adafactor", device_type="cpu"),
-)
-optimizer(
-    'TrainingArguments(optim="adamw_bnb_8bit")',
-    "'adamw_bnb_8bit'",
-    "optim='adamw_bnb_8bit' holds its states in blocks that are quantized together, which shards of a parameter do "
-    "not allow; use one of adamw_torch, adamw_torch_fused, sgd, adagrad, rmsprop.",
-    lambda: spec_of_trainer_name("adamw_bnb_8bit", device_type="cpu"),
-)
-optimizer(
-    'TrainingArguments(optim="schedule_free_adamw")',
-    "'schedule_free_adamw'",
-    "optim='schedule_free_adamw' is not known to work on sharded parameters; use one of adamw_torch, "
-    "adamw_torch_fused, sgd, adagrad, rmsprop.",
-    lambda: spec_of_trainer_name("schedule_free_adamw", device_type="cpu"),
-)
-optimizer(
-    "torch.optim.Muon(...)",
-    "Muon",
-    "Muon orthogonalises each whole matrix, which shards of a parameter do not allow; use an element-wise optimizer"
-    " such as AdamW, Adam, SGD or RMSprop.",
-    lambda: check_optimizer(torch.optim.Muon(weights())),
-)
-optimizer(
-    "torch.optim.LBFGS(...)",
-    "LBFGS",
-    "The memory of the optimizer LBFGS is not known; use one of torch.optim's adadelta, adagrad, adam, adamax, "
-    "adamw, nadam, radam, rmsprop, sgd.",
-    lambda: spec_of_optimizer(torch.optim.LBFGS(weights()), device_type="cpu"),
-)
-optimizer(
-    "an optimizer of one's own that takes norms of parameters",
-    "TrustRatio",
-    "TrustRatio is not element-wise: two steps on a matrix and on its shards differ by ‹n› % of the update; use an "
-    "element-wise optimizer such as AdamW, Adam, SGD or RMSprop.",
-    lambda: check_optimizer(TrustRatio(weights(), {})),
-)
-optimizer(
-    "an optimizer of another model",
-    "(4, 4)",
-    "The optimizer holds a parameter of shape (4, 4) that the model does not have; make it from model.parameters(), and where a"
-    " loss has parameters of its own, make it a module of the model.",
-    of_another_model,
-)
-optimizer(
-    "an optimizer that took steps before sharding",
-    "AdamW",
-    "AdamW has state from before the model was sharded: it has taken steps, or makes state when it is made; "
-    "make it from the sharded model's parameters, or give a new AdamW, Adam, SGD or RMSprop.",
-    with_state,
-)
-
-
-def model(given: str, names: str, line: str, do: Callable[[], object]) -> None:
-    """A model that cannot be trained."""
-    case("Models and batches", given, names, line, lambda folder: do())
-
-
 def untied() -> nn.Module:
     loose = tiny_model("gpt2")
     loose.lm_head.weight = nn.Parameter(loose.lm_head.weight.detach().clone())
     return loose
 
 
-model(
-    'block_classes="LlamaDecoderLayer" for GPT-2',
-    "LlamaDecoderLayer",
-    "block_classes (LlamaDecoderLayer) match nothing in GPT2LMHeadModel; use one of its classes: ‹classes›.",
-    lambda: find_units(tiny_model("gpt2"), ["LlamaDecoderLayer"]),
-)
-model(
-    "parameters of complex numbers",
-    "torch.complex64",
-    "Parameters of torch.complex64 cannot be planned (known: float64, float32, bfloat16, float16, int64, int32, "
-    "int16, int8, uint8, bool); convert them first.",
-    lambda: find_units(nn.Sequential(*(nn.Linear(2, 2, dtype=torch.complex64) for _ in range(2)))),
-)
-model(
-    "a head that was replaced, and tie_word_embeddings=True",
-    "lm_head.weight",
-    "The configuration ties lm_head.weight to transformer.wte.weight, but the model has two parameters: they would "
-    "be trained apart, and a saved model is loaded with one of them. Call model.tie_weights(), or set "
-    "config.tie_word_embeddings=False.",
-    lambda: check_model(untied()),
-)
-model(
-    "model.requires_grad_(False)",
-    "52 parameters",
-    "All 52 parameters are frozen: there is nothing to train; set requires_grad=True on some of them.",
-    lambda: check_model(tiny_model("gpt2").requires_grad_(False)),
-)
-model(
-    "global_batch_size=33 on 4 processes",
-    "=33",
-    "global_batch_size=33 does not divide by 4 processes; use 32 or 36.",
-    lambda: TrainingJob(global_batch_size=33).micro_batch_sizes(4),
-)
-model(
-    "micro_batch_size=5 of 8 samples",
-    "=5",
-    "micro_batch_size=5 does not divide the 8 samples of each rank (global_batch_size=32 over 4 processes); use a divisor of 8, or None.",
-    lambda: TrainingJob(global_batch_size=32, micro_batch_size=5).micro_batch_sizes(4),
-)
-model('mixed_precision="fp8"', "'fp8'", "mixed_precision='fp8' is not known; use no, bf16 or fp16.", lambda: Precision.named("fp8"))
-model(
-    'hardware="abacus"',
-    "'abacus'",
-    "Hardware 'abacus' is not known; use one of ‹names›, or measure this machine.",
-    lambda: preset("abacus"),
-)
-model(
-    "memory_limit=4KiB",
-    "4.0 KiB",
-    "No plan fits 4.0 KiB per device: the least that osdp needs on 2 devices is ‹bytes›, at micro-batch size ‹b› in"
-    " ‹moment› of ‹unit› (‹largest parts›). Use a memory limit of ‹bytes›.",
-    lambda: search(problem(transformer(), preset("cpu", devices_per_node=2), TrainingJob(global_batch_size=2), 4096)),
-)
+def named_optimizer(given: str) -> object:
+    return spec_of_trainer_name(given.split('"')[1], device_type="cpu")
 
 
-# ---------------------------------------------------------------------------------------------------------------- folders
+OPTIMIZERS: dict[str, Give] = {
+    "torch.optim.Muon(...)": lambda: check_optimizer(torch.optim.Muon(weights())),
+    "torch.optim.LBFGS(...)": lambda: spec_of_optimizer(torch.optim.LBFGS(weights()), device_type="cpu"),
+    "an optimizer of one's own that takes norms of parameters": lambda: check_optimizer(TrustRatio(weights(), {})),
+    "an optimizer of another model": lambda: release_parameters(torch.optim.AdamW(weights()), parameter_names(nn.Linear(4, 4))),
+    "an optimizer that took steps before sharding": with_state,
+}
+MODELS: dict[str, Give] = {
+    'block_classes="LlamaDecoderLayer" for GPT-2': lambda: find_units(tiny_model("gpt2"), ["LlamaDecoderLayer"]),
+    "parameters of complex numbers": lambda: find_units(nn.Sequential(*(nn.Linear(2, 2, dtype=torch.complex64) for _ in range(2)))),
+    "a head that was replaced, and tie_word_embeddings=True": lambda: check_model(untied()),
+    "model.requires_grad_(False)": lambda: check_model(tiny_model("gpt2").requires_grad_(False)),
+    "global_batch_size=33 on 4 processes": lambda: TrainingJob(global_batch_size=33).micro_batch_sizes(4),
+    "micro_batch_size=5 of 8 samples": lambda: TrainingJob(global_batch_size=32, micro_batch_size=5).micro_batch_sizes(4),
+    'mixed_precision="fp8"': lambda: Precision.named("fp8"),
+    'hardware="abacus"': lambda: preset("abacus"),
+    "memory_limit=4KiB": lambda: search(
+        problem(transformer(), preset("cpu", devices_per_node=2), TrainingJob(global_batch_size=2), 4096)
+    ),
+}  # fmt: skip
+FOLDERS = {
+    "output_dir, which is a file": "out", "output_dir below a file": "out/run", "output_dir on a disk that takes no files": "/proc/run",
+}  # fmt: skip
 
 
-def folder_of_run(given: str, names: str, line: str, name: str, prepare: Callable[[Path], object] = lambda folder: None) -> None:
+def output_folder(given: str, folder: Path) -> Give:
     """Where a run is to write."""
-
-    def do(folder: Path) -> None:
-        found = not_writable(RunFolder(path=folder / name))
-        refuse_errors([] if found is None else [found])
-
-    case("Output folders", given, names, line, do, prepare=prepare)
+    (folder / "out").write_text("mine")
+    return lambda: refuse_errors([found for found in [not_writable(RunFolder(path=folder / FOLDERS[given]))] if found])
 
 
-folder_of_run(
-    "output_dir, which is a file",
-    "FOLDER/out",
-    "Output folder FOLDER/out is a file; give a folder that can be written.",
-    "out",
-    lambda folder: (folder / "out").write_text("mine"),
-)
-folder_of_run(
-    "output_dir below a file",
-    "FOLDER/out/run",
-    "Output folder FOLDER/out/run: FOLDER/out is a file; give a folder that can be written.",
-    "out/run",
-    lambda folder: (folder / "out").write_text("mine"),
-)
-folder_of_run(
-    "output_dir on a disk that takes no files",
-    "/proc",
-    "Output folder /proc/run: /proc cannot be written (‹reason›); give a folder that can be written.",
-    "/proc/run",
-)
+def optimizer(given: str, folder: Path) -> Give:
+    return OPTIMIZERS.get(given) or (lambda: named_optimizer(given))
+
+
+SECTIONS: dict[str, Any] = {
+    "Options of OSDPConfig": option,
+    "Trainer": trainer,
+    "Plain loops": plain_loop,
+    "Launchers": launched,
+    "Optimizers": optimizer,
+    "Models and batches": lambda given, folder: MODELS[given],
+    "Output folders": output_folder,
+}

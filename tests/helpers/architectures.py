@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +20,11 @@ from hf_osdp.modeling.wrapping import has_running_statistics
 from hf_osdp.planner.description import UnitDescription
 from hf_osdp.planner.plan import Plan
 from hf_osdp.sharding.apply import apply_plan
-from hf_osdp.sharding.gradients import clip_grad_norm_
-from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.verify import verify_applied
 from hf_osdp.tracing.describe import describe
 
 from .layouts import plan_of
-from .training import Trained
+from .training import Loss, Trained, train_sharded, train_whole
 
 TOKENS = 12
 SAMPLES = 4
@@ -148,27 +148,27 @@ def units_of(model: nn.Module) -> tuple[UnitDescription, ...]:
     return describe(model, sequence_length=TOKENS, block_classes=classes, recomputation=False).units
 
 
+def _with_statistics_of_the_first(parts: int) -> Loss:
+    """The loss of a batch in parts, of which the first alone moves batch norm's running statistics: those of rank 0 are saved."""
+    numbers = itertools.count()
+
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+        is_first = next(numbers) % parts == 0
+        for module in model.modules():
+            if hasattr(module, "track_running_stats"):
+                module.track_running_stats = is_first
+        return loss_of(model, batch)
+
+    return loss
+
+
 @_no_float32()
 def train_alone(name: str, world_size: int) -> Trained:
     """The reference: one process, the whole batch; in parts, as ranks have it, where batch norm takes its statistics of each."""
     model = tiny_architecture(name)
     parts = world_size if has_running_statistics(model) else 1
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses, norms, buffers = [], [], {}
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        total = 0.0
-        for part in range(parts):
-            loss = loss_of(model, batch_of(model, step, part=part, parts=parts)) / parts
-            loss.backward()
-            total += loss.item()
-            if part == 0:
-                buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        model.load_state_dict(buffers, strict=False)  # those of rank 0 are saved
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
-        optimizer.step()
-        losses.append(total)
-    return Trained(losses=tuple(losses), norms=tuple(norms), parameters={k: v.clone() for k, v in model.state_dict().items()})
+    loss = _with_statistics_of_the_first(parts)
+    return train_whole(model, accumulation_steps=parts, loss_of=loss, batch_of=partial(batch_of, model), steps=STEPS)
 
 
 @_no_float32()
@@ -180,15 +180,4 @@ def train_by_plan(name: str, meshes: Meshes | None = None) -> tuple[Plan, Traine
     plan = plan_of(units, dist.get_world_size(), "mixed" if has_running_statistics(model) else "everything")
     apply_plan(model, plan, units, meshes=meshes)
     verify_applied(model, plan, units)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses, norms = [], []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_of(model, batch_of(model, step, part=dist.get_rank(), parts=plan.world_size))
-        loss.backward()
-        norms.append(clip_grad_norm_(model.parameters(), 1.0).item())
-        optimizer.step()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(total.item() / plan.world_size)
-    return plan, Trained(losses=tuple(losses), norms=tuple(norms), parameters=full_state_dict(model))
+    return plan, train_sharded(model, plan, loss_of=loss_of, batch_of=partial(batch_of, model), steps=STEPS)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import nn
+
+from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import Activations, DType, GatherSpan, ModelDescription, UnitDescription
 from hf_osdp.planner.plan import Plan, UnitDecision
 
@@ -35,6 +38,14 @@ def plan_of(
         accumulation_steps=accumulation_steps,
         model_fingerprint=fingerprint_of(units),
     )
+
+
+def mixed_plan(
+    model: nn.Module, world_size: int, *, sequence_length: int, micro_batch_size: int, accumulation_steps: int, reduce: bool
+) -> Plan:
+    """Every layout in turn, for a model's batches of these sizes."""
+    plan = plan_of(find_units(model), world_size, "mixed", accumulation_steps=accumulation_steps, reduce_every_micro_step=reduce)
+    return replace(plan, micro_batch_size=micro_batch_size, sequence_length=sequence_length)
 
 
 def fingerprint_of(units: tuple[UnitDescription, ...]) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
+import fcntl
 import functools
 import importlib.util
 import shutil
-import tempfile
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.utils import cpp_extension
 
@@ -20,12 +20,15 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 
 @functools.cache
 def extension() -> str:
-    """The backend, compiled once a session; skips the test where there is no compiler."""
+    """The backend, compiled once for a version of torch; skips the test where there is no compiler."""
     if shutil.which(cpp_extension.get_cxx_compiler()) is None or not cpp_extension.is_ninja_available():
         pytest.skip("the backend with null works is C++: it needs a compiler and ninja")
-    folder = tempfile.mkdtemp(prefix="hf_osdp_null_works_")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return cpp_extension.load("null_works", [str(_SOURCE)], extra_cflags=["-O0"], build_directory=folder).__file__
+    folder = Path(cpp_extension.get_default_build_root()) / f"hf_osdp_null_works_{torch.__version__}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "one_at_a_time").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)  # torch's own, which a process that was killed leaves behind
+        return cpp_extension.load("null_works", [str(_SOURCE)], extra_cflags=["-O0"], build_directory=str(folder)).__file__
 
 
 def form(path: str, *, timeout_s: float = 120.0, **where: object) -> None:

@@ -1,23 +1,89 @@
-"""One rank of `run_ranks`."""
+"""Ranks of `run_ranks`, as forks of one process that has imported the slow packages once (`python -m tests.helpers.rank serve`), or each a
+new process (`python -m tests.helpers.rank FOLDER RANK`).
+
+The process that forks has one thread of Python's, forms no group and sets nothing, so that a fork is what a new process would be after the
+same imports.
+"""
 
 from __future__ import annotations
 
 import faulthandler
+import gc
+import importlib
+import json
 import os
 import pickle
+import random
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 EXIT_ERROR = 3
+TASK = "task"
+SLOW_PACKAGES = (
+    "torch.distributed.checkpoint", "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama", "transformers.trainer", "datasets", "pytest", "hf_osdp.integrations.plain_loop",
+    "hf_osdp.integrations.trainer", "hf_osdp.cli.app",
+)  # fmt: skip
+"""What ranks import, which takes one some seconds."""
 
 
-def main(task_path: Path, rank: int) -> int:
+def serve() -> None:
+    """Answer each line of JSON by one: `{"folder": path, "rank": 0, "env": {...}}` by a process id, `{"pid": 1}` by its exit code or
+    null while it runs. Ends with whoever asks. OSDP_TEST_PRELOAD names further packages, with commas."""
+    for name in (*SLOW_PACKAGES, *filter(None, os.environ.get("OSDP_TEST_PRELOAD", "").split(","))):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else each rank's first collections go through all of it, and copy its pages
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        answer = _exit_code(request["pid"]) if "pid" in request else _fork(Path(request["folder"]), request["rank"], request["env"])
+        os.write(1, json.dumps(answer).encode() + b"\n")
+
+
+def _exit_code(pid: int) -> int | None:
+    """As subprocess gives it: negative for a signal."""
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def _fork(folder: Path, rank: int, env: dict[str, str]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        code = EXIT_ERROR
+        try:
+            _become(folder, rank, env)
+            code = main(folder, rank)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            leave(code)
+    return pid
+
+
+def _become(folder: Path, rank: int, env: dict[str, str]) -> None:
+    """A session, environment, output and random state of its own."""
+    os.setsid()
+    output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    for number, file in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):
+        os.dup2(file, number)
+    os.environ.clear()
+    os.environ.update(env, OSDP_TEST_PARENT=str(os.getppid()))
+    sys.argv[1:] = [str(folder), str(rank)]
+    import numpy
+
+    random.seed()
+    numpy.random.seed()
+
+
+def main(folder: Path, rank: int) -> int:
     """Run the task and write `result<rank>` or `error<rank>` beside it."""
-    task = pickle.loads(task_path.read_bytes())
+    task = pickle.loads((folder / TASK).read_bytes())
     faulthandler.enable()
     faulthandler.dump_traceback_later(task["timeout_s"], exit=True)
     threading.Thread(target=_end_with_parent, args=(int(os.environ["OSDP_TEST_PARENT"]),), daemon=True).start()
@@ -25,14 +91,14 @@ def main(task_path: Path, rank: int) -> int:
     try:
         result = pickle.dumps(_call(task))
     except BaseException as error:
-        content = {"time": time.time(), "type": type(error).__name__, "traceback": traceback.format_exc()}
-        _write(task_path.with_name(f"error{rank}"), pickle.dumps(content))
+        found = {"time": time.time(), "type": type(error).__name__, "traceback": traceback.format_exc() + _values(error)}
+        _write(folder / f"error{rank}", pickle.dumps(found))
         return EXIT_ERROR
-    _write(task_path.with_name(f"result{rank}"), result)
+    _write(folder / f"result{rank}", result)
     return 0
 
 
-def _call(task: dict):
+def _call(task: dict[str, Any]) -> Any:
     import torch
     import torch.distributed as dist
 
@@ -48,6 +114,15 @@ def _call(task: dict):
     return result
 
 
+def _values(error: BaseException) -> str:
+    """The values where an assertion failed, which pytest shows of its own process only."""
+    if not isinstance(error, AssertionError):
+        return ""
+    tests = str(Path(__file__).parents[1])
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename.startswith(tests)]
+    return "".join(f"    {name} = {repr(value)[:300]}\n" for name, value in frames[-1].f_locals.items())
+
+
 def _write(path: Path, content: bytes) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(content)
@@ -61,6 +136,19 @@ def _end_with_parent(parent: int) -> None:
     os._exit(EXIT_ERROR)
 
 
+def as_script(fn: Callable[..., Any], *args: Any) -> None:
+    """End as the interpreter ends a script: with what it wrote, its exit code, and what multiprocessing registers with atexit."""
+    from multiprocessing import util
+
+    code: object = 0
+    try:
+        fn(*args)
+    except SystemExit as stop:
+        code = stop.code
+    util._exit_function()
+    leave(code if isinstance(code, int) else 1)
+
+
 def leave(code: int) -> None:
     """Without interpreter shutdown: a failed rank may hold a collective that never ends."""
     sys.stdout.flush()
@@ -69,6 +157,9 @@ def leave(code: int) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        serve()
+        sys.exit()
     exit_code = EXIT_ERROR
     try:
         exit_code = main(Path(sys.argv[1]), int(sys.argv[2]))

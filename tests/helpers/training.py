@@ -23,6 +23,8 @@ from .layouts import plan_of
 from .models import tiny_batch, tiny_loss, tiny_model
 
 Loss = Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]
+Batches = Callable[..., dict[str, torch.Tensor]]
+"""Step, and which `part` of how many `parts` of its samples → a batch."""
 STEPS = 5
 MAX_NORM = 0.5
 """Below the norms that occur, so that clipping acts."""
@@ -46,10 +48,17 @@ class Trained:
         }
 
 
+def assert_trained_alike(found: Trained, reference: Callable[[], Trained], tolerance: float = 1e-12) -> None:
+    """Compare loss, norm and every parameter with the reference, on rank 0: the others hold no whole parameters."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        errors = found.worst_error(reference())
+        assert max(errors.values()) < tolerance, errors
+
+
 def _on_device_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Units on the host are gathered where the loss's labels belong, too."""
     device = torch.device("cuda", torch.cuda.current_device()) if _is_on_cuda(model) else torch.device("cpu")
-    return {name: value.to(device) for name, value in batch.items()}
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
 def _is_on_cuda(model: nn.Module) -> bool:
@@ -66,15 +75,17 @@ def train_alone(model_name: str, *, accumulation_steps: int = 1, device: str = "
     return train_whole(tiny_model(model_name).to(device), accumulation_steps=accumulation_steps)
 
 
-def train_whole(model: nn.Module, *, accumulation_steps: int = 1, loss_of: Loss = tiny_loss) -> Trained:
+def train_whole(
+    model: nn.Module, *, accumulation_steps: int = 1, loss_of: Loss = tiny_loss, batch_of: Batches = tiny_batch, steps: int = STEPS
+) -> Trained:
     """The same for a model as it is."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, norms = [], []
-    for step in range(STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
         total = 0.0
         for part in range(accumulation_steps):
-            loss = loss_of(model, _on_device_of(model, tiny_batch(step, part=part, parts=accumulation_steps))) / accumulation_steps
+            loss = loss_of(model, _on_device_of(model, batch_of(step, part=part, parts=accumulation_steps))) / accumulation_steps
             loss.backward()
             total += loss.item()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
@@ -107,17 +118,19 @@ def train_by_layout(
     return train_sharded(model, plan)
 
 
-def train_sharded(model: nn.Module, plan: Plan, *, loss_of: Loss = tiny_loss) -> Trained:
+def train_sharded(
+    model: nn.Module, plan: Plan, *, loss_of: Loss = tiny_loss, batch_of: Batches = tiny_batch, steps: int = STEPS
+) -> Trained:
     """Run the reference's steps on a model that is sharded already."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     world, rank, k = plan.world_size, dist.get_rank(), plan.accumulation_steps
     losses, norms = [], []
-    for step in range(STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64, device=collective_device())
         for part in range(k):
             with micro_step(model, is_last=part == k - 1, plan=plan):
-                loss = loss_of(model, _on_device_of(model, tiny_batch(step, part=part * world + rank, parts=world * k))) / k
+                loss = loss_of(model, _on_device_of(model, batch_of(step, part=part * world + rank, parts=world * k))) / k
                 loss.backward()
             total += loss.detach()
         norms.append(clip_grad_norm_(model.parameters(), MAX_NORM).item())

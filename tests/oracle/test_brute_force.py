@@ -12,12 +12,13 @@ import pytest
 from hf_osdp.errors import HardwareError, InfeasibleError
 from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.cost.timing import estimate_time
-from hf_osdp.planner.description import DType, ModelDescription
-from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, HostSpec, Link
+from hf_osdp.planner.description import ModelDescription
+from hf_osdp.planner.hardware import Backend, Hardware, HostSpec
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.strategies import batches, search_spaces
 from tests.helpers.descriptions import at_random
+from tests.helpers.hardware import toy_hardware
 from tests.helpers.problems import problem
 from tests.helpers.sampling import slow_but
 
@@ -30,15 +31,8 @@ MOST_PLANS = 2_500
 
 def small_hardware(dice: random.Random) -> Hardware:
     nodes, per_node = dice.choice([(1, 2), (1, 3), (1, 4), (2, 2), (2, 1), (1, 1)])
-    return Hardware(
-        device=DeviceSpec(name="toy", memory_bytes=10**9, flops_per_s={DType.FLOAT32: 1e9}, memory_bytes_per_s=1e9, source="made up"),
-        nodes=nodes,
-        devices_per_node=per_node,
-        intra_node=Link(latency_s=1e-6, bytes_per_s=dice.choice([1e7, 1e8]), source="made up"),
-        inter_node=Link(latency_s=1e-5, bytes_per_s=1e6, source="made up"),
-        backend=dice.choice(list(Backend)),
-        host=dice.choice([None, None, small_host(dice)]),
-    )
+    link, backend = (1e-6, dice.choice([1e7, 1e8])), dice.choice(list(Backend))
+    return toy_hardware(nodes, per_node, intra=link, backend=backend, host=dice.choice([None, None, small_host(dice)]))
 
 
 def small_host(dice: random.Random) -> HostSpec:

@@ -1,4 +1,4 @@
-"""Rows of more than SHORT_ROW equal units: what the rule of stations.py promises, against brute force over positions.
+"""Rows of more than SHORT_ROW equal units: what the rule of `planner/search/stages.py` promises, against brute force over positions.
 
 Promised: the plan is optimal among those whose middle units are laid out by the rule. Not promised: that no other order
 of the middle would be faster. The brute force here is a second writing of memory.py over arrays, one entry a layout.
@@ -17,13 +17,14 @@ from hf_osdp.planner.cost.memory import SegmentBytes, estimate_memory, merging_s
 from hf_osdp.planner.cost.timing import UnitTimer, estimate_time
 from hf_osdp.planner.cost.units import gradients_arriving, unit_bytes
 from hf_osdp.planner.decision import Batch
-from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, Segment
-from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, Link
+from hf_osdp.planner.description import GatherSpan, ModelDescription, Segment
+from hf_osdp.planner.hardware import Backend, Hardware
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.strategies import batches, search_spaces
 from hf_osdp.planner.search.timeline import SHORT_ROW, build_timeline
 from tests.helpers.descriptions import at_random
+from tests.helpers.hardware import toy_hardware
 from tests.helpers.problems import problem
 from tests.helpers.sampling import slow_but
 
@@ -51,13 +52,7 @@ def row_of(seed: int, blocks: int) -> ModelDescription:
 
 def instance(seed: int) -> tuple[ModelDescription, Hardware, TrainingJob]:
     dice = random.Random(seed)
-    hardware = Hardware(
-        device=DeviceSpec(name="toy", memory_bytes=10**9, flops_per_s={DType.FLOAT32: 1e9}, memory_bytes_per_s=1e9, source="made up"),
-        devices_per_node=WORLD,
-        intra_node=Link(latency_s=1e-6, bytes_per_s=dice.choice([1e7, 1e8]), source="made up"),
-        inter_node=Link(latency_s=1e-5, bytes_per_s=1e6, source="made up"),
-        backend=dice.choice(list(Backend)),
-    )
+    hardware = toy_hardware(1, WORLD, intra=(1e-6, dice.choice([1e7, 1e8])), backend=dice.choice(list(Backend)))
     job = TrainingJob(
         global_batch_size=WORLD * dice.choice([1, 2]),
         micro_batch_size=1,

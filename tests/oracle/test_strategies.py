@@ -12,13 +12,15 @@ import pytest
 from hf_osdp.errors import InfeasibleError, OSDPError
 from hf_osdp.planner.affine import Envelope
 from hf_osdp.planner.description import DType, ModelDescription
-from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, Link
-from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.hardware import Backend, Hardware
+from hf_osdp.planner.job import Precision, TrainingJob
+from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.compare import compare_strategies
-from hf_osdp.planner.search.search import SearchResult, search
+from hf_osdp.planner.search.search import SearchResult, least_memory, search
 from hf_osdp.quantities import parse_bytes
 from tests.helpers.descriptions import transformer
+from tests.helpers.hardware import toy_hardware
 from tests.helpers.problems import problem
 
 AMPLE = 10**12
@@ -27,35 +29,21 @@ MODEL = transformer(layers=6)
 
 
 def machine(
-    backend: Backend,
-    *,
-    nodes: int = 1,
-    devices_per_node: int = 4,
-    flops_per_s: float = 1e12,
-    intra: float = 1e8,
-    inter: float = 1e7,
-    hop_s: float = 1e-6,
+    backend: Backend, nodes: int = 1, devices_per_node: int = 4, *, flops_per_s: float = 1e12, inter: float = 1e7, hop_s: float = 1e-6
 ) -> Hardware:
     """Devices whose copies and updates cost next to nothing, so that links and overlap decide."""
-    return Hardware(
-        device=DeviceSpec(
-            name="toy", memory_bytes=AMPLE, flops_per_s={DType.FLOAT32: flops_per_s}, memory_bytes_per_s=1e12, source="made up"
-        ),
-        nodes=nodes,
-        devices_per_node=devices_per_node,
-        intra_node=Link(latency_s=hop_s, bytes_per_s=intra, source="made up"),
-        inter_node=Link(latency_s=10 * hop_s, bytes_per_s=inter, source="made up"),
-        backend=backend,
-        margin=0.0,
-    )
+    return toy_hardware(
+        nodes, devices_per_node, memory_bytes=AMPLE, flops_per_s=flops_per_s, memory_bytes_per_s=1e12, intra=(hop_s, 1e8),
+        inter=(10 * hop_s, inter), backend=backend, margin=0.0,
+    )  # fmt: skip
 
 
 MACHINES = {
     "4 x gloo": machine(Backend.GLOO),
     "4 x nccl": machine(Backend.NCCL),
-    "2 x 2 gloo": machine(Backend.GLOO, nodes=2, devices_per_node=2),
-    "2 x 2 nccl": machine(Backend.NCCL, nodes=2, devices_per_node=2),
-    "2 x 2 nccl, slow compute": machine(Backend.NCCL, nodes=2, devices_per_node=2, flops_per_s=1e10),
+    "2 x 2 gloo": machine(Backend.GLOO, 2, 2),
+    "2 x 2 nccl": machine(Backend.NCCL, 2, 2),
+    "2 x 2 nccl, slow compute": machine(Backend.NCCL, 2, 2, flops_per_s=1e10),
 }
 NAMES = tuple(MACHINES)
 
@@ -118,6 +106,22 @@ def test_more_memory_never_gives_a_slower_plan(name):
     assert times[-1] < times[0]
 
 
+@pytest.mark.slow
+def test_more_memory_gives_a_deep_model_a_faster_plan():
+    """Rows are counts there: what OR-tools' implied bounds once called infeasible was not."""
+    from transformers import GPT2Config
+
+    from hf_osdp.tracing.describe import describe
+
+    config = GPT2Config(n_layer=128, n_embd=25600, n_head=160, n_positions=2048)
+    model = describe(config, sequence_length=2048, compute_dtype=DType.BFLOAT16, device_type="cuda", recomputation=True)
+    hardware = preset("h100", nodes=128, devices_per_node=8)
+    job = TrainingJob(global_batch_size=2048, precision=Precision.named("bf16"))
+    least = least_memory(problem(model, hardware, job))
+    times = [search(problem(model, hardware, job, int(least * factor))).plan.step_s for factor in (1.5, 2, 3, 5, 10)]
+    assert all(after < before for before, after in itertools.pairwise(times)), times
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_osdp_is_never_slower_than_a_single_strategy(name):
     met = 0
@@ -161,7 +165,7 @@ SINGLE = {
     # the memory for it is the least that will do
     Strategy.FSDP: machine(Backend.NCCL),
     # the same micro-steps, and not enough memory for replicas: between nodes only the all-reduce of a half, once
-    Strategy.HSDP: machine(Backend.NCCL, nodes=2, devices_per_node=2, inter=1e6),
+    Strategy.HSDP: machine(Backend.NCCL, 2, 2, inter=1e6),
 }
 
 

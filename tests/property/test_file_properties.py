@@ -30,6 +30,7 @@ from hf_osdp.report.explain_tables import peak_table, unit_bytes_table
 from hf_osdp.report.plan_file import PlanInputs, plan_file_content, read_plan_file
 from hf_osdp.report.tables import plan_caption
 from tests.helpers.descriptions import transformer
+from tests.helpers.hardware import toy_hardware
 from tests.helpers.problems import problem
 from tests.helpers.properties import holds
 
@@ -104,12 +105,8 @@ def test_plans_and_profiles_survive_their_json_form(value):
 
 MODEL = transformer(layers=2)
 JOB = TrainingJob(global_batch_size=8)
-FULL = Hardware(
-    device=DeviceSpec(name="toy", memory_bytes=2**34, flops_per_s={DType.FLOAT32: 1e12}, memory_bytes_per_s=1e11, source="made up"),
+FULL = toy_hardware(
     devices_per_node=4,
-    intra_node=Link(latency_s=1e-6, bytes_per_s=1e9, source="made up"),
-    inter_node=Link(latency_s=1e-5, bytes_per_s=1e8, source="made up"),
-    backend=Backend.NCCL,
     timings=(CollectiveTiming(collective=Collective.ALL_GATHER, group_size=4, latency_s=1e-5, seconds_per_byte=1e-10),),
     host=HostSpec(memory_bytes=2**36, to_device_bytes_per_s=1e10, to_host_bytes_per_s=1e10, update_bytes_per_s=1e10, source="made up"),
     fsdp_overhead=FsdpOverhead(gather=WorkTime(), reduce=WorkTime(), updates={step: WorkTime() for step in OptimizerStep}),

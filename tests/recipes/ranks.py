@@ -35,8 +35,11 @@ def run_each(runs: list[Run]) -> list[str]:
     """On a rank: what was printed in each run."""
     sys.path.insert(0, str(RECIPES))
     import accelerate
+    import datasets
     from accelerate.state import AcceleratorState
 
+    for name in ("HF_DATASETS_CACHE", "HF_MODULES_CACHE"):  # read when datasets was imported, before the fork
+        setattr(datasets.config, name, Path(os.environ[name]))
     accelerate.Accelerator.end_training = lambda self: None  # it would end the process group
     environment, printed = dict(os.environ), []
     for number, (script, argv) in enumerate(runs):

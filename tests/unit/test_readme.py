@@ -18,7 +18,7 @@ def test_readme_begins_with_two_commands_of_one_line():
     main_job, tests = commands()[:2]
     assert "\n" not in main_job and "\n" not in tests
     assert main_job.endswith(MAIN_JOB)
-    assert tests.endswith("-m pytest")
+    assert tests.endswith("-m pytest -n 2 --dist loadfile")
 
 
 def test_ci_runs_second_command_of_readme():

@@ -105,7 +105,7 @@ def _collectives(
     seconds = dict.fromkeys(Collective, 0.0)
     for unit, calls, layout in zip(description.units, description.calls, layouts, strict=True):
         terms = unit_seconds(unit, layout, hardware, job)
-        gather, scatter = TWO_STAGE.values() if layout.two_stage else TWO_STAGE
+        gather, scatter = TWO_STAGE.values() if layout.two_stage else TWO_STAGE.keys()
         seconds[gather] += batch.accumulation_steps * calls * (terms.gather_forward + terms.gather_backward)
         seconds[scatter] += batch.reduce_scatters(layout) * terms.reduce_scatter
         seconds[Collective.ALL_REDUCE] += terms.all_reduce

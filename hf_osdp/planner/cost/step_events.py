@@ -309,8 +309,10 @@ class _Step:
         """Add up a reduce-scatter's output, or make it the gradient."""
         log = self.log
         if unit.replicas and not last:
-            log.drop(None if unit.partial is None else reduced)
-            unit.partial = reduced if unit.partial is None else unit.partial
+            if unit.partial is None:
+                unit.partial = reduced
+            else:
+                log.drop(reduced)
             return
         log.drop(unit.partial)
         unit.partial = None

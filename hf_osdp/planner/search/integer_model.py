@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -51,9 +51,9 @@ class GroupCounts:
     def _weighted(self, value: Value, variables: Sequence[Count]) -> Bytes:
         return sum(value(o) * x for o, x in zip(self.group.options, variables, strict=True))
 
-    def runs(self) -> Iterator[tuple[Option, Count, Count]]:
-        """Yield option, count and whether it is used, in the order of backward."""
-        yield from zip(self.group.options, self.counts, self.used, strict=True)
+    def runs(self) -> list[tuple[Option, Count, Count]]:
+        """Return option, count and whether it is used, in the order of backward."""
+        return list(zip(self.group.options, self.counts, self.used, strict=True))
 
 
 class IntegerModel:

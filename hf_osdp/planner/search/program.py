@@ -117,7 +117,7 @@ class Program(IntegerModel):
     def _constrain_forward_runs(self, stage: GroupCounts, level: Bytes) -> None:
         """Forward only raises the level: each run's peak is at its last unit."""
         before: Bytes = 0
-        for option, x, used in reversed(list(stage.runs())):
+        for option, x, used in reversed(stage.runs()):
             level = self._named(level)
             self._fits(level + before + option.copy_out_peak, used)
             before = self._latest(used, option.bytes.gather_buffer, before)
@@ -233,7 +233,7 @@ class Program(IntegerModel):
     def _backward_runs(self, stage: GroupCounts, ahead: Bytes) -> list[tuple[Option, Count, Count, Bytes]]:
         """Return the runs in the order of backward, each with what the unit after the run gathers ahead."""
         runs = []
-        for option, x, used in reversed(list(stage.runs())):
+        for option, x, used in reversed(stage.runs()):
             runs.append((option, x, used, ahead))
             ahead = self._latest(used, option.bytes.prefetched, ahead)
         return runs[::-1]

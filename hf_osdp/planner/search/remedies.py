@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from ...errors import HardwareError, InfeasibleError
 from ...quantities import format_bytes
@@ -22,11 +23,7 @@ _SIZES = ("saved_bytes", "own_saved_bytes", "sent_bytes", "gradient_bytes")
 def infeasible_error(problem: PlanningProblem, least: Plan, memory: MemoryEstimate, needed_bytes: int) -> InfeasibleError:
     """Return the error that names the tightest limit that could be met, what fills it, and the cheapest ways out.
 
-    Args:
-        problem: what nothing fits.
-        least: the plan that needs least memory.
-        memory: its estimate.
-        needed_bytes: what it needs of a device, with what no tensor can have.
+    `least` is the plan that needs least memory, and `needed_bytes` what it needs of a device, with what no tensor can have.
     """
     hardware, limit, room = problem.hardware, problem.memory_limit_bytes, problem.room_bytes
     peak, gaps = memory.peak, needed_bytes - memory.on(hardware)
@@ -54,13 +51,9 @@ def _remedies(problem: PlanningProblem, needed_bytes: int) -> Iterator[str]:
     description, hardware, job = problem.description, problem.hardware, problem.job
     if problem.strategy is not Strategy.OSDP and fits_by_estimate(replace(problem, strategy=Strategy.OSDP)):
         yield "strategy osdp, which fits"
-    loosened = {
-        "recompute": replace(job, recompute=None),
-        "host_offload": replace(job, host_offload=None),
-        "offload_activations": replace(job, offload_activations=None),
-    }
-    for name, other in loosened.items():
-        if getattr(job, name) is False and fits_by_estimate(replace(problem, job=other)):
+    for name in ("recompute", "host_offload", "offload_activations"):
+        open_: dict[str, Any] = {name: None}
+        if getattr(job, name) is False and fits_by_estimate(replace(problem, job=replace(job, **open_))):
             yield f"{name} left to the planner"
     # half the bytes of activations and gradients
     half = replace(problem, description=_scaled(description, 0.5, constants=True), job=replace(job, precision=Precision.named("bf16")))

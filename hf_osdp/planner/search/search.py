@@ -74,10 +74,7 @@ def fastest_without_limit(problem: PlanningProblem) -> float:
 def least_memory(problem: PlanningProblem) -> int:
     """Return the tightest limit that some plan of the strategy meets, in bytes of one rank, with what the device reserves and the margin.
 
-    The problem's own limit has no part in it.
-
-    Raises:
-        ValueError: a global batch that the world size does not divide.
+    The problem's own limit has no part in it. A ValueError where the world size does not divide the global batch.
     """
     return problem.hardware.limit_for(_needed(_least(problem), problem))
 
@@ -194,11 +191,7 @@ def _needed(least: SearchResult, problem: PlanningProblem) -> int:
 
 
 def _runnable(problem: PlanningProblem) -> list[Candidate]:
-    """Return the candidates that may be fastest first.
-
-    Raises:
-        OSDPError: a unit that is freed after use runs more than once a micro-step without span CALLS: each gather has its cost.
-    """
+    """Return the candidates that may be fastest first; refuse a freed unit of several calls without span CALLS, as each gather costs."""
     seen = set()
     for segment in problem.description.segments:
         unit = problem.description.units[segment.unit]

@@ -22,27 +22,28 @@ from ..decision import Mesh, UnitLayout
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Option:
-    """A unit's layout with the constants that it brings into the search, in bytes and seconds."""
+    """A unit's layout with the constants that it brings into the search, in bytes and seconds of an optimizer step.
+
+    Peaks are the highest level of a phase above the level before it.
+    """
 
     layout: UnitLayout
     bytes: UnitBytes
     seconds: float
-    """Time in one optimizer step."""
     left_by_forward: int = 0
     """f: saved activations and kept parameters."""
     left_by_backward: int = 0
     """r: gradients."""
     copy_out_peak: int = 0
-    """Highest level while parameters are copied out in forward, above the level before it; the buffer of the unit before is left out."""
+    """While parameters are copied out in forward; the buffer of the unit before is left out."""
     forward_peak: int = 0
-    """Highest level in the rest of forward, above the level before it."""
+    """In the rest of forward."""
     gather_peak: int = 0
-    """Highest level while parameters are copied out in backward, above the level before it; the reduce buffer of the unit that backward
-    met before is left out."""
+    """While parameters are copied out in backward; the reduce buffer of the unit that backward met before is left out."""
     compute_peak: int = 0
-    """Highest level in backward until gradients are reduced; that buffer and the gather that runs ahead are left out."""
+    """In backward until gradients are reduced; that buffer and the gather that runs ahead are left out."""
     reduce_peak: int = 0
-    """Highest level while gradients are reduced; the gather that runs ahead is left out."""
+    """While gradients are reduced; the gather that runs ahead is left out."""
     activations_on_host: int = 0
     meshes: frozenset[Mesh] = frozenset()
     """Those of the layout; empty where communicators take no memory."""
@@ -140,7 +141,7 @@ class UnitGroup:
     options: tuple[Option, ...]
     """Not dominated, in the order in which backward meets them."""
     prefetches: bool = False
-    """The unit before the first is gathered while that one's backward computes."""
+    """The unit before the first is gathered while that one's backward computes; so for other stages."""
 
     def assign(self, counts: Sequence[int]) -> dict[int, UnitLayout]:
         """Give `counts[k]` units the k-th option, by the rule."""
@@ -156,7 +157,6 @@ class LaterCall:
     number: int
     """Index into `Option.later`."""
     prefetches: bool
-    """The unit before it is gathered while its backward computes."""
 
     def of(self, group: UnitGroup) -> UnitGroup:
         """Return the call as a group, from the unit's own group."""
@@ -174,7 +174,6 @@ class RootStage:
     gradients: int
     """What its backward adds to the whole step's gradients."""
     prefetches: bool
-    """The unit before it is gathered while its backward computes."""
 
 
 Stage: TypeAlias = "UnitGroup | LaterCall | RootStage"
@@ -208,16 +207,9 @@ class Timeline:
 
     def keeping(self, options: Mapping[UnitGroup, Set[Option]]) -> Timeline:
         """Return the timeline with only these options of each group, in their order."""
-
-        def less(group: UnitGroup) -> UnitGroup:
-            return replace(group, options=tuple(option for option in group.options if option in options[group]))
-
-        return replace(
-            self,
-            stages=tuple(less(s) if isinstance(s, UnitGroup) else s for s in self.stages),
-            whole_step=tuple(map(less, self.whole_step)),
-            idle=tuple(map(less, self.idle)),
-        )
+        less = {group: replace(group, options=tuple(o for o in group.options if o in options[group])) for group in self.groups}
+        stages = tuple(less[s] if isinstance(s, UnitGroup) else s for s in self.stages)
+        return replace(self, stages=stages, whole_step=tuple(less[g] for g in self.whole_step), idle=tuple(less[g] for g in self.idle))
 
     def within(self, limit_bytes: int) -> Timeline | None:
         """Return the timeline without options that pass the limit though all other units take the least; None if a group has no other."""

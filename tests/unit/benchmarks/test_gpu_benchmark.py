@@ -1,11 +1,17 @@
-"""The GPU benchmark's flow on the CPU: counted live bytes in the place of CUDA's allocator, tiny models, limits that are enforced."""
+"""The GPU benchmark's flow on the CPU, and the GPU suite's steps on measurements that are played: rows, aims that are met and missed."""
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import pytest
+import torch
 
 from benchmarks import gpu_memory
-from benchmarks.gpu_memory import LayoutRow, LimitRow, Model, headline, lowest_limit, measure, setting_of
+from benchmarks.gpu_memory import LAYOUTS, LayoutRow, LimitRow, Model, headline, lowest_limit, measure, setting_of
+from benchmarks.gpu_suite import catalogue, faults, memory, runner  # noqa: F401  (the catalogue has the order of steps)
+from benchmarks.gpu_suite.step import STEPS, Bench
 from hf_osdp.planning.simulate import fake_process_group
 from tests.helpers.counted_memory import CountedMemory
 
@@ -18,7 +24,7 @@ RESOLUTION = 0.02
 
 
 @pytest.fixture(scope="module")
-def found() -> tuple[list[LayoutRow], list[LimitRow], CountedMemory]:
+def measured() -> tuple[list[LayoutRow], list[LimitRow], CountedMemory]:
     memory = CountedMemory()
     with pytest.MonkeyPatch.context() as patched, fake_process_group(gpu_memory.WORLD):
         patched.setattr(gpu_memory, "RESOLUTION", RESOLUTION)
@@ -28,15 +34,15 @@ def found() -> tuple[list[LayoutRow], list[LimitRow], CountedMemory]:
 
 
 @pytest.mark.slow
-def test_each_layout_is_built_trained_and_counted(found):
-    layouts, _, _ = found
+def test_each_layout_is_built_trained_and_counted(measured):
+    layouts, _, _ = measured
     assert [row.layout for row in layouts] == ["mixed"]
     assert all(abs(row.error) < 0.02 for row in layouts), [row.error for row in layouts]
 
 
 @pytest.mark.slow
-def test_plans_run_at_their_limit_and_the_walk_finds_where_they_no_longer_do(found):
-    _, limits, memory = found
+def test_plans_run_at_their_limit_and_the_walk_finds_where_they_no_longer_do(measured):
+    _, limits, memory = measured
     assert [row.between for row in limits] == [0.3]
     for row in limits:
         assert row.planned_bytes <= row.limit_bytes
@@ -44,7 +50,7 @@ def test_plans_run_at_their_limit_and_the_walk_finds_where_they_no_longer_do(fou
         assert 0.95 * row.planned_bytes <= row.survives_bytes <= 1.05 * row.planned_bytes + RESOLUTION * row.limit_bytes
         assert row.fits == (row.survives_bytes <= row.limit_bytes)
     assert memory.attempts >= 4, "the walk tried limits"
-    gpu_memory.show(found[0], limits)
+    gpu_memory.show(measured[0], limits)
 
 
 def test_the_walk_goes_down_from_what_fits_and_up_from_what_does_not():
@@ -55,28 +61,105 @@ def test_the_walk_goes_down_from_what_fits_and_up_from_what_does_not():
     assert lowest_limit(lambda limit: True, 1000, 1500, fits=True) <= 1 + 1000 * gpu_memory.RESOLUTION
 
 
-def layout(estimated: int, allocated: int | None) -> LayoutRow:
+GIB = 2**30
+
+
+def layout(estimated: int, allocated: int | None = 1000) -> LayoutRow:
+    """A layout that was estimated and measured."""
     return LayoutRow(
-        model="m", precision="no", layout="ddp", estimated_bytes=estimated, allocated_bytes=allocated, reserved_bytes=allocated
+        model="m", precision="bf16", layout="ddp", estimated_bytes=estimated, allocated_bytes=allocated, reserved_bytes=allocated
     )
 
 
 def limit(used: int | None, size: int = gpu_memory.LARGE_BYTES) -> LimitRow:
+    """A plan that used so much of its limit, or ran out of memory."""
     return LimitRow(
-        model="m", precision="no", between=0.0, limit_bytes=size, planned_bytes=size, fits=used is not None,
+        model="m", precision="bf16", between=0.0, limit_bytes=size, planned_bytes=size, fits=used is not None,
         allocated_bytes=used, reserved_bytes=used, survives_bytes=used,
     )  # fmt: skip
 
 
 def test_the_headline_tells_a_missed_aim():
     large = gpu_memory.LARGE_BYTES
-    assert headline([layout(1005, 1000)], [limit(large)])[1]
+    assert headline([layout(1005)], [limit(large)])[1]
     for layouts, limits, part in (
-        ([layout(1020, 1000)], [limit(large)], "off by 2.00 %"),
-        ([layout(1000, 1000)], [limit(None)], "1 of 1 feasible plans ran out"),
-        ([layout(1000, 1000)], [limit(int(0.9 * large))], "at least 90.0 %"),
+        ([layout(1020)], [limit(large)], "off by 2.00 %"),
+        ([layout(1000)], [limit(None)], "1 of 1 feasible plans ran out"),
+        ([layout(1000)], [limit(int(0.9 * large))], "at least 90.0 %"),
         ([layout(1000, None)], [limit(large)], "over 0 of 1 layouts"),
     ):
         line, met = headline(layouts, limits)
         assert not met and part.replace(" %", "%") in line, line
-    assert headline([layout(1000, 1000)], [limit(500, size=1000)])[1], "a small limit cannot be filled"
+    assert headline([layout(1000)], [limit(500, size=1000)])[1], "a small limit cannot be filled"
+
+
+# ------------------------------------------------------------------------------------------------- steps of the suite
+
+
+@pytest.fixture
+def bench(tmp_path) -> Bench:
+    return Bench(device=torch.device("cuda"), rehearses=False, folder=tmp_path, out=tmp_path, found=tmp_path / "found.jsonl", limit_s=300.0)
+
+
+def found(bench: Bench, step: str) -> dict[str, list]:
+    STEPS[step].run(bench)
+    return runner._findings(bench.found)
+
+
+@pytest.mark.parametrize(("simulated", "replayed", "misses"), [(1010, 990, 0), (1010, None, 0), (1100, 1000, 4), (900, 500, 8)])
+def test_reserved_bytes_are_held_against_the_measured(bench, monkeypatch, simulated, replayed, misses):
+    seen = []
+
+    def apart(fn, *args, **variables):
+        seen.append((fn, variables.get("PYTORCH_ALLOC_CONF"), args[-1]))
+        if fn is memory.simulated_bytes:
+            return simulated
+        Path(args[-1]).write_bytes(b"snapshot")
+        return {"estimated": 800, "allocated": 800, "reserved": 1000}
+
+    monkeypatch.setattr(memory, "apart", apart)
+    monkeypatch.setattr(memory, "replayed_bytes", lambda path: replayed)
+    result = found(bench, "reserved")
+    assert len(result["rows"]) == 4 and len(result["misses"]) == misses
+    assert {setting for fn, setting, _ in seen if fn is memory.recorded} == {"expandable_segments:True", "expandable_segments:False"}
+    assert {last for fn, _, last in seen if fn is memory.simulated_bytes} == {True, False}
+    assert (bench.out / memory.SNAPSHOT).read_bytes() == b"snapshot"
+
+
+def test_twenty_limits_are_tried_and_each_plan_that_runs_out_is_a_missed_aim(bench, monkeypatch):
+    monkeypatch.setattr(
+        memory,
+        "apart",
+        lambda fn, name, precision, layouts, between, walks: ([], [limit(7 * GIB if part > 0 else None, 8 * GIB) for part in between]),
+    )
+    result = found(bench, "limits")
+    assert len(result["rows"]) == 20
+    assert result["misses"] == ["m bf16: the plan for 8.0 GiB runs out of memory"] * len(memory.LIMITS)
+    assert {row["outcome"] for row in result["rows"]} == {"fits", "OUT OF MEMORY"}
+
+
+@pytest.mark.parametrize(("estimated", "missed"), [(1005, False), (1050, True)])
+def test_layouts_are_judged_by_their_mean_error(bench, monkeypatch, estimated, missed):
+    monkeypatch.setattr(memory, "apart", lambda fn, name, precision, layouts, *args: ([layout(estimated)] * len(layouts), []))
+    result = found(bench, "layouts")
+    assert len(result["rows"]) == len(LAYOUTS) * 2 * len(memory.gpu_memory.MODELS) and bool(result["misses"]) == missed
+
+
+@pytest.mark.parametrize(
+    ("code", "stdout", "stderr", "ranks", "on_oom", "wrong"),
+    [
+        (1, "PLAN a\n", "{said}", 1, "raise", False),
+        (0, "PLAN a\nPLAN b\nEND\n", "{said}", 1, "replan", False),
+        (0, "PLAN a\nPLAN a\nPLAN b\nPLAN b\nEND\nEND\n", "{said}", 2, "replan", False),
+        (0, "PLAN a\nPLAN a\nEND\n", "{said}", 1, "replan", True),
+        (0, "PLAN a\nPLAN a\nPLAN b\nPLAN b\nEND\n", "{said}", 2, "replan", True),
+        (0, "PLAN a\nEND\n", "{said}", 1, "raise", True),
+        (1, "PLAN a\n", "CUDA out of memory", 1, "raise", True),
+    ],
+)
+def test_what_a_run_that_lacks_memory_must_show(code, stdout, stderr, ranks, on_oom, wrong):
+    said = (
+        "hf_osdp: Out of memory on rank 1 on host in forward of h.1: the plan was estimated to need 5.8 MiB of a limit of 6.0 MiB, 3 more."
+    )
+    done = subprocess.CompletedProcess([], code, stdout, stderr.format(said=said))
+    assert bool(faults.problem_of(done, ranks, on_oom)) == wrong

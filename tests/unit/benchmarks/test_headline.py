@@ -225,6 +225,7 @@ def test_an_emulated_link_of_one_node_refuses_two_stages():
 
 def test_plan_only_shows_and_writes_what_was_planned(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(headline, "CASES", (replace(TINY, devices=8, remark="Made small."),))
+    monkeypatch.setattr(headline, "line_up", functools.partial(line_up, samples=(1, 2)))
     code = headline.main(["--plan-only", "--json", str(tmp_path / "r.json"), "--markdown", str(tmp_path / "r.md")])
     shown, content = capsys.readouterr().out, json.loads((tmp_path / "r.json").read_text())
     assert code == 0

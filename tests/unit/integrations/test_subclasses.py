@@ -23,9 +23,8 @@ from transformers import (
 
 import hf_osdp
 from hf_osdp import OSDPConfig, with_osdp
-from hf_osdp.integrations.subclasses import whole_weights
+from hf_osdp.integrations.subclasses import held_models, ignores_item_count, whole_weights
 from hf_osdp.integrations.trainer_facts import batch_coupling
-from hf_osdp.integrations.trainer_loss import held_models, ignores_item_count
 from hf_osdp.planner.presets import preset
 
 

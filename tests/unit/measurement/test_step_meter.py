@@ -1,18 +1,117 @@
-"""Steps of a loop found by hooks alone: what counts, what does not, and that nothing stays behind."""
+"""Steps between calls, and those of a loop found by hooks alone: what counts, what does not, and that nothing stays behind."""
 
 from __future__ import annotations
 
 import gc
+import time
 import weakref
+from types import SimpleNamespace
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from hf_osdp.measurement.step_meter import LoopMeter, Observation
+from hf_osdp.measurement.collective_clock import CollectiveCall, timings_of, totals_of
+from hf_osdp.measurement.step_meter import LoopMeter, Observation, StepMeter, training_tensors
+from hf_osdp.planner.hardware import Collective
 from hf_osdp.tracing.memory_tracker import MemoryTracker
+from tests.helpers.distributed import run_ranks
 
 ELEMENTS = 100_000
+NOW = "hf_osdp.measurement.step_meter.now"
+
+
+def measure(steps: int, seconds: float, elements: int, *, hold_all: bool = True) -> StepMeter:
+    """Steps that hold a parameter, a momentum, and the product in forward or the gradient in backward."""
+    model = torch.nn.ParameterList([torch.zeros(elements)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    meter = StepMeter("cpu", None if hold_all else lambda: training_tensors(model, optimizer))
+    for _ in range(steps):
+        meter.step_begins()
+        time.sleep(seconds)
+        (model[0] * 2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        meter.step_ends()
+        time.sleep(3 * seconds)
+    return meter
+
+
+def test_step_meter_time_leaves_out_two_steps_and_what_lies_between(monkeypatch):
+    clock = iter([0.0, 200.0, 400.0, 405.0, 500.0, 501.0, 600.0, 602.0])
+    monkeypatch.setattr(NOW, lambda device: next(clock))
+    meter = StepMeter("cpu")
+    for _ in range(5):
+        meter.step_begins()
+        meter.step_ends()
+    assert (meter.steps, meter.median_step_s) == (5, 2.0)
+
+
+def test_step_meter_gives_none_before_anything_is_measured():
+    assert measure(1, 0.0, 10).summary() == Observation(steps=1, median_step_s=None, peak_bytes=None)
+
+
+def test_step_meter_forgets_a_step_that_did_not_end():
+    meter = measure(1, 0.0, 10)
+    meter.step_begins()
+    meter.step_begins()
+    meter.step_ends()
+    assert meter.steps == 2 and meter.peak_bytes is not None
+    assert not _get_current_dispatch_mode_stack()
+    with pytest.raises(ValueError, match="without step_begins"):
+        meter.step_ends()
+
+
+def test_step_meter_on_cuda_takes_the_largest_peak_of_whole_steps(monkeypatch):
+    """With the allocator's counters played by numbers: the most since the last reset."""
+    played = SimpleNamespace(most=100)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: setattr(played, "most", 100))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: played.most)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2 * played.most)
+    monkeypatch.setattr(NOW, lambda device: 0.0)
+    meter = StepMeter("cuda")
+    assert meter.peak_bytes is None
+    for peak, between in ((300, 1000), (400, 2000), (200, 900)):
+        meter.step_begins()
+        played.most = max(played.most, peak)
+        meter.step_ends()
+        played.most = between  # an evaluation, a checkpoint
+    meter.step_begins()
+    played.most = 700  # a step that does not end
+    meter.step_begins()
+    meter.step_ends()
+    assert (meter.steps, meter.peak_bytes, meter.reserved_bytes) == (4, 400, 800)
+
+
+def measure_on_each_rank():
+    rank = dist.get_rank()
+    data = torch.zeros(50 * ELEMENTS)
+    with_data = measure(4, 0.02 + 0.05 * rank, 10 * ELEMENTS * (rank + 1))
+    without = measure(2, 0.0, 10 * ELEMENTS, hold_all=False)
+    return [peak / (40 * ELEMENTS) for peak in (with_data.peak_bytes, without.peak_bytes)], with_data.summary(), data.numel()
+
+
+def test_step_meter_summary_is_the_worst_ranks():
+    found = run_ranks(measure_on_each_rank, 2)
+    assert found[0][0] == pytest.approx([5 + 3, 3], abs=0.1)
+    assert found[1][0] == pytest.approx([5 + 6, 3], abs=0.1)
+    summary = found[0][1]
+    assert summary == found[1][1]
+    assert (summary.steps, summary.peak_bytes / (40 * ELEMENTS)) == (4, found[1][0][0])
+    assert summary.median_step_s >= 0.07
+
+
+def test_collectives_inside_and_across_nodes_are_told_apart():
+    def call(crosses: bool, seconds: float) -> CollectiveCall:
+        return CollectiveCall(collective=Collective.ALL_GATHER, group_size=2, crosses_nodes=crosses, nbytes=2**20, seconds=seconds)
+
+    inside, across = timings_of([call(False, 1e-3), call(True, 1e-2), call(False, 1e-3)])
+    assert (inside.crosses_nodes, across.crosses_nodes) == (False, True)
+    assert across.seconds_per_byte == pytest.approx(10 * inside.seconds_per_byte)
+    (total,) = totals_of([call(False, 1e-3), call(True, 1e-2)], steps=1)
+    assert (total.calls, total.nbytes) == (2, 2**21)
 
 
 class Model(torch.nn.Module):
@@ -24,11 +123,11 @@ class Model(torch.nn.Module):
         return (self.weight * batch).sum()
 
 
-def watched(steps: int = 4, micro_steps: int | None = None) -> tuple[Model, torch.optim.Optimizer, LoopMeter, list[Observation]]:
+def metered(steps: int = 4, micro_steps: int | None = None) -> tuple[Model, torch.optim.Optimizer, LoopMeter, list[Observation]]:
     told: list[Observation] = []
     model = Model()
-    watch = LoopMeter(model, torch.device("cpu"), told.append, steps=steps, micro_steps=micro_steps)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False), watch, told
+    meter = LoopMeter(model, torch.device("cpu"), told.append, steps=steps, micro_steps=micro_steps)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False), meter, told
 
 
 def global_hooks() -> int:
@@ -37,7 +136,7 @@ def global_hooks() -> int:
 
 def test_loop_meter_measures_steps_and_removes_its_hooks():
     before, data, batch = global_hooks(), torch.zeros(50 * ELEMENTS), torch.zeros(ELEMENTS)
-    model, optimizer, watch, told = watched()
+    model, optimizer, meter, told = metered()
     for step in range(6):
         for _ in range(2):
             model(batch).backward()
@@ -53,15 +152,15 @@ def test_loop_meter_measures_steps_and_removes_its_hooks():
     assert 5 * 4 * ELEMENTS <= told[0].peak_bytes < 6 * 4 * ELEMENTS, "the data in memory do not count"
     assert data.numel() > 0
     assert not model._forward_pre_hooks and global_hooks() == before
-    watch.finish()
+    meter.finish()
     assert len(told) == 1
 
 
 def test_loop_meter_restarts_a_step_that_a_scaler_skipped():
     """Three passes beyond the plan's one: only the last belongs to the step."""
-    model, optimizer, watch, told = watched(micro_steps=1)
+    model, optimizer, meter, told = metered(micro_steps=1)
     begun = []
-    watch._meter.step_begins = lambda begins=watch._meter.step_begins: (begun.append(1), begins())
+    meter._meter.step_begins = lambda begins=meter._meter.step_begins: (begun.append(1), begins())
     for passes in (1, 3, 1, 1):
         for _ in range(passes):
             model(torch.ones(ELEMENTS)).backward()
@@ -70,7 +169,7 @@ def test_loop_meter_restarts_a_step_that_a_scaler_skipped():
 
 
 def test_loop_meter_ignores_other_optimizers_and_steps_without_a_pass():
-    model, optimizer, watch, told = watched(steps=2)
+    model, optimizer, meter, told = metered(steps=2)
     other = torch.nn.Parameter(torch.zeros(3, requires_grad=True))
     other.grad = torch.zeros(3)
     stranger = torch.optim.SGD([other], lr=0.1)
@@ -81,23 +180,23 @@ def test_loop_meter_ignores_other_optimizers_and_steps_without_a_pass():
         assert not told
         optimizer.step()
     assert told[0].steps == 2
-    watch.stop()
+    meter.stop()
 
 
-def test_finish_reports_a_short_loop_and_nothing_of_one_without_steps():
-    model, optimizer, watch, told = watched()
+def test_loop_meter_finish_reports_a_short_loop_and_nothing_of_one_without_steps():
+    model, optimizer, meter, told = metered()
     model(torch.ones(ELEMENTS)).backward()
     optimizer.step()
-    watch.finish()
+    meter.finish()
     assert told[0].steps == 1
-    *_, watch, told = watched()
-    watch.finish()
+    *_, meter, told = metered()
+    meter.finish()
     assert not told
 
 
 def test_loop_meter_leaves_a_dispatch_mode_of_the_user_in_place():
     """It is opened in one place and closed in another, around ours."""
-    model, optimizer, _, told = watched(steps=3)
+    model, optimizer, _, told = metered(steps=3)
     for step in range(3):
         loss = model(torch.ones(ELEMENTS))
         mine = MemoryTracker(block_bytes=1)
@@ -113,8 +212,8 @@ def test_loop_meter_leaves_a_dispatch_mode_of_the_user_in_place():
 
 def test_loop_meter_does_not_keep_a_deleted_model_alive():
     before = global_hooks()
-    model, optimizer, watch, _ = watched()
+    model, optimizer, meter, _ = metered()
     gone = weakref.ref(model)
-    del model, optimizer, watch
+    del model, optimizer, meter
     gc.collect()
     assert gone() is None and global_hooks() == before

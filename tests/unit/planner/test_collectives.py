@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.planner.cost.collectives import Ring, collective_seconds, replicate_ring, shard_ring, sharded_seconds
-from hf_osdp.planner.description import DType
-from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, DeviceSpec, Hardware, Link
+from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, Hardware
+from tests.helpers.hardware import toy_hardware
 
 INSIDE, OUTSIDE = 1e-6, 1e-4
 """α of the two links; β is 1e-9 inside a node (1 GB/s), 1e-8 outside."""
@@ -16,19 +16,13 @@ N = 8_000_000
 GATHER, SCATTER, REDUCE = Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE
 
 
-def machine(nodes: int = 1, devices_per_node: int = 4, **more) -> Hardware:
-    return Hardware(
-        device=DeviceSpec(name="toy", memory_bytes=10**9, flops_per_s={DType.FLOAT32: 1e12}, memory_bytes_per_s=1e12, source="made up"),
-        nodes=nodes,
-        devices_per_node=devices_per_node,
-        inter_node=Link(latency_s=OUTSIDE, bytes_per_s=1e8, source="made up"),
-        **{"intra_node": Link(latency_s=INSIDE, bytes_per_s=1e9, source="made up"), "backend": Backend.NCCL, **more},
-    )
+def machine(nodes: int = 1, devices_per_node: int = 4, *, inside_bytes_per_s: float = 1e9, **more) -> Hardware:
+    return toy_hardware(nodes, devices_per_node, intra=(INSIDE, inside_bytes_per_s), inter=(OUTSIDE, 1e8), **more)
 
 
 TWO, THREE_PAIRS = machine(nodes=2), machine(nodes=3, devices_per_node=2)
 ONE_LAP = 3 * INSIDE + 3 / 4 * N * 1e-9
-SLOW_INSIDE = machine(nodes=2, intra_node=Link(latency_s=INSIDE, bytes_per_s=1e7, source="made up"))
+SLOW_INSIDE = machine(nodes=2, inside_bytes_per_s=1e7)
 LAPS = {
     "all-gather": (machine(), GATHER, shard_ring, 4, N, ONE_LAP),
     "reduce-scatter": (machine(), SCATTER, shard_ring, 4, N, ONE_LAP),

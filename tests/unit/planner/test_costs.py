@@ -15,8 +15,9 @@ from hf_osdp.planner.cost.collectives import collective_seconds, replicate_ring,
 from hf_osdp.planner.cost.units import UnitBytes, UnitSeconds, merged_gradients, unit_bytes, unit_seconds
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import Activations, DType, GatherSpan, ParameterSpec, UnitDescription
-from hf_osdp.planner.hardware import Backend, Collective, DeviceSpec, FsdpOverhead, Hardware, HostSpec, Link, WorkTime
+from hf_osdp.planner.hardware import Backend, Collective, FsdpOverhead, Hardware, HostSpec, WorkTime
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from tests.helpers.hardware import toy_hardware
 
 ONCE, THRICE = (Batch(micro_batch_size=1, accumulation_steps=steps) for steps in (1, 3))
 HOST = HostSpec(memory_bytes=10**9, to_device_bytes_per_s=1e4, to_host_bytes_per_s=2e4, update_bytes_per_s=5e3, source="made up")
@@ -204,13 +205,7 @@ def test_batch_holds_gradients_and_reduces_once_only_with_accumulation():
 
 
 def machine(devices_per_node: int = 4, **more: Any) -> Hardware:
-    return Hardware(
-        device=DeviceSpec(name="toy", memory_bytes=10**9, flops_per_s={DType.FLOAT32: 1e9}, memory_bytes_per_s=1e6, source="made up"),
-        devices_per_node=devices_per_node,
-        intra_node=Link(latency_s=1e-6, bytes_per_s=1e6, source="made up"),
-        inter_node=Link(latency_s=1e-5, bytes_per_s=1e5, source="made up"),
-        **{"backend": Backend.NCCL, **more},
-    )
+    return toy_hardware(1, devices_per_node, memory_bytes_per_s=1e6, intra=(1e-6, 1e6), inter=(1e-5, 1e5), **more)
 
 
 def seconds(g: int, *, keep: bool = False, job: TrainingJob | None = None, hardware: Hardware | None = None, **more: Any) -> UnitSeconds:

@@ -19,7 +19,7 @@ from hf_osdp.planner.search.compare import compare_strategies, frontier
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.quantities import format_bytes, format_seconds
 from hf_osdp.report.content import answers_content, comparison_content
-from hf_osdp.report.run_tables import outcome_table
+from hf_osdp.report.run_tables import outcome_table, trials_table
 from hf_osdp.report.tables import (
     Answer,
     comparison_table,
@@ -243,3 +243,20 @@ def test_outcome_table_sets_estimate_beside_measurement():
     cells = {line[:13].strip(): line[13:].split() for line in lines}
     assert cells["peak memory"] == ["3.0", "MiB", "2.0", "MiB", "1.50"]
     assert cells["peak reserved"] == ["-", "5.0", "MiB", "-"] and cells["step time"] == ["500.0", "ms", "-", "-"]
+
+
+@pytest.mark.parametrize(
+    ("peak", "extra", "fits", "runs", "said"),
+    [
+        (None, 2**20, False, False, "1.0 MiB / out of memory 500.0 ms / - +1.0 MiB, x1.50 over limit"),
+        (2**21, -(2**20), True, False, "1.0 MiB / 2.0 MiB 500.0 ms / - -1.0 MiB, x1.50 fits"),
+        (2**21, 0, True, True, "1.0 MiB / 2.0 MiB 500.0 ms / - +0 B, x1.50 runs"),
+    ],
+)
+def test_trials_table_has_a_line_for_each_round(peak, extra, fits, runs, said):
+    estimated, measured = {"peak_bytes": 2**20, "step_s": 0.5}, {"peak_bytes": peak, "median_step_s": None}
+    correction = {"extra_bytes": extra, "compute_factor": 1.5}
+    past = {"plan": "abc", "estimated": estimated, "measured": measured, "correction": correction, "fits": fits, "runs": runs}
+    lines = rendered(trials_table([past, past]))
+    assert_whole(lines)
+    assert [" ".join(line.split()) for line in lines if "abc" in line] == [f"1 abc {said}", f"2 abc {said}"]

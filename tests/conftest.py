@@ -1,0 +1,21 @@
+"""Tests that run on ranks: `@pytest.mark.on_ranks(2)`."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Call a test with the mark `on_ranks` on each rank in place of this process.
+
+    The mark's arguments are those of `run_ranks`; without a number of ranks, the test's argument `world_size` is it.
+    """
+    mark = pyfuncitem.get_closest_marker("on_ranks")
+    if mark is None:
+        return None
+    from tests.helpers.distributed import run_ranks  # torch, which many tests do without
+
+    given = [pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames]
+    world_size = mark.args[0] if mark.args else pyfuncitem.funcargs["world_size"]
+    run_ranks(pyfuncitem.obj, world_size, *given, **mark.kwargs)
+    return True
