@@ -163,16 +163,14 @@ class SplitEmbedding(SplitOperator):
         for index, (part, size) in enumerate(zip(self.slices, self.sizes, strict=True)):
             local = ids - start
             inside = self.inside(index, local)
-            found = part(local.masked_fill(~inside, 0), _anchor(ids))
+            # FSDP2 frees and reduces a unit once its inputs have gradients, which ids never have
+            found = part(
+                local.masked_fill(~inside, 0), torch.zeros(1, device=ids.device, requires_grad=True) if torch.is_grad_enabled() else None
+            )
             rows = found if rows is None else torch.where(inside.unsqueeze(-1), found, rows)
             start += size
         assert rows is not None
         return rows
-
-
-def _anchor(ids: torch.Tensor) -> torch.Tensor | None:
-    """Return a float that requires grad: FSDP2 frees and reduces a unit once its inputs have gradients, which ids never have."""
-    return torch.zeros(1, device=ids.device, requires_grad=True) if torch.is_grad_enabled() else None
 
 
 class _Lookup(torch.autograd.Function):
