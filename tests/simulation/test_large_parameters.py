@@ -11,6 +11,7 @@ from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.description import GatherSpan
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.tracing.describe import describe
+from tests.helpers.sampling import slow_but
 from tests.helpers.simulation import choices_of_layout, estimate_and_simulation
 
 WORLD, TOKENS = 8, 32
@@ -29,7 +30,10 @@ def check(model, layout: str, precision: str, **options) -> None:
     assert estimate.peak_bytes == pytest.approx(simulated.peak_bytes, rel=0.01)
 
 
-@pytest.mark.parametrize(("layout", "precision"), [("hsdp", "bf16"), ("ddp", "no"), ("two_stage", "bf16"), ("mixed", "bf16")])
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    slow_but([("hsdp", "bf16"), ("ddp", "no"), ("two_stage", "bf16"), ("mixed", "bf16")], daily=[("mixed", "bf16")]),
+)
 def test_reduce_buffers_of_experts_are_padded_to_their_shard_group(layout, precision):
     experts = MixtralConfig(
         hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
