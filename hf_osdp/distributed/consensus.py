@@ -110,11 +110,12 @@ def require_same_run(model: nn.Module, *asked: object, **more: object) -> None:
     options = {field.name: getattr(one, field.name) for one in asked if is_dataclass(one) for field in fields(one)} | more
     texts = {name: _option_text(name, value) for name, value in options.items() if name != "sequence_length"}
     require_same({"the model": _model_text(model), **texts})
-    if options.get("device_type") == "cuda" and torch.cuda.is_available():  # processors and their memory may differ
-        found = torch.cuda.get_device_properties(own_gpu())
-        memories = of_all_ranks(found.total_memory)
+    if options.get("device_type") == "cuda":  # processors and their memory may differ
+        found = torch.cuda.get_device_properties(own_gpu()) if torch.cuda.is_available() else None
+        memories = [nbytes for nbytes in of_all_ranks(found.total_memory if found else 0) if nbytes] or [0]
         alike = max(memories) - min(memories) < _SAME_MEMORY * max(memories)
-        device = found.name if alike else f"{found.name} with {found.total_memory // 2**20} MiB"
+        name = found.name if found else ""
+        device = name if alike or not found else f"{name} with {found.total_memory // 2**20} MiB"
         require_same({"the device": device}, " Plans are made for devices of one kind; CUDA_VISIBLE_DEVICES chooses those of a machine.")
 
 
