@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import update_wrapper
@@ -11,7 +12,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from ..planner.description import Recomputation
+from .selective import selective_contexts
 
 _Value = TypeVar("_Value")
 
@@ -50,35 +54,43 @@ def under_autocast(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[
 
 
 class _Recomputed:
-    """A forward that saves its input alone and runs again in backward."""
+    """A forward that saves its input, and the outputs of chosen operators, and runs again in backward."""
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, forward: Callable[..., Any], recomputation: Recomputation) -> None:
         update_wrapper(self, forward)
-        self._forward = forward
+        self._forward, self.recomputation = forward, recomputation
 
     def __call__(self, *args: Any, **kwargs: Any) -> object:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         # Tensors among positional arguments are saved as autograd saves them, which hooks see; keywords would be held as they are.
-        return checkpoint(self._run, len(args), tuple(kwargs), *args, *kwargs.values(), use_reentrant=False)
+        saved = self.recomputation.saved_calls
+        contexts = functools.partial(selective_contexts, saved) if saved else noop_context_fn
+        return checkpoint(self._run, len(args), tuple(kwargs), *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
 
     def _run(self, positional: int, names: tuple[str, ...], *values: Any) -> object:
         return self._forward(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
 
 
-def recompute(module: nn.Module) -> None:
-    """Have a module's activations recomputed in backward, in place. Names of parameters and modules stay as they are.
+def recompute(module: nn.Module, recomputation: Recomputation | None = None) -> None:
+    """Have a module's activations recomputed in backward, in place, all of them for None. Names of parameters and modules stay as they are.
 
     FSDP2's hooks lie outside, so that a unit's parameters are gathered once for the recomputation and the backward after it.
     """
     if not is_recomputed(module):
-        module.forward = _Recomputed(module.forward)
+        module.forward = _Recomputed(module.forward, recomputation or Recomputation())
+
+
+def recomputation_of(module: nn.Module) -> Recomputation | None:
+    """Return how `recompute` was called on the module, perhaps with `offload` after it; None where it was not."""
+    forward = module.__dict__.get("forward")
+    found = next((one for one in (forward, getattr(forward, "inner", None)) if isinstance(one, _Recomputed)), None)
+    return None if found is None else found.recomputation
 
 
 def is_recomputed(module: nn.Module) -> bool:
-    """Whether `recompute` was called on the module, and perhaps `offload` after it."""
-    forward = module.__dict__.get("forward")
-    return isinstance(forward, _Recomputed) or isinstance(getattr(forward, "inner", None), _Recomputed)
+    """Whether `recompute` was called on the module."""
+    return recomputation_of(module) is not None
 
 
 def has_running_statistics(module: nn.Module, *, itself: bool = False) -> bool:

@@ -64,14 +64,9 @@ class UnitLayout:
                 text = f"shard {self.shard_size} x replicate {world_size // self.shard_size}"
         if self.two_stage:
             text = f"{text} in 2 stages ({self.shard_size // self.stage_size} x {self.stage_size})"
-        more = {
-            "keep": not self.reshard_after_forward,
-            "hold gradients": not self.reduce_every_micro_step,
-            "recompute": self.activations.recomputes,
-            "offload activations": self.activations.offloads,
-            "on host": self.on_host,
-        }
-        return ", ".join([text, *(word for word, said in more.items() if said)])
+        more = {"keep": not self.reshard_after_forward, "hold gradients": not self.reduce_every_micro_step}
+        words = [*(word for word, said in more.items() if said), *self.activations.describe(), *(["on host"] if self.on_host else [])]
+        return ", ".join([text, *words])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +82,11 @@ class UnitDecision(UnitLayout):
             UnitLayout.__post_init__(self)
         except ValueError as error:
             raise ValueError(f"Unit {self.label!r}: {error}") from None
+
+    @classmethod
+    def of(cls, fqn: str, layout: UnitLayout) -> UnitDecision:
+        """Return a layout with its unit's name."""
+        return cls(fqn=fqn, **{name: getattr(layout, name) for name in UnitLayout.__slots__})
 
     @property
     def layout(self) -> UnitLayout:

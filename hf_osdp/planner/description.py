@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import ClassVar
 
 from .affine import Affine, Envelope
 from .split import WHOLE_BLOCKS, ModelSplit
@@ -38,6 +40,8 @@ class DType(str, Enum):
 
 
 _MOST_ELEMENTS = 2**50
+_MOST_NAMES = 4
+_CALL = re.compile(r"[A-Za-z_][\w.:]{0,99}#\d{1,6}")
 _ITEMSIZE = {
     DType.FLOAT64: 8, DType.INT64: 8, DType.FLOAT32: 4, DType.INT32: 4, DType.BFLOAT16: 2, DType.FLOAT16: 2,
     DType.INT16: 2, DType.INT8: 1, DType.UINT8: 1, DType.BOOL: 1,
@@ -56,33 +60,66 @@ class GatherSpan(str, Enum):
     """From the first use in forward to the end of backward: the root, and weights that embedding and head share."""
 
 
-class Activations(str, Enum):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputation:
+    """How a unit's forward runs again in backward: only its input is saved, and the outputs of the operators named here."""
+
+    saved_calls: tuple[str, ...] = ()
+    """Operators of the unit's forward: name and how many of that name came before, such as `addmm#0` and `attention#0`."""
+    share: float = 1.0
+    """Part of a full recomputation's work that is left, by a rough rate of FLOPs and bytes; for tables."""
+    names: tuple[str, ...] = ()
+    """What the calls are, as a person reads it: modules of products (`c_attn`), else operators."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"share={self.share} of a recomputation must be from 0 to 1.")
+        if len(set(self.saved_calls)) < len(self.saved_calls) or not all(_CALL.fullmatch(call) for call in self.saved_calls):
+            raise ValueError(f"saved_calls={self.saved_calls!r} must be different calls of operators, such as 'addmm#0'.")
+
+    def describe(self) -> str:
+        """Return short text for tables: `recompute`, `recompute 0.4: saves c_attn, attention`."""
+        if not self.saved_calls:
+            return "recompute"
+        shown = ", ".join(self.names[:_MOST_NAMES]) + (f" and {more} more" if (more := len(self.names) - _MOST_NAMES) > 0 else "")
+        return f"recompute {self.share:.2g}: saves {shown or f'{len(self.saved_calls)} operators'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activations:
     """What happens to the activations that a unit's forward saves for its backward."""
 
-    SAVE = "save"
-    RECOMPUTE = "recompute"
+    SAVE: ClassVar[Activations]
+    RECOMPUTE: ClassVar[Activations]
     """Only the unit's input is saved; its forward runs again in backward."""
-    OFFLOAD = "offload"
+    OFFLOAD: ClassVar[Activations]
     """They wait on the host for backward."""
-    RECOMPUTE_OFFLOAD = "recompute_offload"
+    RECOMPUTE_OFFLOAD: ClassVar[Activations]
     """Only the unit's input is saved, and it waits on the host."""
+    BASIC: ClassVar[tuple[Activations, ...]]
+    """The four above, which every block that can be recomputed and offloaded has."""
 
-    @classmethod
-    def of(cls, *, recomputes: bool, offloads: bool) -> Activations:
-        """Return the choice with both its parts."""
-        if offloads:
-            return cls.RECOMPUTE_OFFLOAD if recomputes else cls.OFFLOAD
-        return cls.RECOMPUTE if recomputes else cls.SAVE
+    recomputation: Recomputation | None = None
+    """None saves all that autograd asks for."""
+    offloads: bool = False
+    """What is saved waits on the host."""
 
     @property
     def recomputes(self) -> bool:
-        """Whether forward runs again in backward."""
-        return self in (Activations.RECOMPUTE, Activations.RECOMPUTE_OFFLOAD)
+        """Whether forward runs again in backward, at least in part."""
+        return self.recomputation is not None
 
-    @property
-    def offloads(self) -> bool:
-        """Whether what is saved waits on the host."""
-        return self in (Activations.OFFLOAD, Activations.RECOMPUTE_OFFLOAD)
+    def describe(self) -> tuple[str, ...]:
+        """Return short texts for tables; none where everything is saved on the device."""
+        again = () if self.recomputation is None else (self.recomputation.describe(),)
+        return (*again, "offload activations") if self.offloads else again
+
+
+Activations.SAVE = Activations()
+Activations.RECOMPUTE = Activations(recomputation=Recomputation())
+Activations.OFFLOAD = Activations(offloads=True)
+Activations.RECOMPUTE_OFFLOAD = Activations(recomputation=Recomputation(), offloads=True)
+Activations.BASIC = (Activations.SAVE, Activations.RECOMPUTE, Activations.OFFLOAD, Activations.RECOMPUTE_OFFLOAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,17 +272,30 @@ class Segment:
     """Its place in `ModelDescription.allocations`; None where its events are not known. Segments that differ in it alone cost the same."""
     offloaded_allocations: int | None = field(default=None, compare=False)
     """The same where what it saves waits on the host."""
-    recomputed: Segment | None = None
-    """The same segment where only its input is saved and its forward runs again in backward; None where it cannot be."""
+    recomputed: tuple[RecomputedSegment, ...] = ()
+    """The same segment under each way to recompute it, from that which saves its input alone to that which saves most; none where it cannot
+    be recomputed."""
 
     def under(self, activations: Activations) -> Segment:
-        """Return the costs under a choice about activations, wherever they wait; the only ones where there is none."""
-        return self.recomputed if activations.recomputes and self.recomputed is not None else self
+        """Return the costs under a choice about activations, wherever they wait.
+
+        A segment that lacks the way to recompute takes its first, and its only costs where it has none.
+        """
+        if activations.recomputation is None or not self.recomputed:
+            return self
+        return next((way.costs for way in self.recomputed if way.recomputation == activations.recomputation), self.recomputed[0].costs)
 
     def each(self, change: Callable[[Segment], Segment]) -> Segment:
         """Return the segment after a change of its costs under every choice."""
-        recomputed = None if self.recomputed is None else change(self.recomputed)
-        return replace(change(self), recomputed=recomputed)
+        return replace(change(self), recomputed=tuple(replace(way, costs=change(way.costs)) for way in self.recomputed))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputedSegment:
+    """A segment under one way to recompute it."""
+
+    recomputation: Recomputation
+    costs: Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,7 +343,15 @@ class ModelDescription:
     @property
     def recomputable(self) -> frozenset[int]:
         """Indices of the units whose activations can be recomputed in backward."""
-        return frozenset(segment.unit for segment in self.segments if segment.recomputed is not None)
+        return frozenset(segment.unit for segment in self.segments if segment.recomputed)
+
+    @property
+    def recomputations(self) -> tuple[tuple[Recomputation, ...], ...]:
+        """For each unit, the ways in which its activations can be recomputed, as its first segment has them."""
+        found: dict[int, tuple[Recomputation, ...]] = {}
+        for segment in self.segments:
+            found.setdefault(segment.unit, tuple(way.recomputation for way in segment.recomputed))
+        return tuple(found.get(index, ()) for index in range(len(self.units)))
 
     @property
     def offloadable(self) -> frozenset[int]:

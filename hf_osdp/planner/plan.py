@@ -18,7 +18,7 @@ from .files import validated, write_whole
 from .hardware import MOST_RANKS
 from .split import WHOLE_BLOCKS, ModelSplit
 
-PLAN_VERSION = 4
+PLAN_VERSION = 5
 _MOST = {"world_size": MOST_RANKS, "micro_batch_size": 2**20, "accumulation_steps": 2**20, "sequence_length": 2**30}
 _MOST_UNITS = 2**14
 _LAYER = re.compile(r"\.\d+(?=\.|$)")
@@ -120,7 +120,7 @@ class Plan:
     @classmethod
     def of(cls, description: ModelDescription, layouts: Sequence[UnitLayout], batch: Batch, *, world_size: int, **stated: Any) -> Plan:
         """Return the plan of these layouts, one a unit in the description's order; `stated` has other fields, such as estimates."""
-        units = (UnitDecision(fqn=unit.fqn, **asdict(layout)) for unit, layout in zip(description.units, layouts, strict=True))
+        units = (UnitDecision.of(unit.fqn, layout) for unit, layout in zip(description.units, layouts, strict=True))
         return cls(
             world_size=world_size,
             strategy=stated.pop("strategy", "osdp"),
@@ -272,7 +272,7 @@ def _some(names: Iterable[str], limit: int = 6) -> str:
 
 def _beyond_fsdp_plan(unit: UnitDecision, accumulation_steps: int) -> str:
     """Return what of a decision an `fsdp_plan` has no word for, or nothing."""
-    if unit.activations is not Activations.SAVE:
+    if unit.activations != Activations.SAVE:
         return "recomputes its activations" if unit.activations.recomputes else "offloads its activations"
     if unit.two_stage:
         return "has collectives in two stages"

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from ..errors import ProfileError
 from ..reading import parse_json, read_bytes
 from .affine import Affine, linear_fit
+from .cost.timing import phase_affine
 from .description import DType, ModelDescription, PhaseCost, Segment
 from .files import plain, validated, write_whole
 from .hardware import Hardware
@@ -192,14 +193,25 @@ def _timed(segment: Segment, description: ModelDescription, profile: Profile) ->
         raise ProfileError(_mismatch(segment, description, profile))
     found = min(fitting, key=lambda times: times.work.difference(work))
     forward, backward = found.linear("forward_s"), found.linear("backward_s")
+    samples = max(point.samples for point in found.points)
 
     def measured(phase: PhaseCost, seconds: Affine) -> PhaseCost:
         return replace(phase, seconds=seconds, operators=Affine())  # what the CPU takes to issue them is in the time
 
-    again = segment.recomputed
-    if again is not None:
-        again = replace(again, forward=measured(again.forward, forward), backward=measured(again.backward, backward.plus(forward)))
-    return replace(segment, forward=measured(segment.forward, forward), backward=measured(segment.backward, backward), recomputed=again)
+    def again(costs: Segment) -> Segment:
+        """Return the costs of a segment that is recomputed: of forward's time as much as of its work runs again."""
+        phases = (costs.backward, segment.backward, segment.recomputed[0].costs.backward)
+        partly, none, whole = (phase_affine(phase, description, profile.hardware)(samples) for phase in phases)
+        share = max(0.0, (partly - none) / (whole - none)) if whole > none else 1.0
+        backward_s = backward.plus(forward.scaled(share, constants=True))
+        return replace(costs, forward=measured(costs.forward, forward), backward=measured(costs.backward, backward_s))
+
+    return replace(
+        segment,
+        forward=measured(segment.forward, forward),
+        backward=measured(segment.backward, backward),
+        recomputed=tuple(replace(way, costs=again(way.costs)) for way in segment.recomputed),
+    )
 
 
 def _mismatch(segment: Segment, description: ModelDescription, profile: Profile) -> str:

@@ -179,7 +179,7 @@ def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
         raise PlanError(
             f"cpu_offload asks for every unit on the host, but {stay} of the plan's stay on the device; leave it out, or plan again."
         )
-    if facts.activation_checkpointing and any(unit.activations is not Activations.SAVE for unit in plan.units):
+    if facts.activation_checkpointing and any(unit.activations != Activations.SAVE for unit in plan.units):
         raise PlanError(
             "The plan recomputes or offloads blocks, and activation checkpointing would recompute them too; switch it off, or plan again."
         )

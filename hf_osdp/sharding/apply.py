@@ -103,8 +103,8 @@ def apply_plan(
 
 def _change_activations(units: list[_Unit]) -> None:
     for unit in units:
-        if unit.decision.activations.recomputes:
-            recompute(unit.modules[0])
+        if unit.decision.activations.recomputation is not None:
+            recompute(unit.modules[0], unit.decision.activations.recomputation)
         if unit.decision.activations.offloads:
             offload(unit.modules[0])
 
@@ -190,7 +190,7 @@ def _find(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> l
         activations = plan.decision(unit.fqn).activations
         if absent := [name for name in unit.module_names if name not in by_name]:
             raise PlanError(f"Unit {unit.label!r} names module {absent[0]!r}, which the model does not have; find its units again.")
-        if activations is not Activations.SAVE and (unit.span is not GatherSpan.USE or len(unit.module_names) > 1):
+        if activations != Activations.SAVE and (unit.span is not GatherSpan.USE or len(unit.module_names) > 1):
             raise PlanError(f"Unit {unit.label!r} is no block, but the plan recomputes or offloads its activations; plan again.")
         if activations.recomputes and has_running_statistics(by_name[unit.module_names[0]]):
             raise PlanError(

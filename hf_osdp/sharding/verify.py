@@ -13,7 +13,7 @@ from ..distributed.mesh import world_size
 from ..errors import PlanMismatchError
 from ..modeling.activation_offload import is_offloaded
 from ..modeling.units import modules_by_name
-from ..modeling.wrapping import is_recomputed
+from ..modeling.wrapping import recomputation_of
 from ..planner.decision import UnitDecision
 from ..planner.description import Activations, UnitDescription
 from ..planner.plan import Plan
@@ -66,7 +66,7 @@ def _read_unit(unit: UnitDescription, module: nn.Module, owners: dict[tuple[int,
     world, expected, groups = world_size(), _managed(unit), parameter_groups(module)
     if not expected:
         return UnitDecision(fqn=unit.fqn, shard_size=world, reshard_after_forward=False)
-    activations = Activations.of(recomputes=is_recomputed(module), offloads=is_offloaded(module))
+    activations = Activations(recomputation=recomputation_of(module), offloads=is_offloaded(module))
     if world == 1 and not groups:  # plain parameters, see `apply_plan`
         return UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=False, activations=activations)
     if len(groups) != 1:

@@ -7,7 +7,7 @@ CUDA has kernels of its own for attention (`attention.py` says which one runs), 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,11 +27,26 @@ _IN_FLOAT32 = frozenset({
 """What CUDA's autocast computes in float32 and the CPU's does not (AT_FORALL_FP32 in ATen/autocast_mode.h), by Python's names."""
 
 
+torch.library.define("hf_osdp::attention", "(Tensor query, Tensor key, Tensor value, int rows) -> (Tensor, Tensor)")
+
+
+@torch.library.register_fake("hf_osdp::attention")
+def _attention_outputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate what a fused kernel returns: its output, and a float32 logsumexp of so many rows a head.
+
+    It is one operator, as on CUDA, so that a recomputation may save it.
+    """
+    batch, heads, length, _ = query.shape
+    # the kernels write [b, T, h, d] and return a transposed view, so that the caller's reshape copies nothing
+    out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+    return out, query.new_empty((batch, heads, rows), dtype=torch.float32)
+
+
 class CudaKernels(TorchFunctionMode):
     """Replace attention and dropout by functions that allocate as CUDA's kernels do.
 
     Args:
-        count_flops: called with the FLOPs of each attention, in forward and in backward.
+        count_flops: called with the FLOPs of each attention's backward.
         capability: compute capability of the device; None takes this machine's, or where it has none `ASSUMED_CAPABILITY`.
     """
 
@@ -133,15 +148,12 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:  # noqa: ANN401
         query, key, value, bias, kernel, count_flops = inputs
-        batch, heads, length, _ = query.shape
-        # the kernels write [b, T, h, d] and return a transposed view, so that the caller's reshape copies nothing
-        out: torch.Tensor = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        length = query.shape[2]
         rows = length + (-length % 32 if kernel is Kernel.EFFICIENT else 0)
-        logsumexp = query.new_empty((batch, heads, rows), dtype=torch.float32)
+        out, logsumexp = torch.ops.hf_osdp.attention(query, key, value, rows)
         ctx.save_for_backward(query, key, value, out, logsumexp, bias)
         ctx.kernel, ctx.count_flops = kernel, count_flops
-        count_flops(attention_flops(query.shape, key.shape, value.shape))
-        return out
+        return cast(torch.Tensor, out)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401

@@ -18,6 +18,7 @@ from torch.autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from ..modeling.selective import operator_name
 from ..planner.allocator.replay import Event
 from .attention import attention_flops
 from .memory_tracker import MemoryTracker
@@ -27,7 +28,9 @@ aten = torch.ops.aten
 
 _PICKS_ROWS = frozenset({aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward})
 """Their first argument is a table of which they read about as many bytes as they write."""
-_MOVES_NOTHING = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.lift_fresh})
+_MOVES_NOTHING = frozenset({
+    aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.lift_fresh, aten._unsafe_view,
+})  # fmt: skip
 """They allocate or alias without touching memory, though their schemas do not say so."""
 
 
@@ -46,8 +49,10 @@ class PhaseRecord:
     def count(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """Count an operator: its FLOPs where torch.utils.flop_counter has a formula for it, else the bytes that it reads and writes."""
         packet = func._overloadpacket
+        if func.namespace == "prim":  # what a fake tensor is asked about itself
+            return
         self.operators += 1
-        if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+        if operator_name(func) == "attention" and packet not in flop_registry:
             self.matmul_flops += attention_flops(*(tensor.shape for tensor in args[:3]))
         elif packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
             self.matmul_flops += attention_flops(*(tensor.shape for tensor in args[1:4]), backward=True)

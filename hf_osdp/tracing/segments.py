@@ -40,8 +40,8 @@ def _with_kept(segments: Sequence[Segment], kept: Sequence[Affine]) -> list[Segm
     return found[::-1]
 
 
-def with_recomputed(plain: list[Segment], recomputed: list[Segment], recomputable: Collection[int]) -> list[Segment]:
-    """Put the segments of a trace with recomputation beside the plain ones."""
+def recomputed_costs(plain: list[Segment], recomputed: list[Segment], recomputable: Collection[int]) -> list[Segment]:
+    """Return the segments of a trace in which units are recomputed, with what that changes for the others in the first of these units."""
     pairs = list(zip(plain, recomputed, strict=True))
     first = next((index for index, one in enumerate(plain) if one.unit in recomputable), None)
     if first is not None:
@@ -49,7 +49,7 @@ def with_recomputed(plain: list[Segment], recomputed: list[Segment], recomputabl
         kept = [_excess(other.saved_bytes, one.saved_bytes) for one, other in pairs if one.unit not in recomputable]
         saved = functools.reduce(Affine.plus, kept, pairs[first][1].saved_bytes)
         pairs[first] = (plain[first], replace(pairs[first][1], saved_bytes=saved))
-    return [replace(one, recomputed=other) if one.unit in recomputable else one for one, other in pairs]
+    return [other for _, other in pairs]
 
 
 def with_offloaded(plain: list[Segment], offloaded: list[Segment], offloadable: Collection[int]) -> list[Segment]:

@@ -20,7 +20,7 @@ from ..modeling.split.head import SplitHead
 from ..modeling.units import canonical_name, modules_by_name, segment_modules
 from ..modeling.wrapping import cast_floating, forward_replaced, recompute, under_autocast
 from ..planner.affine import Affine
-from ..planner.description import AllocationTrace, GatherSpan, Segment, UnitDescription
+from ..planner.description import AllocationTrace, GatherSpan, Recomputation, RecomputedSegment, Segment, UnitDescription
 from .allocation_traces import allocation_traces
 from .attention import AttentionCall, Capability, Kernel
 from .cuda_kernels import CudaKernels
@@ -28,8 +28,9 @@ from .equal_blocks import RecordedCall, block_key, call_key
 from .fake_model import OutsideReads, fake_copy, release_of_stored
 from .known_values import FakeifyTensors, KnownValues
 from .memory_tracker import CUDA_BLOCK_BYTES, MemoryTracker
+from .recomputation import LoggedCall, OperatorLog, recomputations, worthwhile
 from .recorder import Recorder, SegmentRecord
-from .segments import Samples, is_idle, linear_bytes, segments_of, with_offloaded, with_recomputed
+from .segments import Samples, is_idle, linear_bytes, recomputed_costs, segments_of, with_offloaded
 
 _TRACED_OF_EQUALS = 2
 """Of equal blocks, the first two are traced: the first one's input is held by the model's own forward, too."""
@@ -50,7 +51,7 @@ class TraceOptions:
     checkpointed_blocks: Sequence[str] | None = None
     """Classes whose activations are recomputed in backward, see `checkpoint_blocks`; None for none."""
     recomputable: Collection[int] = ()
-    """Indices of units, of one module each, that are traced once more as recomputed (`Segment.recomputed`)."""
+    """Indices of units, of one module each, that are traced again under each way to recompute them (`Segment.recomputed`)."""
     offloadable: Collection[int] = ()
     """Indices of units, of one module each, that are traced once more as offloaded (`Segment.own_saved_bytes`), recomputed or not."""
     reuse_equal_blocks: bool = True
@@ -99,7 +100,7 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
     order: list[int] = []
     allocations: dict[AllocationTrace, int] = {}
 
-    def traced(recomputed: Collection[int] = (), offloaded: Collection[int] = ()) -> list[Segment]:
+    def traced(recomputed: Mapping[int, Recomputation] = {}, offloaded: Collection[int] = ()) -> list[Segment]:
         tracer = _Tracer(model, mode, units, options, recomputed, offloaded)
         records = tracer.run_all(batches)
         _refuse_fake_gradients(model)
@@ -118,10 +119,7 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
     if options.offloadable:
         segments = with_offloaded(segments, traced(offloaded=options.offloadable), options.offloadable)
     if options.recomputable:
-        recomputed = traced(options.recomputable)
-        if options.offloadable:
-            recomputed = with_offloaded(recomputed, traced(options.recomputable, options.offloadable), options.offloadable)
-        segments = with_recomputed(segments, recomputed, options.recomputable)
+        segments = _with_recomputed(segments, traced, lambda: tracers[-1].recomputed_calls, options)
     return Trace(
         segments=tuple(segments[index] for index in kept),
         output_bytes=linear_bytes(tracers[0].output_bytes, options.samples),
@@ -129,6 +127,38 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
         kernels={kernel: call for tracer in tracers for kernel, call in tracer.kernels.items()},
         allocations=tuple(allocations),
     )
+
+
+def _with_recomputed(
+    plain: list[Segment],
+    traced: Callable[..., list[Segment]],
+    recomputed_calls: Callable[[], Mapping[int, Sequence[LoggedCall]]],
+    options: TraceOptions,
+) -> list[Segment]:
+    """Return the segments with each way to recompute them that is worth its bytes, as traced."""
+    wholly = dict.fromkeys(options.recomputable, Recomputation())
+    full = traced(wholly)
+    logs = recomputed_calls()
+    if options.offloadable:
+        full = with_offloaded(full, traced(wholly, options.offloadable), options.offloadable)
+    device_type, samples = "cuda" if options.cuda_kernels else "cpu", options.samples[1]
+    ways: dict[int, tuple[Recomputation, ...]] = {}
+    for one, other in zip(plain, full, strict=True):
+        if one.unit in logs and one.unit in wholly:
+            beside_input = one.saved_bytes.bytes(samples) - other.saved_bytes.bytes(samples)
+            ways[one.unit] = recomputations(logs[one.unit], beside_input, device_type)[1:]
+    traces = [full]
+    for number in range(max(map(len, ways.values()), default=0)):
+        partly = {unit: ways[unit][min(number, len(ways[unit]) - 1)] for unit in ways if ways[unit]}
+        traces.append(traced(wholly | partly))
+    costs = [recomputed_costs(plain, trace, options.recomputable) for trace in traces]
+    found = []
+    for index, one in enumerate(plain):
+        own = (Recomputation(), *ways.get(one.unit, ()))
+        forms = [RecomputedSegment(recomputation=way, costs=cost[index]) for way, cost in zip(own, costs, strict=False)]
+        kept = worthwhile(one, [form.costs for form in forms], device_type, samples) if one.unit in wholly else []
+        found.append(replace(one, recomputed=tuple(forms[number] for number in kept)))
+    return found
 
 
 class _Tracer:
@@ -140,10 +170,14 @@ class _Tracer:
         mode: FakeTensorMode,
         units: Sequence[UnitDescription],
         options: TraceOptions,
-        recomputed: Collection[int],
+        recomputed: Mapping[int, Recomputation],
         offloaded: Collection[int],
     ) -> None:
         self._model, self._mode, self._options = model, mode, options
+        self._logs: dict[int, list[list[LoggedCall]]] = {}
+        """Operators of recomputed units: for each batch those of forward, then those of its second run."""
+        self._like: dict[int, int] = {}
+        """Of units that were not traced, the equal one that was."""
         self.kernels: dict[Kernel, AttentionCall] = {}
         """Attention kernels of CUDA that would run."""
         self.output_bytes: list[int] = []
@@ -152,8 +186,11 @@ class _Tracer:
         if options.checkpointed_blocks is not None:
             checkpoint_blocks(self._fake, options.checkpointed_blocks)
         modules = modules_by_name(self._fake)
-        for index in recomputed:
-            recompute(modules[units[index].module_names[0]])
+        for index, way in recomputed.items():
+            module = modules[units[index].module_names[0]]
+            if not way.saved_calls:
+                module.forward = self._logged(index, module)
+            recompute(module, way)
         for index in offloaded:
             offload(modules[units[index].module_names[0]])
         self.reads = OutsideReads(modules, units)
@@ -176,6 +213,33 @@ class _Tracer:
             if loss is not None:  # which may call the model that it knows, as trainers do with `self.model`
                 stack.enter_context(forward_replaced(self._model, self._fake.__call__))
             return [self._run(batch) for batch in batches]
+
+    @property
+    def recomputed_calls(self) -> dict[int, Sequence[LoggedCall]]:
+        """Operators that run again in backward, of units that are wholly recomputed, at the second batch size.
+
+        Torch stops when the last tensor that backward needs is there again. What can be saved, forward says.
+        """
+        traced = {}
+        for unit, logs in self._logs.items():
+            if len(logs) >= 4:  # forward and its second run, for two batches and more
+                forward = {one.call: one for one in logs[2]}
+                traced[unit] = [forward[one.call] for one in logs[3] if one.call in forward]
+        return traced | {unit: traced[other] for unit, other in self._like.items() if other in traced}
+
+    def _logged(self, unit: int, module: nn.Module) -> Callable[..., Any]:
+        """Wrap the forward of a unit's module, whose operators are listed."""
+        original = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> object:
+            log = OperatorLog(module)
+            self._logs.setdefault(unit, []).append(log.calls)
+            with log:
+                output = original(*args, **kwargs)
+            log.returned(output)
+            return output
+
+        return forward
 
     def _run(self, batch: Mapping[str, Any]) -> list[SegmentRecord]:
         with ExitStack() as stack:
@@ -230,6 +294,7 @@ class _Tracer:
             if len(calls.get(key, ())) == _TRACED_OF_EQUALS:
                 record, call = calls[key][-1]
                 recorder.enter(unit, copy_of=record)
+                self._like[unit] = record.unit
                 output = call.replay(args, kwargs, anchor)
                 recorder.leave()
                 return output

@@ -159,7 +159,7 @@ def activation_host_bytes(segment: Segment, samples: int, activations: Activatio
     A block's input is one tensor. The sizes of all that a block saves are not known one by one: rounded up, they are at most doubled.
     """
     nbytes = segment.under(activations).sent_bytes.bytes(samples) if activations.offloads else 0
-    return pinned_bytes(nbytes) if activations.recomputes else 2 * nbytes
+    return pinned_bytes(nbytes) if activations == Activations.RECOMPUTE_OFFLOAD else 2 * nbytes
 
 
 def peak_of_terms(

@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 
 from ..affine import Affine
 from ..decision import Batch, UnitLayout
-from ..description import Activations, GatherSpan, ModelDescription, PhaseCost
+from ..description import Activations, GatherSpan, ModelDescription, PhaseCost, Recomputation
 from ..hardware import Hardware
 from ..job import TrainingJob
 from .units import UnitSeconds, host_of, shape_ids, unit_seconds
@@ -172,14 +172,18 @@ class UnitTimer:
 
     def __init__(self, description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch) -> None:
         self._description, self._hardware, self._job, self._batch = description, hardware, job, batch
-        forms = (Activations.SAVE, Activations.RECOMPUTE)  # one stands for all that recompute, one for all that do not
-        work = [unit_work(description, hardware, batch.micro_batch_size, form) for form in forms]
-        self.compute_s = {a: work[a.recomputes][0] for a in Activations}
-        """By choice about activations, for each unit."""
-        self.windows = {a: work[a.recomputes][1] for a in Activations}
+        self._work: dict[Recomputation | None, tuple[tuple[float, ...], tuple[Windows, ...]]] = {}
         self._trips: dict[Activations, tuple[HostTrip, ...]] = {}
         self._shapes = shape_ids(description.units)
         self._terms: dict[tuple[object, ...], UnitSeconds] = {}
+
+    def work(self, activations: Activations) -> tuple[tuple[float, ...], tuple[Windows, ...]]:
+        """Return `unit_work`, computed once; where activations wait makes no difference."""
+        way = activations.recomputation
+        if way not in self._work:
+            kept = Activations(recomputation=way)
+            self._work[way] = unit_work(self._description, self._hardware, self._batch.micro_batch_size, kept)
+        return self._work[way]
 
     def trips(self, activations: Activations) -> tuple[HostTrip, ...]:
         """Return `host_trips`, computed once."""
@@ -193,8 +197,8 @@ class UnitTimer:
         terms = self._terms.get(key)
         if terms is None:
             terms = self._terms[key] = unit_seconds(self._description.units[index], layout, self._hardware, self._job)
-        kept = layout.activations
-        return unit_time(terms, layout, self.windows[kept][index], self.compute_s[kept][index], self._batch, self.trips(kept)[index])
+        compute_s, windows = self.work(layout.activations)
+        return unit_time(terms, layout, windows[index], compute_s[index], self._batch, self.trips(layout.activations)[index])
 
 
 def unit_time(

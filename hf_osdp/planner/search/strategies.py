@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from ...errors import HardwareError
 from ..decision import Batch, UnitLayout, layouts_for
-from ..description import Activations, GatherSpan, ModelDescription, UnitDescription
+from ..description import Activations, GatherSpan, ModelDescription, Recomputation, UnitDescription
 from ..hardware import Hardware
 from ..job import TrainingJob, divisors
 from ..problem import PlanningProblem, Strategy
@@ -29,6 +29,8 @@ class _Open:
     reduces: tuple[bool, ...] = (True,)
     """Reduce gradients in every micro-step, or hold whole ones."""
     activations: tuple[Activations, ...] = (Activations.SAVE,)
+    """Where `saves_operators`, each unit's own ways to recompute come in place of a full recomputation."""
+    saves_operators: bool = False
     on_host: tuple[bool, ...] = (False,)
 
 
@@ -55,10 +57,8 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
     description, hardware = problem.description, problem.hardware
     _check_activations(description, problem.job)
     choices = [choice for sharding in _shardings(problem.strategy, hardware) for choice in _choices(sharding, problem, batch)]
-    recomputable, offloadable = description.recomputable, description.offloadable
-    spaces = [
-        tuple(_layouts(unit, i in recomputable, i in offloadable, choice) for i, unit in enumerate(description.units)) for choice in choices
-    ]
+    ways, offloadable = description.recomputations, description.offloadable
+    spaces = [tuple(_layouts(unit, ways[i], i in offloadable, choice) for i, unit in enumerate(description.units)) for choice in choices]
     return tuple({tuple(map(id, space)): space for space in spaces}.values())  # equal layouts are the same object, see `_product`
 
 
@@ -116,7 +116,10 @@ def _choices(sharding: _Open, problem: PlanningProblem, batch: Batch) -> list[_O
     free = replace(
         sharding,
         reduces=reduces if batch.accumulation_steps > 1 else (True,),
-        activations=tuple(Activations.of(recomputes=again, offloads=away) for away in offloads for again in recomputes),
+        activations=tuple(
+            Activations(recomputation=Recomputation() if again else None, offloads=away) for away in offloads for again in recomputes
+        ),
+        saves_operators=job.recompute is None and problem.strategy is Strategy.OSDP,
         on_host=_with_host("host_offload", job.host_offload, hardware),
     )
     if problem.strategy is not Strategy.OSDP:
@@ -136,12 +139,18 @@ def _with_host(name: str, asked: bool | None, hardware: Hardware) -> tuple[bool,
     return (False, True) if asked is None else (asked,)
 
 
-def _layouts(unit: UnitDescription, recomputable: bool, offloadable: bool, free: _Open) -> tuple[UnitLayout, ...]:
-    """Return the layouts of one unit."""
-    able = (Activations.of(recomputes=a.recomputes and recomputable, offloads=a.offloads and offloadable) for a in free.activations)
+def _layouts(unit: UnitDescription, ways: tuple[Recomputation, ...], offloadable: bool, free: _Open) -> tuple[UnitLayout, ...]:
+    """Return the layouts of one unit that may be recomputed in these ways."""
+    able = []
+    for choice in free.activations:
+        away = choice.offloads and offloadable
+        again = ways[: None if free.saves_operators and not away else 1] if choice.recomputes else ()
+        able += [Activations(recomputation=way, offloads=away) for way in again or (None,)]
     # of several calls FSDP2 would reduce what is held in one, and in another what this micro-step adds to it
     always = not unit.trainable_numel or unit.span is GatherSpan.CALLS
-    return _product(unit.span, replace(free, activations=tuple(dict.fromkeys(able)), reduces=(True,) if always else free.reduces))
+    return _product(
+        unit.span, replace(free, activations=tuple(dict.fromkeys(able)), saves_operators=False, reduces=(True,) if always else free.reduces)
+    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -90,7 +90,8 @@ class _Builder:
         unit = segment.unit
         several = unit if len(self._calls[unit]) > 1 else None
         costs = segment.each(lambda costs: replace(costs, unit=0))
-        windows = tuple(self._timer.windows[activations][unit] for activations in Activations)
+        ways = (Activations.SAVE, *(Activations(recomputation=way.recomputation) for way in segment.recomputed))
+        windows = tuple(self._timer.work(activations)[1][unit] for activations in ways)
         return several, self._shapes[unit], costs, self._merging.get(index, 0), windows, self._space[unit]
 
     def _root_stage(self, index: int, prefetches: bool) -> RootStage:

@@ -1,0 +1,221 @@
+"""Which operators of a block are worth saving where the rest of its forward runs again in backward.
+
+Every operator of a block's forward takes time to run again, and memory to save its output. Nothing else of a recomputation changes
+where one of them is saved, so that the best for each amount of memory are those with the most time for each byte: a *frontier* from
+saving the input alone to saving all that autograd asks for. Of its corners a few are kept, each better than a mix of its neighbours.
+
+What an operator takes is found by running it on fake tensors (`OperatorLog`), at a rough rate of FLOPs and bytes: devices differ in it,
+but not so much that the order of operators does. The search gets each way with its bytes and work, as traced, and the device's own rates.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..modeling.selective import CallCounter
+from ..planner.description import Recomputation, Segment
+from .recorder import PhaseRecord
+from .tensors import storages_in
+
+_FLOPS_PER_BYTE = {"cpu": 20.0, "cuda": 150.0}
+"""Products that a device makes while it moves a byte: about 0.5 TFLOP/s at 25 GB/s, 312 TFLOP/s at 2 TB/s (A100, bf16)."""
+_MOST_WAYS = 6
+"""Of a block, beside saving all: more hardly add to the frontier, and each is traced."""
+_LEAST_GAIN = 0.003
+"""Part of the frontier's whole area by which a way must add to it."""
+
+_NAMED = 0.05
+"""Part of the largest output from which an operator is named."""
+
+Point = tuple[float, float]
+"""Bytes that are saved, and work that is left for backward."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LoggedCall:
+    """One operator of a block's forward."""
+
+    call: str
+    """Its name and number, see `Recomputation.saved_calls`."""
+    module: str
+    """Name, inside the block, of the module that ran it."""
+    flops: int
+    traffic_bytes: int
+    saved_bytes: int = 0
+    """Of its outputs; 0 where they cannot be saved: views, what is written in place, what the block returns."""
+
+
+class OperatorLog(TorchDispatchMode):
+    """List the operators of one call of a block.
+
+    Args:
+        block: its modules are told apart while the log is on.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self._block = block
+        self._counter = CallCounter()
+        self._running = [""]
+        self._hooks = ExitStack()
+        self._storages: dict[int, LoggedCall] = {}
+        """By storage, the call that made it; where it was freed and its address used again, the later one."""
+        self.calls: list[LoggedCall] = []
+        """In the order in which they ran."""
+
+    def __enter__(self) -> OperatorLog:
+        for name, module in self._block.named_modules():
+            if name:
+                self._hooks.callback(module.register_forward_pre_hook(self._entering(name)).remove)
+                self._hooks.callback(module.register_forward_hook(self._leaving, always_call=True).remove)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._hooks.close()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        kwargs, call = kwargs or {}, self._counter.name(func)
+        before = {storage._cdata for _, storage in storages_in((args, kwargs))}
+        result = func(*args, **kwargs)
+        cost = PhaseRecord()
+        cost.count(func, args, kwargs, result)
+        logged = LoggedCall(
+            call=call,
+            module=self._running[-1],
+            flops=cost.matmul_flops,
+            traffic_bytes=cost.traffic_bytes,
+        )
+        made = {storage._cdata: storage.nbytes() for _, storage in storages_in(result)}
+        if func._schema.is_mutable:
+            self._exclude(before)  # some of them are written
+        elif made and not before & set(made):
+            logged.saved_bytes = sum(made.values())
+            self._storages |= dict.fromkeys(made, logged)
+        self.calls.append(logged)
+        return result
+
+    def returned(self, output: object) -> None:
+        """Leave out what the block returns: its caller may change it in place, and the next block saves it as its input."""
+        self._exclude({storage._cdata for _, storage in storages_in(output)})
+        self._storages.clear()
+
+    def _exclude(self, storages: set[int]) -> None:
+        for key in storages & set(self._storages):
+            self._storages[key].saved_bytes = 0
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        return lambda module, args: self._running.append(name)
+
+    def _leaving(self, *_: object) -> None:
+        self._running.pop()
+
+
+def recomputations(calls: Sequence[LoggedCall], beside_input: int, device_type: str) -> tuple[Recomputation, ...]:
+    """Return ways to recompute a block, from that which saves its input alone to that which saves most.
+
+    Args:
+        calls: the operators of its forward.
+        beside_input: bytes that saving all takes beyond the input, at the batch size of `calls`.
+        device_type: `"cpu"` or `"cuda"`.
+    """
+    work = {one.call: _work(one.flops, one.traffic_bytes, device_type) for one in calls}
+    whole = sum(work.values()) or 1.0
+    worth = sorted(
+        (one for one in calls if one.saved_bytes and work[one.call]), key=lambda one: work[one.call] / one.saved_bytes, reverse=True
+    )
+    corners = [(0.0, whole)]
+    for one in worth:
+        nbytes, left = corners[-1]
+        corners.append((nbytes + one.saved_bytes, left - work[one.call]))
+    corners.append((float(max(1, beside_input)), 0.0))
+    counts = corner_indices(corners, most=_MOST_WAYS, least_gain=_LEAST_GAIN)[:-1]
+    order = {one.call: number for number, one in enumerate(calls)}
+    names = _names(calls)
+    ways = []
+    for count in counts:
+        saved = sorted(worth[:count], key=lambda one: order[one.call])
+        largest = max((one.saved_bytes for one in saved), default=0)
+        ways.append(
+            Recomputation(
+                saved_calls=tuple(one.call for one in saved),
+                share=round(max(0.0, corners[count][1] / whole), 3),
+                names=tuple(dict.fromkeys(names[one.call] for one in saved if one.saved_bytes > _NAMED * largest)),
+            )
+        )
+    return tuple(ways)
+
+
+def corner_indices(points: Sequence[Point], *, most: int, least_gain: float) -> list[int]:
+    """Return the indices of a few corners of the lower hull of points, by rising bytes; the first and the last point are of them.
+
+    Left out are points that a mix of two others is no worse than, then those with which least of the hull's area goes.
+
+    Args:
+        points: bytes and work; those with more bytes than the last are left out.
+        most: so many corners beside the last.
+        least_gain: part of the rectangle around the first and the last point by which a corner must add to the area.
+    """
+    last = len(points) - 1
+    hull: list[int] = []
+    for index in sorted((i for i, p in enumerate(points) if i == last or p[0] < points[last][0]), key=lambda i: points[i]):
+        if hull and points[index][0] == points[hull[-1]][0]:
+            continue
+        while len(hull) > 1 and _triangle(points[hull[-2]], points[hull[-1]], points[index]) <= 0:
+            hull.pop()
+        hull.append(index)
+    whole = abs((points[last][0] - points[0][0]) * (points[0][1] - points[last][1]))
+    while len(hull) > 2:
+        gains = [_triangle(points[a], points[b], points[c]) for a, b, c in zip(hull, hull[1:], hull[2:], strict=False)]
+        least = min(range(len(gains)), key=gains.__getitem__)
+        if len(hull) <= most + 1 and gains[least] > least_gain * whole:
+            break
+        del hull[least + 1]
+    return hull
+
+
+def worthwhile(plain: Segment, ways: Sequence[Segment], device_type: str, samples: int) -> list[int]:
+    """Return which ways, as traced, are better than a mix of their neighbours; the first always is one."""
+
+    def point(segment: Segment) -> Point:
+        backward = segment.backward
+        return segment.saved_bytes(samples), _work(backward.matmul_flops(samples), backward.traffic_bytes(samples), device_type)
+
+    corners = corner_indices([*map(point, ways), point(plain)], most=len(ways), least_gain=0.0)
+    return sorted({0, *corners} - {len(ways)})
+
+
+def _work(flops: float, traffic_bytes: float, device_type: str) -> float:
+    """Return bytes that move, with FLOPs counted as the bytes that move in their time."""
+    return flops / _FLOPS_PER_BYTE[device_type] + traffic_bytes
+
+
+def _triangle(a: Point, b: Point, c: Point) -> float:
+    """Return twice the area of a triangle: positive where b lies below the line from a to c."""
+    return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])
+
+
+def _names(calls: Sequence[LoggedCall]) -> dict[str, str]:
+    """Return what a person calls each call: the module of a product by as much of its name as tells it apart, else the operator."""
+    modules = {one.module for one in calls if one.flops and one.module}
+    endings = Counter(name.split(".")[-1] for name in modules)
+
+    def name_of(one: LoggedCall) -> str:
+        operator = one.call.partition("#")[0]
+        if not one.flops or operator == "attention" or not one.module:
+            return operator
+        parts = one.module.split(".")
+        return parts[-1] if endings[parts[-1]] == 1 else ".".join(parts[-2:])
+
+    return {one.call: name_of(one) for one in calls}
