@@ -190,7 +190,7 @@ def test_fp16_in_a_plain_loop_skips_the_same_steps_on_every_rank():
 def test_decisions_that_are_fixed_are_the_plans():
     plan = planned(recompute=True, reduce_every_micro_step=True, micro_batch_size=1).plan
     blocks = [unit for unit in plan.units if ".h." in unit.fqn]
-    assert blocks and all(unit.activations is Activations.RECOMPUTE for unit in blocks)
+    assert blocks and all(unit.activations == Activations.RECOMPUTE for unit in blocks)
     assert all(unit.reduce_every_micro_step for unit in plan.units) and plan.split == WHOLE_BLOCKS
 
 

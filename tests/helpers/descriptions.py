@@ -6,7 +6,17 @@ import random
 from dataclasses import replace
 
 from hf_osdp.planner.affine import Affine, Envelope
-from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, ParameterSpec, PhaseCost, Segment, UnitDescription
+from hf_osdp.planner.description import (
+    DType,
+    GatherSpan,
+    ModelDescription,
+    ParameterSpec,
+    PhaseCost,
+    Recomputation,
+    RecomputedSegment,
+    Segment,
+    UnitDescription,
+)
 
 
 def transformer(
@@ -63,7 +73,7 @@ def at_random(
         ({f"w{j}": (dice.randint(1, 60), dice.randint(1, 40)) for j in range(dice.randint(1, 2))}, _random_segment(dice, 0))
         for _ in range(kinds)
     ]
-    again = [_random_segment(random.Random(seed + 1 + kind), 0) for kind in range(kinds)]
+    again = [_random_ways(random.Random(seed + 1 + kind)) for kind in range(kinds)]
     own = [Affine(per_sample=random.Random(seed - 1 - kind).choice([500, 1000, 5000])) for kind in range(kinds)]
     for index in range(blocks):
         shapes, segment = made[index * kinds // blocks]
@@ -71,8 +81,8 @@ def at_random(
         segments.append(_segment(segment, unit=len(units) - 1))
         if recomputable:
             kind = index * kinds // blocks
-            other = replace(_segment(again[kind], unit=len(units) - 1), own_saved_bytes=own[kind], sent_bytes=own[kind])
-            segments[-1] = replace(segments[-1], own_saved_bytes=own[kind - 1], sent_bytes=own[kind - 1], recomputed=other)
+            others = (replace(_segment(way, unit=len(units) - 1), own_saved_bytes=own[kind], sent_bytes=own[kind]) for way in again[kind])
+            segments[-1] = replace(segments[-1], own_saved_bytes=own[kind - 1], sent_bytes=own[kind - 1], recomputed=ways(*others))
         if dice.random() < 0.1:
             segments.append(_random_segment(dice, 0))
     if tied or called:
@@ -94,6 +104,16 @@ def at_random(
         units=tuple(units),
         segments=tuple(segments),
     )
+
+
+def ways(*costs: Segment) -> tuple[RecomputedSegment, ...]:
+    """Return ways to recompute a block that cost this much: the first saves its input alone, each other one operator."""
+    ways = (Recomputation(saved_calls=(f"op#{number}",) if number else ()) for number in range(len(costs)))
+    return tuple(RecomputedSegment(recomputation=way, costs=one) for way, one in zip(ways, costs, strict=True))
+
+
+def _random_ways(dice: random.Random) -> list[Segment]:
+    return [_random_segment(dice, 0) for _ in range(dice.choice([1, 1, 2, 3]))]
 
 
 def _with_gradients(dice: random.Random, units: list[UnitDescription], segments: list[Segment]) -> list[Segment]:

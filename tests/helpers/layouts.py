@@ -7,9 +7,15 @@ from dataclasses import replace
 from torch import nn
 
 from hf_osdp.modeling.units import find_units
-from hf_osdp.planner.description import Activations, DType, GatherSpan, ModelDescription, UnitDescription
+from hf_osdp.planner.description import Activations, DType, GatherSpan, ModelDescription, Recomputation, UnitDescription
 from hf_osdp.planner.plan import Plan, UnitDecision
 
+SELECTIVE = Activations(
+    recomputation=Recomputation(
+        saved_calls=("addmm#0", "addmm#2", "mm#1", "mm#4", "bmm#1", "attention#0", "native_layer_norm#1", "_softmax#0", "div#1")
+    )
+)
+"""Outputs of some operators are saved, as far as a block has them."""
 LAYOUTS = ("replicate", "zero2", "zero3", "two_stage", "hsdp", "mixed", "everything")
 
 
@@ -22,7 +28,7 @@ def plan_of(
     reduce_every_micro_step: bool | None = True,
 ) -> Plan:
     """One layout for all units, or `mixed`: every layout in turn. Two stages take the world as two nodes of several ranks.
-    `everything` adds to that blocks that are recomputed and units on the host.
+    `everything` adds to that blocks that are recomputed, wholly or in part, and units on the host.
 
     `reduce_every_micro_step=None` lets every third unit reduce, the others hold.
     """
@@ -77,12 +83,13 @@ def _decision(unit: UnitDescription, index: int, world_size: int, layout: str) -
             shard_size, reshard, stage_size = kinds[index % len(kinds)]
         case _:
             raise ValueError(f"plan_of has no layout {layout!r}; use one of {', '.join(LAYOUTS)}.")
+    kinds_of_activations = (*Activations.BASIC, SELECTIVE)
     block = layout == "everything" and unit.span is GatherSpan.USE and unit.class_name.endswith(("Block", "Layer"))
     return UnitDecision(
         fqn=unit.fqn,
         shard_size=shard_size,
         reshard_after_forward=reshard,
         stage_size=stage_size,
-        activations=list(Activations)[index % len(Activations)] if block else Activations.SAVE,
+        activations=kinds_of_activations[index % len(kinds_of_activations)] if block else Activations.SAVE,
         on_host=layout == "everything" and index % 3 == 1,
     )

@@ -20,7 +20,7 @@ from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planner.search.solver import fastest
 from hf_osdp.planner.search.strategies import batches, search_spaces
 from hf_osdp.planner.search.timeline import build_timeline
-from tests.helpers.descriptions import at_random, transformer
+from tests.helpers.descriptions import at_random, transformer, ways
 from tests.helpers.problems import problem
 from tests.helpers.sampling import slow_but
 from tests.oracle.test_brute_force import small_hardware, small_host
@@ -57,7 +57,7 @@ def test_no_plan_with_a_choice_fixed_is_faster_or_smaller(seed, fixed):
 def slower_again(segment: Segment) -> Segment:
     """The segment with a recomputed form that saves nothing and takes one more forward."""
     backward = replace(segment.backward, matmul_flops=segment.backward.matmul_flops.plus(segment.forward.matmul_flops))
-    return replace(segment, recomputed=replace(segment, saved_bytes=Affine(), backward=backward, recomputed=None))
+    return replace(segment, recomputed=ways(replace(segment, saved_bytes=Affine(), backward=backward, recomputed=())))
 
 
 def test_nothing_is_given_up_where_memory_is_ample():
@@ -72,7 +72,7 @@ def test_what_is_fixed_is_what_runs():
     description, hardware, job = instance(4)
     plan = search(problem(description, hardware, replace(job, recompute=True, host_offload=True), 10**12)).plan
     assert all(unit.on_host for unit in plan.units)
-    again = {unit.fqn for unit in plan.units if unit.activations is Activations.RECOMPUTE}
+    again = {unit.fqn for unit in plan.units if unit.activations == Activations.RECOMPUTE}
     assert again == {description.units[i].fqn for i in description.recomputable} != set()
 
 

@@ -161,7 +161,7 @@ def random_choices(dice: random.Random, description: ModelDescription, world_siz
         sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
         layout = dice.choice(layouts_for(unit.span, sizes, reshard_after_forward=None, stage_sizes=(1,)))
         hold = batch.accumulation_steps > 1 and unit.span is not GatherSpan.CALLS and dice.random() < 0.5
-        kept = dice.choice(list(Activations)) if index in description.recomputable else Activations.SAVE
+        kept = dice.choice(Activations.BASIC) if index in description.recomputable else Activations.SAVE
         found.append(replace(layout, reduce_every_micro_step=not hold, activations=kept, on_host=dice.random() < 0.2))
     return found
 

@@ -128,7 +128,7 @@ def listed_otherwise(model: ModelDescription, seed: int) -> ModelDescription:
     now = {was: index for index, was in enumerate(order)}
 
     def moved(segment):
-        return replace(segment, unit=now[segment.unit], recomputed=segment.recomputed and moved(segment.recomputed))
+        return segment.each(lambda costs: replace(costs, unit=now[segment.unit]))
 
     return replace(model, units=tuple(model.units[i] for i in order), segments=tuple(map(moved, model.segments)))
 

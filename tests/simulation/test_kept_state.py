@@ -55,7 +55,7 @@ def test_a_state_that_keeps_the_recomputed_graph_alive_is_in_the_estimate(keeps)
         replace(choice, activations=Activations.RECOMPUTE if index in description.recomputable else Activations.SAVE)
         for index, choice in enumerate(choices_of_layout("zero3", description, WORLD))
     ]
-    again = [segment.recomputed for segment in description.segments if segment.recomputed is not None]
+    again = [segment.recomputed[0].costs for segment in description.segments if segment.recomputed]
     grows = again[0].gradient_bytes(4) > again[-1].gradient_bytes(4) + 4 * ROWS * WIDTH * 4
     assert grows is keeps
     estimate, simulated = estimate_and_simulation(model, description, choices, job=JOB, batch=BATCH, world=WORLD, inputs=rows)

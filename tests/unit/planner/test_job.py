@@ -13,7 +13,7 @@ from hf_osdp.planner.hardware import Hardware, HostSpec
 from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.strategies import batches, search_spaces
-from tests.helpers.descriptions import transformer
+from tests.helpers.descriptions import transformer, ways
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem
 
@@ -22,10 +22,12 @@ ONCE, TWICE = (Batch(micro_batch_size=1, accumulation_steps=steps) for steps in 
 JOB = TrainingJob(global_batch_size=32)
 SAVING = replace(JOB, recompute=False)
 HOST = HostSpec(memory_bytes=10**9, to_device_bytes_per_s=1e4, to_host_bytes_per_s=2e4, update_bytes_per_s=5e3, source="made up")
-SAVE, AGAIN, OFFLOAD, AGAIN_OFFLOAD = Activations
+SAVE, AGAIN, OFFLOAD, AGAIN_OFFLOAD = Activations.BASIC
 PLAIN = transformer(layers=2)
 SENT = [replace(s, own_saved_bytes=s.saved_bytes, sent_bytes=s.saved_bytes) for s in PLAIN.segments]
-DESCRIPTION = replace(PLAIN, segments=tuple(replace(s, recomputed=s) if s.unit > 1 else replace(s, sent_bytes=Affine()) for s in SENT))
+DESCRIPTION = replace(
+    PLAIN, segments=tuple(replace(s, recomputed=ways(s)) if s.unit > 1 else replace(s, sent_bytes=Affine()) for s in SENT)
+)
 """Two blocks that can be run again in backward, or offloaded, after a root and an embedding that cannot."""
 
 
@@ -119,9 +121,9 @@ OFFERED = {
     "one process": (dict(batch=TWICE, job=SAVING, hardware=devices(1)), {SAVE}, FREE, FIXED),
     "recomputation": (dict(batch=ONCE), {SAVE, AGAIN}, FIXED, FIXED),
     "recomputation of all": (dict(batch=ONCE, job=replace(JOB, recompute=True)), {AGAIN}, FIXED, FIXED),
-    "a host": (dict(batch=ONCE, host=HOST), set(Activations), FIXED, FREE),
-    "states on the host": (dict(batch=ONCE, host=HOST, job=replace(JOB, host_offload=True)), set(Activations), FIXED, {True}),
-    "states on the device": (dict(batch=ONCE, host=HOST, job=replace(JOB, host_offload=False)), set(Activations), FIXED, FIXED),
+    "a host": (dict(batch=ONCE, host=HOST), set(Activations.BASIC), FIXED, FREE),
+    "states on the host": (dict(batch=ONCE, host=HOST, job=replace(JOB, host_offload=True)), set(Activations.BASIC), FIXED, {True}),
+    "states on the device": (dict(batch=ONCE, host=HOST, job=replace(JOB, host_offload=False)), set(Activations.BASIC), FIXED, FIXED),
     "activations on the host": (
         dict(batch=ONCE, host=HOST, job=replace(JOB, offload_activations=True)), {OFFLOAD, AGAIN_OFFLOAD}, FIXED, FREE,
     ),

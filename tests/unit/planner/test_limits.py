@@ -105,7 +105,7 @@ def test_search_never_solves_for_options_that_no_device_holds():
     huge = tuple(replace(s, saved_bytes=Affine(per_sample=1e30)) if s.recomputed else s for s in model.segments)
     found = search(problem(replace(model, segments=huge), hardware, JOB, 2 * least_memory(problem(model, hardware, JOB))))
     blocks = [unit for unit in found.plan.units if unit.fqn.startswith("b")]
-    assert blocks and all(unit.activations is Activations.RECOMPUTE for unit in blocks)
+    assert blocks and all(unit.activations == Activations.RECOMPUTE for unit in blocks)
 
 
 @pytest.mark.parametrize("limit", [2**30, 2**59])

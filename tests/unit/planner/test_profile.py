@@ -16,7 +16,7 @@ from hf_osdp.planner.job import OptimizerStep
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import HostLink, Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
 from hf_osdp.reading import MOST_BYTES
-from tests.helpers.descriptions import transformer
+from tests.helpers.descriptions import transformer, ways
 
 DESCRIPTION = transformer(layers=3)
 HARDWARE = replace(
@@ -125,11 +125,11 @@ def test_every_segment_takes_the_times_of_its_own_kind():
 
 
 def test_recomputed_segments_take_one_more_forward():
-    again = replace(DESCRIPTION, segments=tuple(replace(s, recomputed=s) for s in DESCRIPTION.segments))
+    again = replace(DESCRIPTION, segments=tuple(replace(s, recomputed=ways(s)) for s in DESCRIPTION.segments))
     for segment in with_block_times(again, PROFILE).segments:
         forward, backward = (seconds(phase, again) for phase in (segment.forward, segment.backward))
-        assert seconds(segment.recomputed.backward, again) == pytest.approx(forward + backward)
-        assert seconds(segment.recomputed.forward, again) == forward
+        assert seconds(segment.recomputed[0].costs.backward, again) == pytest.approx(forward + backward)
+        assert seconds(segment.recomputed[0].costs.forward, again) == forward
 
 
 def with_work(factor: float, name: str, phase: str, class_name: str = "") -> ModelDescription:

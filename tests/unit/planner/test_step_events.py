@@ -14,7 +14,7 @@ from hf_osdp.planner.cost.step_events import estimate_reserved, step_events
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import Activations, AllocationTrace, DType, Handed, ModelDescription, ParameterSpec, PhaseCost, Segment
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
-from tests.helpers.descriptions import transformer
+from tests.helpers.descriptions import transformer, ways
 
 MiB = 2**20
 WORLD, BLOCKS = 4, 3
@@ -105,7 +105,7 @@ def test_allocated_peak_is_the_estimates(choice, traced):
 def test_recomputed_segment_takes_its_own_trace():
     description = model()
     less = AllocationTrace(sizes=((0, 7 * MiB),), forward=(), backward=(0, ~0), gradients=())
-    segments = tuple(replace(s, recomputed=replace(s, allocations=1)) for s in description.segments)
+    segments = tuple(replace(s, recomputed=ways(replace(s, allocations=1))) for s in description.segments)
     description = replace(description, segments=segments, allocations=(TRACE, less))
     events = step_events(description, [replace(FULL, activations=Activations.RECOMPUTE)] * BLOCKS, WORLD, JOB, ONE)
     assert sizes(events.before_optimizer, COMPUTE)[14 * MiB] == BLOCKS

@@ -14,7 +14,7 @@ from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import Activations, DType, ModelDescription, PhaseCost, Segment
 from hf_osdp.planner.hardware import Backend, Hardware
 from hf_osdp.planner.job import TrainingJob
-from tests.helpers.descriptions import transformer
+from tests.helpers.descriptions import transformer, ways
 from tests.helpers.hardware import bare_preset
 
 TERMS = UnitSeconds(
@@ -166,7 +166,9 @@ def recomputable(layers: int = 3) -> ModelDescription:
         parts = {name: getattr(segment.backward, name).plus(getattr(segment.forward, name)) for name in ("matmul_flops", "traffic_bytes")}
         return replace(segment, backward=replace(segment.backward, **parts))
 
-    segments = (replace(s, recomputed=again(s)) if description.units[s.unit].fqn.startswith("layers.") else s for s in description.segments)
+    segments = (
+        replace(s, recomputed=ways(again(s))) if description.units[s.unit].fqn.startswith("layers.") else s for s in description.segments
+    )
     return replace(description, segments=tuple(segments))
 
 

@@ -1,0 +1,167 @@
+"""Blocks that are recomputed but for chosen operators: the same gradients, random numbers included, and clear refusals."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+)
+
+from hf_osdp.modeling import selective
+from hf_osdp.modeling.batch import training_batch
+from hf_osdp.modeling.wrapping import recomputation_of, recompute
+from hf_osdp.planner.description import Recomputation
+from hf_osdp.tracing.recomputation import LoggedCall, OperatorLog
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+MODELS: dict[str, PretrainedConfig] = {
+    "gpt2 with dropout": GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=32, vocab_size=50),
+    "gpt2 without": GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=32, vocab_size=50, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0),
+    "llama": LlamaConfig(**SMALL, num_key_value_heads=2, attention_dropout=0.1),
+    "bert": BertConfig(**SMALL),
+    "mixtral": MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=3),
+}
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    return next(list(module) for module in model.modules() if isinstance(module, nn.ModuleList))
+
+
+def saveable(block: nn.Module, run) -> list[LoggedCall]:
+    """Operators of a block whose outputs can be saved."""
+    original, logs = block.forward, []
+
+    def forward(*args, **kwargs):
+        log = OperatorLog(block)
+        with log:
+            output = original(*args, **kwargs)
+        log.returned(output)
+        logs.append(log)
+        return output
+
+    block.forward = forward
+    run()
+    block.forward = original
+    return [call for call in logs[0].calls if call.saved_bytes]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_the_plain_model_whatever_is_saved(name):
+    kind = AutoModelForMaskedLM if name == "bert" else AutoModelForCausalLM
+    eager = {"experts_implementation": "eager"} if name == "mixtral" else {}  # others have no float64
+    model = kind.from_config(MODELS[name], **eager).double().train()
+    batch = training_batch(model, 16)(2)
+
+    def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        logits = model(**batch).logits
+        (logits.square().mean() + torch.rand_like(logits).mul(logits).sum()).backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+    wanted, logged = gradients(copy.deepcopy(model)), copy.deepcopy(model)
+    calls = saveable(blocks_of(logged)[0], lambda: gradients(logged))
+    assert len(calls) > 8
+    dice = random.Random(name)
+    for number in (1, 3, len(calls) // 2, len(calls)):
+        one = copy.deepcopy(model)
+        for block in blocks_of(one):
+            saved = tuple(call.call for call in dice.sample(calls, number))
+            recompute(block, Recomputation(saved_calls=saved))
+            assert recomputation_of(block).saved_calls == saved
+        found = gradients(one)
+        assert found.keys() == wanted.keys()
+        for parameter, gradient in wanted.items():
+            assert torch.equal(found[parameter], gradient), (number, parameter)
+
+
+class Block(nn.Module):
+    """A product, dropout, and what `after` does to the product's output."""
+
+    def __init__(self, after=lambda product: product):
+        super().__init__()
+        self.linear, self.after = nn.Linear(4, 4), after
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product = self.linear(x)
+        hidden = nn.functional.dropout(product.relu(), 0.5) * product.sigmoid()
+        self.after(product)
+        return nn.functional.dropout(hidden, 0.5)
+
+
+def test_saved_operators_run_once_and_the_others_twice():
+    ran = []
+
+    class Counts(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            ran.append(selective.operator_name(func))
+            return func(*args, **(kwargs or {}))
+
+    block = Block()
+    recompute(block, Recomputation(saved_calls=("addmm#0", "sigmoid#0")))
+    with Counts():
+        block(torch.ones(3, 4)).sum().backward()
+    assert [ran.count(name) for name in ("addmm", "sigmoid", "relu")] == [1, 1, 2]
+
+
+def test_output_that_is_changed_in_place_is_refused():
+    block = Block(after=lambda product: product.detach().add_(1))
+    recompute(block, Recomputation(saved_calls=("addmm#0",)))
+    with pytest.raises(RuntimeError, match=r"output of addmm#0, which the plan saves for backward, was changed in place; .* recompute="):
+        block(torch.ones(3, 4, requires_grad=True)).sum().backward()
+
+
+def test_operators_that_do_not_run_are_named_once_and_recomputed(caplog):
+    selective._warn_of_absent.cache_clear()
+    block, plain = Block(), Block()
+    plain.load_state_dict(block.state_dict())
+    recompute(block, Recomputation(saved_calls=("addmm#0", "mm#7")))
+    for _ in range(2):
+        for one in (block, plain):
+            torch.manual_seed(0)
+            one(torch.ones(3, 4)).sum().backward()
+    assert torch.equal(block.linear.weight.grad, plain.linear.weight.grad)
+    said = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(said) == 1 and "outputs of mm#7, which did not run" in said[0].getMessage()
+
+
+def test_graph_that_is_kept_gives_the_same_gradients_twice():
+    block = Block()
+    recompute(block, Recomputation(saved_calls=("addmm#0", "sigmoid#0")))
+    x = torch.ones(3, 4, requires_grad=True)
+    loss = block(x).sum()
+    first = torch.autograd.grad(loss, x, retain_graph=True)
+    assert torch.equal(first[0], torch.autograd.grad(loss, x)[0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"share": 1.5}, r"share=1\.5 of a recomputation must be from 0 to 1"),
+        ({"saved_calls": ("addmm",)}, "must be different calls of operators, such as 'addmm#0'"),
+        ({"saved_calls": ("addmm#0", "addmm#0")}, "must be different calls"),
+    ],
+)
+def test_recomputation_that_cannot_be_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Recomputation(**fields)
+
+
+def test_recomputation_says_what_is_saved_in_few_words():
+    calls = ("addmm#0", "attention#0")
+    assert Recomputation().describe() == "recompute"
+    assert Recomputation(saved_calls=calls, share=0.4, names=("c_attn", "attention")).describe() == "recompute 0.4: saves c_attn, attention"
+    assert Recomputation(saved_calls=calls, share=0.4).describe() == "recompute 0.4: saves 2 operators"
+    many = Recomputation(saved_calls=calls, share=0.25, names=tuple("abcdef"))
+    assert many.describe() == "recompute 0.25: saves a, b, c, d and 2 more"
