@@ -194,6 +194,8 @@ class CachingAllocator:
 
     def _expanded(self, pool: _Pool, size: int) -> _Block | None:
         """Take the lowest address where free and unmapped blocks side by side have room; the unmapped ones get memory."""
+        if size > _SEGMENT_SPACE:  # as a plan file may say
+            return None
         block = _with_room(pool, size)
         if block is None:
             block = _Block(pool, next(self._addresses), _SEGMENT_SPACE, expandable=True, mapped=False)

@@ -77,6 +77,8 @@ def test_allocator_keeps_each_rule_of_torchs(steps, options, wanted):
 def test_partly_taken_segments_are_not_released_and_unknown_keys_not_freed():
     with pytest.raises(DeviceFullError, match="do not fit"):
         replayed(("a", 20 * MiB), ("b", 20 * MiB), "a", ("c", 4 * MiB), ("d", 30 * MiB), capacity=60 * MiB)
+    with pytest.raises(DeviceFullError, match="do not fit"):  # more than any device has, as a damaged file may say
+        replayed(("a", 10**18), expandable=True)
     with pytest.raises(KeyError):
         replayed("a")
 
