@@ -53,6 +53,12 @@ def announce_plan(run: PlannedRun) -> None:
     if run.comparison is not None and run.memory_limit_bytes is not None:
         console.print()
         console.print(comparison_table(run.comparison, run.memory_limit_bytes))
+    if run.open_step_s is not None and run.plan.step_s and run.open_step_s < run.plan.step_s:
+        console.print(
+            f"Activation checkpointing recomputes every block. Left to the planner, a step takes {format_seconds(run.open_step_s)} by its"
+            f" estimate, {run.plan.step_s / run.open_step_s:.2f} times as fast: switch checkpointing off.",
+            highlight=False,
+        )
     where = "" if run.hardware is None else f" for {run.hardware.summary}"
     console.print(f"Planned{where} in {format_seconds(run.planning_s)}; activations: {description.trace}.", highlight=False)
     for finding in run.findings:

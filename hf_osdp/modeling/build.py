@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -92,6 +93,19 @@ def checkpoint_blocks(model: nn.Module, block_classes: Sequence[str]) -> None:
         raise CheckpointingError(f"{class_of(model).__name__} has no blocks to checkpoint; give block_classes.")
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+@contextmanager
+def without_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Let a model's blocks save their activations inside the context, as if checkpointing had not been switched on."""
+    switched = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    for module in switched:
+        module.__dict__["gradient_checkpointing"] = False
+    try:
+        yield
+    finally:
+        for module in switched:
+            module.__dict__["gradient_checkpointing"] = True
 
 
 def is_checkpointed(model: nn.Module) -> bool:

@@ -169,6 +169,10 @@ class UnitDescription:
     shared: tuple[tuple[str, ...], ...] = ()
     """Every name of each tied parameter, for example `(("transformer.wte.weight", "lm_head.weight"),)`."""
 
+    def __post_init__(self) -> None:
+        if not self.module_names or not all(self.shared):
+            raise ValueError(f"Unit {self.label!r} needs at least one module, and each tied parameter a name.")
+
     @property
     def label(self) -> str:
         """The name as a person reads it."""
@@ -335,6 +339,19 @@ class ModelDescription:
         counts = Counter(unit.label for unit in self.units)
         if twice := [label for label, count in counts.items() if count > 1]:
             raise ValueError(f"Unit {twice[0]!r} is listed twice.")
+        self._check_segments()
+
+    def _check_segments(self) -> None:
+        """Refuse segments that name what is not there, as a damaged file may."""
+        for segment in self.segments:
+            if not 0 <= segment.unit < len(self.units):
+                raise ValueError(f"A segment is of unit {segment.unit}, but there are {len(self.units)}.")
+            for form in (segment, *(way.costs for way in segment.recomputed)):
+                places = [place for place in (form.allocations, form.offloaded_allocations) if place is not None]
+                if not all(0 <= place < len(self.allocations) for place in places):
+                    raise ValueError(
+                        f"A segment of unit {segment.unit} has allocations {max(places)}, but there are {len(self.allocations)}."
+                    )
 
     @property
     def numel(self) -> int:

@@ -91,8 +91,8 @@ class DeviceSpec:
         rates = (self.memory_bytes_per_s, *self.flops_per_s.values())
         if self.memory_bytes <= 0 or not all(0 < rate < math.inf for rate in rates):
             raise ValueError(f"Device {self.name!r}: memory, memory bandwidth and FLOP/s must be positive and finite.")
-        if self.memory_bytes > _MOST_MEMORY_BYTES:
-            raise ValueError(f"Device {self.name!r}: {self.memory_bytes} bytes of memory; the most are {_MOST_MEMORY_BYTES}.")
+        if (largest := max(self.memory_bytes, self.reserved_bytes, self.communicator_bytes)) > _MOST_MEMORY_BYTES:
+            raise ValueError(f"Device {self.name!r}: {largest} bytes of memory; the most are {_MOST_MEMORY_BYTES}.")
         if not _finite(self.operator_s, self.unit_s, self.reserved_bytes, self.communicator_bytes):
             raise ValueError(
                 f"Device {self.name!r}: operator_s, unit_s, reserved_bytes and communicator_bytes must be finite and at least 0."
@@ -123,6 +123,8 @@ class HostSpec:
         rates = (self.to_device_bytes_per_s, self.to_host_bytes_per_s, self.update_bytes_per_s)
         if self.memory_bytes <= 0 or not all(0 < rate < math.inf for rate in rates):
             raise ValueError(f"A host needs memory and finite rates above 0, not {self.memory_bytes} bytes and rates {rates}.")
+        if self.memory_bytes > _MOST_MEMORY_BYTES:
+            raise ValueError(f"A host of {self.memory_bytes} bytes; the most are {_MOST_MEMORY_BYTES}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,9 @@ from torch import nn
 from ..distributed.consensus import on_rank_zero, require_same_run
 from ..distributed.device import own_gpu
 from ..distributed.mesh import Meshes, find_topology, rank
-from ..errors import InfeasibleError, PlanError
+from ..errors import CheckpointingError, DescriptionError, InfeasibleError, PlanError
 from ..modeling.batch import check_inputs, training_batch
+from ..modeling.build import without_checkpointing
 from ..modeling.split_candidates import split_units
 from ..planner.cost.evaluate import estimate_plan
 from ..planner.description import Activations, DType, ModelDescription, UnitDescription
@@ -58,6 +59,8 @@ class PlannedRun:
     """Other strategies at their own best batch sizes; on rank 0 only, where they were asked for."""
     planning_s: float = 0.0
     """Seconds that describing, measuring, searching and trying took."""
+    open_step_s: float | None = None
+    """Estimated seconds of a step where recomputation is left to the planner; None where it is."""
     rounds: tuple[Round, ...] = ()
     """Plans that were tried."""
     meshes: Meshes | None = None
@@ -147,9 +150,25 @@ def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedR
         problem=problem,
         search=estimated(problem, plan) if first else None,
         comparison=comparison,
+        open_step_s=_open_step_s(model, config, facts, problem),
         rounds=rounds,
         meshes=meshes,
     )
+
+
+def _open_step_s(model: nn.Module, config: OSDPConfig, facts: RunFacts, problem: PlanningProblem) -> float | None:
+    """Return the estimated seconds of a step where the planner decides what is recomputed; None where it does. Collective."""
+    if not (facts.trains and problem.description.recomputed_by_others):
+        return None
+    left_open = replace(facts, activation_checkpointing=False, checkpoint_wrapper=False)
+    try:
+        with without_checkpointing(model):
+            builder = ProblemBuilder(model, replace(config, recompute=None), left_open, hardware=problem.hardware)
+            if rank():
+                return None
+            return search(builder.build()).time.step_s
+    except (CheckpointingError, DescriptionError, InfeasibleError):
+        return None
 
 
 def _from_rank_zero(make: Callable[[], Plan]) -> Plan:

@@ -158,8 +158,8 @@ def answers_content(answers: Sequence[Answer]) -> Content:
 def _strategy(row: StrategyResult) -> Content:
     """Return a strategy's best plan in short, or why it has none."""
     if row.result is None:
-        return {"strategy": row.strategy.value, **_picked(row, "reason", "least_peak_bytes")}
-    return {"strategy": row.strategy.value, **_picked(row.result.plan, "micro_batch_size", "accumulation_steps", *_OUTCOME)}
+        return {"strategy": row.label, **_picked(row, "reason", "least_peak_bytes")}
+    return {"strategy": row.label, **_picked(row.result.plan, "micro_batch_size", "accumulation_steps", *_OUTCOME)}
 
 
 def _result(result: SearchResult) -> Content:

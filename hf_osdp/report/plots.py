@@ -156,10 +156,10 @@ def _time_chart(streams: Sequence[StreamTime]) -> AnyChart:
 
 def frontier_chart(title: str, front: Sequence[SearchResult], strategies: Sequence[StrategyResult], limit_bytes: int) -> AnyChart:
     """Return throughput against peak memory: the front as a line, each strategy at its own best batch as a point, the limit as a rule."""
-    names = [row.strategy.value for row in strategies if row.result is not None]
+    names = [row.label for row in strategies if row.result is not None]
     scale, unit = _size_unit(limit_bytes)
     points = [_point(result, "front", scale) for result in front]
-    marks = [_point(row.result, row.strategy.value, scale) for row in strategies if row.result is not None]
+    marks = [_point(row.result, row.label, scale) for row in strategies if row.result is not None]
     sizes, rates = ([point[name] for point in (*points, *marks)] for name in ("size", "rate"))
     x = alt.X("size:Q", title=f"peak, {unit} on one device", scale=alt.Scale(domain=_padded([*sizes, limit_bytes / scale]), nice=False))
     y = alt.Y("rate:Q", title="samples/s", scale=alt.Scale(domain=_padded(rates), nice=False))

@@ -191,10 +191,10 @@ def comparison_table(rows: Sequence[StrategyResult], memory_limit_bytes: int) ->
 
     def cells(row: StrategyResult) -> list[str]:
         if row.result is None:
-            return [row.strategy.value, "-", row.reason, "-", "-", "-"]
+            return [row.label, "-", row.reason, "-", "-", "-"]
         plan = row.result.plan
         gain = f"{best / plan.samples_per_s:.2f}x" if best and plan.samples_per_s and row.strategy.value != "osdp" else "-"
-        return [row.strategy.value, *batch_cells(plan), gain]
+        return [row.label, *batch_cells(plan), gain]
 
     title = f"Strategies at their own best batch, estimated, limit {format_bytes(memory_limit_bytes)}"
     return make_table(title, map(cells, rows), text=["strategy"], figures=["batch", "peak", "step", "samples/s", "osdp gain"])

@@ -30,6 +30,7 @@ _IN_FLOAT32 = frozenset({
 torch.library.define("hf_osdp::attention", "(Tensor query, Tensor key, Tensor value, int rows) -> (Tensor, Tensor)")
 
 
+@torch.library.impl("hf_osdp::attention", "CPU")
 @torch.library.register_fake("hf_osdp::attention")
 def _attention_outputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate what a fused kernel returns: its output, and a float32 logsumexp of so many rows a head.

@@ -220,7 +220,7 @@ class _Tracer:
 
         Torch stops when the last tensor that backward needs is there again. What can be saved, forward says.
         """
-        traced = {}
+        traced: dict[int, Sequence[LoggedCall]] = {}
         for unit, logs in self._logs.items():
             if len(logs) >= 4:  # forward and its second run, for two batches and more
                 forward = {one.call: one for one in logs[2]}

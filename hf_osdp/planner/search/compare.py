@@ -32,6 +32,13 @@ class StrategyResult:
     reason: str = ""
     least_peak_bytes: int | None = None
     """Where nothing fits: the tightest limit that it would meet."""
+    recomputes_all: bool = False
+    """Every block is recomputed, as most scripts have it."""
+
+    @property
+    def label(self) -> str:
+        """The name in tables."""
+        return f"{self.strategy.value}, all recomputed" if self.recomputes_all else self.strategy.value
 
 
 def compare_strategies(problem: PlanningProblem, *, split: ModelDescription | None = None) -> tuple[StrategyResult, ...]:
@@ -39,14 +46,18 @@ def compare_strategies(problem: PlanningProblem, *, split: ModelDescription | No
 
     Returns:
         One row a strategy; a strategy that cannot run here has a reason instead of a result. Two stages have a row where
-        there are several nodes of several devices.
+        there are several nodes of several devices, and FSDP a second one with every block recomputed where that is left open.
     """
     several = 1 < problem.hardware.devices_per_node < problem.hardware.world_size
-    return tuple(
-        _best_of(replace(problem, strategy=one, description=split if split and one is Strategy.OSDP else problem.description))
-        for one in Strategy
-        if several or one is not Strategy.TWO_STAGE
-    )
+    rows = []
+    for one in Strategy:
+        if several or one is not Strategy.TWO_STAGE:
+            description = split if split and one is Strategy.OSDP else problem.description
+            rows.append(_best_of(replace(problem, strategy=one, description=description)))
+        if one is Strategy.FSDP and problem.job.recompute is None and problem.description.recomputable:
+            everywhere = replace(problem, strategy=one, job=replace(problem.job, recompute=True))
+            rows.append(replace(_best_of(everywhere), recomputes_all=True))
+    return tuple(rows)
 
 
 def _best_of(problem: PlanningProblem) -> StrategyResult:

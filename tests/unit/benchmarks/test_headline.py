@@ -200,7 +200,14 @@ def test_plans_run_on_a_device_under_a_limit_and_one_that_does_not_fit_runs_out_
         plans, hold, memory = lineup.distinct_plans(), RecordingHold(), CountedMemory()
         runner = Runner(lineup, description, hardware, memory, hold, GpuEffort(steps=2))
         found = {name: runner.run(plan) for name, plan in plans.items()}
-        tight = Runner(replace(lineup, limit_bytes=min(plan.peak_bytes for plan in plans.values()) // 2), description, hardware, memory, hold, GpuEffort(steps=1))
+        tight = Runner(
+            replace(lineup, limit_bytes=min(plan.peak_bytes for plan in plans.values()) // 2),
+            description,
+            hardware,
+            memory,
+            hold,
+            GpuEffort(steps=1),
+        )
         assert tight.run(next(iter(plans.values()))).out_of_memory
     assert memory.attempts == len(plans) + 1
     assert hold.calls

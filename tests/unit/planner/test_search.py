@@ -17,7 +17,7 @@ from hf_osdp.planner.search.compare import StrategyResult, compare_strategies
 from hf_osdp.planner.search.search import fastest_without_limit, least_memory, search, search_or_floor
 from hf_osdp.planner.search.solver import fastest
 from hf_osdp.quantities import format_bytes
-from tests.helpers.descriptions import at_random, transformer
+from tests.helpers.descriptions import at_random, transformer, ways
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem
 from tests.oracle.test_brute_force import instance
@@ -51,6 +51,19 @@ def test_compare_gives_least_memory_of_a_strategy_that_does_not_fit():
         strategy=Strategy.DDP, result=None, reason=f"needs {format_bytes(least)}", least_peak_bytes=least
     )
     assert at[Strategy.DDP].result.plan.peak_bytes == least and not at[Strategy.DDP].reason
+
+
+def test_compare_has_a_row_for_fsdp_with_all_blocks_recomputed_where_that_is_open():
+    model = replace(MODEL, segments=tuple(replace(s, recomputed=ways(s)) if s.unit > 1 else s for s in MODEL.segments))
+
+    def labels(**options: bool) -> list[str]:
+        rows = compare_strategies(problem(model, machine(1, 4), replace(JOB, **options), AMPLE))
+        return [row.label for row in rows if row.strategy is Strategy.FSDP]
+
+    assert labels() == ["fsdp", "fsdp, all recomputed"]
+    assert labels(recompute=True) == labels(recompute=False) == ["fsdp"]
+    (row,) = [row for row in compare_strategies(problem(model, machine(1, 4), JOB, AMPLE)) if row.recomputes_all]
+    assert {unit.activations.recomputes for unit in row.result.plan.units if unit.fqn.startswith("layers.")} == {True}
 
 
 def test_compare_takes_the_split_model_for_osdp_alone():

@@ -1,0 +1,107 @@
+"""Which operators of a block are worth saving: corners of the frontier, and what the trace of a model finds."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import GPT2Config, LlamaConfig
+
+from hf_osdp.planner.description import ModelDescription, Recomputation
+from hf_osdp.tracing.describe import describe
+from hf_osdp.tracing.recomputation import LoggedCall, corner_indices, recomputations
+
+NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+TOKENS = 256
+
+
+@functools.cache
+def described(name: str, device_type: str = "cpu") -> ModelDescription:
+    wide = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 3, "num_attention_heads": 12, "vocab_size": 100}
+    configs = {
+        "gpt2": GPT2Config(n_embd=768, n_layer=3, n_head=12, n_positions=TOKENS, vocab_size=100, **NO_DROPOUT),
+        "gpt2 with dropout": GPT2Config(n_embd=768, n_layer=3, n_head=12, n_positions=TOKENS, vocab_size=100),
+        "llama": LlamaConfig(**wide, num_key_value_heads=4),
+    }
+    return describe(configs[name], sequence_length=TOKENS, device_type=device_type)
+
+
+def call(name: str, *, flops: int = 0, traffic: int = 0, saved: int = 0, module: str = "") -> LoggedCall:
+    return LoggedCall(call=name, module=module, flops=flops, traffic_bytes=traffic, saved_bytes=saved)
+
+
+def test_ways_save_what_takes_most_time_for_its_bytes_first():
+    calls = [
+        call("addmm#0", flops=20_000, saved=100, module="attn.qkv"),
+        call("mul#0", traffic=300, saved=100),
+        call("view#0"),
+        call("attention#0", flops=40_000, saved=100, module="attn"),
+        call("relu_#0", traffic=200),
+    ]
+    ways = recomputations(calls, 1000, "cpu")  # a byte moves in the time of 20 FLOPs
+    assert [way.saved_calls for way in ways] == [(), ("attention#0",), ("addmm#0", "attention#0"), ("addmm#0", "mul#0", "attention#0")]
+    assert [way.share for way in ways] == pytest.approx([1, 0.429, 0.143, 0.057], abs=1e-3)
+    assert ways[2].names == ("qkv", "attention")
+
+
+def test_what_costs_more_than_its_share_of_saving_all_is_left_out():
+    calls = [call("addmm#0", flops=20_000, saved=100), call("mul#0", traffic=100, saved=900)]
+    assert [way.saved_calls for way in recomputations(calls, 500, "cpu")] == [(), ("addmm#0",)]
+
+
+def test_products_are_named_by_as_much_of_their_modules_as_tells_them_apart():
+    calls = [call(f"addmm#{i}", flops=10**6, saved=10, module=name) for i, name in enumerate(("attn.c_proj", "mlp.c_proj", "mlp.c_fc"))]
+    *_, most = recomputations(calls, 1000, "cpu")
+    assert most.names == ("attn.c_proj", "mlp.c_proj", "c_fc")
+
+
+points = st.lists(st.tuples(st.integers(0, 1000).map(float), st.integers(0, 1000).map(float)), min_size=1, max_size=12)
+
+
+@given(points, st.integers(1, 6))
+def test_corners_are_few_and_each_lies_below_the_line_between_its_neighbours(some, most):
+    rising = sorted({x: y for x, y in some}.items())
+    corners = corner_indices([(0.0, 2000.0), *((x + 1, y) for x, y in rising), (2000.0, 0.0)], most=most, least_gain=0.0)
+    found = [[(0.0, 2000.0), *((x + 1, y) for x, y in rising), (2000.0, 0.0)][index] for index in corners]
+    assert found[0] == (0.0, 2000.0) and found[-1] == (2000.0, 0.0) and len(found) <= most + 1
+    for (x0, y0), (x, y), (x1, y1) in zip(found, found[1:], found[2:], strict=False):
+        assert x0 < x < x1
+        assert y < y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt2 with dropout", "llama"])
+def test_each_way_is_better_than_a_mix_of_its_neighbours_and_of_saving_all(name, device_type):
+    description = described(name, device_type)
+    blocks = [segment for segment in description.segments if segment.recomputed]
+    assert len(blocks) == 3 and len({description.recomputations[s.unit] for s in blocks}) == 1, "equal blocks, equal ways"
+    for segment in blocks:
+        first, *others = (way.recomputation for way in segment.recomputed)
+        assert first == Recomputation() and all(way.saved_calls and way.share < 1 for way in others)
+        costs = [(way.costs.saved_bytes(2), way.costs.backward) for way in segment.recomputed]
+        costs.append((segment.saved_bytes(2), segment.backward))
+        rate = {"cpu": 20, "cuda": 150}[device_type]
+        work = [(saved, phase.matmul_flops(2) / rate + phase.traffic_bytes(2)) for saved, phase in costs]
+        for (x0, y0), (x, y), (x1, y1) in zip(work, work[1:], work[2:], strict=False):
+            assert x0 < x < x1 and y < y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+        assert all(way.costs.forward.matmul_flops == segment.forward.matmul_flops for way in segment.recomputed)
+
+
+def test_saved_products_do_not_run_again_and_the_last_one_never_did():
+    segment = described("gpt2").segments[3]
+    again = [way for way in segment.recomputed if way.recomputation.names == ("c_attn", "attention", "c_proj", "c_fc")]
+    again = again or [way for way in segment.recomputed if "c_attn" in way.recomputation.names]
+    assert again[-1].costs.backward.matmul_flops(2) < segment.recomputed[0].costs.backward.matmul_flops(2)
+    assert not any("mlp.c_proj" in name for name in again[-1].recomputation.names), "nothing needs its output"
+    with_dropout = described("gpt2 with dropout", "cuda").segments[3].recomputed[-1]
+    assert any("mlp.c_proj" in name for name in with_dropout.recomputation.names), "dropout after it runs again"
+
+
+def test_work_counts_no_question_about_a_tensor_itself():
+    """As of the device of a fake one, for which torch dispatches `prim.device`."""
+    segment = described("gpt2").segments[3]
+    hidden = TOKENS * 768 * 4
+    assert segment.forward.operators(1) < 80
+    assert segment.forward.traffic_bytes(1) / hidden < 130, "about as its operators read and write"
