@@ -55,7 +55,7 @@ def measure_twin(case: Case, effort: TwinEffort) -> list[dict]:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    description, hardware = _measured_machine(case, effort)
+    description, hardware = measured_machine(case, effort)
     lineup = on_rank_zero(lambda: line_up(case, description, hardware, samples=effort.samples))
     plans = lineup.distinct_plans()
     contestants = _contestants(lineup, description)
@@ -64,7 +64,7 @@ def measure_twin(case: Case, effort: TwinEffort) -> list[dict]:
     names = list(plans)
     for number in range(effort.rounds):
         if number and number % effort.rounds_a_profile == 0:
-            description, hardware = _measured_machine(case, effort)
+            description, hardware = measured_machine(case, effort)
         for name in names[number % len(names) :] + names[: number % len(names)]:  # each takes its turn at being first
             steps[name].append(contestants[name].step_s())
             job = job_of(case, plans[name].global_batch_size)
@@ -76,7 +76,7 @@ def measure_twin(case: Case, effort: TwinEffort) -> list[dict]:
     return [asdict(row) for row in rows_of(lineup, found)]
 
 
-def _measured_machine(case: Case, effort: TwinEffort) -> tuple[ModelDescription, Hardware]:
+def measured_machine(case: Case, effort: TwinEffort) -> tuple[ModelDescription, Hardware]:
     """The model with its blocks' times on these ranks, and the ranks. Collective."""
     config, options = case.config(), {"sequence_length": case.sequence_length, "block_classes": case.block_classes}
     if effort.profile_s is None:
@@ -87,7 +87,7 @@ def _measured_machine(case: Case, effort: TwinEffort) -> tuple[ModelDescription,
     return with_block_times(describe(config, **options), profile), profile.hardware
 
 
-def _contestants(lineup: Lineup, description: ModelDescription) -> dict[str, _Contestant]:
+def _contestants(lineup: Lineup, description: ModelDescription) -> dict[str, Contestant]:
     """A model of its own for each plan. Collective."""
     case, meshes = lineup.case, Meshes("cpu")
     model = build_on_meta(case.config())
@@ -95,11 +95,11 @@ def _contestants(lineup: Lineup, description: ModelDescription) -> dict[str, _Co
         model=model, units=description.units, job=job_of(case, case.devices), device=CPU,
         inputs=training_batch(model, case.sequence_length), block_classes=description.block_classes,
     )  # fmt: skip
-    return {name: _Contestant(plan, replace(trial, job=job_of(case, plan.global_batch_size)), meshes)
+    return {name: Contestant(plan, replace(trial, job=job_of(case, plan.global_batch_size)), meshes)
             for name, plan in lineup.distinct_plans().items()}  # fmt: skip
 
 
-class _Contestant:
+class Contestant:
     """A model that takes a plan's steps."""
 
     def __init__(self, plan: Plan, trial: Trial, meshes: Meshes) -> None:
