@@ -52,7 +52,7 @@ def row_of(seed: int, blocks: int) -> ModelDescription:
 
 def instance(seed: int) -> tuple[ModelDescription, Hardware, TrainingJob]:
     dice = random.Random(seed)
-    hardware = toy_hardware(1, WORLD, intra=(1e-6, dice.choice([1e7, 1e8])), backend=dice.choice(list(Backend)))
+    hardware = toy_hardware(1, WORLD, intra=(1e-6, dice.choice([1e7, 1e8])), backend=dice.choice(list(Backend))).with_margin(0.0)
     job = TrainingJob(
         global_batch_size=WORLD * dice.choice([1, 2]),
         micro_batch_size=1,
