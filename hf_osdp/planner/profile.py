@@ -17,7 +17,7 @@ from .description import DType, ModelDescription, PhaseCost, Segment
 from .files import plain, validated, write_whole
 from .hardware import Hardware
 
-PROFILE_VERSION = 3
+PROFILE_VERSION = 4
 _WORK_SAMPLES = 2
 """Samples for which the work of segments is compared."""
 _SAME_WORK = 0.02
@@ -204,7 +204,9 @@ def _timed(segment: Segment, description: ModelDescription, profile: Profile) ->
         partly, none, whole = (phase_affine(phase, description, profile.hardware)(samples) for phase in phases)
         share = max(0.0, (partly - none) / (whole - none)) if whole > none else 1.0
         backward_s = backward.plus(forward.scaled(share, constants=True))
-        return replace(costs, forward=measured(costs.forward, forward), backward=measured(costs.backward, backward_s))
+        issued = costs.forward.operators(1) - segment.forward.operators(1)  # beside the own: what saves and replays outputs
+        modes = Affine(constant=0.0 if profile.hardware.backend.overlaps else issued * profile.hardware.device.operator_s)
+        return replace(costs, forward=measured(costs.forward, forward.plus(modes)), backward=measured(costs.backward, backward_s))
 
     return replace(
         segment,

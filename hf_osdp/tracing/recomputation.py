@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -32,6 +32,8 @@ _MOST_WAYS = 6
 _LEAST_GAIN = 0.003
 """Part of the frontier's whole area by which a way must add to it."""
 
+_OPERATORS_OF_MODES = 1.5
+"""What an operator takes longer inside `selective_contexts`, as a multiple of its own dispatch: some 8 µs (torch 2.13, CPU)."""
 _NAMED = 0.05
 """Part of the largest output from which an operator is named."""
 
@@ -194,6 +196,15 @@ def worthwhile(plain: Segment, ways: Sequence[Segment], device_type: str, sample
 
     corners = corner_indices([*map(point, ways), point(plain)], most=len(ways), least_gain=0.0)
     return sorted({0, *corners} - {len(ways)})
+
+
+def with_modes(costs: Segment, way: Recomputation) -> Segment:
+    """Return the costs with the CPU's time in the modes that save and replay outputs, as operators that it issues beside the own."""
+    if not way.saved_calls:
+        return costs
+    in_modes = costs.forward.operators.scaled(_OPERATORS_OF_MODES, constants=True)  # of forward, and about as many when it runs again
+    forward, backward = (replace(phase, operators=phase.operators.plus(in_modes)) for phase in (costs.forward, costs.backward))
+    return replace(costs, forward=forward, backward=backward)
 
 
 def _work(flops: float, traffic_bytes: float, device_type: str) -> float:

@@ -28,7 +28,7 @@ from .equal_blocks import RecordedCall, block_key, call_key
 from .fake_model import OutsideReads, fake_copy, release_of_stored
 from .known_values import FakeifyTensors, KnownValues
 from .memory_tracker import CUDA_BLOCK_BYTES, MemoryTracker
-from .recomputation import LoggedCall, OperatorLog, recomputations, worthwhile
+from .recomputation import LoggedCall, OperatorLog, recomputations, with_modes, worthwhile
 from .recorder import Recorder, SegmentRecord
 from .segments import Samples, is_idle, linear_bytes, recomputed_costs, segments_of, with_offloaded
 
@@ -155,7 +155,7 @@ def _with_recomputed(
     found = []
     for index, one in enumerate(plain):
         own = (Recomputation(), *ways.get(one.unit, ()))
-        forms = [RecomputedSegment(recomputation=way, costs=cost[index]) for way, cost in zip(own, costs, strict=False)]
+        forms = [RecomputedSegment(recomputation=way, costs=with_modes(cost[index], way)) for way, cost in zip(own, costs, strict=False)]
         kept = worthwhile(one, [form.costs for form in forms], device_type, samples) if one.unit in wholly else []
         found.append(replace(one, recomputed=tuple(forms[number] for number in kept)))
     return found

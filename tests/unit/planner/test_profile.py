@@ -77,7 +77,7 @@ DAMAGED = {
     "{": "is not JSON",
     "[]": "should be an object",
     "{}": "hardware: Field required",
-    changed(version=1): "version 1; this hf_osdp reads version 3",
+    changed(version=1): "version 1; this hf_osdp reads version 4",
     changed(colour="red"): "colour",
     TEXT.replace('"group_size": 2', '"group_size": 1'): "group_size=1",
     TEXT.replace('"gloo"', '"mpi"'): "gloo",
