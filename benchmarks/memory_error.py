@@ -272,11 +272,15 @@ def layout_choices(layout: str, description: ModelDescription, job: TrainingJob,
 def _ways_choices(way: str, description: ModelDescription, job: TrainingJob, world: int) -> list[UnitLayout]:
     """Every block recomputed; or decisions in turns of unlike length, so that their combinations come up."""
     mixed = way == "mixed_ways"
-    kinds = tuple(Activations) if mixed else (Activations.RECOMPUTE,)
+
+    def kinds(index: int) -> tuple[Activations, ...]:
+        own = (Activations(recomputation=way) for way in description.recomputations[index][1:])
+        return (*Activations.BASIC, *own) if mixed else (Activations.RECOMPUTE,)
+
     return [
         replace(
             choice, on_host=mixed and index % 3 == 0, reduce_every_micro_step=not (mixed and index % 4 < 2),
-            activations=kinds[index % len(kinds)] if index in description.recomputable else Activations.SAVE,
+            activations=kinds(index)[index % len(kinds(index))] if index in description.recomputable else Activations.SAVE,
         )
         for index, choice in enumerate(layout_choices("mixed" if mixed else "zero3", description, job, world))
     ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -36,7 +37,7 @@ def plain(value: object) -> Any:  # noqa: ANN401 - what JSON has
 def write_whole(path: str | Path, text: str) -> None:
     """Write a file that is complete or not there; an older one stays until then. OSError where that cannot be done."""
     path = Path(path)
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # several ranks may write the same file
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 

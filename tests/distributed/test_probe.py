@@ -129,7 +129,7 @@ def test_trial_on_cuda_is_first_alone_and_memory_that_runs_out_is_told_to_all():
     module._observe, torch.cuda.memory_allocated = observe, lambda device: HELD_BEFORE
     fits, fails = (module._on_cuda(found.plan, trial, found.meshes, 1) for _ in range(2))
     assert seen == ["SilentMeshes", "Meshes", "SilentMeshes"] and groups() == formed
-    assert fits.peak_bytes + HELD_BEFORE == pytest.approx(found.observed.peak_bytes, rel=0.03), "what was there before does not count"
+    assert fits.peak_bytes + HELD_BEFORE == pytest.approx(found.observed.peak_bytes, rel=0.05), "what was there before does not count"
     assert fails.out_of_memory and fails.peak_bytes is None, "every rank learns of it"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
@@ -70,7 +70,7 @@ def test_reasons_cost_what_the_changed_plan_costs(reserved, margin):
     assert any(r.quicker for r in explanation.reasons) and any(r.next_fitting for r in explanation.reasons)
     for reason in explanation.reasons:
         for other in filter(None, (reason.quicker, reason.next_fitting)):
-            chosen = (UnitDecision(fqn=u.fqn, **asdict(other.choice)) if i in reason.row.units else u for i, u in enumerate(plan.units))
+            chosen = (UnitDecision.of(u.fqn, other.choice) if i in reason.row.units else u for i, u in enumerate(plan.units))
             after = estimate_plan(replace(plan, units=tuple(chosen)), MODEL, JOB, hardware)
             assert other.added_s == pytest.approx(after.time.step_s - before, abs=1e-12)
             assert other.peak_bytes == after.memory.peak_bytes + reserved == other.over_bytes + room
