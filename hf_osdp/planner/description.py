@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import ClassVar
 
+from ..reading import problem_of_text
 from .affine import Affine, Envelope
 from .split import WHOLE_BLOCKS, ModelSplit
 
@@ -76,6 +77,8 @@ class Recomputation:
             raise ValueError(f"share={self.share} of a recomputation must be from 0 to 1.")
         if len(set(self.saved_calls)) < len(self.saved_calls) or not all(_CALL.fullmatch(call) for call in self.saved_calls):
             raise ValueError(f"saved_calls={self.saved_calls!r} must be different calls of operators, such as 'addmm#0'.")
+        if problem := next(filter(None, map(problem_of_text, self.names)), None):
+            raise ValueError(f"A name of what a recomputation saves {problem}.")
 
     def describe(self) -> str:
         """Return short text for tables: `recompute`, `recompute 0.4: saves c_attn, attention`."""

@@ -151,6 +151,7 @@ def test_graph_that_is_kept_gives_the_same_gradients_twice():
         ({"share": 1.5}, r"share=1\.5 of a recomputation must be from 0 to 1"),
         ({"saved_calls": ("addmm",)}, "must be different calls of operators, such as 'addmm#0'"),
         ({"saved_calls": ("addmm#0", "addmm#0")}, "must be different calls"),
+        ({"names": ("c_attn\x1b[31m",)}, "A name of what a recomputation saves"),
     ],
 )
 def test_recomputation_that_cannot_be_is_refused(fields, message):
