@@ -58,4 +58,4 @@ def test_peak_of_blocks_that_are_recomputed_each_in_another_way(name, device_typ
             batch=Batch(micro_batch_size=SAMPLES, accumulation_steps=1), world=WORLD, device_type=device_type,
         )  # fmt: skip
         error = estimate.peak_bytes / simulated.peak_bytes - 1
-        assert -0.005 <= error <= (0.02 if name == "t5" else 0.01), f"{turn}: {error:+.2%}"
+        assert -0.01 <= error <= (0.02 if name == "t5" else 0.01), f"{turn}: {error:+.2%}"
