@@ -184,7 +184,7 @@ Any `transformers` model whose repeated blocks can be found should work: these d
   between the least memory that is possible and what plain data parallelism needs, at most all 80 GiB, so that the planner has to
   mix. `peak of limit` is the estimate under that limit on so many devices, both with what a device reserves for itself; `plan` says
   how many units are replicated, kept from forward to backward (ZeRO-2) or freed (ZeRO-3) over how many devices, how many blocks are
-  recomputed, and micro-batch x accumulation steps.
+  recomputed (wholly or by operator), and micro-batch x accumulation steps.
 - **Tiny**, with real weights and data: two AdamW steps with clipping on two processes, in float64, under a plan that gives
   neighbouring units different layouts, recomputes some blocks and has others wait on the host, against one process.
   `difference` is the largest absolute difference of any loss, gradient norm, parameter or buffer; the bound is {tolerance:.0e}.
