@@ -135,6 +135,7 @@ def models(config) -> ChangedModels:
     return ChangedModels(case, problem(case.describe(), preset("titan-rtx"), TrainingJob(global_batch_size=2), 2**30))
 
 
+@pytest.mark.slow
 def test_longest_sequence_raises_positions_and_says_so(monkeypatch):
     monkeypatch.setattr(what_if, "_LONGEST", 64)
     row = models(CONFIGS["roberta"]).longest_sequence("longest sequence")  # which counts positions from after its padding index

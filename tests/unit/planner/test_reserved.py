@@ -93,6 +93,7 @@ def test_search_gives_a_plan_that_the_replayed_allocator_serves_with_its_cache_i
     assert plan.peak_bytes <= H100.room_bytes(limit)
 
 
+@pytest.mark.slow
 def test_search_names_a_limit_that_can_be_met(traced):
     hardware, job = H100, BATCH
     with pytest.raises(InfeasibleError, match="Use a memory limit of") as caught:
