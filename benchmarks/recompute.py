@@ -35,7 +35,7 @@ from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import InfeasibleError
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import build_on_meta
-from hf_osdp.planner.description import Activations, ModelDescription
+from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
@@ -158,8 +158,7 @@ def plans_under(description: ModelDescription, hardware: Hardware, limit: int) -
             plan = search(only).plan
         except InfeasibleError:
             continue
-        units = (replace(u, activations=Activations(recomputation=way)) if u.activations.recomputes else u for u in plan.units)
-        plans[f"all blocks: {way.describe()}"] = replace(plan, units=tuple(units))
+        plans[f"all blocks: {way.describe()}"] = plan
     return plans
 
 

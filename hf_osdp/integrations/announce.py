@@ -23,6 +23,8 @@ from ..report.plan_file import PlanInputs
 from ..report.run_tables import outcome_table, trials_table
 from ..report.tables import comparison_table, plan_caption, plan_table
 
+_WORTH_SAYING = 1.02
+"""How many times as fast a plan must be by its estimate."""
 _WIDTH = 100
 """Columns where the output is no terminal."""
 
@@ -53,7 +55,7 @@ def announce_plan(run: PlannedRun) -> None:
     if run.comparison is not None and run.memory_limit_bytes is not None:
         console.print()
         console.print(comparison_table(run.comparison, run.memory_limit_bytes))
-    if run.open_step_s is not None and run.plan.step_s and run.open_step_s < run.plan.step_s:
+    if run.open_step_s is not None and run.plan.step_s and run.plan.step_s > _WORTH_SAYING * run.open_step_s:
         console.print(
             f"Activation checkpointing recomputes every block. Left to the planner, a step takes {format_seconds(run.open_step_s)} by its"
             f" estimate, {run.plan.step_s / run.open_step_s:.2f} times as fast: switch checkpointing off.",

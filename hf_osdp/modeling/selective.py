@@ -10,28 +10,40 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 _log = logging.getLogger(__name__)
 
 
+_NEVER_COUNTED = frozenset({"detach", "_to_copy"})
+"""Operators of which one run of a forward may have more than the other: saved tensors, and casts that autocast or FSDP2 keep."""
+
+
 class CallCounter:
-    """Name the calls of operators: `addmm#0` is the first one of its name."""
+    """Name the calls of operators, `addmm#0` for the first one of its name, and keep the history of a run.
+
+    Left out is what runs without gradients, as FSDP2's gathers do: the second run of a forward may do it at another place, or not at all.
+    """
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
+        self.history = 0
+        """Of the names of all calls so far: two runs with the same history have made the same calls, in the same order."""
 
-    def name(self, func: OpOverload) -> str:
-        """Return the name of the call that comes now."""
+    def name(self, func: OpOverload) -> str | None:
+        """Return the name of the call that comes now; None for one that is not counted."""
         operator = operator_name(func)
+        if func.namespace == "prim" or operator in _NEVER_COUNTED or not (torch.is_grad_enabled() or operator == "attention"):
+            return None
         call = f"{operator}#{self._counts[operator]}"
         self._counts[operator] += 1
+        self.history = hash((self.history, operator))
         return call
 
 
@@ -45,12 +57,11 @@ def operator_name(func: OpOverload) -> str:
 
 
 class _Calls(TorchDispatchMode):
-    """Tells the calls whose outputs are saved."""
+    """Follows the calls of one run of a forward, and knows those whose outputs are saved."""
 
-    def __init__(self, saved: Collection[str]) -> None:
+    def __init__(self, saved: Collection[str], outputs: dict[str, _Output]) -> None:
         super().__init__()
-        self._saved = frozenset(saved)
-        self._operators = {call.partition("#")[0] for call in saved}
+        self._saved, self._outputs = frozenset(saved), outputs
         self._counter = CallCounter()
 
     def __enter__(self) -> _Calls:
@@ -58,63 +69,68 @@ class _Calls(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def _saved_call(self, func: OpOverload) -> str | None:
-        """Return the name of the call that comes now where its output is to be saved."""
-        if operator_name(func) not in self._operators:
-            return None
-        call = self._counter.name(func)
-        return call if call in self._saved else None
-
 
 class _Save(_Calls):
-    """Keep the outputs of the chosen calls."""
-
-    def __init__(self, saved: Collection[str], outputs: dict[str, _Output]) -> None:
-        super().__init__(saved)
-        self._outputs = outputs
+    """Keep the outputs of the chosen calls, but for those that are changed in place."""
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        if exception[0] is None and (absent := sorted(self._saved - set(self._outputs))):
-            _warn_of_absent(", ".join(absent))
+        if exception[0] is None and (absent := self._saved - set(self._outputs)):
+            _warn_of_absent(", ".join(sorted({call.partition("#")[0] for call in absent})))
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        result = func(*args, **(kwargs or {}))
-        if (call := self._saved_call(func)) is not None:
-            self._outputs[call] = _Output(func, result)
+        kwargs, call = kwargs or {}, self._counter.name(func)
+        if func._schema.is_mutable and self._outputs:
+            self._drop_written((args, kwargs))
+        result = func(*args, **kwargs)
+        if call in self._saved and call is not None:
+            self._outputs[call] = _Output(func, args, result, self._counter.history)
         return result
+
+    def _drop_written(self, arguments: object) -> None:
+        """Forget outputs whose memory an operator may write: they are recomputed."""
+        written = _storages(tree_leaves(arguments))
+        for call in [call for call, output in self._outputs.items() if not written.isdisjoint(output.storages)]:
+            del self._outputs[call]
 
 
 class _Replay(_Calls):
-    """Take the outputs of the chosen calls from where they were kept."""
+    """Take the outputs of the chosen calls from where they were kept, as long as this run makes the calls that the first one made.
 
-    def __init__(self, saved: Collection[str], outputs: dict[str, _Output]) -> None:
-        super().__init__(saved)
-        self._outputs = outputs
+    A run may make others, as where a block has filled a cache in the first. From there on everything runs again, which is always right.
+    """
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        call = self._saved_call(func)
-        if call is None or call not in self._outputs:
+        call = self._counter.name(func)
+        output = None if call is None else self._outputs.pop(call, None)
+        if call is None or output is None or not output.is_of(args, self._counter.history):
             return func(*args, **(kwargs or {}))
-        return self._outputs.pop(call).take(call)
+        return output.take(call)
 
 
 class _Output:
-    """What a call returned, and the random state that it left."""
+    """What a call returned, after which calls, and the random state that it left."""
 
-    def __init__(self, func: OpOverload, result: object) -> None:
+    def __init__(self, func: OpOverload, args: tuple[Any, ...], result: object, history: int) -> None:
+        self._made_after = history, _shapes(args)
         leaves, self._structure = tree_flatten(result)
         self._leaves = [_alias(leaf) for leaf in leaves]
+        self.storages = _storages(leaves)
         self._versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in self._leaves]
         self._generator = None
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            device = next(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
+        device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+        # an operator of others may draw random numbers without saying so
+        if device is not None and (torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "hf_osdp")):
             self._generator = _generator(device)
             self._state = self._generator.get_state()
+
+    def is_of(self, args: tuple[Any, ...], history: int) -> bool:
+        """Whether a call with these arguments, after these calls, is the one that returned it."""
+        return self._made_after == (history, _shapes(args))
 
     def take(self, call: str) -> object:
         """Return it, and set the generator as it was after the call.
@@ -132,6 +148,21 @@ class _Output:
         return tree_unflatten(self._leaves, self._structure)
 
 
+def _shapes(args: tuple[Any, ...]) -> tuple[object, ...]:
+    """Return what tells arguments of unlike calls apart: shapes and dtypes of tensors."""
+    return tuple((tuple(arg.shape), arg.dtype) for arg in args if isinstance(arg, torch.Tensor))
+
+
+def _storages(leaves: Iterable[object]) -> set[int]:
+    """Return the identities of the storages behind tensors; subclasses that have none of their own are left out."""
+    found = set()
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            with suppress(NotImplementedError, RuntimeError):
+                found.add(int(leaf.untyped_storage()._cdata))
+    return found
+
+
 def _alias(value: object) -> object:
     """Return a tensor's alias without history that shares its version counter."""
     if not isinstance(value, torch.Tensor):
@@ -147,8 +178,8 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 @functools.cache
-def _warn_of_absent(calls: str) -> None:
-    _log.warning("The plan saves the outputs of %s, which did not run; what needs them is recomputed. Plan again for this model.", calls)
+def _warn_of_absent(operators: str) -> None:
+    _log.warning("Outputs of %s that the plan saves were not made in this step, or changed in place; they are recomputed.", operators)
 
 
 def selective_contexts(saved: Collection[str]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

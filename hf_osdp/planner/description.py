@@ -77,6 +77,8 @@ class Recomputation:
             raise ValueError(f"share={self.share} of a recomputation must be from 0 to 1.")
         if len(set(self.saved_calls)) < len(self.saved_calls) or not all(_CALL.fullmatch(call) for call in self.saved_calls):
             raise ValueError(f"saved_calls={self.saved_calls!r} must be different calls of operators, such as 'addmm#0'.")
+        if unsafe := next((call for call in self.saved_calls if call.startswith("_to_copy#") or "_#" in call), None):
+            raise ValueError(f"saved_calls has {unsafe!r}, but what casts or writes in place cannot be saved.")
         if problem := next(filter(None, map(problem_of_text, self.names)), None):
             raise ValueError(f"A name of what a recomputation saves {problem}.")
 

@@ -15,7 +15,7 @@ from torch import nn
 from ..distributed.consensus import on_rank_zero, require_same_run
 from ..distributed.device import own_gpu
 from ..distributed.mesh import Meshes, find_topology, rank
-from ..errors import CheckpointingError, DescriptionError, InfeasibleError, PlanError
+from ..errors import InfeasibleError, OSDPError, PlanError
 from ..modeling.batch import check_inputs, training_batch
 from ..modeling.build import without_checkpointing
 from ..modeling.split_candidates import split_units
@@ -150,24 +150,25 @@ def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedR
         problem=problem,
         search=estimated(problem, plan) if first else None,
         comparison=comparison,
-        open_step_s=_open_step_s(model, config, facts, problem),
+        open_step_s=None if rounds or not first else _open_step_s(model, config, facts, problem),
         rounds=rounds,
         meshes=meshes,
     )
 
 
 def _open_step_s(model: nn.Module, config: OSDPConfig, facts: RunFacts, problem: PlanningProblem) -> float | None:
-    """Return the estimated seconds of a step where the planner decides what is recomputed; None where it does. Collective."""
-    if not (facts.trains and problem.description.recomputed_by_others):
+    """Return the estimated seconds of a step where the planner decides what is recomputed; None where it does, or that cannot be told.
+
+    For rank 0 alone: nothing here is collective. Times of a profile are of blocks that are recomputed.
+    """
+    if not (facts.trains and problem.description.recomputed_by_others) or config.profile is not None:
         return None
     left_open = replace(facts, activation_checkpointing=False, checkpoint_wrapper=False)
     try:
         with without_checkpointing(model):
             builder = ProblemBuilder(model, replace(config, recompute=None), left_open, hardware=problem.hardware)
-            if rank():
-                return None
             return search(builder.build()).time.step_s
-    except (CheckpointingError, DescriptionError, InfeasibleError):
+    except (OSDPError, ValueError):  # it is advice
         return None
 
 

@@ -91,18 +91,15 @@ class OperatorLog(TorchDispatchMode):
         kwargs, call = kwargs or {}, self._counter.name(func)
         before = {storage._cdata for _, storage in storages_in((args, kwargs))}
         result = func(*args, **kwargs)
-        cost = PhaseRecord()
-        cost.count(func, args, kwargs, result)
-        logged = LoggedCall(
-            call=call,
-            module=self._running[-1],
-            flops=cost.matmul_flops,
-            traffic_bytes=cost.traffic_bytes,
-        )
-        made = {storage._cdata: storage.nbytes() for _, storage in storages_in(result)}
         if func._schema.is_mutable:
             self._exclude(before)  # some of them are written
-        elif made and not before & set(made):
+        if call is None:
+            return result
+        cost = PhaseRecord()
+        cost.count(func, args, kwargs, result)
+        logged = LoggedCall(call=call, module=self._running[-1], flops=cost.matmul_flops, traffic_bytes=cost.traffic_bytes)
+        made = {storage._cdata: storage.nbytes() for _, storage in storages_in(result)}
+        if made and not func._schema.is_mutable and not before & set(made):
             logged.saved_bytes = sum(made.values())
             self._storages |= dict.fromkeys(made, logged)
         self.calls.append(logged)

@@ -125,16 +125,19 @@ def unit_work(
 ) -> tuple[tuple[float, ...], tuple[Windows, ...]]:
     """Return each unit's forward and backward compute in one micro-step, and the compute that its communication can hide behind.
 
-    `activations` is the unit's own choice; a forward takes as long under any. A segment before the first hides nothing.
+    `activations` is the unit's own choice; the forward before it counts as where everything is saved. A segment before the first hides
+    nothing.
     """
     compute_s = [0.0] * len(description.units)
     calls: list[list[Windows]] = [[] for _ in description.units]
     before, overlaps = 0.0, hardware.backend.overlaps
-    for segment, (forward, backward) in zip(description.segments, passes(description, hardware, samples, activations), strict=True):
+    own = passes(description, hardware, samples, activations)
+    plain = passes(description, hardware, samples) if activations.recomputes else own
+    for segment, (forward, backward), (saved, _) in zip(description.segments, own, plain, strict=True):
         compute_s[segment.unit] += forward + backward
         if description.units[segment.unit].span is not GatherSpan.STEP:
             calls[segment.unit].append(Windows(forward=before, backward=backward) if overlaps else Windows())
-        before = forward
+        before = saved
     windows = tuple(replace(first, later=tuple(later)) for first, *later in (made or [Windows()] for made in calls))
     return tuple(compute_s), windows
 

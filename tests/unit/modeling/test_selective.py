@@ -115,11 +115,65 @@ def test_saved_operators_run_once_and_the_others_twice():
     assert [ran.count(name) for name in ("addmm", "sigmoid", "relu")] == [1, 1, 2]
 
 
-def test_output_that_is_changed_in_place_is_refused():
-    block = Block(after=lambda product: product.detach().add_(1))
+def gradients_of(block: nn.Module, *saved: str) -> list[torch.Tensor]:
+    """Gradients of two steps, with the outputs of these calls saved."""
+    block = copy.deepcopy(block)
+    recompute(block, Recomputation(saved_calls=saved))
+    found = []
+    for step in range(2):
+        torch.manual_seed(step)
+        x = torch.randn(3, 4, requires_grad=True)
+        block(x).square().sum().backward()
+        found += [x.grad, *(parameter.grad.clone() for parameter in block.parameters())]
+    return found
+
+
+class Caching(nn.Module):
+    """Fills a table in its first forward, as rotary embeddings do, so that the run in backward makes fewer calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.table = nn.Linear(4, 4), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(4.0) * 0.5 * 2.0
+        return (self.linear(x) * self.table).mul(x).sigmoid() * 3.0
+
+
+@pytest.mark.parametrize("saved", ["mul#0", "mul#1", "mul#2", "mul#3", "mul#4", "addmm#0", "sigmoid#0"])
+def test_block_that_fills_a_cache_has_the_gradients_of_the_plain_one(saved):
+    torch.manual_seed(0)
+    block = Caching()
+    assert all(torch.equal(a, b) for a, b in zip(gradients_of(block), gradients_of(block, saved), strict=True))
+
+
+class InPlace(nn.Module):
+    """Writes into a view of a product, whose version a view like that of `nn.Linear` on three dimensions does not share."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(x[None])
+        return hidden.add_(1).sigmoid() * hidden.cos()
+
+
+def test_output_that_the_block_changes_in_place_is_recomputed():
+    torch.manual_seed(0)
+    block = InPlace()
+    assert all(torch.equal(a, b) for a, b in zip(gradients_of(block), gradients_of(block, "mm#0"), strict=True))
+
+
+def test_output_that_others_change_in_place_is_refused():
+    kept = []
+    block = Block(after=kept.append)
     recompute(block, Recomputation(saved_calls=("addmm#0",)))
+    loss = block(torch.ones(3, 4, requires_grad=True)).sum()
+    kept[0].detach().add_(1)
     with pytest.raises(RuntimeError, match=r"output of addmm#0, which the plan saves for backward, was changed in place; .* recompute="):
-        block(torch.ones(3, 4, requires_grad=True)).sum().backward()
+        loss.backward()
 
 
 def test_operators_that_do_not_run_are_named_once_and_recomputed(caplog):
@@ -133,7 +187,7 @@ def test_operators_that_do_not_run_are_named_once_and_recomputed(caplog):
             one(torch.ones(3, 4)).sum().backward()
     assert torch.equal(block.linear.weight.grad, plain.linear.weight.grad)
     said = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(said) == 1 and "outputs of mm#7, which did not run" in said[0].getMessage()
+    assert len(said) == 1 and "Outputs of mm that the plan saves were not made in this step" in said[0].getMessage()
 
 
 def test_graph_that_is_kept_gives_the_same_gradients_twice():
@@ -151,6 +205,8 @@ def test_graph_that_is_kept_gives_the_same_gradients_twice():
         ({"share": 1.5}, r"share=1\.5 of a recomputation must be from 0 to 1"),
         ({"saved_calls": ("addmm",)}, "must be different calls of operators, such as 'addmm#0'"),
         ({"saved_calls": ("addmm#0", "addmm#0")}, "must be different calls"),
+        ({"saved_calls": ("_to_copy#0",)}, "'_to_copy#0', but what casts or writes in place cannot be saved"),
+        ({"saved_calls": ("mm#0", "add_#1")}, "'add_#1', but what casts or writes in place cannot be saved"),
         ({"names": ("c_attn\x1b[31m",)}, "A name of what a recomputation saves"),
     ],
 )
