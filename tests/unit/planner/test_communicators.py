@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.planner.cost.memory import MemoryEstimate
 from hf_osdp.planner.decision import UnitDecision, UnitLayout, communicators_of
 from hf_osdp.planner.hardware import Backend
 from hf_osdp.planner.job import TrainingJob
@@ -71,3 +72,11 @@ def test_a_plan_of_a_preset_counts_its_own_communicators():
         assert row.result.plan.peak_bytes == row.result.memory.peak_bytes + outside and row.result.memory.communicators == count
     fsdp, hsdp = (least_memory(problem(MODEL, hardware, JOB, strategy=name)) for name in ("fsdp", "hsdp"))
     assert hsdp - fsdp > 2 * COMMUNICATOR_BYTES
+
+
+@pytest.mark.parametrize(("number", "name"), [(1, "1 communicator"), (3, "3 communicators")])
+def test_memory_beside_tensors_is_told_by_what_it_is(number, name):
+    hardware = preset("h100", devices_per_node=8)
+    taken = {"reserved by the device": hardware.device.reserved_bytes, name: number * hardware.device.communicator_bytes}
+    assert hardware.device.communicator_bytes > 1
+    assert MemoryEstimate(moments=(), communicators=number).outside(hardware) == taken
