@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
+from torch import library
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
@@ -27,11 +28,11 @@ _IN_FLOAT32 = frozenset({
 """What CUDA's autocast computes in float32 and the CPU's does not (AT_FORALL_FP32 in ATen/autocast_mode.h), by Python's names."""
 
 
-torch.library.define("hf_osdp::attention", "(Tensor query, Tensor key, Tensor value, int rows) -> (Tensor, Tensor)")
+library.define("hf_osdp::attention", "(Tensor query, Tensor key, Tensor value, int rows) -> (Tensor, Tensor)")
 
 
-@torch.library.impl("hf_osdp::attention", "CPU")
-@torch.library.register_fake("hf_osdp::attention")
+@library.impl("hf_osdp::attention", "CPU")
+@library.register_fake("hf_osdp::attention")
 def _attention_outputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate what a fused kernel returns: its output, and a float32 logsumexp of so many rows a head.
 

@@ -31,7 +31,6 @@ _MOST_WAYS = 6
 """Of a block, beside saving all: more hardly add to the frontier, and each is traced."""
 _LEAST_GAIN = 0.003
 """Part of the frontier's whole area by which a way must add to it."""
-
 _OPERATORS_OF_MODES = 1.5
 """What an operator takes longer inside `selective_contexts`, as a multiple of its own dispatch: some 8 µs (torch 2.13, CPU)."""
 _NAMED = 0.05
@@ -52,7 +51,7 @@ class LoggedCall:
     flops: int
     traffic_bytes: int
     saved_bytes: int = 0
-    """Of its outputs; 0 where they cannot be saved: views, what is written in place, what the block returns."""
+    """Of its outputs; 0 where they cannot be saved: views, what is written in place, what the block returns. Casts are not listed."""
 
 
 class OperatorLog(TorchDispatchMode):
