@@ -118,7 +118,7 @@ def simulate(model_or_config: object, plan: Plan, *, description: ModelDescripti
         stack.enter_context(memory.host_copies())
         stack.enter_context(_separate_shape_propagation())
         if on_cuda:
-            stack.enter_context(CudaKernels(lambda flops: None, chosen.capability))
+            stack.enter_context(CudaKernels(chosen.capability))
         if job.precision.autocast and job.precision.compute is not None:
             autocast = under_autocast(fake.forward, getattr(torch, job.precision.compute.value))
             stack.enter_context(forward_replaced(fake, autocast))

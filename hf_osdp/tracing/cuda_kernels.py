@@ -6,8 +6,8 @@ CUDA has kernels of its own for attention (`attention.py` says which one runs), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import library
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import register_flop_formula
 
 from .attention import ASSUMED_CAPABILITY, AttentionCall, Capability, Kernel, attention_flops, attention_kernel, capability_here
 
@@ -28,33 +29,87 @@ _IN_FLOAT32 = frozenset({
 """What CUDA's autocast computes in float32 and the CPU's does not (AT_FORALL_FP32 in ATen/autocast_mode.h), by Python's names."""
 
 
-library.define("hf_osdp::attention", "(Tensor query, Tensor key, Tensor value, int rows) -> (Tensor, Tensor)")
+library.define(
+    "hf_osdp::attention", "(Tensor query, Tensor key, Tensor value, Tensor? bias, bool efficient) -> (Tensor output, Tensor logsumexp)"
+)
+library.define(
+    "hf_osdp::attention_backward",
+    "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor logsumexp, bool efficient, bool bias_grad) -> Tensor[]",
+)
 
 
 @library.impl("hf_osdp::attention", "CPU")
 @library.register_fake("hf_osdp::attention")
-def _attention_outputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate what a fused kernel returns: its output, and a float32 logsumexp of so many rows a head.
+def _attention_outputs(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, efficient: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate what a fused kernel returns: its output, and a float32 logsumexp of a row for each query, padded where it is `efficient`.
 
     It is one operator, as on CUDA, so that a recomputation may save it.
     """
     batch, heads, length, _ = query.shape
+    rows = length + (-length % 32 if efficient else 0)
     # the kernels write [b, T, h, d] and return a transposed view, so that the caller's reshape copies nothing
     out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
     return out, query.new_empty((batch, heads, rows), dtype=torch.float32)
+
+
+@library.impl("hf_osdp::attention_backward", "CPU")
+@library.register_fake("hf_osdp::attention_backward")
+def _attention_gradients(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, logsumexp: torch.Tensor,
+    efficient: bool, bias_grad: bool,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Allocate what backward of a fused kernel does: gradients of query, key, value and perhaps bias, then what it frees at its end.
+
+    That is float32 query gradients (in float32: as much for the row sums), and for grouped heads gradients of keys and values for each
+    query head. Sources: mha_bwd in flash_attn/flash_api.cpp, _efficient_attention_backward in cuda/attention_backward.cu,
+    kNeedsAccumGradQ and kKernelComputesDelta in mem_eff_attention/kernel_backward.h. cuDNN's workspace holds the same.
+    """
+    row_sums = torch.empty_like(logsumexp)
+    wide = [torch.empty_like(query, dtype=torch.float32)]
+    if efficient and query.element_size() < 4 and query.shape[-1] > 128:  # sums that registers cannot hold
+        wide += [torch.empty_like(tensor, dtype=torch.float32) for tensor in (key, value)]
+    if (heads := query.shape[1]) != key.shape[1]:
+        wide += [tensor.new_empty(tensor.shape[0], tensor.shape[2], heads, tensor.shape[3]) for tensor in (key, value)]
+    grads = [torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)]
+    return [*grads, *([torch.empty_like(bias)] if bias_grad and bias is not None else []), row_sums, *wide]
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:  # noqa: ANN401
+    query, key, value, bias, ctx.efficient = inputs
+    ctx.save_for_backward(query, key, value, bias, *output)
+
+
+def _attention_backward(ctx: Any, grad: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+    query, key, value, bias, _out, logsumexp = ctx.saved_tensors
+    bias_grad = ctx.needs_input_grad[3]
+    made = torch.ops.hf_osdp.attention_backward(grad, query, key, value, bias, logsumexp, ctx.efficient, bias_grad)
+    return *made[:3], made[3] if bias_grad else None, None
+
+
+library.register_autograd("hf_osdp::attention", _attention_backward, setup_context=_remember)
+
+
+@register_flop_formula(torch.ops.hf_osdp.attention)
+def _flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: object, **__: object) -> int:
+    return attention_flops(query, key, value)
+
+
+@register_flop_formula(torch.ops.hf_osdp.attention_backward)
+def _backward_flops(grad: object, query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: object, **__: object) -> int:
+    return attention_flops(query, key, value, backward=True)
 
 
 class CudaKernels(TorchFunctionMode):
     """Replace attention and dropout by functions that allocate as CUDA's kernels do.
 
     Args:
-        count_flops: called with the FLOPs of each attention's backward.
         capability: compute capability of the device; None takes this machine's, or where it has none `ASSUMED_CAPABILITY`.
     """
 
-    def __init__(self, count_flops: Callable[[int], None], capability: Capability | None = None) -> None:
+    def __init__(self, capability: Capability | None = None) -> None:
         super().__init__()
-        self._count_flops = count_flops
         self._capability = capability or capability_here() or ASSUMED_CAPABILITY
         self.found: dict[Kernel, AttentionCall] = {}
         """The attention kernels that would have run, each with its first call."""
@@ -71,13 +126,17 @@ class CudaKernels(TorchFunctionMode):
         if torch.is_autocast_enabled("cpu") and getattr(func, "__name__", "") in _IN_FLOAT32:
             args, kwargs = _cast((args, kwargs), torch.float32)
         if func is F.scaled_dot_product_attention:
-            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-            return self._attention(**dict(zip(names, args, strict=False)), **kwargs)
+            return self.call_attention(*args, **kwargs)
         if func is torch.dropout:
             return _dropout(*args, **{"training" if name == "train" else name: value for name, value in kwargs.items()})
         if func is F.dropout:
             return _dropout(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def call_attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run `scaled_dot_product_attention` as the kernel that CUDA takes would."""
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        return self._attention(**dict(zip(names, args, strict=False)), **kwargs)
 
     def _attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, **options: Any
@@ -103,7 +162,7 @@ class CudaKernels(TorchFunctionMode):
             query, key, value = (F.pad(tensor, (0, -size % 8)) for tensor in (query, key, value))
         if attn_mask is not None and kernel is Kernel.EFFICIENT and (short := -attn_mask.shape[-1] % 16):
             attn_mask = F.pad(attn_mask, (0, short))
-        output: torch.Tensor = _FusedAttention.apply(query, key, value, attn_mask, kernel, self._count_flops)
+        output: torch.Tensor = torch.ops.hf_osdp.attention(query, key, value, attn_mask, kernel is Kernel.EFFICIENT)[0]
         return output[..., :size]
 
 
@@ -135,42 +194,6 @@ def _math(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: tor
     weights = torch._safe_softmax(scores, -1)
     del beside, scores
     return torch.matmul(_dropout(weights, call.dropout), value).to(dtype)
-
-
-class _FusedAttention(torch.autograd.Function):
-    """Allocate what the fused kernels do.
-
-    In forward that is output and float32 logsumexp; in backward float32 query gradients (in float32: as much for the row sums), and
-    for grouped heads gradients of keys and values for each query head.
-
-    Sources: mha_bwd in flash_attn/flash_api.cpp, _efficient_attention_backward in cuda/attention_backward.cu, kNeedsAccumGradQ and
-    kKernelComputesDelta in mem_eff_attention/kernel_backward.h. cuDNN keeps the same, and its workspace holds the same.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:  # noqa: ANN401
-        query, key, value, bias, kernel, count_flops = inputs
-        length = query.shape[2]
-        rows = length + (-length % 32 if kernel is Kernel.EFFICIENT else 0)
-        out, logsumexp = torch.ops.hf_osdp.attention(query, key, value, rows)
-        ctx.save_for_backward(query, key, value, out, logsumexp, bias)
-        ctx.kernel, ctx.count_flops = kernel, count_flops
-        return cast(torch.Tensor, out)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        query, key, value, _, logsumexp, bias = ctx.saved_tensors
-        row_sums = torch.empty_like(logsumexp)
-        wide = [torch.empty_like(query, dtype=torch.float32)]
-        if ctx.kernel is Kernel.EFFICIENT and query.element_size() < 4 and query.shape[-1] > 128:  # sums that registers cannot hold
-            wide += [torch.empty_like(tensor, dtype=torch.float32) for tensor in (key, value)]
-        if (heads := query.shape[1]) != key.shape[1]:
-            wide += [tensor.new_empty(tensor.shape[0], tensor.shape[2], heads, tensor.shape[3]) for tensor in (key, value)]
-        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        bias_grad = torch.empty_like(bias) if ctx.needs_input_grad[3] else None
-        ctx.count_flops(attention_flops(query.shape, key.shape, value.shape, backward=True))
-        del row_sums, wide
-        return *grads, bias_grad, None, None
 
 
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:

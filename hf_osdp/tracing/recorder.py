@@ -7,7 +7,8 @@ segment in which autograd made the node that runs: its sequence number says whic
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,17 +143,21 @@ class Recorder(TorchDispatchMode):
         if name is not None:
             self._current.gradients.append(name)
 
-    def count_flops(self, flops: int) -> None:
-        """Add FLOPs that no operator shows."""
-        self._open_pending()
-        self._phase.matmul_flops += flops
+    @contextmanager
+    def kernel(self, flops: int, traffic_bytes: int) -> Iterator[None]:
+        """Count a kernel that no operator shows; what it allocates is tracked inside the context."""
+        self._follow()
+        yield
+        phase = self._phase
+        phase.matmul_flops += flops
+        phase.traffic_bytes += traffic_bytes
+        phase.operators += 1
+        phase.levels.append(self._memory.current_bytes)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        if self._in_backward:
-            self._follow_backward()
-        self._open_pending()
+        self._follow()
         kwargs = kwargs or {}
         result = call_operator(func, args, kwargs)
         self._phase.count(func, args, kwargs, result)
@@ -162,6 +167,12 @@ class Recorder(TorchDispatchMode):
     @property
     def _phase(self) -> PhaseRecord:
         return self._current.backward if self._in_backward else self._current.forward
+
+    def _follow(self) -> None:
+        """Go to the segment to which what runs now belongs."""
+        if self._in_backward:
+            self._follow_backward()
+        self._open_pending()
 
     def _open_pending(self) -> None:
         """Open the pending segment as its first operator runs: until now, frees belonged to the one before."""

@@ -250,7 +250,7 @@ class _Tracer:
             memory = stack.enter_context(MemoryTracker(block_bytes=CUDA_BLOCK_BYTES if self._options.cuda_kernels else 1))
             recorder: Recorder = stack.enter_context(Recorder(memory))
             if self._options.cuda_kernels:
-                kernels = stack.enter_context(CudaKernels(recorder.count_flops, self._options.capability))
+                kernels = stack.enter_context(CudaKernels(self._options.capability))
                 stack.callback(lambda: self.kernels.update(kernels.found))
             stack.enter_context(FakeifyTensors(self._mode, known))
             stack.enter_context(self._wrapped(recorder))

@@ -97,7 +97,7 @@ def test_math_kernel_saves_what_torchs_own_does(dtype, groups, mask):
         options["attn_mask"] = torch.ones(2, 1, 32, 32, dtype=dtype if mask == "additive" else mask)
     with sdpa_kernel(SDPBackend.MATH):
         real = saved_bytes(lambda: F.scaled_dot_product_attention(query, key, value, **options))
-    with CudaKernels(lambda flops: None, V100) as kernels:
+    with CudaKernels(V100) as kernels:
         allocated = saved_bytes(lambda: F.scaled_dot_product_attention(query, key, value, **options))
     assert list(kernels.found) == [Kernel.MATH]
     assert allocated == real > 2 * 8 * 32 * 32 * 4
@@ -111,14 +111,14 @@ def test_math_kernel_saves_what_torchs_own_does(dtype, groups, mask):
 def test_fused_kernels_save_row_sums_and_bias_as_each_lays_them_out(capability, masked, rows, bias):
     query, key, value = (torch.randn(2, 4, 40, 16, dtype=BF16, requires_grad=True) for _ in range(3))
     mask = torch.ones(2, 1, 40, 40, dtype=torch.bool) if masked else None
-    with CudaKernels(lambda flops: None, capability):
+    with CudaKernels(capability):
         found = saved_bytes(lambda: F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
     assert found == 4 * 2 * 4 * 40 * 16 * 2 + 2 * 4 * rows * 4 + 2 * 40 * bias * 2
 
 
 def test_flash_pads_heads_that_are_no_multiple_of_eight():
     tensors = [torch.randn(2, 4, 40, 12, dtype=BF16, requires_grad=True) for _ in range(3)]
-    with CudaKernels(lambda flops: None, A100):
+    with CudaKernels(A100):
         output = F.scaled_dot_product_attention(*tensors)
     assert output.shape == tensors[0].shape
     output.sum().backward()
@@ -164,7 +164,7 @@ def test_description_names_the_kernel_of_device_and_mask(configuration):
 
 def test_operators_in_float32_are_those_of_cudas_autocast():
     value, weight = torch.randn(2, 4, 8, dtype=BF16), torch.randn(8, 8)
-    with CudaKernels(lambda flops: None):
+    with CudaKernels():
         assert F.layer_norm(value, (8,)).dtype is BF16
         with torch.autocast("cpu", dtype=BF16):
             wide = (torch.exp(value), value**2, value.softmax(-1), F.layer_norm(value, (8,)))

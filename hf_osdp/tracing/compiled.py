@@ -1,0 +1,149 @@
+"""Run a block on fake tensors as it runs when compiled: dynamo and AOTAutograd for real, Inductor's kernels by their allocations.
+
+The graphs of forward and backward are those that Inductor would get, with the joint graph cut as `activation_memory_budget` says
+(`torch._functorch.partitioners`). No code is generated: each graph becomes a `FusedGraph`, which allocates and frees what its kernels would.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..errors import DescriptionError
+from .cuda_kernels import CudaKernels
+from .fused_graph import FusedGraph, FusedKernel
+from .memory_tracker import MemoryTracker
+from .recorder import Recorder
+from .tensors import DEVICE
+
+_MOST_VARIANTS = 256
+"""Compilations of one forward that dynamo keeps: a batch size and a budget make one."""
+
+
+class TracedCompiler:
+    """Compiles forwards for a trace.
+
+    Args:
+        mode: of the fake tensors.
+        cuda: stands for CUDA's attention where the trace is one for CUDA.
+    """
+
+    def __init__(self, mode: FakeTensorMode, cuda: CudaKernels | None = None) -> None:
+        self._mode, self._cuda = mode, cuda
+        self._memory: MemoryTracker | None = None
+        self._recorder: Recorder | None = None
+        self._backend = functools.cache(self._make_backend)
+
+    @contextmanager
+    def recording(self, memory: MemoryTracker, recorder: Recorder | None = None) -> Iterator[None]:
+        """Count what compiled forwards and their backwards allocate and compute."""
+        self._memory, self._recorder = memory, recorder
+        limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), _MOST_VARIANTS)
+        try:
+            with torch._dynamo.config.patch(limits):
+                yield
+        finally:
+            self._memory = self._recorder = None
+
+    def compile(self, module: nn.Module, budget: float) -> None:
+        """Compile a module's forward in place, with a part of its activations' memory; raise DescriptionError where that fails."""
+        original = module.forward
+        compiled = torch.compile(original, backend=self._backend(budget), fullgraph=True, dynamic=False)
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> object:
+            with self._outside_modes():
+                try:
+                    return compiled(*args, **kwargs)
+                except torch._dynamo.exc.TorchDynamoException as error:
+                    raise NotCompiledError(type(module).__name__, error) from error
+
+        module.forward = forward
+
+    def _make_backend(self, budget: float) -> Callable[..., Any]:
+        """Return dynamo's backend for a budget: one object each, since dynamo tells compiled code apart by it, and not by the budget."""
+        from torch._inductor.compile_fx import compile_fx
+
+        def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> object:
+            for node in module.graph.nodes if self._cuda is not None else ():
+                if node.target is F.scaled_dot_product_attention and self._cuda is not None:
+                    node.target = self._cuda.call_attention
+            module.recompile()
+            with torch._functorch.config.patch(activation_memory_budget=budget, enable_autograd_cache=False):
+                return compile_fx(module, inputs, inner_compile=self._kernels_of)
+
+        return backend
+
+    def _kernels_of(self, module: fx.GraphModule, inputs: object, **options: object) -> Callable[[list[Any]], list[Any]]:
+        """Return a function that allocates as the kernels of a graph do, in place of Inductor's."""
+        graph = FusedGraph(module.graph, "cpu" if self._cuda is None else "cuda")
+        run = functools.partial(self._run, graph)
+        run._boxed_call = True  # type: ignore[attr-defined]  # it empties the list of its arguments
+        return run
+
+    def _run(self, graph: FusedGraph, args: list[Any]) -> list[Any]:
+        values: dict[fx.Node, Any] = dict(zip(graph.inputs, args, strict=True))
+        args.clear()
+        with self._outside_modes(), torch.no_grad():
+            for kernel in graph.kernels:
+                self._launch(kernel, values)
+            return [self._result(node, graph, values) if isinstance(node, fx.Node) else node for node in graph.outputs]
+
+    def _launch(self, kernel: FusedKernel, values: dict[fx.Node, Any]) -> None:
+        """Allocate what a kernel writes, and let go of what nobody reads after it."""
+        with ExitStack() as stack:
+            if self._recorder is not None:
+                stack.enter_context(self._recorder.kernel(kernel.flops, kernel.traffic_bytes))
+            for node in kernel.writes:
+                values.pop(kernel.takes_over.get(node), None)  # type: ignore[arg-type]
+                like = node.meta["val"]
+                values[node] = self._allocate(like.shape, like.stride(), like.dtype)
+            scratch = self._allocate((kernel.scratch_bytes,), (1,), torch.uint8) if kernel.scratch_bytes else None
+        del scratch
+        for node in kernel.frees:
+            values.pop(node, None)
+
+    def _allocate(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        made = torch.empty_strided(shape, stride, dtype=dtype, device=DEVICE)
+        if self._memory is not None:
+            self._memory.track([made])
+        return made
+
+    def _result(self, node: fx.Node, graph: FusedGraph, values: dict[fx.Node, Any]) -> object:
+        """Return an output of a graph: a buffer or an input, or a view of one."""
+        owner, like = graph.owner[node], node.meta.get("val")
+        source = values.get(owner)
+        if node is owner or not isinstance(source, torch.Tensor) or not isinstance(like, torch.Tensor):
+            return like if source is None else source
+        if like.dtype is not source.dtype:
+            source = source.view(like.dtype)
+        return source.as_strided(like.shape, like.stride(), like.storage_offset())
+
+    @contextmanager
+    def _outside_modes(self) -> Iterator[None]:
+        """Leave the trace's modes, under which dynamo compiles nothing, but for that of fake tensors."""
+        modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+        try:
+            with _disable_current_modes(), self._mode:
+                yield
+        finally:
+            for mode in reversed(modes):
+                _push_mode(mode)
+
+
+class NotCompiledError(DescriptionError):
+    """A block that dynamo cannot take as one graph."""
+
+    def __init__(self, class_name: str, cause: BaseException) -> None:
+        self.class_name = class_name
+        reason = next((line.strip() for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
+        super().__init__(f"{class_name} does not compile as one graph ({reason[:120].rstrip('.')}).")
