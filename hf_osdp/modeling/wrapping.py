@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ..planner.description import Recomputation
+from .compiled import CompiledForward
 from .selective import selective_contexts
 
 _Value = TypeVar("_Value")
@@ -82,9 +83,10 @@ def recompute(module: nn.Module, recomputation: Recomputation | None = None) -> 
 
 
 def recomputation_of(module: nn.Module) -> Recomputation | None:
-    """Return how `recompute` was called on the module, perhaps with `offload` after it; None where it was not."""
+    """Return how `recompute` or `compile_forward` was called on the module, perhaps with `offload` after it; None where it was not."""
     forward = module.__dict__.get("forward")
-    found = next((one for one in (forward, getattr(forward, "inner", None)) if isinstance(one, _Recomputed)), None)
+    kinds = (_Recomputed, CompiledForward)
+    found = next((one for one in (forward, getattr(forward, "inner", None)) if isinstance(one, kinds)), None)
     return None if found is None else found.recomputation
 
 

@@ -63,7 +63,10 @@ class GatherSpan(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """How a unit's forward runs again in backward: only its input is saved, and the outputs of the operators named here."""
+    """How a unit's forward runs again in backward: only its input is saved, and the outputs of the operators named here.
+
+    Of a unit whose forward is compiled, torch's partitioner chooses what is saved, by a budget.
+    """
 
     saved_calls: tuple[str, ...] = ()
     """Operators of the unit's forward: name and how many of that name came before, such as `addmm#0` and `attention#0`."""
@@ -71,8 +74,13 @@ class Recomputation:
     """Part of a full recomputation's work that is left, by a rough rate of FLOPs and bytes; for tables."""
     names: tuple[str, ...] = ()
     """What the calls are, as a person reads it: modules of products (`c_attn`), else operators."""
+    budget: float | None = None
+    """Of a compiled unit: torch's `activation_memory_budget`, the part of what it would save that it may, between 0 and 1; None is 0, its
+    input alone."""
 
     def __post_init__(self) -> None:
+        if self.budget is not None and (self.saved_calls or not 0 < self.budget < 1):
+            raise ValueError(f"budget={self.budget} of a recomputation must lie between 0 and 1, without saved_calls.")
         if not 0 <= self.share <= 1:
             raise ValueError(f"share={self.share} of a recomputation must be from 0 to 1.")
         if len(set(self.saved_calls)) < len(self.saved_calls) or not all(_CALL.fullmatch(call) for call in self.saved_calls):
@@ -84,6 +92,8 @@ class Recomputation:
 
     def describe(self) -> str:
         """Return short text for tables: `recompute`, `recompute 0.4: saves c_attn, attention`."""
+        if self.budget is not None:
+            return f"recompute {self.share:.2g}: budget {self.budget:g}"
         if not self.saved_calls:
             return "recompute"
         shown = ", ".join(self.names[:_MOST_NAMES]) + (f" and {more} more" if (more := len(self.names) - _MOST_NAMES) > 0 else "")
@@ -337,6 +347,8 @@ class ModelDescription:
     """What segments allocate and free, each once."""
     recomputed_by_others: bool = False
     """The model recomputes its blocks by itself, or something else makes it."""
+    compiled_classes: tuple[str, ...] = ()
+    """Classes of the blocks whose forward is compiled (`Plan.compiled_classes`), and whose costs are those of compiled code."""
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1:

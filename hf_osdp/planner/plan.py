@@ -18,7 +18,7 @@ from .files import validated, write_whole
 from .hardware import MOST_RANKS
 from .split import WHOLE_BLOCKS, ModelSplit
 
-PLAN_VERSION = 5
+PLAN_VERSION = 6
 _MOST = {"world_size": MOST_RANKS, "micro_batch_size": 2**20, "accumulation_steps": 2**20, "sequence_length": 2**30}
 _MOST_UNITS = 2**14
 _LAYER = re.compile(r"\.\d+(?=\.|$)")
@@ -45,6 +45,8 @@ class Plan:
     model_fingerprint: str
     split: ModelSplit = WHOLE_BLOCKS
     """What is done to the model before its units are found: the units are those of the model that was split so."""
+    compiled_classes: tuple[str, ...] = ()
+    """Classes of the blocks whose forward is compiled before they are sharded."""
     model_name: str = ""
     sequence_length: int = 1
     memory_limit_bytes: int | None = None
@@ -69,8 +71,9 @@ class Plan:
         for name in ("memory_limit_bytes", "peak_bytes", "step_s"):
             if not 0 <= (value := getattr(self, name) or 0) < float("inf"):
                 raise PlanError(f"The plan has {name}={value}; it must be finite and not negative.")
-        for name in ("strategy", "model_fingerprint", "model_name", "hardware"):
-            if problem := problem_of_text(getattr(self, name)):
+        texts = [(name, getattr(self, name)) for name in ("strategy", "model_fingerprint", "model_name", "hardware")]
+        for name, text in (*texts, *(("compiled class", name) for name in self.compiled_classes)):
+            if problem := problem_of_text(text):
                 raise PlanError(f"The plan has a {name} that {problem}; give it another.")
         if len(self.units) > _MOST_UNITS:
             raise PlanError(f"The plan has {len(self.units)} units; it must have at most {_MOST_UNITS}.")
@@ -101,6 +104,8 @@ class Plan:
         sizes = {unit.shard_size for unit in self.units}
         if len(sizes) > 1:
             raise _no_fsdp_plan(f"units have {len(sizes)} group sizes ({', '.join(map(str, sorted(sizes)))})", "one mesh for all")
+        if self.compiled_classes:
+            raise _no_fsdp_plan("blocks are compiled", "what is sharded")
         if not self.split.is_none:
             raise _no_fsdp_plan(f"the model is split into {self.split.describe()}", "whole modules")
         if 0 < (on_host := sum(unit.on_host for unit in self.units)) < len(self.units):
@@ -128,6 +133,7 @@ class Plan:
             **asdict(batch),
             model_fingerprint=description.fingerprint,
             split=description.split,
+            compiled_classes=description.compiled_classes,
             model_name=description.model_name,
             sequence_length=description.sequence_length,
             **stated,
@@ -180,7 +186,7 @@ class Plan:
         """Return one line for each way in which `other` runs differently; none when the two run the same."""
         lines = [
             f"{name}: {getattr(self, name)} -> {getattr(other, name)}"
-            for name in ("world_size", "micro_batch_size", "accumulation_steps", "model_fingerprint")
+            for name in ("world_size", "micro_batch_size", "accumulation_steps", "model_fingerprint", "compiled_classes")
             if getattr(self, name) != getattr(other, name)
         ]
         if self.split != other.split:

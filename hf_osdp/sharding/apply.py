@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from graphlib import TopologicalSorter
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from ..distributed.consensus import require_same
 from ..distributed.mesh import SHARD_AXIS, Meshes, collective_device, world_size
 from ..errors import OSDPError, PlanError
 from ..modeling.activation_offload import offload
+from ..modeling.compiled import compile_forward
 from ..modeling.split.apply_split import split_operators
 from ..modeling.split.names import is_split
 from ..modeling.units import canonical_name, modules_by_name
@@ -79,7 +81,7 @@ def apply_plan(
         split_operators(model, plan.split.sliced)
     plan.check(_as_description(model, units), world_size())
     found = _find(model, plan, units)
-    _change_activations(found)
+    _change_forwards(found, plan.compiled_classes)
     if not needs_process_group(plan, mp_policy):
         return model
     if uses_host(plan) and not dist.is_initialized():
@@ -101,10 +103,13 @@ def apply_plan(
     return model
 
 
-def _change_activations(units: list[_Unit]) -> None:
+def _change_forwards(units: list[_Unit], compiled_classes: Collection[str]) -> None:
     for unit in units:
-        if unit.decision.activations.recomputation is not None:
-            recompute(unit.modules[0], unit.decision.activations.recomputation)
+        recomputation = unit.decision.activations.recomputation
+        if unit.description.class_name in compiled_classes and unit.description.span is GatherSpan.USE:
+            compile_forward(unit.modules[0], recomputation)
+        elif recomputation is not None:
+            recompute(unit.modules[0], recomputation)
         if unit.decision.activations.offloads:
             offload(unit.modules[0])
 

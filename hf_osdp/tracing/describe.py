@@ -22,6 +22,7 @@ from ..planner.affine import Affine
 from ..planner.description import DType, GatherSpan, ModelDescription, Segment, UnitDescription
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from .attention import ASSUMED_CAPABILITY, AttentionCall, Capability, Kernel, capability_here, warning_of_math
+from .compiled import NotCompiledError
 from .formula import SOURCE, formula_segments
 from .trace import Trace, TraceOptions, trace_segments
 
@@ -56,6 +57,8 @@ class DescribeOptions:
     recomputation: bool = True
     """Also trace each block as recomputed in backward, and for CUDA with what it saves on the host, so that the search can choose; of no
     use where all are checkpointed anyway. Parts of blocks (`split.operators`) are not traced as offloaded."""
+    compile: bool = False
+    """The blocks' forwards will be compiled, as far as they compile as one graph each (`ModelDescription.compiled_classes`)."""
     split: ModelSplit = WHOLE_BLOCKS
     """Describe the model as it is when split so."""
     loss: Loss | None = None
@@ -120,6 +123,7 @@ class _Describer:
         )
         self._blocks = self._block_classes()
         self._checkpointed = options.activation_checkpointing or is_checkpointed(model)
+        self._compiled = self._blocks if options.compile else ()
         self._dtype = options.compute_dtype or self._main_dtype()
         if options.inputs is None and not hasattr(model, "config"):
             raise DescriptionError(
@@ -148,6 +152,7 @@ class _Describer:
             trace=how,
             allocations=found.allocations,
             recomputed_by_others=self._checkpointed,
+            compiled_classes=() if how.startswith(_FORMULA) else self._compiled,
         )
 
     def _block_classes(self) -> tuple[str, ...]:
@@ -204,20 +209,37 @@ class _Describer:
             reuse_equal_blocks=not options.split.operators,  # parts of a block keep what others hand them, which copies do not
         )  # fmt: skip
         for recomputable, offloadable in self._choices():
-            tried = replace(basic, recomputable=recomputable, offloadable=offloadable)
             try:
-                try:
-                    return trace_segments(self._model, self._units, self._inputs, tried)
-                except ValueError as error:
-                    if "more than 1 value per channel" not in str(error):
-                        raise
-                    # batch norm of pooled features trains on no single sample
-                    return trace_segments(self._model, self._units, self._inputs, replace(tried, samples=(2, 3, 4)))
+                return self._trace_as_it_compiles(replace(basic, recomputable=recomputable, offloadable=offloadable))
             except Exception:  # as a plainer model it may run
                 if not (recomputable or offloadable):
                     raise
                 _log.debug("Blocks cannot be traced as recomputed or offloaded.", exc_info=True)
         raise AssertionError
+
+    def _trace_as_it_compiles(self, options: TraceOptions) -> Trace:
+        """Trace the model with those of its blocks compiled that can be."""
+        while True:
+            compiled = frozenset(i for i, unit in enumerate(self._units) if unit.class_name in self._compiled and self._is_one_block(unit))
+            tried = replace(options, compiled=compiled, offloadable=frozenset(options.offloadable) - compiled)
+            try:
+                return self._trace_any_samples(tried)
+            except NotCompiledError as error:
+                _log.warning("%s These blocks run as they are.", error)
+                self._compiled = tuple(name for name in self._compiled if name != error.class_name)
+
+    def _trace_any_samples(self, options: TraceOptions) -> Trace:
+        try:
+            return trace_segments(self._model, self._units, self._inputs, options)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            # batch norm of pooled features trains on no single sample
+            return trace_segments(self._model, self._units, self._inputs, replace(options, samples=(2, 3, 4)))
+
+    @staticmethod
+    def _is_one_block(unit: UnitDescription) -> bool:
+        return unit.span is GatherSpan.USE and len(unit.module_names) == 1
 
     def _choices(self) -> list[tuple[frozenset[int], frozenset[int]]]:
         """Return the units that may be recomputed and offloaded, then those that may be recomputed alone, then none.
@@ -269,6 +291,7 @@ class _Describer:
         elif attention:
             parts += [f"attention {attention}"]
         parts += ["under autocast"] if options.autocast else []
+        parts += [f"{' and '.join(self._compiled)} compiled"] if self._compiled else []
         parts += ["blocks checkpointed"] if self._checkpointed else []
         return ", ".join(parts)
 

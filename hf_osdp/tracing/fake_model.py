@@ -154,5 +154,6 @@ class _NotedParameters(dict[str, Any]):
         self._note = note
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401
-        self._note()
+        if not torch.compiler.is_dynamo_compiling():  # a block that is compiled reads its own
+            self._note()
         return super().__getitem__(name)

@@ -153,7 +153,7 @@ class FusedGraph:
             kernel.frees = [node for node in kernel.reads if last[node] is kernel and node not in self._returned]
             kernel.takes_over = {}
             readers = {one: sum(one in self._sources[node] for node in kernel.nodes) for one in kernel.frees}
-            left = [one for one in kernel.frees if readers[one] == 1 and one.op == "call_function"]
+            left = [one for one in kernel.frees if readers[one] == 1 and not one.name.startswith(("primals_", "tangents_"))]
             for node in kernel.writes if kernel.is_fused else ():
                 if (same := next((one for one in left if nbytes(one) == nbytes(node)), None)) is not None:
                     kernel.takes_over[node] = same

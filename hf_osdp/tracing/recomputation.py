@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..modeling.selective import CallCounter
-from ..planner.description import Recomputation, Segment
+from ..planner.description import Recomputation, RecomputedSegment, Segment
 from .recorder import PhaseRecord
 from .tensors import storages_in
 
@@ -192,6 +192,18 @@ def worthwhile(plain: Segment, ways: Sequence[Segment], device_type: str, sample
 
     corners = corner_indices([*map(point, ways), point(plain)], most=len(ways), least_gain=0.0)
     return sorted({0, *corners} - {len(ways)})
+
+
+def with_share(way: RecomputedSegment, whole: RecomputedSegment, plain: Segment, device_type: str, samples: int) -> RecomputedSegment:
+    """Return a way with a budget with the part of a full recomputation's work that is left, as traced; others as they are."""
+    if way.recomputation.budget is None:
+        return way
+    part, all_of_it, none = (
+        _work(costs.backward.matmul_flops(samples), costs.backward.traffic_bytes(samples), device_type)
+        for costs in (way.costs, whole.costs, plain)
+    )
+    share = (part - none) / (all_of_it - none) if all_of_it > none else 1.0
+    return replace(way, recomputation=replace(way.recomputation, share=round(min(max(share, 0.0), 1.0), 3)))
 
 
 def with_modes(costs: Segment, way: Recomputation) -> Segment:

@@ -16,6 +16,7 @@ from ..errors import DescriptionError
 from ..modeling.activation_offload import host_memory, offload, tensors_of
 from ..modeling.batch import Inputs, Loss, loss_of, output_of, same_random_numbers, without_packing
 from ..modeling.build import checkpoint_blocks
+from ..modeling.compiled import budget_of
 from ..modeling.split.head import SplitHead
 from ..modeling.units import canonical_name, modules_by_name, segment_modules
 from ..modeling.wrapping import cast_floating, forward_replaced, recompute, under_autocast
@@ -23,15 +24,18 @@ from ..planner.affine import Affine
 from ..planner.description import AllocationTrace, GatherSpan, Recomputation, RecomputedSegment, Segment, UnitDescription
 from .allocation_traces import allocation_traces
 from .attention import AttentionCall, Capability, Kernel
+from .compiled import TracedCompiler
 from .cuda_kernels import CudaKernels
 from .equal_blocks import RecordedCall, block_key, call_key
 from .fake_model import OutsideReads, fake_copy, release_of_stored
 from .known_values import FakeifyTensors, KnownValues
 from .memory_tracker import CUDA_BLOCK_BYTES, MemoryTracker
-from .recomputation import LoggedCall, OperatorLog, recomputations, with_modes, worthwhile
+from .recomputation import LoggedCall, OperatorLog, recomputations, with_modes, with_share, worthwhile
 from .recorder import Recorder, SegmentRecord
 from .segments import Samples, is_idle, linear_bytes, recomputed_costs, segments_of, with_offloaded
 
+_BUDGETS = (0.1, 0.25, 0.5, 0.75)
+"""Of compiled blocks, beside saving the input alone and all: torch's partitioner knows no more than 4 to 6 different cuts of a block."""
 _TRACED_OF_EQUALS = 2
 """Of equal blocks, the first two are traced: the first one's input is held by the model's own forward, too."""
 
@@ -52,6 +56,8 @@ class TraceOptions:
     """Classes whose activations are recomputed in backward, see `checkpoint_blocks`; None for none."""
     recomputable: Collection[int] = ()
     """Indices of units, of one module each, that are traced again under each way to recompute them (`Segment.recomputed`)."""
+    compiled: Collection[int] = ()
+    """Indices of units, of one module each, whose forward runs as torch.compile would have it."""
     offloadable: Collection[int] = ()
     """Indices of units, of one module each, that are traced once more as offloaded (`Segment.own_saved_bytes`), recomputed or not."""
     reuse_equal_blocks: bool = True
@@ -144,7 +150,9 @@ def _with_recomputed(
     device_type, samples = "cuda" if options.cuda_kernels else "cpu", options.samples[1]
     ways: dict[int, tuple[Recomputation, ...]] = {}
     for one, other in zip(plain, full, strict=True):
-        if one.unit in logs and one.unit in wholly:
+        if one.unit in options.compiled and one.unit in wholly:
+            ways[one.unit] = tuple(Recomputation(budget=budget) for budget in _BUDGETS)
+        elif one.unit in logs and one.unit in wholly:
             beside_input = one.saved_bytes.bytes(samples) - other.saved_bytes.bytes(samples)
             ways[one.unit] = recomputations(logs[one.unit], beside_input, device_type)[1:]
     traces = [full]
@@ -157,7 +165,7 @@ def _with_recomputed(
         own = (Recomputation(), *ways.get(one.unit, ()))
         forms = [RecomputedSegment(recomputation=way, costs=with_modes(cost[index], way)) for way, cost in zip(own, costs, strict=False)]
         kept = worthwhile(one, [form.costs for form in forms], device_type, samples) if one.unit in wholly else []
-        found.append(replace(one, recomputed=tuple(forms[number] for number in kept)))
+        found.append(replace(one, recomputed=tuple(with_share(forms[number], forms[0], one, device_type, samples) for number in kept)))
     return found
 
 
@@ -178,15 +186,19 @@ class _Tracer:
         """Operators of recomputed units: for each batch those of forward, then those of its second run."""
         self._like: dict[int, int] = {}
         """Of units that were not traced, the equal one that was."""
-        self.kernels: dict[Kernel, AttentionCall] = {}
-        """Attention kernels of CUDA that would run."""
         self.output_bytes: list[int] = []
         """Of each run: bytes of what forward returned, the loss left out."""
         self._fake = fake_copy(model, mode, options.compute_dtype, untie=True)
         if options.checkpointed_blocks is not None:
             checkpoint_blocks(self._fake, options.checkpointed_blocks)
         modules = modules_by_name(self._fake)
+        self._cuda = CudaKernels(options.capability) if options.cuda_kernels else None
+        self._compiler = TracedCompiler(mode, self._cuda)
+        for index in options.compiled:
+            self._compiler.compile(modules[units[index].module_names[0]], budget_of(recomputed.get(index)))
         for index, way in recomputed.items():
+            if index in options.compiled:
+                continue
             module = modules[units[index].module_names[0]]
             if not way.saved_calls:
                 module.forward = self._logged(index, module)
@@ -213,6 +225,11 @@ class _Tracer:
             if loss is not None:  # which may call the model that it knows, as trainers do with `self.model`
                 stack.enter_context(forward_replaced(self._model, self._fake.__call__))
             return [self._run(batch) for batch in batches]
+
+    @property
+    def kernels(self) -> Mapping[Kernel, AttentionCall]:
+        """The attention kernels of CUDA that would run, each with its first call."""
+        return {} if self._cuda is None else self._cuda.found
 
     @property
     def recomputed_calls(self) -> dict[int, Sequence[LoggedCall]]:
@@ -249,9 +266,9 @@ class _Tracer:
             fakes = known.fakes_of(batch, self._mode, self._options.compute_dtype)
             memory = stack.enter_context(MemoryTracker(block_bytes=CUDA_BLOCK_BYTES if self._options.cuda_kernels else 1))
             recorder: Recorder = stack.enter_context(Recorder(memory))
-            if self._options.cuda_kernels:
-                kernels = stack.enter_context(CudaKernels(self._options.capability))
-                stack.callback(lambda: self.kernels.update(kernels.found))
+            stack.enter_context(self._compiler.recording(memory, recorder))
+            if self._cuda is not None:
+                stack.enter_context(self._cuda)
             stack.enter_context(FakeifyTensors(self._mode, known))
             stack.enter_context(self._wrapped(recorder))
             output = output_of(self._fake, fakes, self._options.loss)

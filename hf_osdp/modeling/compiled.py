@@ -1,0 +1,58 @@
+"""Compile a module's forward in place, with a part of the memory that it would save activations in."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from functools import update_wrapper
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..planner.description import Recomputation
+
+
+class CompiledForward:
+    """A forward that torch compiles when it is first called, with Inductor; hooks of its module, such as FSDP2's, stay outside."""
+
+    def __init__(self, forward: Callable[..., Any], recomputation: Recomputation | None) -> None:
+        update_wrapper(self, forward)
+        self._forward, self.recomputation = forward, recomputation
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> object:
+        if self._compiled is None:
+            self._compiled = torch.compile(self._forward, backend=_inductor(budget_of(self.recomputation)))
+        return self._compiled(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_compiled": None}  # a copy of the model compiles its own
+
+
+def compile_forward(module: nn.Module, recomputation: Recomputation | None = None) -> None:
+    """Compile a module's forward in place; names of parameters and modules stay as they are.
+
+    Args:
+        module: a block, before it is sharded.
+        recomputation: how little is saved for backward; None saves what torch's partitioner takes to be quickest.
+    """
+    module.forward = CompiledForward(module.forward, recomputation)
+
+
+def budget_of(recomputation: Recomputation | None) -> float:
+    """Return torch's `activation_memory_budget` for a way to recompute a compiled block."""
+    return 1.0 if recomputation is None else recomputation.budget or 0.0
+
+
+@functools.cache
+def _inductor(budget: float) -> Callable[[fx.GraphModule, Sequence[Any]], Any]:
+    """Return dynamo's backend for a budget: one object each, since dynamo tells compiled code apart by it, and not by the budget."""
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> object:
+        from torch._inductor.compile_fx import compile_fx
+
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            return compile_fx(module, inputs)
+
+    return backend
