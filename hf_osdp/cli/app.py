@@ -81,7 +81,7 @@ app.command("explain")(
 )  # fmt: skip
 app.command("compare")(with_flags(compare, make=Request, leave_out="strategy"))
 app.command("what-if")(with_flags(what_if, make=Request))
-app.command("profile")(with_flags(profile, "precision", "activation_checkpointing", "block_classes", "auto_class"))
+app.command("profile")(with_flags(profile, "precision", "activation_checkpointing", "compile", "block_classes", "auto_class"))
 app.command("convert")(convert)
 app.command("doctor")(with_flags(doctor, make=Request, leave_out="optimizer"))
 

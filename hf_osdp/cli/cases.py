@@ -100,6 +100,7 @@ class Case:
             recompute=request.recompute,
             host_offload=request.host_offload,
             offload_activations=request.offload_activations,
+            compile=request.compile,
             operator_splitting=request.operator_splitting,
             split_vocabulary=request.split_vocabulary and request.operator_splitting and request.strategy is Strategy.OSDP,
             profile=self.profile,
@@ -200,7 +201,11 @@ class Case:
 
     def _with_best_split(self) -> PlanningProblem:
         builder = self.builder()
-        return builder.with_best_split(builder.build())
+        whole = builder.build()
+        if whole.description.compiled_classes:
+            with suppress(InfeasibleError):
+                return builder.settled(whole, lambda problem: search(problem).plan)[0]
+        return builder.with_best_split(whole)
 
 
 def names_in(text: str | None) -> list[str]:

@@ -82,6 +82,7 @@ class Request:
             help="Have what every block saves for backward wait on the host, or of none; else the planner decides.",
         ),
     ] = None
+    compile: Annotated[bool, typer.Option("--compile", help="Compile each block with torch.compile before it is sharded.")] = False
     operator_splitting: Annotated[
         bool, typer.Option(help="Cut blocks into operator units, and operators into slices, where that pays.")
     ] = True

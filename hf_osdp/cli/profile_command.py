@@ -56,7 +56,7 @@ def profile(
         timed = TimedModel(
             model_or_config=load_config(model), sequence_length=sequence_length, micro_batch_sizes=sizes,
             compute_dtype=Precision.named(flags["precision"]).compute, activation_checkpointing=flags["activation_checkpointing"],
-            auto_class=flags["auto_class"], block_classes=names_in(flags["block_classes"]) or None,
+            compile=flags["compile"], auto_class=flags["auto_class"], block_classes=names_in(flags["block_classes"]) or None,
         )  # fmt: skip
     device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
     started = time.perf_counter()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, DynamoBackend, ProjectConfiguration
+from accelerate.utils import DistributedType, DynamoBackend, ProjectConfiguration, TorchDynamoPlugin
 from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -99,11 +99,24 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
                 f"{launched_world_size()} processes were launched, but this one sees no other;"
                 " pass cpu=True (TrainingArguments(use_cpu=True) with the Trainer) to run them on the CPU."
             )
-        if self.state.dynamo_plugin.backend != DynamoBackend.NO:
-            raise ValueError(f"torch.compile ({self.state.dynamo_plugin.backend.value}) is not planned for yet; switch dynamo off.")
+        self._take_over_compilation(plugin)
         self.plugin = plugin
         self._join_fsdp(plugin)
         self._choose_scaler()
+
+    def _take_over_compilation(self, plugin: OSDPPlugin) -> None:
+        """Compile blocks by the plan where dynamo was asked for, in place of the whole model, as Accelerate would."""
+        dynamo = self.state.dynamo_plugin
+        if dynamo.backend == DynamoBackend.NO:
+            return
+        if dynamo.backend != DynamoBackend.INDUCTOR or dynamo.mode not in (None, "default"):
+            raise ValueError(
+                f"torch.compile with backend={dynamo.backend.value.lower()} and mode={dynamo.mode} cannot be planned; use inductor in its"
+                " default mode, or leave it out."
+            )
+        assert isinstance(plugin.osdp, OSDPConfig)
+        plugin.osdp = replace(plugin.osdp, compile=True)
+        self.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
 
     @property
     def planned_run(self) -> PlannedRun | None:

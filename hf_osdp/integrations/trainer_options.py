@@ -46,7 +46,8 @@ def asked_config(
     if osdp is None and (here is False or (here is None and not launched)):
         return None
     _refuse_ignored(beside)
-    near = {**stated_options(here if isinstance(here, Mapping) else None), **stated_options(None if osdp is True else osdp)}
+    compiles = {"compile": True} if args is not None and args.torch_compile else {}
+    near = {**compiles, **stated_options(here if isinstance(here, Mapping) else None), **stated_options(None if osdp is True else osdp)}
     classes = beside.get("transformer_layer_cls_to_wrap")
     return merged_config(with_block_classes(near, classes, option="transformer_layer_cls_to_wrap"), request.options)
 
@@ -85,6 +86,7 @@ def own_arguments(args: TrainingArguments) -> TrainingArguments:
             " leave one of the two out."
         )
     own.gradient_accumulation_steps = steps or args.gradient_accumulation_steps
+    own.torch_compile = False  # the plan has it, by block
     return own
 
 
@@ -122,8 +124,6 @@ def refuse_unplanned(given: Mapping[str, Any]) -> None:
         return
     if args.deepspeed:
         raise ValueError("deepspeed and OSDP both decide how the model is sharded; leave one of them out.")
-    if args.torch_compile:
-        raise ValueError("torch_compile=True is not planned for yet; leave it out.")
     if (full := next((name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(args, name)), None)) and args.world_size > 1:
         raise ValueError(
             f"{full}=True converts the weights for evaluation, which FSDP2's shards do not allow; leave it out:"

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..errors import ProfileError
 from ..modeling.batch import Inputs, loss_of, training_batch
 from ..modeling.build import build_on_meta, checkpoint_blocks
+from ..modeling.compiled import compile_forward
 from ..modeling.units import class_of, find_units, modules_by_name, segment_modules
 from ..modeling.wrapping import cast_floating, forward_replaced
 from ..planner.description import DType, ModelDescription, UnitDescription
@@ -48,6 +49,8 @@ class TimedModel:
     """Dtype of gathered parameters and activations; None keeps the parameters' own."""
     activation_checkpointing: bool = False
     """Blocks are recomputed in backward."""
+    compile: bool = False
+    """Blocks run compiled."""
     auto_class: type | str | None = None
     """For a configuration: which class to build."""
     block_classes: Sequence[str] | None = None
@@ -78,12 +81,16 @@ def measure_block_times(timed: TimedModel, *, device: torch.device, seconds: flo
     model = shortened(whole, find_units(whole, timed.block_classes), _COPIES)
     description = describe(
         model, sequence_length=timed.sequence_length, block_classes=timed.block_classes, compute_dtype=timed.compute_dtype,
-        device_type=device.type, inputs=timed.inputs, activation_checkpointing=timed.activation_checkpointing,
+        device_type=device.type, inputs=timed.inputs, activation_checkpointing=timed.activation_checkpointing, compile=timed.compile,
+        recomputation=False,
     )  # fmt: skip
     dtype = None if timed.compute_dtype is None else getattr(torch, timed.compute_dtype.value)
     model = materialised(model, device, dtype)
     if timed.activation_checkpointing:
         checkpoint_blocks(model, description.block_classes)
+    for module in model.modules():
+        if class_of(module).__name__ in description.compiled_classes:
+            compile_forward(module)
     make = timed.inputs or training_batch(model, timed.sequence_length)
     batches = {size: _on_device(make(size), device, dtype) for size in sorted(set(timed.micro_batch_sizes))}
     crowded = cores_are_shared(device)

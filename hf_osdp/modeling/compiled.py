@@ -40,6 +40,11 @@ def compile_forward(module: nn.Module, recomputation: Recomputation | None = Non
     module.forward = CompiledForward(module.forward, recomputation)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `compile_forward` was called on the module."""
+    return isinstance(module.__dict__.get("forward"), CompiledForward)
+
+
 def budget_of(recomputation: Recomputation | None) -> float:
     """Return torch's `activation_memory_budget` for a way to recompute a compiled block."""
     return 1.0 if recomputation is None else recomputation.budget or 0.0

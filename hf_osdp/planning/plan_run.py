@@ -125,8 +125,8 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
 def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
     """Search on rank 0, and try the plan if that is asked for. Collective."""
     builder = ProblemBuilder(model, config, facts)
-    whole = problem = builder.build()
-    plan = _from_rank_zero(lambda: search(builder.with_best_split(whole)).plan)
+    whole, plan = builder.settled(builder.build(), lambda one: _from_rank_zero(lambda: search(builder.with_best_split(one)).plan))
+    problem = whole
     if plan.split != whole.description.split:
         problem = builder.build(plan.split)
     plan.check(problem.description, facts.world_size)
@@ -206,7 +206,8 @@ def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
     description = job = peak_bytes = None
     if facts.estimates_given_plan:
         job = training_job(config, facts)
-        description = Describer(model, config, facts).describe(plan.split)
+        as_planned = replace(config, plan=None, compile=bool(plan.compiled_classes))
+        description = Describer(model, as_planned, facts).describe(plan.split, micro_batch_size=plan.micro_batch_size)
         plan.check(description, facts.world_size)
         if config.memory_limit is not None:
             peak_bytes = estimate_plan(plan, description, job).memory.peak_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -19,16 +19,19 @@ from ..modeling.split_candidates import possible_splits
 from ..planner.description import ModelDescription
 from ..planner.hardware import DeviceSpec, Hardware
 from ..planner.job import OptimizerSpec, Precision, TrainingJob
+from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.profile import Profile, with_block_times
 from ..planner.search.compare import choose_description
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..quantities import format_bytes
-from ..tracing.describe import describe, is_by_formula
+from ..tracing.describe import DescribeOptions, describe, is_by_formula
 from .config import OSDPConfig
 from .preflight.checks import RunFolder
 
 _log = logging.getLogger(__name__)
+_MOST_DESCRIPTIONS = 3
+"""Of a model with compiled blocks, each at another micro-batch size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,14 +157,14 @@ class ProblemBuilder:
         limit = hardware.device.memory_bytes if config.memory_limit_bytes is None else config.memory_limit_bytes
         self.limit_bytes = limit_after_oom(check_limit(limit, hardware.device, given=f"memory_limit={config.memory_limit!r}"))
 
-    def build(self, split: ModelSplit = WHOLE_BLOCKS) -> PlanningProblem:
-        """Return the problem of the model with a split.
+    def build(self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int | None = None) -> PlanningProblem:
+        """Return the problem of the model with a split; what is compiled is described at this micro-batch size.
 
         Raises:
             DescriptionError: the model cannot be described.
             ProfileError: the profile holds times of another model.
         """
-        description = self._describer.describe(split)
+        description = self._describer.describe(split, micro_batch_size=micro_batch_size)
         if self._profile is not None and split.is_none:
             description = with_block_times(description, self._profile)
         return PlanningProblem(
@@ -172,14 +175,29 @@ class ProblemBuilder:
             strategy=Strategy.parse(self._config.strategy),
         )
 
+    def settled(self, problem: PlanningProblem, find: Callable[[PlanningProblem], Plan]) -> tuple[PlanningProblem, Plan]:
+        """Return a problem with its plan; where blocks are compiled, one that was described at the micro-batch size that the plan takes.
+
+        Args:
+            problem: the model whole.
+            find: finds the plan of a problem, perhaps of the model split.
+        """
+        plan, described = find(problem), {DescribeOptions.micro_batch_size}
+        while problem.description.compiled_classes and plan.micro_batch_size not in described and len(described) < _MOST_DESCRIPTIONS:
+            described.add(plan.micro_batch_size)
+            problem = self.build(micro_batch_size=plan.micro_batch_size)
+            plan = find(problem)
+        return problem, plan
+
     def with_best_split(self, whole: PlanningProblem) -> PlanningProblem:
         """Return the problem of the model as it trains fastest, whole or split.
 
-        Blocks that others recompute stay whole, and so do blocks whose times a profile holds.
+        Blocks that others recompute stay whole, and so do blocks that are compiled, or whose times a profile holds.
         """
         config, facts = self._config, self._facts
         times_blocks = self._profile is not None and bool(self._profile.segments)
-        if not config.operator_splitting or facts.activation_checkpointing or times_blocks:
+        compiles = bool(whole.description.compiled_classes)
+        if not config.operator_splitting or facts.activation_checkpointing or times_blocks or compiles:
             return whole
         vocabulary = facts.reads_loss_alone if config.split_vocabulary is None else config.split_vocabulary
         splits = partial(possible_splits, self._model, whole.description, vocabulary=vocabulary)
@@ -194,12 +212,13 @@ class Describer:
         self._inputs, self._loss = (config.inputs, None) if config.inputs else (facts.inputs, facts.loss)
         self._may_fall_back = config.inputs is None and facts.inputs is not None and _has_usual_batch(model)
 
-    def describe(self, split: ModelSplit) -> ModelDescription:
+    def describe(self, split: ModelSplit, *, micro_batch_size: int | None = None) -> ModelDescription:
         """Return the description of the model with a split; raise DescriptionError where it cannot be described in any way."""
+        sizes = {} if micro_batch_size is None else {"micro_batch_size": micro_batch_size}
         if not self._may_fall_back:
-            return self._describe(split)
+            return self._describe(split, **sizes)
         try:
-            description = self._describe(split)
+            description = self._describe(split, **sizes)
             if not is_by_formula(description):
                 return description
             reason = description.trace
@@ -215,9 +234,9 @@ class Describer:
             self._facts.sequence_length,
         )
         self._inputs, self._loss, self._may_fall_back = None, None, False
-        return self._describe(split)
+        return self._describe(split, **sizes)
 
-    def _describe(self, split: ModelSplit) -> ModelDescription:
+    def _describe(self, split: ModelSplit, **sizes: int) -> ModelDescription:
         facts = self._facts
         assert facts.sequence_length is not None
         description = describe(
@@ -231,7 +250,9 @@ class Describer:
             activation_checkpointing=facts.activation_checkpointing,
             inputs=self._inputs,
             loss=self._loss,
+            compile=self._config.compile,
             split=split,
+            **sizes,
         )
         return replace(description, other_bytes=sum(facts.other_models.values()))
 

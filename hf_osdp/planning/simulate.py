@@ -37,6 +37,7 @@ from ..sharding.apply import apply_plan
 from ..sharding.environment import mp_policy
 from ..sharding.host_offload import host_parameters
 from ..sharding.steps import make_optimizer, train_step
+from ..tracing.compiled import TracedCompiler
 from ..tracing.cuda_kernels import CudaKernels
 from ..tracing.describe import DescribeOptions
 from ..tracing.fake_model import fake_copy
@@ -105,7 +106,11 @@ def simulate(model_or_config: object, plan: Plan, *, description: ModelDescripti
         fake = fake_copy(model, mode)
         if chosen.activation_checkpointing:
             checkpoint_blocks(fake, description.block_classes)
-        apply_plan(fake, plan, description.units, meshes=meshes, mp_policy=mp_policy(job.precision), broadcast=False)
+        cuda = CudaKernels(chosen.capability) if on_cuda else None
+        compiler = TracedCompiler(mode, cuda)
+        apply_plan(
+            fake, plan, description.units, meshes=meshes, mp_policy=mp_policy(job.precision), broadcast=False, compile_block=compiler.compile
+        )
         fakes = known.fakes_of(batch, mode)
         streams: dict[object, int] = defaultdict(count(1).__next__, {torch.cpu.current_stream(): 0})  # on the CPU they only have names
         memory = MemoryTracker(
@@ -117,8 +122,9 @@ def simulate(model_or_config: object, plan: Plan, *, description: ModelDescripti
         stack.enter_context(memory)
         stack.enter_context(memory.host_copies())
         stack.enter_context(_separate_shape_propagation())
-        if on_cuda:
-            stack.enter_context(CudaKernels(chosen.capability))
+        stack.enter_context(compiler.recording(memory))
+        if cuda is not None:
+            stack.enter_context(cuda)
         if job.precision.autocast and job.precision.compute is not None:
             autocast = under_autocast(fake.forward, getattr(torch, job.precision.compute.value))
             stack.enter_context(forward_replaced(fake, autocast))

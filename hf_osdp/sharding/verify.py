@@ -12,10 +12,11 @@ from ..distributed.collectives import TwoStageAllGather, TwoStageReduceScatter, 
 from ..distributed.mesh import world_size
 from ..errors import PlanMismatchError
 from ..modeling.activation_offload import is_offloaded
+from ..modeling.compiled import is_compiled
 from ..modeling.units import modules_by_name
 from ..modeling.wrapping import recomputation_of
 from ..planner.decision import UnitDecision
-from ..planner.description import Activations, UnitDescription
+from ..planner.description import Activations, GatherSpan, UnitDescription
 from ..planner.plan import Plan
 from .apply import effective
 from .host_offload import parameter_groups
@@ -40,6 +41,11 @@ def verify_applied(model: nn.Module, plan: Plan, units: tuple[UnitDescription, .
             f" {planned.describe(plan.world_size)!r} ({len(different)} of {len(units)} units differ);"
             " apply the plan to a fresh model and do not change its layout afterwards."
         )
+    for unit in units:
+        compiles = unit.class_name in plan.compiled_classes and unit.span is GatherSpan.USE
+        if is_compiled(modules[unit.module_names[0]]) is not compiles:
+            has, says = ("is not", "compiles it") if compiles else ("is", "does not compile it")
+            raise PlanMismatchError(f"Unit {unit.label!r} {has} compiled, but the plan {says}; apply the plan to a fresh model.")
 
 
 def read_back(model: nn.Module, units: tuple[UnitDescription, ...]) -> tuple[UnitDecision, ...]:

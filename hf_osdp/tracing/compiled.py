@@ -19,6 +19,8 @@ from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import DescriptionError
+from ..modeling.compiled import budget_of
+from ..planner.description import Recomputation
 from .cuda_kernels import CudaKernels
 from .fused_graph import FusedGraph, FusedKernel
 from .memory_tracker import MemoryTracker
@@ -54,10 +56,10 @@ class TracedCompiler:
         finally:
             self._memory = self._recorder = None
 
-    def compile(self, module: nn.Module, budget: float) -> None:
-        """Compile a module's forward in place, with a part of its activations' memory; raise DescriptionError where that fails."""
+    def compile(self, module: nn.Module, recomputation: Recomputation | None = None) -> None:
+        """Compile a module's forward in place, as `compile_forward` does; its call raises NotCompiledError where that fails."""
         original = module.forward
-        compiled = torch.compile(original, backend=self._backend(budget), fullgraph=True, dynamic=False)
+        compiled = torch.compile(original, backend=self._backend(budget_of(recomputation)), fullgraph=True, dynamic=False)
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> object:

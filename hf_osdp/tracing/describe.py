@@ -59,6 +59,9 @@ class DescribeOptions:
     use where all are checkpointed anyway. Parts of blocks (`split.operators`) are not traced as offloaded."""
     compile: bool = False
     """The blocks' forwards will be compiled, as far as they compile as one graph each (`ModelDescription.compiled_classes`)."""
+    micro_batch_size: int = 2
+    """Samples around which a model with compiled blocks is traced: what Inductor saves and when it frees it depends on sizes, so that costs
+    are linear only near them. Costs of other models are linear everywhere."""
     split: ModelSplit = WHOLE_BLOCKS
     """Describe the model as it is when split so."""
     loss: Loss | None = None
@@ -202,7 +205,9 @@ class _Describer:
     def _trace(self) -> Trace:
         """Trace the model with all that may be chosen for its blocks, or where it cannot run so, with less."""
         options = self._options
+        around = max(2, options.micro_batch_size) if options.compile else 2
         basic = TraceOptions(
+            samples=(1, around, around + 1),
             compute_dtype=options.cast_dtype, cuda_kernels=options.device_type == "cuda", capability=options.capability,
             autocast=options.torch_dtype if options.autocast else None, loss=options.loss,
             checkpointed_blocks=self._blocks if options.activation_checkpointing else None,
@@ -235,7 +240,7 @@ class _Describer:
             if "more than 1 value per channel" not in str(error):
                 raise
             # batch norm of pooled features trains on no single sample
-            return trace_segments(self._model, self._units, self._inputs, replace(options, samples=(2, 3, 4)))
+            return trace_segments(self._model, self._units, self._inputs, replace(options, samples=(2, *(n + 1 for n in options.samples[1:]))))
 
     @staticmethod
     def _is_one_block(unit: UnitDescription) -> bool:

@@ -16,7 +16,6 @@ from ..errors import DescriptionError
 from ..modeling.activation_offload import host_memory, offload, tensors_of
 from ..modeling.batch import Inputs, Loss, loss_of, output_of, same_random_numbers, without_packing
 from ..modeling.build import checkpoint_blocks
-from ..modeling.compiled import budget_of
 from ..modeling.split.head import SplitHead
 from ..modeling.units import canonical_name, modules_by_name, segment_modules
 from ..modeling.wrapping import cast_floating, forward_replaced, recompute, under_autocast
@@ -34,7 +33,7 @@ from .recomputation import LoggedCall, OperatorLog, recomputations, with_modes, 
 from .recorder import Recorder, SegmentRecord
 from .segments import Samples, is_idle, linear_bytes, recomputed_costs, segments_of, with_offloaded
 
-_BUDGETS = (0.1, 0.25, 0.5, 0.75)
+_BUDGETS = (0.13, 0.28, 0.53, 0.78)
 """Of compiled blocks, beside saving the input alone and all: torch's partitioner knows no more than 4 to 6 different cuts of a block."""
 _TRACED_OF_EQUALS = 2
 """Of equal blocks, the first two are traced: the first one's input is held by the model's own forward, too."""
@@ -195,7 +194,7 @@ class _Tracer:
         self._cuda = CudaKernels(options.capability) if options.cuda_kernels else None
         self._compiler = TracedCompiler(mode, self._cuda)
         for index in options.compiled:
-            self._compiler.compile(modules[units[index].module_names[0]], budget_of(recomputed.get(index)))
+            self._compiler.compile(modules[units[index].module_names[0]], recomputed.get(index))
         for index, way in recomputed.items():
             if index in options.compiled:
                 continue

@@ -26,15 +26,16 @@ CASES = {
 }  # fmt: skip
 
 EVERYDAY = {
-    *(f"gpt2-{layout}" for layout in LAYOUTS), *(f"{model}-everything" for model in MODELS),
+    *(f"gpt2-{layout}" for layout in LAYOUTS if layout != "compiled"), *(f"{model}-everything" for model in MODELS),
     "gpt2-zero3-accumulate-hold", *(f"gpt2-everything-accumulate-{name}" for name in ("reduce", "hold", "by_unit")),
     "gpt2-mixed-async", "gpt2-mixed-checkpointing",
 }  # fmt: skip
 """Every layout, model and option once; the other cases combine them anew and are slow."""
 
 # Two ranks know fewer layouts (half of them is one rank, which replicates), and show little that four do not.
-NAMES = {4: tuple(CASES), 2: tuple(name for name in CASES if "everything" in name or name.startswith("bert"))}
+NAMES = {4: tuple(CASES), 2: tuple(name for name in CASES if "everything" in name or "compiled" in name or name.startswith("bert"))}
 IS_SLOW = {(world_size, name): name not in EVERYDAY for world_size, names in NAMES.items() for name in names}
+IS_SLOW[2, "gpt2-compiled"] = False  # four ranks take longer to generate code
 
 
 def run_cases(names: tuple[str, ...]) -> dict[str, Trained]:
@@ -64,4 +65,5 @@ def test_training_equals_one_process(world_size, name):
     alone = reference(case["model_name"], case.get("accumulation_steps", 1))
     assert min(alone.norms) > MAX_NORM, "clipping must act"
     errors = results(world_size, IS_SLOW[world_size, name])[name].worst_error(alone)
-    assert max(errors.values()) < TOLERANCE, errors
+    in_float32 = name == "llama-compiled"  # its norms are, and compiled code adds them up in another order
+    assert max(errors.values()) < (1e-5 if in_float32 else TOLERANCE), errors

@@ -16,7 +16,9 @@ SELECTIVE = Activations(
     )
 )
 """Outputs of some operators are saved, as far as a block has them."""
-LAYOUTS = ("replicate", "zero2", "zero3", "two_stage", "hsdp", "mixed", "everything")
+BUDGETS = (Activations.SAVE, Activations.RECOMPUTE, *(Activations(recomputation=Recomputation(budget=part)) for part in (0.28, 0.53)))
+"""What compiled blocks may do."""
+LAYOUTS = ("replicate", "zero2", "zero3", "two_stage", "hsdp", "mixed", "everything", "compiled")
 
 
 def plan_of(
@@ -28,7 +30,7 @@ def plan_of(
     reduce_every_micro_step: bool | None = True,
 ) -> Plan:
     """One layout for all units, or `mixed`: every layout in turn. Two stages take the world as two nodes of several ranks.
-    `everything` adds to that blocks that are recomputed, wholly or in part, and units on the host.
+    `everything` adds to that blocks that are recomputed, wholly or in part, and units on the host; `compiled` compiles the blocks.
 
     `reduce_every_micro_step=None` lets every third unit reduce, the others hold.
     """
@@ -43,7 +45,12 @@ def plan_of(
         micro_batch_size=1,
         accumulation_steps=accumulation_steps,
         model_fingerprint=fingerprint_of(units),
+        compiled_classes=tuple({unit.class_name: None for unit in units if _is_block(unit)}) if layout == "compiled" else (),
     )
+
+
+def _is_block(unit: UnitDescription) -> bool:
+    return unit.span is GatherSpan.USE and unit.class_name.endswith(("Block", "Layer"))
 
 
 def mixed_plan(
@@ -75,21 +82,21 @@ def _decision(unit: UnitDescription, index: int, world_size: int, layout: str) -
             shard_size, reshard, stage_size = world_size, True, group
         case "hsdp":
             shard_size, reshard = group, True
-        case "mixed" | "everything":
-            kinds = [
+        case "mixed" | "everything" | "compiled":
+            meshes = [
                 (group, True, 1), (world_size, False, 1), (1, True, 1), (world_size, True, group), (group, False, 1), (world_size, True, 1),
                 (1, False, 1), (world_size, False, group),
             ]  # fmt: skip
-            shard_size, reshard, stage_size = kinds[index % len(kinds)]
+            shard_size, reshard, stage_size = meshes[index % len(meshes)]
         case _:
             raise ValueError(f"plan_of has no layout {layout!r}; use one of {', '.join(LAYOUTS)}.")
-    kinds_of_activations = (*Activations.BASIC, SELECTIVE)
-    block = layout == "everything" and unit.span is GatherSpan.USE and unit.class_name.endswith(("Block", "Layer"))
+    kinds = BUDGETS if layout == "compiled" else (*Activations.BASIC, SELECTIVE)
+    changes = layout in ("everything", "compiled")
     return UnitDecision(
         fqn=unit.fqn,
         shard_size=shard_size,
         reshard_after_forward=reshard,
         stage_size=stage_size,
-        activations=kinds_of_activations[index % len(kinds_of_activations)] if block else Activations.SAVE,
-        on_host=layout == "everything" and index % 3 == 1,
+        activations=kinds[index % len(kinds)] if changes and _is_block(unit) else Activations.SAVE,
+        on_host=changes and index % 3 == 1,
     )

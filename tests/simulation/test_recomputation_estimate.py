@@ -1,4 +1,4 @@
-"""Peaks of blocks that are recomputed by operator, against FSDP2's step on fake tensors."""
+"""Peaks of blocks that are recomputed by operator, or compiled with budgets, against FSDP2's step on fake tensors."""
 
 from __future__ import annotations
 
@@ -16,23 +16,28 @@ from hf_osdp.tracing.describe import describe
 from tests.helpers.sampling import slow_but
 from tests.helpers.simulation import estimate_and_simulation
 
-WORLD, SAMPLES, LENGTH = 8, 4, 256
-WIDE = {"hidden_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 16, "vocab_size": 1000}
+WORLD, SAMPLES = 8, 4
+LENGTH = {False: 256, True: 1024}
+"""Of eager and compiled blocks: Inductor orders kernels otherwise where parameters are larger than activations."""
+WIDE = {"hidden_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 16, "vocab_size": 1000, "max_position_embeddings": 1024}
 CONFIGS = {
-    "gpt2": GPT2Config(n_embd=1024, n_layer=3, n_head=16, n_positions=LENGTH, vocab_size=1000),
+    "gpt2": GPT2Config(n_embd=1024, n_layer=3, n_head=16, n_positions=1024, vocab_size=1000),
     "llama": LlamaConfig(**WIDE, intermediate_size=2816, num_key_value_heads=4),
     "bert": BertConfig(**WIDE, intermediate_size=4096),
     "t5": T5Config(d_model=1024, d_ff=4096, num_layers=2, num_heads=16, d_kv=64, vocab_size=1000),
 }
 PRECISIONS = {"cpu": "no", "cuda": "bf16"}
-CASES = [(name, device_type, shard) for name in CONFIGS for device_type in PRECISIONS for shard in (WORLD, 1)]
+CASES = [
+    (name, device_type, shard, compiled)
+    for compiled in (False, True) for name in CONFIGS for device_type in PRECISIONS for shard in (WORLD, 1)
+]  # fmt: skip
 JOB = {name: TrainingJob(global_batch_size=WORLD * SAMPLES, precision=Precision.named(name)) for name in PRECISIONS.values()}
 
 
 @functools.cache
-def described(name: str, device_type: str) -> tuple[Any, ModelDescription]:
+def described(name: str, device_type: str, compiled: bool) -> tuple[Any, ModelDescription]:
     model, compute = build_on_meta(CONFIGS[name]), Precision.named(PRECISIONS[device_type]).compute
-    return model, describe(model, sequence_length=LENGTH, device_type=device_type, compute_dtype=compute)
+    return model, describe(model, sequence_length=LENGTH[compiled], device_type=device_type, compute_dtype=compute, compile=compiled)
 
 
 def layouts(description: ModelDescription, shard: int, turn: int) -> list[UnitLayout]:
@@ -47,9 +52,10 @@ def layouts(description: ModelDescription, shard: int, turn: int) -> list[UnitLa
     return found
 
 
-@pytest.mark.parametrize(("name", "device_type", "shard"), slow_but(CASES, daily=[CASES[0], CASES[6]]))
-def test_peak_of_blocks_that_are_recomputed_each_in_another_way(name, device_type, shard):
-    model, description = described(name, device_type)
+@pytest.mark.parametrize(("name", "device_type", "shard", "compiled"), slow_but(CASES, daily=[CASES[0], CASES[6], CASES[17]]))
+def test_peak_of_blocks_that_are_recomputed_each_in_another_way(name, device_type, shard, compiled):
+    model, description = described(name, device_type, compiled)
+    assert bool(description.compiled_classes) is compiled
     most = max(map(len, description.recomputations))
     assert most > 2, "products are worth saving in blocks of this width"
     for turn in range(most + 1):
@@ -58,4 +64,5 @@ def test_peak_of_blocks_that_are_recomputed_each_in_another_way(name, device_typ
             batch=Batch(micro_batch_size=SAMPLES, accumulation_steps=1), world=WORLD, device_type=device_type,
         )  # fmt: skip
         error = estimate.peak_bytes / simulated.peak_bytes - 1
+        print("ERR", name, device_type, shard, compiled, turn, f"{error:+.2%}", description.recomputations[2])
         assert -0.01 <= error <= (0.02 if name == "t5" else 0.01), f"{turn}: {error:+.2%}"
