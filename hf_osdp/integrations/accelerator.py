@@ -258,7 +258,9 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         if optimizers and self.reports_steps and self._watch is None and self._run is not None and self._models:
             skips = self.scaler is not None and self.scaler.is_enabled()
             micro_steps = self._run.plan.accumulation_steps if skips else None
-            self._watch = LoopMeter(self._models[-1], self.device, self._report, micro_steps=micro_steps)
+            self._watch = LoopMeter(
+                self._models[-1], self.device, self._report, micro_steps=micro_steps, compiled=bool(self._planned.plan.compiled_classes)
+            )
         return result
 
     def _check_models(self, models: Sequence[nn.Module]) -> None:

@@ -131,7 +131,13 @@ class OptimalShardedDataParallel(nn.Module):
         self._out_of_memory = OutOfMemoryHandler(model, run.plan, run.units, problem=run.problem, on_oom=config.on_oom, device=device)
         prepare_new_optimizers(self.module)
         skips = self._precision.compute is DType.FLOAT16
-        self._watch = LoopMeter(self.module, device, self._log_measured, micro_steps=self.plan.accumulation_steps if skips else None)
+        self._watch = LoopMeter(
+            self.module,
+            device,
+            self._log_measured,
+            micro_steps=self.plan.accumulation_steps if skips else None,
+            compiled=bool(self.plan.compiled_classes),
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  what the model returns
         """Run the model's forward pass.

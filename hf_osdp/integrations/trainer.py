@@ -102,7 +102,7 @@ class Trainer(TrainerCheckpoints, StockTrainer):
         if self.place_model_on_device and not self.is_fsdp_enabled:
             super()._move_model_to_device(self._module, args.device)
         self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs and not ignores_item_count(self._module)
-        self._meter = StepMeter(args.device)
+        self._meter = StepMeter(args.device, compiled=bool(self._run.plan.compiled_classes))
         self.add_callback(_StepCallback(self._meter))
         self._writer = CheckpointWriter(in_background=self._osdp.async_save)
         self._stop = StopSignal()

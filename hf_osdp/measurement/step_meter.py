@@ -58,7 +58,12 @@ class StepMeter:
     """
 
     def __init__(
-        self, device: torch.device | str, held: Callable[[], Iterable[torch.Tensor]] | None = None, *, clocked_steps: int = 1
+        self,
+        device: torch.device | str,
+        held: Callable[[], Iterable[torch.Tensor]] | None = None,
+        *,
+        clocked_steps: int = 1,
+        compiled: bool = False,
     ) -> None:
         """Measure on one device.
 
@@ -67,8 +72,9 @@ class StepMeter:
             held: on the CPU, called as the second step begins: the tensors that count beside those that the step makes, such as
                 `training_tensors`. None counts every tensor, a data set in memory included, as the allocator does on CUDA.
             clocked_steps: steps whose collectives are timed.
+            compiled: blocks run compiled, whose allocations on the CPU no operator shows: their peak is not measured there.
         """
-        self._clocked_steps = clocked_steps
+        self._clocked_steps, self._compiled = clocked_steps, compiled
         self._held = held or existing_tensors
         self._device = torch.device(device)
         self._on_cuda = self._device.type == "cuda"
@@ -140,7 +146,7 @@ class StepMeter:
         """Start counting where this step's turn has come."""
         if self._entered is not None:
             return
-        if self.steps == 1 and not self._on_cuda:
+        if self.steps == 1 and not self._on_cuda and not self._compiled:
             self._mode = MemoryTracker(block_bytes=1, device_type=self._device.type)
             self._mode.track(self._held())
         elif 1 <= self.steps < self.untimed and world_size() > 1:
@@ -197,13 +203,14 @@ class LoopMeter:
         *,
         steps: int = _LOOP_STEPS,
         micro_steps: int | None = None,
+        compiled: bool = False,
     ) -> None:
         """Put hooks on the model and on all optimizers; `report` is called once, on every rank, with the summary.
 
         A loss scaler may skip the optimizer's step: forward passes beyond `micro_steps` begin a new step. None takes all passes up to the
         optimizer's step as one. On the CPU model, optimizer and batch count towards the peak beside what a step makes.
         """
-        self._meter = StepMeter(device, self._held)
+        self._meter = StepMeter(device, self._held, compiled=compiled)
         self._report = report
         self._steps, self._micro_steps = steps, micro_steps
         self._model = model

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import update_wrapper
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._C import _len_torch_dispatch_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..planner.description import Recomputation
+
+_MOST_VARIANTS = 64
+"""Of the code of one class of blocks: a budget, training or evaluation, static or varying lengths each make one. Dynamo's own limit is 8,
+beyond which blocks would run as they are."""
+Compiler = Callable[[Callable[..., Any], Recomputation | None], Callable[..., Any]]
+"""From a forward and a way to recompute it to the compiled one."""
+_COMPILER: ContextVar[Compiler | None] = ContextVar("_COMPILER", default=None)
 
 
 class CompiledForward:
@@ -23,8 +34,12 @@ class CompiledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> object:
         if self._compiled is None:
+            limits = torch._dynamo.config
+            limits.recompile_limit = max(limits.recompile_limit, _MOST_VARIANTS)
             self._compiled = torch.compile(self._forward, backend=_inductor(budget_of(self.recomputation)))
-        return self._compiled(*args, **kwargs)
+        # dynamo compiles nothing under a mode, such as the clock of collectives
+        with _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext():
+            return self._compiled(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_compiled": None}  # a copy of the model compiles its own
@@ -37,7 +52,18 @@ def compile_forward(module: nn.Module, recomputation: Recomputation | None = Non
         module: a block, before it is sharded.
         recomputation: how little is saved for backward; None saves what torch's partitioner takes to be quickest.
     """
-    module.forward = CompiledForward(module.forward, recomputation)
+    compiler = _COMPILER.get()
+    module.forward = CompiledForward(module.forward, recomputation) if compiler is None else compiler(module.forward, recomputation)
+
+
+@contextmanager
+def compiled_by(compiler: Compiler) -> Iterator[None]:
+    """Have `compile_forward` use another compiler inside the context, as a simulation does."""
+    token = _COMPILER.set(compiler)
+    try:
+        yield
+    finally:
+        _COMPILER.reset(token)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -58,8 +58,9 @@ class OSDPConfig:
     offload_activations: bool | None = None
     """True has what every block saves for backward wait in the host's memory, False of none; None lets the planner decide for each."""
     compile: bool = False
-    """Compile the forward of each block, with Inductor, before it is sharded: elementwise operators run as one kernel, and less is saved for
-    backward. The first steps take longer, seconds to minutes. Blocks that do not compile as one graph run as they are; blocks stay whole."""
+    """Compile the forward of each block, with Inductor, before it is sharded: elementwise operators run as one kernel, and less is saved
+    for backward. The first steps take longer, seconds to minutes. Blocks that do not compile as one graph run as they are; blocks stay
+    whole."""
     operator_splitting: bool = True
     """The planner may split blocks into operator units, and operators into slices, where memory binds and that pays."""
     split_vocabulary: bool | None = None

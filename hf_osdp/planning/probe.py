@@ -113,7 +113,8 @@ def _observe(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int, 
     optimizer = make_optimizer(model, trial.job.optimizer)
     batch = batch_on(trial.inputs, plan.micro_batch_size, trial.device)
     tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
-    meter = StepMeter(trial.device, lambda: [*training_tensors(model, optimizer), *tensors], clocked_steps=timed_steps)
+    held, compiled = lambda: [*training_tensors(model, optimizer), *tensors], bool(plan.compiled_classes)
+    meter = StepMeter(trial.device, held, clocked_steps=timed_steps, compiled=compiled)
     try:
         for _ in range(meter.untimed + timed_steps):
             meter.step_begins()

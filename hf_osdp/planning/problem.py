@@ -25,7 +25,7 @@ from ..planner.profile import Profile, with_block_times
 from ..planner.search.compare import choose_description
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..quantities import format_bytes
-from ..tracing.describe import DescribeOptions, describe, is_by_formula
+from ..tracing.describe import TRACED_MICRO_BATCH, describe, is_by_formula
 from .config import OSDPConfig
 from .preflight.checks import RunFolder
 
@@ -182,7 +182,7 @@ class ProblemBuilder:
             problem: the model whole.
             find: finds the plan of a problem, perhaps of the model split.
         """
-        plan, described = find(problem), {DescribeOptions.micro_batch_size}
+        plan, described = find(problem), {1, TRACED_MICRO_BATCH}
         while problem.description.compiled_classes and plan.micro_batch_size not in described and len(described) < _MOST_DESCRIPTIONS:
             described.add(plan.micro_batch_size)
             problem = self.build(micro_batch_size=plan.micro_batch_size)

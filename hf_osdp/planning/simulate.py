@@ -22,6 +22,7 @@ from ..distributed.mesh import Meshes
 from ..errors import OSDPError
 from ..modeling.batch import Loss, same_random_numbers, training_batch, without_packing
 from ..modeling.build import build_on_meta, checkpoint_blocks
+from ..modeling.compiled import compiled_by
 from ..modeling.wrapping import forward_replaced, under_autocast
 from ..planner.allocator.replay import StepEvents, replay_steps
 from ..planner.cost.correction import Correction
@@ -108,9 +109,8 @@ def simulate(model_or_config: object, plan: Plan, *, description: ModelDescripti
             checkpoint_blocks(fake, description.block_classes)
         cuda = CudaKernels(chosen.capability) if on_cuda else None
         compiler = TracedCompiler(mode, cuda)
-        apply_plan(
-            fake, plan, description.units, meshes=meshes, mp_policy=mp_policy(job.precision), broadcast=False, compile_block=compiler.compile
-        )
+        with compiled_by(compiler.compile):
+            apply_plan(fake, plan, description.units, meshes=meshes, mp_policy=mp_policy(job.precision), broadcast=False)
         fakes = known.fakes_of(batch, mode)
         streams: dict[object, int] = defaultdict(count(1).__next__, {torch.cpu.current_stream(): 0})  # on the CPU they only have names
         memory = MemoryTracker(
@@ -122,6 +122,7 @@ def simulate(model_or_config: object, plan: Plan, *, description: ModelDescripti
         stack.enter_context(memory)
         stack.enter_context(memory.host_copies())
         stack.enter_context(_separate_shape_propagation())
+        stack.callback(compiler.close)
         stack.enter_context(compiler.recording(memory))
         if cuda is not None:
             stack.enter_context(cuda)

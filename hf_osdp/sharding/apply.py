@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from graphlib import TopologicalSorter
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from ..modeling.split.names import is_split
 from ..modeling.units import canonical_name, modules_by_name
 from ..modeling.wrapping import has_running_statistics, recompute
 from ..planner.decision import UnitDecision
-from ..planner.description import Activations, DType, GatherSpan, ModelDescription, Recomputation, UnitDescription
+from ..planner.description import Activations, DType, GatherSpan, ModelDescription, UnitDescription
 from ..planner.plan import Plan
 from .environment import form_process_group
 from .host_offload import uses_host
@@ -48,7 +48,6 @@ def apply_plan(
     mp_policy: MixedPrecisionPolicy | None = None,
     pin_memory: bool | None = None,
     broadcast: bool = True,
-    compile_block: Callable[[nn.Module, Recomputation | None], None] = compile_forward,
 ) -> nn.Module:
     """Shard the model in place as the plan says. Collective.
 
@@ -64,7 +63,6 @@ def apply_plan(
         pin_memory: whether units on the host lie in page-locked memory; None: where the device is not the CPU.
         broadcast: first check that ranks have the same plan and model, and give every rank rank 0's weights; False where
             all that is equal for certain.
-        compile_block: compiles the forward of a block of `plan.compiled_classes` in place.
 
     Returns:
         The same model.
@@ -83,7 +81,7 @@ def apply_plan(
         split_operators(model, plan.split.sliced)
     plan.check(_as_description(model, units), world_size())
     found = _find(model, plan, units)
-    _change_forwards(found, plan.compiled_classes, compile_block)
+    _change_forwards(found, plan.compiled_classes)
     if not needs_process_group(plan, mp_policy):
         return model
     if uses_host(plan) and not dist.is_initialized():
@@ -105,13 +103,11 @@ def apply_plan(
     return model
 
 
-def _change_forwards(
-    units: list[_Unit], compiled_classes: Collection[str], compile_block: Callable[[nn.Module, Recomputation | None], None]
-) -> None:
+def _change_forwards(units: list[_Unit], compiled_classes: Collection[str]) -> None:
     for unit in units:
         recomputation = unit.decision.activations.recomputation
         if unit.description.class_name in compiled_classes and unit.description.span is GatherSpan.USE:
-            compile_block(unit.modules[0], recomputation)
+            compile_forward(unit.modules[0], recomputation)
         elif recomputation is not None:
             recompute(unit.modules[0], recomputation)
         if unit.decision.activations.offloads:

@@ -1,7 +1,7 @@
 """Run a block on fake tensors as it runs when compiled: dynamo and AOTAutograd for real, Inductor's kernels by their allocations.
 
 The graphs of forward and backward are those that Inductor would get, with the joint graph cut as `activation_memory_budget` says
-(`torch._functorch.partitioners`). No code is generated: each graph becomes a `FusedGraph`, which allocates and frees what its kernels would.
+(`torch._functorch.partitioners`). No code is generated: each graph becomes a `FusedGraph`, which allocates and frees as its kernels do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -56,9 +56,13 @@ class TracedCompiler:
         finally:
             self._memory = self._recorder = None
 
-    def compile(self, module: nn.Module, recomputation: Recomputation | None = None) -> None:
-        """Compile a module's forward in place, as `compile_forward` does; its call raises NotCompiledError where that fails."""
-        original = module.forward
+    def close(self) -> None:
+        """Forget what was compiled: dynamo's caches belong to the code of a forward, and training compiles that for real."""
+        if self._backend.cache_info().currsize:
+            torch._dynamo.reset()
+
+    def compile(self, original: Callable[..., Any], recomputation: Recomputation | None = None) -> Callable[..., Any]:
+        """Return the compiled form of a block's forward, for `compiled_by`; calling it raises NotCompiledError where that fails."""
         compiled = torch.compile(original, backend=self._backend(budget_of(recomputation)), fullgraph=True, dynamic=False)
 
         @functools.wraps(original)
@@ -67,9 +71,9 @@ class TracedCompiler:
                 try:
                     return compiled(*args, **kwargs)
                 except torch._dynamo.exc.TorchDynamoException as error:
-                    raise NotCompiledError(type(module).__name__, error) from error
+                    raise NotCompiledError(type(original.__self__).__name__, error) from error  # type: ignore[attr-defined]
 
-        module.forward = forward
+        return forward
 
     def _make_backend(self, budget: float) -> Callable[..., Any]:
         """Return dynamo's backend for a budget: one object each, since dynamo tells compiled code apart by it, and not by the budget."""
@@ -81,7 +85,7 @@ class TracedCompiler:
                     node.target = self._cuda.call_attention
             module.recompile()
             with torch._functorch.config.patch(activation_memory_budget=budget, enable_autograd_cache=False):
-                return compile_fx(module, inputs, inner_compile=self._kernels_of)
+                return compile_fx(module, inputs, inner_compile=self._kernels_of)  # type: ignore[arg-type]
 
         return backend
 

@@ -56,7 +56,7 @@ def _attention_outputs(
 
 @library.impl("hf_osdp::attention_backward", "CPU")
 @library.register_fake("hf_osdp::attention_backward")
-def _attention_gradients(
+def _attention_gradients(  # noqa: PLR0913  as the operator has them
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, logsumexp: torch.Tensor,
     efficient: bool, bias_grad: bool,
 ) -> list[torch.Tensor]:  # fmt: skip

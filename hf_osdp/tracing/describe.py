@@ -28,6 +28,8 @@ from .trace import Trace, TraceOptions, trace_segments
 
 _log = logging.getLogger(__name__)
 _FORMULA = "formula"
+TRACED_MICRO_BATCH = 2
+"""Samples around which a model is traced, unless the caller wants others: the fewest through which costs are lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,7 @@ class DescribeOptions:
     use where all are checkpointed anyway. Parts of blocks (`split.operators`) are not traced as offloaded."""
     compile: bool = False
     """The blocks' forwards will be compiled, as far as they compile as one graph each (`ModelDescription.compiled_classes`)."""
-    micro_batch_size: int = 2
+    micro_batch_size: int = TRACED_MICRO_BATCH
     """Samples around which a model with compiled blocks is traced: what Inductor saves and when it frees it depends on sizes, so that costs
     are linear only near them. Costs of other models are linear everywhere."""
     split: ModelSplit = WHOLE_BLOCKS
@@ -205,7 +207,7 @@ class _Describer:
     def _trace(self) -> Trace:
         """Trace the model with all that may be chosen for its blocks, or where it cannot run so, with less."""
         options = self._options
-        around = max(2, options.micro_batch_size) if options.compile else 2
+        around = max(TRACED_MICRO_BATCH, options.micro_batch_size) if options.compile else TRACED_MICRO_BATCH
         basic = TraceOptions(
             samples=(1, around, around + 1),
             compute_dtype=options.cast_dtype, cuda_kernels=options.device_type == "cuda", capability=options.capability,
@@ -239,8 +241,8 @@ class _Describer:
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
-            # batch norm of pooled features trains on no single sample
-            return trace_segments(self._model, self._units, self._inputs, replace(options, samples=(2, *(n + 1 for n in options.samples[1:]))))
+            _, few, many = options.samples  # batch norm of pooled features trains on no single sample
+            return trace_segments(self._model, self._units, self._inputs, replace(options, samples=(2, few + 1, many + 1)))
 
     @staticmethod
     def _is_one_block(unit: UnitDescription) -> bool:

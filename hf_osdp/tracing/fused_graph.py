@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -95,10 +95,10 @@ class FusedGraph:
         return found
 
     def _grouped(self) -> list[FusedKernel]:
-        """Put nodes that run in one kernel together: those that pass values to each other, or read the same, between two library kernels."""
+        """Put nodes that run in one kernel together: those that pass values on, or read the same, between two library kernels."""
         depth: dict[fx.Node, int] = {}
         """Of each node, how many kernels that nothing fuses on come before it, at most."""
-        kernels: Nodes | dict[FusedKernel, None] = {}
+        kernels: dict[FusedKernel, None] = {}
         kernel_of: dict[fx.Node, FusedKernel] = {}
         touching: dict[tuple[int, bool, fx.Node], FusedKernel] = {}
         """By depth, whether others fuse on, and what it reads or computes, the kernel."""
@@ -278,7 +278,6 @@ def _is_of_rows(node: fx.Node) -> bool:
     """Whether a reduction adds up the last dimension alone, so that elementwise operators on both sides run in its kernel."""
     if _is_part(node):
         node = node.args[0]  # type: ignore[assignment]
-    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    dims = [dims] if isinstance(dims, int) else dims
+    dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     size = _value(node.args[0]).dim() if isinstance(node.args[0], fx.Node) else 0
-    return isinstance(dims, Iterable) and {dim % max(1, size) for dim in dims} == {size - 1}
+    return {dim % max(1, size) for dim in ([dims] if isinstance(dims, int) else dims or ())} == {size - 1}

@@ -107,7 +107,10 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
 
     def traced(recomputed: Mapping[int, Recomputation] = {}, offloaded: Collection[int] = ()) -> list[Segment]:
         tracer = _Tracer(model, mode, units, options, recomputed, offloaded)
-        records = tracer.run_all(batches)
+        try:
+            records = tracer.run_all(batches)
+        finally:
+            tracer.compiler.close()
         _refuse_fake_gradients(model)
         segments = segments_of(records, options.samples)
         if not tracers:
@@ -192,9 +195,10 @@ class _Tracer:
             checkpoint_blocks(self._fake, options.checkpointed_blocks)
         modules = modules_by_name(self._fake)
         self._cuda = CudaKernels(options.capability) if options.cuda_kernels else None
-        self._compiler = TracedCompiler(mode, self._cuda)
+        self.compiler = TracedCompiler(mode, self._cuda)
         for index in options.compiled:
-            self._compiler.compile(modules[units[index].module_names[0]], recomputed.get(index))
+            module = modules[units[index].module_names[0]]
+            module.forward = self.compiler.compile(module.forward, recomputed.get(index))
         for index, way in recomputed.items():
             if index in options.compiled:
                 continue
@@ -265,7 +269,7 @@ class _Tracer:
             fakes = known.fakes_of(batch, self._mode, self._options.compute_dtype)
             memory = stack.enter_context(MemoryTracker(block_bytes=CUDA_BLOCK_BYTES if self._options.cuda_kernels else 1))
             recorder: Recorder = stack.enter_context(Recorder(memory))
-            stack.enter_context(self._compiler.recording(memory, recorder))
+            stack.enter_context(self.compiler.recording(memory, recorder))
             if self._cuda is not None:
                 stack.enter_context(self._cuda)
             stack.enter_context(FakeifyTensors(self._mode, known))
