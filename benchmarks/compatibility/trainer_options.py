@@ -71,7 +71,7 @@ _option("accelerator_config: use_seedable_sampler=False", about={"oracle": Oracl
 _option("iterable dataset", _streamed, stream=Stream)
 _option("stream that can be read once", _streamed, about={"daily": True}, stream=OneShotStream)
 _option("auto_find_batch_size", about={"daily": True}, auto_find_batch_size=True)
-_option("torch_compile", about=_REFUSED, torch_compile=True)
+_option("torch_compile", torch_compile=True)
 _option("neftune_noise_alpha", neftune_noise_alpha=5.0)
 _option("include_num_input_tokens_seen", include_num_input_tokens_seen="all")
 _option("dataloader_num_workers=1", dataloader_num_workers=1)

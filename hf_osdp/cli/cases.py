@@ -160,14 +160,22 @@ class Case:
         return model
 
     def describe(
-        self, split: ModelSplit = WHOLE_BLOCKS, *, model_config: object = None, sequence_length: int | None = None
+        self,
+        split: ModelSplit = WHOLE_BLOCKS,
+        *,
+        model_config: object = None,
+        sequence_length: int | None = None,
+        micro_batch_size: int | None = None,
     ) -> ModelDescription:
-        """Return the description of the model at the request's length, or of another one or at another; times by roofline."""
+        """Return the description of the model at the request's length, or of another one or at another; times by roofline.
+
+        What is compiled is described at the micro-batch size, where one is given.
+        """
         from ..planning.problem import Describer
 
         config, facts = self.run
         facts = replace(facts, sequence_length=sequence_length or facts.sequence_length)
-        return Describer(self.model(model_config), config, facts).describe(split)
+        return Describer(self.model(model_config), config, facts).describe(split, micro_batch_size=micro_batch_size)
 
     def timed(self, description: ModelDescription) -> ModelDescription:
         """Return the description with the profile's times of its blocks, where there is a profile that holds blocks."""

@@ -144,14 +144,14 @@ def _inputs(plan: Plan, flags: dict[str, Any]) -> PlanInputs:
     request = Request(
         sequence_length=plan.sequence_length, global_batch_size=plan.global_batch_size, num_nodes=nodes,
         devices_per_node=plan.world_size // nodes if nodes else None,
-        host_offload=None if any(unit.on_host for unit in plan.units) else False, **flags,
+        host_offload=None if any(unit.on_host for unit in plan.units) else False, **(flags | {"compile": bool(plan.compiled_classes)}),
     )  # fmt: skip
     case = Case(request)
     if (devices := case.hardware.world_size) != plan.world_size:
         raise ValueError(
             f"The profile is of {devices} devices, but the plan is for {plan.world_size}; give --num-nodes, or another profile."
         )
-    job, description = case.job, case.timed(case.describe(plan.split))
+    job, description = case.job, case.timed(case.describe(plan.split, micro_batch_size=plan.micro_batch_size))
     plan.check(description, plan.world_size)
     return PlanInputs(description=description, job=job, hardware=case.hardware)
 
@@ -170,7 +170,7 @@ def compare(
         description, hardware = problem.description, problem.hardware
         plain = description if description.split.is_none else case.timed(case.describe())
     with screen.working("Searching"):
-        rows = compare_strategies(replace(problem, description=plain), split=description)
+        rows = compare_strategies(replace(problem, description=plain), split=description, eager=case.builder().eager(problem))
         peaks = [row.result.plan.peak_bytes for row in rows if row.result is not None]
         whole = replace(problem, memory_limit_bytes=hardware.room_bytes(hardware.device.memory_bytes), strategy=Strategy.OSDP)
         front = frontier(whole, points=points, at=[problem.room_bytes, *filter(None, peaks)])

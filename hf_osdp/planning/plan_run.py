@@ -141,7 +141,8 @@ def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedR
     first = rank() == 0
     comparison = None
     if first and config.compare:
-        comparison = compare_strategies(replace(problem, description=whole.description), split=problem.description)
+        plain = replace(problem, description=whole.description)
+        comparison = compare_strategies(plain, split=problem.description, eager=builder.eager(problem))
     return PlannedRun(
         plan=plan,
         units=problem.description.units,

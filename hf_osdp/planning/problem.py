@@ -189,6 +189,12 @@ class ProblemBuilder:
             plan = find(problem)
         return problem, plan
 
+    def eager(self, problem: PlanningProblem) -> ModelDescription | None:
+        """Return the description of the model without compilation; None where the problem's has none, or its times were measured."""
+        if not problem.description.compiled_classes or (self._profile is not None and self._profile.segments):
+            return None
+        return Describer(self._model, replace(self._config, compile=False), self._facts).describe(WHOLE_BLOCKS)
+
     def with_best_split(self, whole: PlanningProblem) -> PlanningProblem:
         """Return the problem of the model as it trains fastest, whole or split.
 

@@ -52,7 +52,11 @@ def findings(source: str) -> set[str]:
             names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
     found = {full for full in names.values() if full in REFERENCES and not full.startswith("builtins")}
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Attribute, ast.Name)) and (full := full_name(node, names)) in REFERENCES:
+        if (
+            isinstance(node, (ast.Attribute, ast.Name))
+            and isinstance(node.ctx, ast.Load)
+            and (full := full_name(node, names)) in REFERENCES
+        ):
             found.add(full)
         if isinstance(node, ast.Call):
             given = {keyword.arg: getattr(keyword.value, "value", None) for keyword in node.keywords}

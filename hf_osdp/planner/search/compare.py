@@ -34,15 +34,25 @@ class StrategyResult:
     """Where nothing fits: the tightest limit that it would meet."""
     recomputes_all: bool = False
     """Every block is recomputed, as most scripts have it."""
+    is_eager: bool = False
+    """Blocks run as they are, where those of the other rows are compiled."""
 
     @property
     def label(self) -> str:
         """The name in tables."""
-        return f"{self.strategy.value}, all recomputed" if self.recomputes_all else self.strategy.value
+        words = {"eager": self.is_eager, "all recomputed": self.recomputes_all}
+        return ", ".join([self.strategy.value, *(word for word, is_so in words.items() if is_so)])
 
 
-def compare_strategies(problem: PlanningProblem, *, split: ModelDescription | None = None) -> tuple[StrategyResult, ...]:
-    """Compare all strategies, each at its own best batch under the same limit, OSDP first; `split` is the model as OSDP has it split.
+def compare_strategies(
+    problem: PlanningProblem, *, split: ModelDescription | None = None, eager: ModelDescription | None = None
+) -> tuple[StrategyResult, ...]:
+    """Compare all strategies, each at its own best batch under the same limit, OSDP first.
+
+    Args:
+        problem: of the model whole.
+        split: the model as OSDP has it split.
+        eager: the model without compilation, where the problem's blocks are compiled: for a row of FSDP as most scripts run it.
 
     Returns:
         One row a strategy; a strategy that cannot run here has a reason instead of a result. Two stages have a row where
@@ -57,6 +67,8 @@ def compare_strategies(problem: PlanningProblem, *, split: ModelDescription | No
         if one is Strategy.FSDP and problem.job.recompute is None and problem.description.recomputable:
             everywhere = replace(problem, strategy=one, job=replace(problem.job, recompute=True))
             rows.append(replace(_best_of(everywhere), recomputes_all=True))
+            if eager is not None and eager.recomputable:
+                rows.append(replace(_best_of(replace(everywhere, description=eager)), recomputes_all=True, is_eager=True))
     return tuple(rows)
 
 

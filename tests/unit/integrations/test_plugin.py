@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 
 from hf_osdp import Trainer
 from hf_osdp.integrations.plugin import OSDPPlugin, plugin_for, precision_of
-from hf_osdp.integrations.trainer_options import asked_config, plugin_options, refuse_unplanned
+from hf_osdp.integrations.trainer_options import asked_config, own_arguments, plugin_options, refuse_unplanned
 from hf_osdp.modeling.split.names import is_split
 from hf_osdp.modeling.wrapping import is_recomputed
 from hf_osdp.planner.decision import Batch, UnitLayout
@@ -197,9 +197,14 @@ def test_asked_config_names_the_file_that_it_cannot_read(tmp_path, text, part):
     assert "fsdp.json" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_refuse_unplanned_names_compilation_and_model_init(tmp_path):
-    with pytest.raises(ValueError, match="torch_compile"):
-        refuse_unplanned({"model": torch.nn.Linear(1, 1), "args": arguments(tmp_path, torch_compile=True)})
+def test_torch_compile_of_the_arguments_is_an_option_of_the_plan(tmp_path):
+    assert asked_config(True, arguments(tmp_path, torch_compile=True)).compile
+    assert not asked_config(True, arguments(tmp_path)).compile
+    assert not asked_config({"compile": False}, arguments(tmp_path, torch_compile=True)).compile
+    assert not own_arguments(arguments(tmp_path, torch_compile=True)).torch_compile
+
+
+def test_refuse_unplanned_names_model_init(tmp_path):
     with pytest.raises(ValueError, match="model_init"):
         refuse_unplanned({"model_init": lambda: None})
 

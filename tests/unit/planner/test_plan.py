@@ -89,7 +89,7 @@ def test_json_has_each_decision_by_unit_and_a_plan_by_hand_needs_no_fingerprint(
     plan = unit_changed(3, reduce_every_micro_step=True, activations=Activations.RECOMPUTE, on_host=True)
     data = json.loads(plan.to_json())
     assert "reduce_every_micro_step" not in data and next(iter(data["units"][3])) == "fqn"
-    again = {"recomputation": {"saved_calls": [], "share": 1.0, "names": []}, "offloads": False}
+    again = {"recomputation": {"saved_calls": [], "share": 1.0, "names": [], "budget": None}, "offloads": False}
     assert {"reduce_every_micro_step": True, "activations": again, "on_host": True}.items() <= data["units"][3].items()
     saved = {"recomputation": None, "offloads": False}
     assert {"reduce_every_micro_step": False, "activations": saved, "on_host": False}.items() <= data["units"][0].items()

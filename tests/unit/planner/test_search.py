@@ -63,6 +63,9 @@ def test_compare_has_a_row_for_fsdp_with_all_blocks_recomputed_where_that_is_ope
     assert labels() == ["fsdp", "fsdp, all recomputed"]
     assert labels(recompute=True) == labels(recompute=False) == ["fsdp"]
     (row,) = [row for row in compare_strategies(problem(model, machine(1, 4), JOB, AMPLE)) if row.recomputes_all]
+    compiled = replace(model, compiled_classes=("Block",))
+    labels = [row.label for row in compare_strategies(problem(compiled, machine(1, 4), JOB, AMPLE), eager=model)]
+    assert labels[1:4] == ["fsdp", "fsdp, all recomputed", "fsdp, eager, all recomputed"]
     assert {unit.activations.recomputes for unit in row.result.plan.units if unit.fqn.startswith("layers.")} == {True}
 
 
