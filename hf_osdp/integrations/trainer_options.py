@@ -48,6 +48,8 @@ def asked_config(
     _refuse_ignored(beside)
     compiles = {"compile": True} if args is not None and args.torch_compile else {}
     near = {**compiles, **stated_options(here if isinstance(here, Mapping) else None), **stated_options(None if osdp is True else osdp)}
+    if compiles and near.get("compile") is False:
+        raise ValueError("torch_compile=True beside compile=False of OSDP's options: leave one of the two out.")
     classes = beside.get("transformer_layer_cls_to_wrap")
     return merged_config(with_block_classes(near, classes, option="transformer_layer_cls_to_wrap"), request.options)
 

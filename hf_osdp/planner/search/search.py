@@ -82,16 +82,19 @@ def least_memory(problem: PlanningProblem) -> int:
 def _found(problem: PlanningProblem) -> SearchResult | None:
     """Return the best plan, as the allocator serves it where it can be replayed; None where none fits.
 
-    Where the allocator does not serve the first plan, another is found by what that one missed; single strategies may miss less.
+    Where the allocator does not serve the first plan, another is found by what that one missed; parts of the space may miss less: single
+    strategies, every block recomputed, or none.
     """
     first = _fastest(problem)
     found = _served(first, problem)
     if problem.strategy is not Strategy.OSDP or first is None or (found is not None and found.time.step_s <= _NEAR * first.time.step_s):
         return found  # no other plan is quicker than the first
     served = [] if found is None else [found]
-    for single in (one for one in Strategy if one is not Strategy.OSDP):
+    parts = [replace(problem, strategy=one) for one in Strategy if one is not Strategy.OSDP]
+    if problem.job.recompute is None and problem.description.recomputable:
+        parts += [replace(problem, job=replace(problem.job, recompute=again)) for again in (True, False)]
+    for alone in parts:
         with suppress(ValueError):  # no group size between 1 and all
-            alone = replace(problem, strategy=single)
             if (other := _served(_fastest(alone), alone)) is not None:
                 served.append(replace(other, plan=replace(other.plan, strategy=problem.strategy.value, proven_optimal=False)))
     return min(served, key=lambda result: result.time.step_s, default=None)

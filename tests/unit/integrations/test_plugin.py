@@ -200,7 +200,8 @@ def test_asked_config_names_the_file_that_it_cannot_read(tmp_path, text, part):
 def test_torch_compile_of_the_arguments_is_an_option_of_the_plan(tmp_path):
     assert asked_config(True, arguments(tmp_path, torch_compile=True)).compile
     assert not asked_config(True, arguments(tmp_path)).compile
-    assert not asked_config({"compile": False}, arguments(tmp_path, torch_compile=True)).compile
+    with pytest.raises(ValueError, match="leave one of the two out"):
+        asked_config({"compile": False}, arguments(tmp_path, torch_compile=True))
     assert not own_arguments(arguments(tmp_path, torch_compile=True)).torch_compile
 
 

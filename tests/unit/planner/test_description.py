@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_osdp.planner.affine import Affine, Envelope
-from hf_osdp.planner.description import DType, ParameterSpec
+from hf_osdp.planner.description import DType, ParameterSpec, Recomputation
 from hf_osdp.planner.split import ModelSplit, OperatorSplit
 from tests.helpers.descriptions import transformer
 
@@ -78,3 +78,15 @@ REFUSED = [
 def test_impossible_descriptions_and_splits_raise_value_error(part, make):
     with pytest.raises(ValueError, match=part):
         make()
+
+
+@pytest.mark.parametrize("budget", [0.0, 1.0, -0.1, float("nan")])
+def test_budget_of_a_recomputation_lies_between_nothing_and_all(budget):
+    with pytest.raises(ValueError, match="must lie between 0 and 1"):
+        Recomputation(budget=budget)
+
+
+def test_budget_goes_without_saved_calls_and_is_named_in_tables():
+    with pytest.raises(ValueError, match="without saved_calls"):
+        Recomputation(budget=0.5, saved_calls=("addmm#0",))
+    assert Recomputation(budget=0.53, share=0.25).describe() == "recompute 0.25: budget 0.53"

@@ -108,6 +108,7 @@ DIFFERENT = {
     unit_changed(3, reduce_every_micro_step=True): "layers.1: shard 4, hold gradients -> shard 4",
     unit_changed(3, activations=Activations.RECOMPUTE): "layers.1: shard 4, hold gradients -> shard 4, hold gradients, recompute",
     unit_changed(3, on_host=True): "layers.1: shard 4, hold gradients -> shard 4, hold gradients, on host",
+    replace(PLAN, compiled_classes=("Block",)): "compiled_classes: () -> ('Block',)",
     unit_changed(3, stage_size=2): "layers.1: shard 4, hold gradients -> shard 4 in 2 stages (2 x 2), hold gradients",
 }
 
@@ -245,6 +246,7 @@ def with_all(**values: Any) -> Plan:
 
 
 BEYOND = {
+    "blocks are compiled": replace(EXPORTED, compiled_classes=("Block",)),
     "2 group sizes (2, 4)": with_block(shard_size=4),
     "1 of 5 units live on the host": with_block(on_host=True),
     "'model.layers.0' recomputes its activations": with_block(activations=Activations.RECOMPUTE),

@@ -14,10 +14,12 @@ from hf_osdp.planner.hardware import HostSpec
 from hf_osdp.planner.job import OptimizerSpec, Precision
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
+from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.profile import Profile
+from hf_osdp.planner.search.search import search
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.plan_run import PlannedRun, plan_run
-from hf_osdp.planning.problem import RunFacts
+from hf_osdp.planning.problem import ProblemBuilder, RunFacts
 
 HARDWARE = preset("cpu")
 BF16, FP16 = Precision.named("bf16"), Precision.named("fp16")
@@ -187,3 +189,19 @@ def test_inputs_of_the_user_are_planned_and_tried_with(recalibrate):
 def test_inputs_that_make_no_batch_are_refused(inputs, line):
     with pytest.raises(ValueError, match=line):
         planned(Scores(), inputs=inputs)
+
+
+def test_compiled_blocks_are_described_where_the_plan_runs(model):
+    builder = ProblemBuilder(model, OSDPConfig(hardware=HARDWARE, compile=True), facts())
+    whole, seen = builder.build(), []
+
+    def find(problem: PlanningProblem) -> Plan:
+        seen.append(problem)
+        return search(replace(problem, job=replace(problem.job, micro_batch_size=8))).plan
+
+    problem, plan = builder.settled(whole, find)
+    assert whole.description.compiled_classes == plan.compiled_classes == ("GPT2Block",)
+    assert seen == [whole, problem] and problem is not whole and plan.micro_batch_size == 8
+    assert builder.with_best_split(problem) is problem
+    assert builder.eager(problem).compiled_classes == ()
+    assert builder.eager(replace(problem, description=builder.eager(problem))) is None
