@@ -10,6 +10,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_osdp.errors import HardwareError, InfeasibleError, PlanError, ProfileError
+from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import HostSpec
 from hf_osdp.planner.job import OptimizerSpec, Precision
 from hf_osdp.planner.plan import Plan
@@ -20,6 +21,7 @@ from hf_osdp.planner.search.search import search
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.plan_run import PlannedRun, plan_run
 from hf_osdp.planning.problem import ProblemBuilder, RunFacts
+from tests.helpers.descriptions import transformer
 
 HARDWARE = preset("cpu")
 BF16, FP16 = Precision.named("bf16"), Precision.named("fp16")
@@ -191,17 +193,23 @@ def test_inputs_that_make_no_batch_are_refused(inputs, line):
         planned(Scores(), inputs=inputs)
 
 
-def test_compiled_blocks_are_described_where_the_plan_runs(model):
+def test_compiled_blocks_are_described_where_the_plan_runs(model, monkeypatch):
+    sizes = []
+
+    def described(model: nn.Module, **options: object) -> ModelDescription:
+        sizes.append(options.get("micro_batch_size"))
+        classes = ("Block",) if options["compile"] else ()
+        return replace(transformer(), compiled_classes=classes, sequence_length=options["sequence_length"])
+
+    monkeypatch.setattr("hf_osdp.planning.problem.describe", described)
     builder = ProblemBuilder(model, OSDPConfig(hardware=HARDWARE, compile=True), facts())
-    whole, seen = builder.build(), []
 
     def find(problem: PlanningProblem) -> Plan:
-        seen.append(problem)
         return search(replace(problem, job=replace(problem.job, micro_batch_size=8))).plan
 
-    problem, plan = builder.settled(whole, find)
-    assert whole.description.compiled_classes == plan.compiled_classes == ("GPT2Block",)
-    assert seen == [whole, problem] and problem is not whole and plan.micro_batch_size == 8
-    assert builder.with_best_split(problem) is problem
-    assert builder.eager(problem).compiled_classes == ()
-    assert builder.eager(replace(problem, description=builder.eager(problem))) is None
+    problem, plan = builder.settled(builder.build(), find)
+    assert sizes == [None, 8]
+    assert problem.description.compiled_classes == plan.compiled_classes == ("Block",)
+    assert builder.with_best_split(problem) is problem, "compiled blocks stay whole"
+    eager = builder.eager(problem)
+    assert eager.compiled_classes == () and builder.eager(replace(problem, description=eager)) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -126,12 +127,13 @@ def test_trace_allocates_as_inductor_does(name, budget, monkeypatch):
     assert abs(found["backward"] - real["backward"]) <= 1.05, (found, real)  # of some 20, where another kernel comes first
 
 
-def described(model: Any = CONFIGS["gpt2"], **options: Any) -> ModelDescription:
-    return describe(model, sequence_length=LENGTH, device_type="cuda", compute_dtype=DType.BFLOAT16, **options)
+@functools.cache
+def described(*, compiled: bool) -> ModelDescription:
+    return describe(CONFIGS["gpt2"], sequence_length=LENGTH, device_type="cuda", compute_dtype=DType.BFLOAT16, compile=compiled)
 
 
 def test_compiled_blocks_save_less_and_move_less_than_eager_ones():
-    eager, compiled = described(), described(compile=True)
+    eager, compiled = described(compiled=False), described(compiled=True)
     assert (eager.compiled_classes, compiled.compiled_classes) == ((), ("GPT2Block",))
     assert "GPT2Block compiled" in compiled.trace
     block = next(index for index, segment in enumerate(eager.segments) if segment.recomputed)
@@ -144,7 +146,7 @@ def test_compiled_blocks_save_less_and_move_less_than_eager_ones():
 
 
 def test_budgets_of_compiled_blocks_are_a_frontier():
-    segments = [segment for segment in described(compile=True).segments if segment.recomputed]
+    segments = [segment for segment in described(compiled=True).segments if segment.recomputed]
     for segment in segments:
         ways = [way.recomputation for way in segment.recomputed]
         assert ways[0] == Recomputation()
@@ -198,7 +200,7 @@ def test_blocks_that_do_not_compile_run_as_they_are_and_are_named(caplog):
 
 
 def test_trace_leaves_nothing_in_dynamos_caches():
-    described(compile=True)
+    described(compiled=True)
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
     block = type(build_on_meta(CONFIGS["gpt2"]).transformer.h[0])
