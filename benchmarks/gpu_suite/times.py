@@ -18,7 +18,7 @@ from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.decision import Batch, UnitLayout
-from hf_osdp.planner.description import ModelDescription
+from hf_osdp.planner.description import Activations, ModelDescription, Recomputation
 from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
@@ -26,7 +26,7 @@ from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.profile import with_block_times
 from hf_osdp.planner.search.search import search
 from hf_osdp.planning.probe import Trial, sharded_copy
-from hf_osdp.quantities import format_seconds
+from hf_osdp.quantities import format_bytes, format_seconds
 from hf_osdp.sharding.environment import form_process_group
 from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step
 from hf_osdp.tracing.describe import describe
@@ -35,6 +35,8 @@ from .step import Bench, step
 
 TIME_AIM = 0.10
 """Mean error of a step's estimate."""
+MEMORY_AIM = 0.03
+"""Error of a peak's estimate, of compiled blocks."""
 CHOICE_AIM = 1.05
 """How many times the fastest measured step the chosen one may take."""
 UNTIMED, TIMED = 3, 8
@@ -81,20 +83,24 @@ class Timed:
     meshes: Meshes
 
     @classmethod
-    def of(cls, bench: Bench, model: Model, job: TrainingJob, micro_batch_sizes: tuple[int, ...], seconds: float) -> Timed:
-        """Profile and describe a model."""
+    def of(
+        cls, bench: Bench, model: Model, job: TrainingJob, micro_batch_sizes: tuple[int, ...], seconds: float, *, compiled: bool = False
+    ) -> Timed:
+        """Profile and describe a model, with its blocks compiled if so."""
         import transformers
 
         sizes = dict(model.sizes)
         if model.config in ("GPT2Config",):
             sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         config = getattr(transformers, model.config)(**sizes, architectures=[model.architecture])
-        options = {"sequence_length": model.sequence_length, "compute_dtype": job.precision.compute}
+        options = {"sequence_length": model.sequence_length, "compute_dtype": job.precision.compute, "compile": compiled}
         found = measure_profile(
             device_type=bench.device.type, seconds=seconds,
             model=TimedModel(model_or_config=config, micro_batch_sizes=micro_batch_sizes, **options),
         )  # fmt: skip
-        description = with_block_times(describe(config, device_type=bench.device.type, **options), found)
+        description = with_block_times(
+            describe(config, device_type=bench.device.type, micro_batch_size=micro_batch_sizes[-1], **options), found
+        )
         empty = build_on_meta(config)
         inputs = training_batch(empty, model.sequence_length)
         trial = Trial(
@@ -102,10 +108,16 @@ class Timed:
         )
         return cls(description=description, hardware=found.hardware, trial=trial, meshes=Meshes(bench.device.type))
 
-    def plan(self, micro_batch_size: int, accumulation_steps: int = 1) -> Plan:
-        """All units whole, as one rank has them."""
+    def plan(self, micro_batch_size: int, accumulation_steps: int = 1, *, recomputation: Recomputation | None = None) -> Plan:
+        """All units whole, as one rank has them; blocks that can be recomputed so are."""
         batch = Batch(micro_batch_size=micro_batch_size, accumulation_steps=accumulation_steps)
-        choices = [UnitLayout(shard_size=1, reshard_after_forward=False)] * len(self.description.units)
+        choices = [
+            UnitLayout(
+                shard_size=1, reshard_after_forward=False,
+                activations=Activations(recomputation=recomputation if recomputation in ways else None),
+            )
+            for ways in self.description.recomputations
+        ]  # fmt: skip
         return Plan.of(self.description, choices, batch, world_size=1)
 
     def estimated_s(self, plan: Plan) -> float:
@@ -172,6 +184,60 @@ def of_kind(bench: Bench, name: str, model: Model) -> float:
         error=f"{error:+.1%}",
     )  # fmt: skip
     return error
+
+
+@step(
+    part=5,
+    expected_s=170,
+    limit_s=480,
+    rehearsal_s=60,
+    proves="blocks compiled, with every budget, beside eager ones: time and peak estimated and measured, and what compilation gains",
+)
+def compiled(bench: Bench) -> None:
+    form_process_group(needed=True)
+    models = {name: BLOCKS[name] for name in ("GPT-2", "Llama, grouped queries")}
+    if bench.rehearses:
+        models = {"GPT-2": REHEARSED["GPT-2"]}
+    for name, model in models.items():
+        taken: dict[bool, float] = {}
+        for compiles in (False, True):
+            if bench.left_s < (5 if bench.rehearses else 60):
+                bench.note(f"No time was left for {name}, compiled={compiles}, and what follows.")
+                return
+            timed = Timed.of(
+                bench, model, job_of(bench, model.samples), (max(1, model.samples // 2), model.samples),
+                seconds=1.0 if bench.rehearses else 6.0, compiled=compiles,
+            )  # fmt: skip
+            ways = dict.fromkeys(way for ways in timed.description.recomputations for way in ways)
+            taken[compiles] = min(with_way(bench, name, timed, model.samples, way) for way in (None, *ways))
+        gain = taken[False] / taken[True]
+        bench.note(f"{name}: the fastest compiled step is {gain:.2f} times as fast as the fastest eager one.")
+        bench.aim(bench.rehearses or gain > 1, f"{name}: compiled blocks are {gain:.2f} times as fast")
+
+
+def with_way(bench: Bench, name: str, timed: Timed, samples: int, way: Recomputation | None) -> float:
+    """A row of one way to recompute the blocks; gives the measured seconds of a step."""
+    plan, on_cuda = timed.plan(samples, recomputation=way), bench.device.type == "cuda"
+    estimate = estimate_plan(plan, timed.description, timed.trial.job, timed.hardware)
+    if on_cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(bench.device)
+    before = torch.cuda.memory_allocated(bench.device) if on_cuda else 0
+    seconds = timed.measured_s(plan, timed=3 if bench.rehearses else TIMED)
+    assert estimate.time is not None
+    time_error, peak, memory_error, shown = estimate.time.step_s / seconds - 1, "-", 0.0, "-"
+    if on_cuda:
+        peak_bytes = torch.cuda.max_memory_allocated(bench.device) - before
+        memory_error = estimate.memory.peak_bytes / peak_bytes - 1
+        peak, shown = format_bytes(peak_bytes), f"{memory_error:+.1%}"
+    label = f"{name}, {'compiled' if timed.description.compiled_classes else 'eager'}, {'save all' if way is None else way.describe()}"
+    bench.row(
+        blocks=label, estimated=format_seconds(estimate.time.step_s), measured=format_seconds(seconds), error=f"{time_error:+.1%}",
+        estimated_peak=format_bytes(estimate.memory.peak_bytes), measured_peak=peak, memory_error=shown,
+    )  # fmt: skip
+    bench.aim(bench.rehearses or abs(memory_error) <= MEMORY_AIM, f"{label}: peak {memory_error:+.1%} off (aim {MEMORY_AIM:.0%})")
+    bench.aim(bench.rehearses or abs(time_error) <= TIME_AIM, f"{label}: time {time_error:+.1%} off (aim {TIME_AIM:.0%})")
+    return seconds
 
 
 @step(
