@@ -107,16 +107,31 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     def _take_over_compilation(self, plugin: OSDPPlugin) -> None:
         """Compile blocks by the plan where dynamo was asked for, in place of the whole model, as Accelerate would."""
         dynamo = self.state.dynamo_plugin
-        if dynamo.backend == DynamoBackend.NO:
+        if dynamo.backend == DynamoBackend.NO or dynamo.disable:
             return
-        if dynamo.backend != DynamoBackend.INDUCTOR or dynamo.mode not in (None, "default"):
-            raise ValueError(
-                f"torch.compile with backend={dynamo.backend.value.lower()} and mode={dynamo.mode} cannot be planned; use inductor in its"
-                " default mode, or leave it out."
-            )
+        stated = {"mode": dynamo.mode not in (None, "default"), "fullgraph": dynamo.fullgraph, "dynamic": dynamo.dynamic is not None}
+        stated["options"] = bool(dynamo.options)
+        beside = [name for name, is_so in stated.items() if is_so]
+        if dynamo.backend != DynamoBackend.INDUCTOR or beside:
+            asked = ", ".join(f"{name}={getattr(dynamo, name)!r}" for name in beside) or f"backend={dynamo.backend.value.lower()}"
+            raise ValueError(f"torch.compile with {asked} cannot be planned; use inductor with its defaults, or leave it out.")
         assert isinstance(plugin.osdp, OSDPConfig)
         plugin.osdp = replace(plugin.osdp, compile=True)
+
+    @contextmanager
+    def _without_dynamo(self) -> Iterator[None]:
+        """Keep Accelerate from compiling the model; its state, which is shared by all accelerators, stays as it was."""
+        dynamo = self.state.dynamo_plugin
         self.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
+        try:
+            yield
+        finally:
+            self.state.dynamo_plugin = dynamo
+
+    def prepare_model(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as stock
+        """As `Accelerator.prepare_model`; blocks are compiled by the plan."""
+        with self._without_dynamo():
+            return super().prepare_model(*args, **kwargs)
 
     @property
     def planned_run(self) -> PlannedRun | None:
@@ -251,7 +266,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
                 apply_alone(model, self._planned, optimizers)
                 self._explain_memory_of(model)
         if not models or not self.is_fsdp2 or optimizers:
-            result = super().prepare(*args, device_placement=device_placement)
+            with self._without_dynamo():
+                result = super().prepare(*args, device_placement=device_placement)
         else:
             prepared = self._prepare_fsdp2(*args)
             result = prepared if len(prepared) > 1 else prepared[0]

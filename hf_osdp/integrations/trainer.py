@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,8 @@ class Trainer(TrainerCheckpoints, StockTrainer):
         if self._osdp is None:
             return
         args = self.args
+        assert isinstance(self.accelerator.plugin.osdp, OSDPConfig)
+        self._osdp = replace(self._osdp, compile=self._osdp.compile or self.accelerator.plugin.osdp.compile)  # the launcher's dynamo
         try:
             facts = facts_of_trainer(self, self._osdp)
             hold_master_weights(self._module, facts.precision)

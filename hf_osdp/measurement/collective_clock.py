@@ -66,6 +66,9 @@ class CollectiveClock(TorchDispatchMode):
     A profiler would tell the same, but on CUDA it takes device memory, of which a run near its limit has none.
     """
 
+    leaves_compiled_code = True
+    """Blocks that are compiled send nothing, and run without the clock: under a mode they would run as they are."""
+
     def __init__(self, device: torch.device) -> None:
         """Make a clock for tensors on a device. Collective where the topology is not known yet."""
         super().__init__()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._C import _len_torch_dispatch_stack
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_dispatch_stack_at
 
 from ..planner.description import Recomputation
 
@@ -37,8 +37,9 @@ class CompiledForward:
             limits = torch._dynamo.config
             limits.recompile_limit = max(limits.recompile_limit, _MOST_VARIANTS)
             self._compiled = torch.compile(self._forward, backend=_inductor(budget_of(self.recomputation)))
-        # dynamo compiles nothing under a mode, such as the clock of collectives
-        with _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext():
+        modes = [_get_dispatch_stack_at(place) for place in range(_len_torch_dispatch_stack())]
+        ours = bool(modes) and all(getattr(mode, "leaves_compiled_code", False) for mode in modes)
+        with _disable_current_modes() if ours else nullcontext():  # under a mode of others torch compiles nothing, and that sees all
             return self._compiled(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:

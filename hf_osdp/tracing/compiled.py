@@ -22,7 +22,7 @@ from ..errors import DescriptionError
 from ..modeling.compiled import budget_of
 from ..planner.description import Recomputation
 from .cuda_kernels import CudaKernels
-from .fused_graph import FusedGraph, FusedKernel
+from .fused_graph import FusedGraph, FusedKernel, known_sizes
 from .memory_tracker import MemoryTracker
 from .recorder import Recorder
 from .tensors import DEVICE
@@ -43,6 +43,8 @@ class TracedCompiler:
         self._mode, self._cuda = mode, cuda
         self._memory: MemoryTracker | None = None
         self._recorder: Recorder | None = None
+        self._runs = 0
+        """Graphs that ran."""
         self._backend = functools.cache(self._make_backend)
 
     @contextmanager
@@ -67,11 +69,18 @@ class TracedCompiler:
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> object:
+            name = type(original.__self__).__name__  # type: ignore[attr-defined]
+            runs = self._runs
             with self._outside_modes():
                 try:
-                    return compiled(*args, **kwargs)
-                except torch._dynamo.exc.TorchDynamoException as error:
-                    raise NotCompiledError(type(original.__self__).__name__, error) from error  # type: ignore[attr-defined]
+                    output: object = compiled(*args, **kwargs)
+                except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:
+                    if isinstance(error, torch._dynamo.exc.TorchDynamoException) or "compiled frames" in str(error):
+                        raise NotCompiledError(name, str(error) or type(error).__name__) from error
+                    raise
+            if self._runs == runs:
+                raise NotCompiledError(name, "dynamo is switched off in this process")
+            return output
 
         return forward
 
@@ -97,6 +106,7 @@ class TracedCompiler:
         return run
 
     def _run(self, graph: FusedGraph, args: list[Any]) -> list[Any]:
+        self._runs += 1
         values: dict[fx.Node, Any] = dict(zip(graph.inputs, args, strict=True))
         args.clear()
         with self._outside_modes(), torch.no_grad():
@@ -112,7 +122,7 @@ class TracedCompiler:
             for node in kernel.writes:
                 values.pop(kernel.takes_over.get(node), None)  # type: ignore[arg-type]
                 like = node.meta["val"]
-                values[node] = self._allocate(like.shape, like.stride(), like.dtype)
+                values[node] = self._allocate(known_sizes(like.shape), known_sizes(like.stride()), like.dtype)
             scratch = self._allocate((kernel.scratch_bytes,), (1,), torch.uint8) if kernel.scratch_bytes else None
         del scratch
         for node in kernel.frees:
@@ -149,7 +159,7 @@ class TracedCompiler:
 class NotCompiledError(DescriptionError):
     """A block that dynamo cannot take as one graph."""
 
-    def __init__(self, class_name: str, cause: BaseException) -> None:
+    def __init__(self, class_name: str, why: str) -> None:
         self.class_name = class_name
-        reason = next((line.strip() for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
+        reason = next((line.strip() for line in why.splitlines() if line.strip()), "no reason was given")
         super().__init__(f"{class_name} does not compile as one graph ({reason[:120].rstrip('.')}).")

@@ -140,6 +140,10 @@ class _Describer:
     def describe(self) -> ModelDescription:
         if self._checkpointed:
             self._refuse_running_statistics()
+        if self._options.compile and not self._compiled:
+            _log.warning(
+                "%s has no blocks that could be compiled; name their classes with block_classes, or leave compile out.", self._name
+            )
         found, how = self._trace_or_formula()
         batch_bytes, cast_bytes = self._input_bytes()
         return ModelDescription(
@@ -215,6 +219,17 @@ class _Describer:
             checkpointed_blocks=self._blocks if options.activation_checkpointing else None,
             reuse_equal_blocks=not options.split.operators,  # parts of a block keep what others hand them, which copies do not
         )  # fmt: skip
+        while True:
+            try:
+                return self._trace_choices(basic)
+            except Exception as error:
+                if not self._compiled:
+                    raise
+                _log.warning("The model cannot be traced with compiled blocks (%s); they run as they are.", type(error).__name__)
+                _log.debug("The trace with compiled blocks failed.", exc_info=True)
+                self._compiled = ()
+
+    def _trace_choices(self, basic: TraceOptions) -> Trace:
         for recomputable, offloadable in self._choices():
             try:
                 return self._trace_as_it_compiles(replace(basic, recomputable=recomputable, offloadable=offloadable))
@@ -230,10 +245,20 @@ class _Describer:
             compiled = frozenset(i for i, unit in enumerate(self._units) if unit.class_name in self._compiled and self._is_one_block(unit))
             tried = replace(options, compiled=compiled, offloadable=frozenset(options.offloadable) - compiled)
             try:
-                return self._trace_any_samples(tried)
+                trace = self._trace_any_samples(tried)
             except NotCompiledError as error:
-                _log.warning("%s These blocks run as they are.", error)
-                self._compiled = tuple(name for name in self._compiled if name != error.class_name)
+                self._leave_as_it_is(error)
+                continue
+            runs = Counter(segment.unit for segment in trace.segments)
+            again = next((i for i in compiled if runs[i] > 1 or i in trace.outside_reads), None)
+            if again is None:
+                return trace
+            why = "it runs several times in a step, or its weights are read outside of it"  # `_units_with_spans` then makes it no block
+            self._leave_as_it_is(NotCompiledError(self._units[again].class_name, why))
+
+    def _leave_as_it_is(self, error: NotCompiledError) -> None:
+        _log.warning("%s These blocks run as they are.", error)
+        self._compiled = tuple(name for name in self._compiled if name != error.class_name)
 
     def _trace_any_samples(self, options: TraceOptions) -> Trace:
         try:

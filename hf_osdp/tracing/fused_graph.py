@@ -9,6 +9,7 @@ into an input of the same size that nothing else reads. docs/compiled.md has the
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
@@ -130,18 +131,22 @@ class FusedGraph:
         """Leave out what a kernel computes and only itself reads, and count its work."""
         own = set(kernel.nodes)
         elsewhere = {one for node, other in kernel_of.items() if other is not kernel for one in self._sources[node]}
-        kernel.writes = [node for node in kernel.nodes if node in self._returned or node in elsewhere]
+        tensors = [node for node in kernel.nodes if isinstance(_value(node), torch.Tensor)]  # and no outputs of several
+        kernel.writes = [node for node in tensors if node in self._returned or node in elsewhere]
         kernel.reads = {node: None for node in kernel.reads if node not in own}
         moved = sum(map(nbytes, (*kernel.reads, *kernel.writes)))
         if kernel.is_fused:
             kernel.traffic_bytes = moved
             return kernel
         node = kernel.nodes[0]
-        kernel.scratch_bytes = nbytes(node) - sum(map(nbytes, kernel.writes))
+        kernel.scratch_bytes = max(0, nbytes(node) - sum(map(nbytes, kernel.writes)))
         record = PhaseRecord()
-        if isinstance(node.target, OpOverload):
-            args, kwargs = fx.map_arg((node.args, node.kwargs), _value)
-            record.count(node.target, args, kwargs, _value(node))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), _value)
+        operator_, result = node.target, _value(node)
+        if not isinstance(operator_, OpOverload) and args and isinstance(args[0], OpOverload):  # one that keeps a random state beside it
+            operator_, args, result = args[0], args[1:], result[-1] if isinstance(result, tuple) else result
+        if isinstance(operator_, OpOverload):
+            record.count(operator_, args, kwargs, result)
         kernel.flops, kernel.traffic_bytes = record.matmul_flops, record.traffic_bytes or (0 if record.matmul_flops else moved)
         return kernel
 
@@ -234,8 +239,13 @@ def nbytes(node: fx.Node) -> int:
 
 def _bytes_of(value: object) -> int:
     if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
+        return math.prod(known_sizes(value.shape)) * value.element_size()
     return sum(map(_bytes_of, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def known_sizes(sizes: Sequence[int | torch.SymInt]) -> list[int]:
+    """Return sizes as numbers: those of a random generator's state are symbols with a hint, even where shapes are static."""
+    return [size if isinstance(size, int) else int(size.node.hint or 0) for size in sizes]
 
 
 def _value(node: fx.Node) -> Any:  # noqa: ANN401

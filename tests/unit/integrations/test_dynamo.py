@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+from accelerate.utils.other import is_compiled_module
 
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 
@@ -20,9 +22,11 @@ def fresh_state():
     "asked", [{"dynamo_backend": "inductor"}, {"dynamo_plugin": TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)}]
 )
 def test_inductor_compiles_blocks_by_the_plan_and_accelerate_nothing(asked):
-    accelerator = OSDPAccelerator(cpu=True, osdp={}, **asked)
-    assert accelerator.plugin.osdp.compile
-    assert accelerator.state.dynamo_plugin.backend == DynamoBackend.NO
+    for accelerator in (OSDPAccelerator(cpu=True, osdp={}, **asked), OSDPAccelerator(cpu=True, osdp={}, **asked)):
+        assert accelerator.plugin.osdp.compile
+        assert accelerator.state.dynamo_plugin.backend == DynamoBackend.INDUCTOR, "others share the state"
+        model = accelerator.prepare_model(torch.nn.Linear(2, 2), evaluation_mode=True)
+        assert not is_compiled_module(model)
 
 
 def test_nothing_is_compiled_where_nobody_asks():
@@ -34,8 +38,19 @@ def test_launchers_variable_is_heard(monkeypatch):
     assert OSDPAccelerator(cpu=True, osdp={}).plugin.osdp.compile
 
 
-@pytest.mark.parametrize("asked", [{"backend": "aot_eager"}, {"backend": "inductor", "mode": "max-autotune"}])
-def test_other_backends_and_modes_are_refused_in_one_line(asked):
-    with pytest.raises(ValueError, match="cannot be planned; use inductor in its default mode") as caught:
+def test_dynamo_that_is_disabled_is_not_asked_for():
+    asked = TorchDynamoPlugin(backend="inductor", disable=True)
+    assert not OSDPAccelerator(cpu=True, osdp={}, dynamo_plugin=asked).plugin.osdp.compile
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"backend": "aot_eager"}, {"backend": "inductor", "mode": "max-autotune"}, {"backend": "inductor", "fullgraph": True},
+        {"backend": "inductor", "dynamic": True}, {"backend": "inductor", "options": {"max_autotune": True}},
+    ],
+)  # fmt: skip
+def test_other_backends_modes_and_options_are_refused_in_one_line(asked):
+    with pytest.raises(ValueError, match="cannot be planned; use inductor with its defaults") as caught:
         OSDPAccelerator(cpu=True, osdp={}, dynamo_plugin=TorchDynamoPlugin(**asked))
     assert "\n" not in str(caught.value)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
-from transformers import GPT2Config, LlamaConfig
+from transformers import AlbertConfig, GPT2Config, LlamaConfig
 
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.modeling.compiled import compile_forward, compiled_by, is_compiled
@@ -221,3 +221,30 @@ def test_copy_of_a_compiled_module_runs_its_own_parameters():
     assert is_compiled(other)
     assert torch.equal(other(x), x)
     assert not torch.equal(module(x), x)
+
+
+def test_nothing_counts_as_compiled_where_dynamo_is_switched_off(caplog):
+    with torch.compiler.set_stance("force_eager"), caplog.at_level(logging.WARNING):
+        description = describe(CONFIGS["llama"], sequence_length=16, compile=True)
+    assert description.compiled_classes == () and not description.trace.startswith("formula")
+    assert "dynamo is switched off" in caplog.text
+
+
+def test_checkpointed_blocks_compile_too():
+    """Without dropout, torch keeps the generator's state beside attention, in an operator of its own."""
+    options = {"sequence_length": LENGTH, "activation_checkpointing": True}
+    eager, compiled = (describe(CONFIGS["llama"], compile=one, **options) for one in (False, True))
+    assert compiled.compiled_classes == ("LlamaDecoderLayer",)
+    block = next(i for i, segment in enumerate(eager.segments) if eager.units[segment.unit].class_name == "LlamaDecoderLayer")
+    one, other = eager.segments[block], compiled.segments[block]
+    assert other.saved_bytes(SAMPLES) == pytest.approx(one.saved_bytes(SAMPLES), rel=0.1)
+    assert other.backward.matmul_flops(SAMPLES) == pytest.approx(one.backward.matmul_flops(SAMPLES), rel=0.15)
+
+
+def test_compile_without_blocks_says_so(caplog):
+    config = AlbertConfig(
+        hidden_size=32, embedding_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=64
+    )  # fmt: skip
+    with caplog.at_level(logging.WARNING):
+        assert describe(config, sequence_length=8, compile=True).compiled_classes == ()
+    assert "AlbertForMaskedLM has no blocks that could be compiled" in caplog.text
