@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 aten = torch.ops.aten
@@ -64,11 +64,11 @@ def storages_in(value: object) -> Iterator[tuple[torch.Tensor, torch.UntypedStor
 
 
 def call_operator(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Call an operator on fake tensors, also where torch's shape function is narrower than its kernels.
+    """Call an operator, on fake tensors also where torch's shape function is narrower than its kernels.
 
     `aten._grouped_mm` (experts) computes in float32 on the CPU, but its shape function takes bfloat16 only.
     """
-    if func._overloadpacket is not aten._grouped_mm or args[0].dtype is torch.bfloat16:
+    if func._overloadpacket is not aten._grouped_mm or args[0].dtype is torch.bfloat16 or not isinstance(args[0], FakeTensor):
         return func(*args, **kwargs)
     a, b = args[0], args[1]
     groups = [len(args[2] if len(args) > 2 else kwargs["offs"]) if a.dim() == 2 else a.shape[0]] if a.dim() == b.dim() else []

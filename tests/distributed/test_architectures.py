@@ -52,6 +52,37 @@ def test_two_steps_equal_one_process(name):
     assert max(errors.values()) < TOLERANCE, errors
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.on_ranks(2)
+def test_experts_train_as_in_one_process_while_the_peak_is_measured(compiled):
+    """In float32, where transformers' experts multiply in groups on the CPU; the second step is the one whose peak is measured."""
+    alone, sharded = (tiny_architecture("MixtralForCausalLM").float() for _ in range(2))
+    for each in (alone, sharded):
+        each.set_experts_implementation("grouped_mm")
+    model = OptimalShardedDataParallel(
+        sharded,
+        {"sequence_length": 32, "global_batch_size": 4, "hardware": "cpu", "strategy": "osdp", "compile": compiled},
+    )
+    assert bool(model.plan.compiled_classes) == compiled
+    samples = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(0))
+    mine = samples[2 * dist.get_rank() :][:2]
+    losses = []
+    for each in (alone, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        losses.append([])
+        for _ in range(4):
+            parts = [mine] if each is model else samples.split(2)
+            for part in parts:
+                loss = each(input_ids=part, labels=part).loss / len(parts)
+                loss.backward()
+                losses[-1].append(loss.item() * len(parts))
+            optimizer.step()
+            optimizer.zero_grad()
+    expected, measured = torch.tensor(losses[0]).view(4, 2)[:, dist.get_rank()], torch.tensor(losses[1])
+    torch.testing.assert_close(measured, expected, rtol=1e-4, atol=0.0)
+    assert expected[0] - expected[-1] > 0.01, "it learns"
+
+
 @pytest.mark.on_ranks(2)
 def test_batch_norm_stays_in_float32():
     """Weights, running means and gradients, while inputs and outputs are in bf16."""

@@ -43,7 +43,7 @@ def option(given: str, folder: Path) -> Give:
 
 def trainer(given: str, folder: Path) -> Give:
     def asked(osdp: object = None, fsdp_config: dict[str, object] | None = None) -> object:
-        return asked_config(osdp, SimpleNamespace(fsdp=[], fsdp_plugin_args=None, fsdp_config=fsdp_config))
+        return asked_config(osdp, SimpleNamespace(fsdp=[], fsdp_plugin_args=None, fsdp_config=fsdp_config, torch_compile=False))
 
     return lambda: eval(given, {"Trainer": asked, "TrainingArguments": asked})
 

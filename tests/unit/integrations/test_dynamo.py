@@ -13,7 +13,12 @@ from hf_osdp.integrations.accelerator import OSDPAccelerator
 
 @pytest.fixture(autouse=True)
 def fresh_state():
+    _reset()  # an earlier test's accelerator would answer for this one's
     yield
+    _reset()
+
+
+def _reset() -> None:
     AcceleratorState._reset_state()
     PartialState._reset_state()
 

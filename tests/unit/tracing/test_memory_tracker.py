@@ -83,6 +83,17 @@ def test_training_step_peaks_where_it_should():
         assert live.current_bytes == held + 2 * 40_000 + 4  # both moments and the step count
 
 
+def test_experts_compute_under_the_tracker_what_they_compute_without():
+    """In float32, where torch's shape function for grouped products is replaced, on fake tensors alone."""
+    a, weights, ends = torch.randn(6, 8), torch.randn(2, 8, 4), torch.tensor([2, 6], dtype=torch.int32)
+    with MemoryTracker() as live:
+        product = torch.nn.functional.grouped_mm(a, weights, offs=ends)
+    torch.testing.assert_close(product, torch.cat([a[:2] @ weights[0], a[2:] @ weights[1]]))
+    assert live.peak_bytes
+    with FakeTensorMode() as fake, MemoryTracker():
+        assert torch.nn.functional.grouped_mm(*map(fake.from_tensor, (a, weights)), offs=fake.from_tensor(ends)).shape == product.shape
+
+
 @pytest.mark.parametrize(("counted", "made"), [("cuda", "cpu"), (None, "meta")])
 def test_tensors_of_other_devices_are_left_out(counted, made):
     with MemoryTracker(block_bytes=1, device_type=counted) as live:
