@@ -277,6 +277,9 @@ class Segment:
     """Index into `ModelDescription.units`."""
     saved_bytes: Affine = Affine()
     """Live bytes that forward adds and backward removes: saved activations with the segment's output."""
+    held_bytes: Affine = Affine()
+    """What forward frees where no block is recomputed, and recomputed blocks hold to run again: T5's position bias. Of segments between
+    blocks."""
     own_saved_bytes: Affine = Affine()
     """Of what is saved, the part that goes from the device while it waits on the host: nobody else holds it."""
     sent_bytes: Affine = Affine()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -40,16 +39,9 @@ def _with_kept(segments: Sequence[Segment], kept: Sequence[Affine]) -> list[Segm
     return found[::-1]
 
 
-def recomputed_costs(plain: list[Segment], recomputed: list[Segment], recomputable: Collection[int]) -> list[Segment]:
-    """Return the segments of a trace in which units are recomputed, with what that changes for the others in the first of these units."""
-    pairs = list(zip(plain, recomputed, strict=True))
-    first = next((index for index, one in enumerate(plain) if one.unit in recomputable), None)
-    if first is not None:
-        # what a segment between blocks frees when blocks save, and not when they keep it to run again: T5's position bias
-        kept = [_excess(other.saved_bytes, one.saved_bytes) for one, other in pairs if one.unit not in recomputable]
-        saved = functools.reduce(Affine.plus, kept, pairs[first][1].saved_bytes)
-        pairs[first] = (plain[first], replace(pairs[first][1], saved_bytes=saved))
-    return [other for _, other in pairs]
+def held_by_recomputed(plain: Segment, recomputed: Segment) -> Affine:
+    """Return what a segment between blocks frees when blocks save, and not when they keep it to run again: T5's position bias."""
+    return _excess(recomputed.saved_bytes, plain.saved_bytes)
 
 
 def with_offloaded(plain: list[Segment], offloaded: list[Segment], offloadable: Collection[int]) -> list[Segment]:

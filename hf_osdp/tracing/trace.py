@@ -31,7 +31,7 @@ from .known_values import FakeifyTensors, KnownValues
 from .memory_tracker import CUDA_BLOCK_BYTES, MemoryTracker
 from .recomputation import LoggedCall, OperatorLog, recomputations, with_modes, with_share, worthwhile
 from .recorder import Recorder, SegmentRecord
-from .segments import Samples, is_idle, linear_bytes, recomputed_costs, segments_of, with_offloaded
+from .segments import Samples, held_by_recomputed, is_idle, linear_bytes, segments_of, with_offloaded
 
 _BUDGETS = (0.13, 0.28, 0.53, 0.78)
 """Of compiled blocks, beside saving the input alone and all: torch's partitioner knows no more than 4 to 6 different cuts of a block."""
@@ -161,12 +161,14 @@ def _with_recomputed(
     for number in range(max(map(len, ways.values()), default=0)):
         partly = {unit: ways[unit][min(number, len(ways[unit]) - 1)] for unit in ways if ways[unit]}
         traces.append(traced(wholly | partly))
-    costs = [recomputed_costs(plain, trace, options.recomputable) for trace in traces]
     found = []
     for index, one in enumerate(plain):
+        if one.unit not in wholly:
+            found.append(replace(one, held_bytes=held_by_recomputed(one, full[index])))
+            continue
         own = (Recomputation(), *ways.get(one.unit, ()))
-        forms = [RecomputedSegment(recomputation=way, costs=with_modes(cost[index], way)) for way, cost in zip(own, costs, strict=False)]
-        kept = worthwhile(one, [form.costs for form in forms], device_type, samples) if one.unit in wholly else []
+        forms = [RecomputedSegment(recomputation=way, costs=with_modes(trace[index], way)) for way, trace in zip(own, traces, strict=False)]
+        kept = worthwhile(one, [form.costs for form in forms], device_type, samples)
         found.append(replace(one, recomputed=tuple(with_share(forms[number], forms[0], one, device_type, samples) for number in kept)))
     return found
 

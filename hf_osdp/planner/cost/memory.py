@@ -80,14 +80,17 @@ class SegmentBytes:
     backward_peak: int
 
     @classmethod
-    def of(cls, segment: Segment, span: GatherSpan, samples: int, activations: Activations = Activations.SAVE) -> SegmentBytes:
-        """Return the terms at a micro-batch size under a choice about activations.
+    def of(
+        cls, segment: Segment, span: GatherSpan, samples: int, activations: Activations = Activations.SAVE, *, recomputes: bool = False
+    ) -> SegmentBytes:
+        """Return the terms at a micro-batch size under a choice about activations; `recomputes`: some block is recomputed.
 
         What waits on the host leaves when forward ends and comes back when backward begins.
         """
         form = segment.under(activations)
         frees = span is GatherSpan.STEP
         saved = form.saved_bytes.change(samples) if frees else form.saved_bytes.bytes(samples)
+        saved += form.held_bytes.bytes(samples) if recomputes else 0
         left = max(0, saved - form.own_saved_bytes.bytes(samples)) if activations.offloads else saved
         return cls(
             saved=left,
@@ -144,7 +147,8 @@ def estimate_memory(
         # plain units leave in flight what a unit on the host before them has left there
         units = [replace(t, reduce_tail=reduce_input(u, 1, job)) for t, u in zip(units, description.units, strict=True)]
     pairs = [(segment, layouts[segment.unit].activations) for segment in description.segments]
-    segments = [SegmentBytes.of(s, description.units[s.unit].span, samples, choice) for s, choice in pairs]
+    recomputes = any(layout.activations.recomputation is not None for layout in layouts)
+    segments = [SegmentBytes.of(s, description.units[s.unit].span, samples, choice, recomputes=recomputes) for s, choice in pairs]
     states = sum(unit.host for unit in units) + max((unit.host_moment for unit in units), default=0)
     return MemoryEstimate(
         moments=_Walk(description, units, segments, job, batch).moments(),

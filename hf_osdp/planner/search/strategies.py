@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ...errors import HardwareError
+from ..affine import Affine
 from ..decision import Batch, UnitLayout, layouts_for
 from ..description import Activations, GatherSpan, ModelDescription, Recomputation, UnitDescription
 from ..hardware import Hardware
@@ -47,7 +48,8 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
     single strategy gives every unit the same layout, and is offered with all blocks recomputed and with none, and so on.
 
     Returns:
-        The spaces; `osdp` has one, but two on one device with a host: the second has the first in it, at a higher cost.
+        The spaces; `osdp` has one, but two on one device with a host, or where segments hold more beside blocks that are recomputed: the
+        second has the first in it, at a higher cost.
 
     Raises:
         HardwareError: states or activations are to lie on a host that is not known.
@@ -57,6 +59,9 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
     description, hardware = problem.description, problem.hardware
     _check_activations(description, problem.job)
     choices = [choice for sharding in _shardings(problem.strategy, hardware) for choice in _choices(sharding, problem, batch)]
+    if problem.job.recompute is None and any(segment.held_bytes != Affine() for segment in description.segments):
+        saving = replace(problem, job=replace(problem.job, recompute=False))
+        choices = [c for sharding in _shardings(problem.strategy, hardware) for c in _choices(sharding, saving, batch)] + choices
     ways, offloadable = description.recomputations, description.offloadable
     spaces = [tuple(_layouts(unit, ways[i], i in offloadable, choice) for i, unit in enumerate(description.units)) for choice in choices]
     return tuple({tuple(map(id, space)): space for space in spaces}.values())  # equal layouts are the same object, see `_product`

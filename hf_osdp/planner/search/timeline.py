@@ -45,6 +45,7 @@ class _Builder:
         self._arriving, self._merging = gradients_arriving(description, problem.job), merging_segments(description, problem.job)
         # one process: plain units leave in flight what a unit on the host before them has left there
         self._always_in_flight = hardware.world_size == 1 and any(layout.on_host for layouts in space for layout in layouts)
+        self._may_recompute = any(layout.activations.recomputation is not None for layouts in space for layout in layouts)
         self._shapes = shape_ids(description.units)
         self._terms: dict[tuple[object, ...], UnitBytes] = {}
         self._segment_bytes = functools.cache(self._bytes_of_segment)
@@ -108,7 +109,8 @@ class _Builder:
     def _bytes_of_segment(self, index: int, activations: Activations) -> SegmentBytes:
         """Return what a segment takes, with gradients of shared weights that merge in its backward."""
         segment = self._segments[index]
-        costs = SegmentBytes.of(segment, self._units[segment.unit].span, self._batch.micro_batch_size, activations)
+        span, samples = self._units[segment.unit].span, self._batch.micro_batch_size
+        costs = SegmentBytes.of(segment, span, samples, activations, recomputes=self._may_recompute)
         return replace(costs, backward_peak=costs.backward_peak + self._merging.get(index, 0))
 
     def _options(self, unit: int) -> tuple[Option, ...]:

@@ -11,7 +11,7 @@ import pytest
 from hf_osdp.planner.affine import Affine, Envelope
 from hf_osdp.planner.cost.memory import MemoryEstimate, combined_scratch, estimate_memory, gathered_ahead, merging_segments
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
-from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, ParameterSpec, PhaseCost, Segment, UnitDescription
+from hf_osdp.planner.description import Activations, DType, GatherSpan, ModelDescription, ParameterSpec, PhaseCost, Segment, UnitDescription
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from tests.helpers.descriptions import transformer
 
@@ -53,6 +53,16 @@ def estimate(
     description: ModelDescription, g: int, *, world_size: int = 4, job: TrainingJob = JOB, batch: Batch = ONCE, **chosen: Any
 ) -> MemoryEstimate:
     return estimate_memory(description, everywhere(description, g, **chosen), world_size, job, batch)
+
+
+def test_what_a_block_keeps_to_run_again_is_held_where_any_block_is_recomputed():
+    plain = blocks(saved=1000, head_saved=500)
+    holding = replace(plain, segments=(*plain.segments[:-1], replace(plain.segments[-1], held_bytes=Affine(constant=300.0))))
+    layouts = everywhere(holding, 4)
+    peak = estimate_memory(plain, layouts, 4, JOB, ONCE).peak_bytes
+    assert estimate_memory(holding, layouts, 4, JOB, ONCE).peak_bytes == peak
+    layouts[2] = replace(layouts[2], activations=Activations.RECOMPUTE)
+    assert estimate_memory(holding, layouts, 4, JOB, ONCE).peak_bytes == peak + 300
 
 
 PEAKS = {
