@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -61,6 +62,11 @@ def announce_plan(run: PlannedRun) -> None:
             f" estimate, {run.plan.step_s / run.open_step_s:.2f} times as fast: switch checkpointing off.",
             highlight=False,
         )
+    if run.eager_step_s is not None and run.plan.step_s:
+        gain, advice = run.eager_step_s / run.plan.step_s, "" if run.plan.step_s < run.eager_step_s else " Leave compilation out."
+        console.print(
+            f"By the estimate, compiled blocks make a step {gain:.2f} times as fast as blocks as they are.{advice}", highlight=False
+        )
     where = "" if run.hardware is None else f" for {run.hardware.summary}"
     console.print(f"Planned{where} in {format_seconds(run.planning_s)}; activations: {description.trace}.", highlight=False)
     for finding in run.findings:
@@ -72,6 +78,7 @@ def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Pa
     if rank():
         return
     console, inputs, estimate = _console(), *_estimated(run)
+    first = [("first step", None, measured.first_step_s)]
     console.print(
         outcome_table(
             estimated_peak=estimate.memory.peak_bytes,  # of tensors, as the measurement is
@@ -80,9 +87,11 @@ def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Pa
             measured_step_s=measured.median_step_s,
             estimated_reserved=None if estimate.reserved is None else estimate.reserved.peak_reserved_bytes,
             measured_reserved=measured.reserved_bytes,
-            collectives=_collectives(estimate, measured),
+            others=[*first, *_collectives(estimate, measured)],
         )
     )
+    if (pays := _steps_until_compilation_pays(run, measured)) is not None:
+        console.print(f"The first step compiled the blocks. By the estimate this pays after {pays:,} steps.", highlight=False)
     if output_dir is None:
         return
     content = report_content(
@@ -98,10 +107,21 @@ def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Pa
     console.print(f"Report: {path}", highlight=False)
 
 
+def _steps_until_compilation_pays(run: PlannedRun, measured: Observation) -> int | None:
+    """Return after how many steps compiled blocks have saved what the first step took longer; None where they save nothing, or are none."""
+    usual, first, saved = measured.median_step_s, measured.first_step_s, (run.eager_step_s or 0.0) - (run.plan.step_s or 0.0)
+    if run.eager_step_s is None or usual is None or first is None or saved <= 0:
+        return None
+    return max(1, math.ceil((first - usual) / saved))
+
+
+_FIGURES = ("steps", "median_step_s", "first_step_s", "peak_bytes", "reserved_bytes", "out_of_memory")
+
+
 def _observation_content(observed: Observation) -> dict[str, object]:
     """Return an observation as plain values; bytes and seconds of one optimizer step."""
     return {
-        **{name: getattr(observed, name) for name in ("steps", "median_step_s", "peak_bytes", "reserved_bytes", "out_of_memory")},
+        **{name: getattr(observed, name) for name in _FIGURES},
         "collectives": [
             {"collective": t.collective.value, "group_size": t.group_size, "calls": t.calls, "bytes": t.nbytes, "seconds": t.seconds}
             for t in observed.collectives

@@ -173,6 +173,7 @@ class OptimalShardedDataParallel(nn.Module):
             return
         peak, step_s = (None, None) if self.report is None else (self.report.memory.peak_bytes, self.report.time.step_s)
         texts = [_beside(peak, measured.peak_bytes, format_bytes), _beside(step_s, measured.median_step_s, format_seconds)]
+        texts[-1] += "" if measured.first_step_s is None else f" (the first {format_seconds(measured.first_step_s)})"
         kinds = [f"{t.collective.value.replace('_', '-')} over {t.group_size}: {format_seconds(t.seconds)}" for t in measured.collectives]
         _log.info("Plan %s: peak %s, step %s%s.", self.plan.fingerprint, *texts, "; " + ", ".join(kinds) if kinds else "")
 

@@ -34,7 +34,9 @@ class Observation:
     """Optimizer steps that ended."""
     median_step_s: float | None
     """Median over the timed steps on the slowest rank; None before any was timed."""
-    peak_bytes: int | None
+    first_step_s: float | None = None
+    """The first step on the slowest rank, with all that happens once, such as compilation; None before it ended."""
+    peak_bytes: int | None = None
     """Peak of tensors on the fullest rank; None before it was measured."""
     collectives: tuple[CollectiveTotal, ...] = ()
     """One step's; empty before it was measured and where there is one rank."""
@@ -80,6 +82,7 @@ class StepMeter:
         self._on_cuda = self._device.type == "cuda"
         self._durations: deque[tuple[Moment, Moment]] = deque(maxlen=_KEPT_STEPS)
         self._began: Moment | None = None
+        self._first: tuple[Moment, Moment] | None = None
         self._mode: MemoryTracker | CollectiveClock | None = None
         self._entered: MemoryTracker | CollectiveClock | None = None
         self._clock: CollectiveClock | None = None
@@ -95,7 +98,7 @@ class StepMeter:
 
     @property
     def untimed(self) -> int:
-        """Steps at the start that are not timed."""
+        """Steps at the start that do not count towards the median."""
         return (1 if self._on_cuda else 2) + (self._clocked_steps if world_size() > 1 else 0)
 
     def step_begins(self) -> None:
@@ -110,8 +113,11 @@ class StepMeter:
         """End the step, after the optimizer has stepped; raise ValueError where none was begun."""
         if self._began is None:
             raise ValueError("step_ends was called without step_begins; call the two around each optimizer step.")
-        if self.steps >= self.untimed:
-            self._durations.append((self._began, now(self._device)))
+        duration = self._began, now(self._device)
+        if self.steps == 0:
+            self._first = duration
+        elif self.steps >= self.untimed:
+            self._durations.append(duration)
         if isinstance(self._mode, CollectiveClock):
             self._clock = self._mode
         elif isinstance(self._mode, MemoryTracker):
@@ -129,13 +135,15 @@ class StepMeter:
 
     def summary(self) -> Observation:
         """Return what was measured over all ranks, the worst rank counting. Collective."""
-        figures = self.steps, self.median_step_s, self.peak_bytes, self.reserved_bytes
+        first = None if self._first is None else seconds_between(*self._first)
+        figures = self.steps, self.median_step_s, first, self.peak_bytes, self.reserved_bytes
         largest = over_ranks([-1.0 if value is None else value for value in figures])
-        steps, median, peak, reserved = (None if value < 0 else value for value in largest)
+        steps, median, first, peak, reserved = (None if value < 0 else value for value in largest)
         calls = of_last_rank(() if self._clock is None else self._clock.calls())
         return Observation(
             steps=int(steps or 0),
             median_step_s=median,
+            first_step_s=first,
             peak_bytes=None if peak is None else int(peak),
             reserved_bytes=None if reserved is None else int(reserved),
             collectives=totals_of(calls, steps=self._clocked_steps),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -61,6 +62,8 @@ class PlannedRun:
     """Seconds that describing, measuring, searching and trying took."""
     open_step_s: float | None = None
     """Estimated seconds of a step where recomputation is left to the planner; None where it is."""
+    eager_step_s: float | None = None
+    """Estimated seconds of a step of the best plan without compilation; None where this has none, or it was not looked for."""
     rounds: tuple[Round, ...] = ()
     """Plans that were tried."""
     meshes: Meshes | None = None
@@ -139,10 +142,13 @@ def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedR
         if meshes is not None:
             meshes.keep(plan)
     first = rank() == 0
-    comparison = None
+    comparison = eager_step_s = None
     if first and config.compare:
-        plain = replace(problem, description=whole.description)
-        comparison = compare_strategies(plain, split=problem.description, eager=builder.eager(problem))
+        plain, eager = replace(problem, description=whole.description), builder.eager(problem)
+        comparison = compare_strategies(plain, split=problem.description, eager=eager)
+        if eager is not None:
+            with suppress(InfeasibleError):
+                eager_step_s = search(replace(problem, description=eager)).time.step_s
     return PlannedRun(
         plan=plan,
         units=problem.description.units,
@@ -152,6 +158,7 @@ def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedR
         search=estimated(problem, plan) if first else None,
         comparison=comparison,
         open_step_s=None if rounds or not first else _open_step_s(model, config, facts, problem),
+        eager_step_s=eager_step_s,
         rounds=rounds,
         meshes=meshes,
     )

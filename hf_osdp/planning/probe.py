@@ -102,7 +102,7 @@ def _on_cuda(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int) 
             alone.close()
     _give_back(trial.device)
     if over_ranks([failed])[0]:
-        return Observation(steps=0, median_step_s=None, peak_bytes=None, out_of_memory=True)
+        return Observation(steps=0, median_step_s=None, out_of_memory=True)
     seen = _observe(plan, trial, meshes, timed_steps)
     return seen if seen.peak_bytes is None else replace(seen, peak_bytes=seen.peak_bytes - int(before), reserved_bytes=None)
 
@@ -120,7 +120,7 @@ def _observe(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int, 
             meter.step_begins()
             train_step(model, optimizer, batch, plan, trial.job)
             meter.step_ends()
-        return meter.summary() if summed else Observation(steps=0, median_step_s=None, peak_bytes=None)
+        return meter.summary() if summed else Observation(steps=0, median_step_s=None)
     finally:
         meter.abandon()
         optimizer.zero_grad()

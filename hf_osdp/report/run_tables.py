@@ -48,12 +48,12 @@ def outcome_table(
     measured_step_s: float | None,
     estimated_reserved: int | None = None,
     measured_reserved: int | None = None,
-    collectives: Sequence[tuple[str, float | None, float | None]] = (),
+    others: Sequence[tuple[str, float | None, float | None]] = (),
 ) -> Table:
     """Return estimated beside measured; bytes and seconds on the slowest and fullest rank.
 
-    The row of reserved memory is there where either is known. `collectives` has a name, seconds of a step estimated and
-    seconds measured for each kind.
+    The row of reserved memory is there where either is known. `others` has a name, seconds estimated and seconds measured for each further
+    row: the first step, and one step's collectives of each kind.
     """
 
     def cells(name: str, estimated: float | None, measured: float | None, text: Callable[[float], str] = format_seconds) -> list[str]:
@@ -63,7 +63,7 @@ def outcome_table(
     rows = [cells("peak memory", estimated_peak, measured_peak, format_bytes)]
     if estimated_reserved or measured_reserved:
         rows.append(cells("peak reserved", estimated_reserved, measured_reserved, format_bytes))
-    rows += [cells("step time", estimated_step_s, measured_step_s), *(cells(*collective) for collective in collectives)]
+    rows += [cells("step time", estimated_step_s, measured_step_s), *(cells(*other) for other in others)]
     return make_table("Estimated beside measured", rows, text=[""], figures=["estimated", "measured", "estimate / measured"])
 
 

@@ -211,9 +211,9 @@ class _Describer:
     def _trace(self) -> Trace:
         """Trace the model with all that may be chosen for its blocks, or where it cannot run so, with less."""
         options = self._options
-        around = max(TRACED_MICRO_BATCH, options.micro_batch_size) if options.compile else TRACED_MICRO_BATCH
+        few = max(TRACED_MICRO_BATCH, options.micro_batch_size) if options.compile else TRACED_MICRO_BATCH
         basic = TraceOptions(
-            samples=(around - 1, around, around + 1),
+            samples=(few + 1 if options.compile else 1, few, few + 1),  # compiled code is linear near them alone
             compute_dtype=options.cast_dtype, cuda_kernels=options.device_type == "cuda", capability=options.capability,
             autocast=options.torch_dtype if options.autocast else None, loss=options.loss,
             checkpointed_blocks=self._blocks if options.activation_checkpointing else None,

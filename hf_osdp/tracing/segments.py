@@ -11,7 +11,7 @@ from ..planner.description import PhaseCost, Segment
 from .recorder import PhaseRecord, SegmentRecord
 
 Samples = tuple[int, int, int]
-"""The batch sizes, rising by one after the first."""
+"""The batch sizes; the last two rise by one."""
 
 
 def segments_of(traces: Sequence[Sequence[SegmentRecord]], samples: Samples) -> list[Segment]:

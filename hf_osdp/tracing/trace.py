@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from .recomputation import LoggedCall, OperatorLog, recomputations, with_modes, 
 from .recorder import Recorder, SegmentRecord
 from .segments import Samples, held_by_recomputed, is_idle, linear_bytes, segments_of, with_offloaded
 
+_T = TypeVar("_T")
 _BUDGETS = (0.13, 0.28, 0.53, 0.78)
 """Of compiled blocks, beside saving the input alone and all: torch's partitioner knows no more than 4 to 6 different cuts of a block."""
 _TRACED_OF_EQUALS = 2
@@ -64,7 +65,7 @@ class TraceOptions:
     loss: Loss | None = None
     """Computes the loss from a model and a batch; None takes the model's output for the batch."""
     samples: Samples = (1, 2, 3)
-    """Batch sizes, rising by one after the first: costs are linear through the last two, and raised where the first lies above.
+    """Batch sizes: costs are linear through the last two, which rise by one, and raised where the first lies above.
 
     A single sample alone is no good point: expanding a dimension of size 1 copies nothing, so torch takes other paths.
     """
@@ -99,16 +100,21 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
         Exception: whatever the model raises under fake tensors.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    batches = [inputs(count) for count in options.samples]
+    batches = {count: inputs(count) for count in options.samples}
     tracers: list[_Tracer] = []
     kept: list[int] = []
     order: list[int] = []
     allocations: dict[AllocationTrace, int] = {}
 
+    def by_sample(values: Iterable[_T]) -> list[_T]:
+        """Return what was seen of each batch for each of the batch sizes, of which two may be the same."""
+        seen = dict(zip(batches, values, strict=True))
+        return [seen[count] for count in options.samples]
+
     def traced(recomputed: Mapping[int, Recomputation] = {}, offloaded: Collection[int] = ()) -> list[Segment]:
         tracer = _Tracer(model, mode, units, options, recomputed, offloaded)
         try:
-            records = tracer.run_all(batches)
+            records = by_sample(tracer.run_all(batches.values()))
         finally:
             tracer.compiler.close()
         _refuse_fake_gradients(model)
@@ -130,7 +136,7 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
         segments = _with_recomputed(segments, traced, lambda: tracers[-1].recomputed_calls, options)
     return Trace(
         segments=tuple(segments[index] for index in kept),
-        output_bytes=linear_bytes(tracers[0].output_bytes, options.samples),
+        output_bytes=linear_bytes(by_sample(tracers[0].output_bytes), options.samples),
         outside_reads=frozenset().union(*(tracer.reads.found for tracer in tracers)),
         kernels={kernel: call for tracer in tracers for kernel, call in tracer.kernels.items()},
         allocations=tuple(allocations),
@@ -219,7 +225,7 @@ class _Tracer:
         self._step_names = _step_names(units)
         self._keys = {i: block_key(module) for i, module in self._modules if i in blocks} if options.reuse_equal_blocks else {}
 
-    def run_all(self, batches: Sequence[Mapping[str, Any]]) -> list[list[SegmentRecord]]:
+    def run_all(self, batches: Iterable[Mapping[str, Any]]) -> list[list[SegmentRecord]]:
         """Run one forward and backward pass for each batch."""
         autocast, loss = self._options.autocast, self._options.loss
         with ExitStack() as stack:

@@ -40,17 +40,19 @@ def measure(steps: int, seconds: float, elements: int, *, hold_all: bool = True)
 
 
 def test_step_meter_time_leaves_out_two_steps_and_what_lies_between(monkeypatch):
-    clock = iter([0.0, 200.0, 400.0, 405.0, 500.0, 501.0, 600.0, 602.0])
+    clock = iter([0.0, 100.0, 200.0, 300.0, 400.0, 405.0, 500.0, 501.0, 600.0, 602.0])
     monkeypatch.setattr(NOW, lambda device: next(clock))
     meter = StepMeter("cpu")
     for _ in range(5):
         meter.step_begins()
         meter.step_ends()
-    assert (meter.steps, meter.median_step_s) == (5, 2.0)
+    assert (meter.steps, meter.median_step_s, meter.summary().first_step_s) == (5, 2.0, 100.0)
 
 
 def test_step_meter_gives_none_before_anything_is_measured():
-    assert measure(1, 0.0, 10).summary() == Observation(steps=1, median_step_s=None, peak_bytes=None)
+    assert StepMeter("cpu").summary() == Observation(steps=0, median_step_s=None)
+    summary = measure(1, 0.0, 10).summary()
+    assert summary == Observation(steps=1, median_step_s=None, first_step_s=summary.first_step_s) and summary.first_step_s > 0
 
 
 def test_step_meter_forgets_a_step_that_did_not_end():

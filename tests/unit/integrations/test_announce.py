@@ -1,0 +1,52 @@
+"""What a run says of compilation: its gain by the estimate, and when the first step's time is won back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hf_osdp.integrations.announce import announce_plan, announce_result
+from hf_osdp.measurement.step_meter import Observation
+from hf_osdp.planner.job import OptimizerSpec, Precision
+from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.planning.plan_run import plan_run
+from hf_osdp.planning.problem import RunFacts
+from tests.helpers.models import SEQUENCE_LENGTH, tiny_model
+
+SEEN = Observation(steps=8, median_step_s=1.0, first_step_s=4.0, peak_bytes=2**20)
+
+
+@pytest.fixture(scope="module")
+def run():
+    facts = RunFacts(
+        world_size=1,
+        sequence_length=SEQUENCE_LENGTH,
+        global_batch_size=4,
+        device_type="cpu",
+        precision=Precision(),
+        optimizer=OptimizerSpec(),
+    )
+    return plan_run(tiny_model("gpt2", layers=2), OSDPConfig(hardware="cpu", compare=False), facts)
+
+
+@pytest.mark.parametrize(("times", "advice", "pays"), [(1.5, False, True), (0.5, True, False)])
+def test_compiled_run_says_what_compilation_gains_and_after_how_many_steps_it_pays(run, capsys, times, advice, pays):
+    compiled = replace(run, eager_step_s=times * run.plan.step_s)
+    announce_plan(compiled)
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"compiled blocks make a step {times:.2f} times as fast" in said
+    assert ("Leave compilation out" in said) is advice
+    announce_result(compiled, SEEN, None)
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("pays after" in said) is pays
+    if pays:
+        steps = int(said.split("pays after ")[1].split()[0].replace(",", ""))
+        assert (steps - 1) * 0.5 * run.plan.step_s < 3.0 <= steps * 0.5 * run.plan.step_s
+
+
+def test_run_without_compilation_says_nothing_of_it(run, capsys):
+    announce_plan(run)
+    announce_result(run, SEEN, None)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "first step - 4.00 s" in said and "compil" not in said
