@@ -22,7 +22,7 @@ from hf_osdp.planner.hardware import Backend, Hardware
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.strategies import batches, search_spaces
-from hf_osdp.planner.search.timeline import SHORT_ROW, build_timeline
+from hf_osdp.planner.search.timeline import SHORT_ROW, BatchCosts, build_timeline
 from tests.helpers.descriptions import at_random
 from tests.helpers.hardware import toy_hardware
 from tests.helpers.problems import problem
@@ -81,7 +81,7 @@ class Layouts:
 def every_layout(description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch) -> Layouts:
     """All of them; options that are worse in every term are left out, as test_brute_force.py shows they may be."""
     (space,) = search_spaces(problem(description, hardware, job), batch)
-    timeline = build_timeline(problem(description, hardware, job), batch, space)
+    timeline = build_timeline(BatchCosts(problem(description, hardware, job), batch), space)
     group_of = {unit: group for group in timeline.groups for unit in group.units}
     assert max(len(group.units) for group in timeline.groups) > 1, "the rule has nothing to lay out"
     blocks = [[o.layout for o in group_of[index].options] for index in range(1, len(description.units))]

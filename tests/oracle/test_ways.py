@@ -19,7 +19,7 @@ from hf_osdp.planner.search.program import Program
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planner.search.solver import fastest
 from hf_osdp.planner.search.strategies import batches, search_spaces
-from hf_osdp.planner.search.timeline import build_timeline
+from hf_osdp.planner.search.timeline import BatchCosts, build_timeline
 from tests.helpers.descriptions import at_random, transformer, ways
 from tests.helpers.problems import problem
 from tests.helpers.sampling import slow_but
@@ -107,7 +107,7 @@ def test_options_that_are_never_solved_for_are_in_no_better_plan(monkeypatch, se
     description, hardware, job = instance(seed)
     batch = next(batches(job, hardware.world_size))
     *_, space = search_spaces(problem(description, hardware, job), batch)
-    timeline = build_timeline(problem(description, hardware, job), batch, space)
+    timeline = build_timeline(BatchCosts(problem(description, hardware, job), batch), space)
     limit = int(1.1 * least_memory(problem(description, hardware, job)))
     scale = 2**40 / sum(len(g.units) * max(o.seconds for o in g.options) for g in timeline.groups)
     whole = Program(timeline, job, limit)
@@ -128,7 +128,7 @@ def test_no_plan_costs_less_than_its_options_add_to_the_bound(times_the_least):
     limit = int(times_the_least * (least_memory(problem(description, hardware, job)) - hardware.device.reserved_bytes))
     for batch in batches(job, hardware.world_size):
         *_, space = search_spaces(problem(description, hardware, job), batch)
-        timeline = build_timeline(problem(description, hardware, job), batch, space)
+        timeline = build_timeline(BatchCosts(problem(description, hardware, job), batch), space)
         if (found := fastest(timeline, job, limit)) is None:
             continue  # nothing fits at this batch
         scale = 2**40 / sum(len(g.units) * max(o.seconds for o in g.options) for g in timeline.groups)

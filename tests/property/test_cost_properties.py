@@ -19,7 +19,7 @@ from hf_osdp.planner.presets import preset_names
 from hf_osdp.planner.search.candidates import Candidate
 from hf_osdp.planner.search.remedies import _rounded_up
 from hf_osdp.planner.search.strategies import batches, divisors, search_spaces
-from hf_osdp.planner.search.timeline import build_timeline
+from hf_osdp.planner.search.timeline import BatchCosts, build_timeline
 from hf_osdp.quantities import format_bytes, parse_bytes
 from tests.helpers.descriptions import at_random
 from tests.helpers.hardware import bare_preset
@@ -39,7 +39,7 @@ CAST = TrainingJob(global_batch_size=48, precision=Precision.named("bf16"), opti
 
 def arbitrary(seed: int, description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch) -> list[UnitLayout]:
     """Any layout for each unit."""
-    (space,) = search_spaces(problem(description, hardware, job), batch)
+    *_, space = search_spaces(problem(description, hardware, job), batch)
     dice = random.Random(seed)
     return [dice.choice(choices) for choices in space]
 
@@ -66,8 +66,8 @@ def test_no_plan_peaks_below_the_floor(seed, world, job, backend):
     description, hardware = at_random(seed, kinds=2, blocks=4, recomputable=True), hardware_of(world, backend)
     asked = problem(description, hardware, job)
     for batch in batches(job, hardware.world_size):
-        (space,) = search_spaces(asked, batch)
-        candidate = Candidate(problem=asked, batch=batch, timeline=build_timeline(asked, batch, space))
+        *_, space = search_spaces(asked, batch)
+        candidate = Candidate(problem=asked, batch=batch, timeline=build_timeline(BatchCosts(asked, batch), space))
         frugal = candidate.frugal()
         plans = [[frugal[i] for i in range(len(frugal))], *(arbitrary(seed + k, description, hardware, job, batch) for k in range(5))]
         peaks = [estimate_memory(description, layouts, hardware.world_size, job, batch).peak_bytes for layouts in plans]

@@ -36,9 +36,10 @@ class Sums:
             self.units = [replace(unit, reduce_tail=tail) for unit, tail in zip(self.units, tails, strict=True)]
         spans = [unit.span for unit in description.units]
         self.where = [segment.unit for segment in description.segments]
-        self.bytes = [
-            SegmentBytes.of(s, spans[s.unit], self.samples, choices[s.unit].activations) for s in description.segments
-        ]  # fmt: skip
+        own = [SegmentBytes.of(s, spans[s.unit], self.samples, choices[s.unit].activations) for s in description.segments]
+        recomputes = any(choice.activations.recomputes for choice in choices)
+        held = [s.under(choices[s.unit].activations).held_bytes.bytes(self.samples) if recomputes else 0 for s in description.segments]
+        self.bytes = [replace(terms, saved=terms.saved + more) for terms, more in zip(own, held, strict=True)]
         self.whole = [i for i, span in enumerate(spans) if span is GatherSpan.STEP]
         self.passing = [i for i, span in enumerate(spans) if span is not GatherSpan.STEP and i in self.where]
         self.first = {unit: self.where.index(unit) for unit in self.passing}

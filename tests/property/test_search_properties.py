@@ -163,7 +163,7 @@ def heavier(model: ModelDescription, factor: int) -> ModelDescription:
     """All bytes times a factor."""
 
     def scaled(segment: Segment) -> Segment:
-        names = ("saved_bytes", "own_saved_bytes", "sent_bytes", "gradient_bytes")
+        names = ("saved_bytes", "held_bytes", "own_saved_bytes", "sent_bytes", "gradient_bytes")
         lines = {name: getattr(segment, name).scaled(factor, constants=True) for name in names}
         phases = {
             name: replace(phase, peak_bytes=phase.peak_bytes.scaled(factor, constants=True))

@@ -147,7 +147,7 @@ def estimate_memory(
         # plain units leave in flight what a unit on the host before them has left there
         units = [replace(t, reduce_tail=reduce_input(u, 1, job)) for t, u in zip(units, description.units, strict=True)]
     pairs = [(segment, layouts[segment.unit].activations) for segment in description.segments]
-    recomputes = any(layout.activations.recomputation is not None for layout in layouts)
+    recomputes = any(layout.activations.recomputes for layout in layouts)
     segments = [SegmentBytes.of(s, description.units[s.unit].span, samples, choice, recomputes=recomputes) for s, choice in pairs]
     states = sum(unit.host for unit in units) + max((unit.host_moment for unit in units), default=0)
     return MemoryEstimate(

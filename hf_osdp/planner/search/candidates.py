@@ -16,7 +16,7 @@ from ..problem import PlanningProblem
 from .solver import Solution, any_within, least_peak
 from .stages import Option, Timeline
 from .strategies import batches, search_spaces
-from .timeline import build_timeline
+from .timeline import BatchCosts, build_timeline
 
 UNLIMITED = 2**60
 """Bytes that no device has."""
@@ -104,8 +104,9 @@ def all_candidates(problem: PlanningProblem, *, smallest_first: bool = False) ->
     """Yield every batch in every space, the largest micro-batches first unless said otherwise."""
     order = -1 if smallest_first else 1
     for batch in list(batches(problem.job, problem.hardware.world_size))[::order]:
+        costs = BatchCosts(problem, batch)
         for space in search_spaces(problem, batch):
-            yield Candidate(problem=problem, batch=batch, timeline=build_timeline(problem, batch, space))
+            yield Candidate(problem=problem, batch=batch, timeline=build_timeline(costs, space))
 
 
 def possible_candidates(problem: PlanningProblem) -> list[Candidate]:
@@ -124,6 +125,6 @@ def possible_candidates(problem: PlanningProblem) -> list[Candidate]:
             f" {format_bytes(every[0].timeline.host_limit_bytes)} ({problem.hardware.device.name}); leave host_offload and"
             " offload_activations open, or use more devices."
         )
-    if not (possible := [candidate for candidate in fitting if candidate.floor_bytes <= UNLIMITED]):
+    if all(candidate.floor_bytes > UNLIMITED for candidate in fitting):
         raise OSDPError(f"At every batch a device would need more than {format_bytes(UNLIMITED)}; no model does. Describe it again.")
-    return possible
+    return fitting

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ...errors import OSDPError
-from ..cost.correction import Correction
 from ..cost.evaluate import CLOSE, capacity_needed, capacity_of, is_replayed
-from ..cost.memory import MemoryEstimate, estimate_memory
+from ..cost.memory import MemoryEstimate
 from ..cost.timing import TimeEstimate, estimate_time
 from ..decision import UnitLayout
 from ..description import GatherSpan
@@ -53,7 +52,7 @@ def search(problem: PlanningProblem) -> SearchResult:
     problem = replace(problem, job=replace(problem.job, precision=problem.job.precision.on(problem.hardware.world_size)))
     found = _found(problem)
     if found is None:
-        least = _least(problem)
+        least = _least(_runnable(problem))
         raise infeasible_error(problem, least.plan, least.memory, _needed(least, problem))
     return found
 
@@ -76,7 +75,7 @@ def least_memory(problem: PlanningProblem) -> int:
 
     The problem's own limit has no part in it. A ValueError where the world size does not divide the global batch.
     """
-    return problem.hardware.limit_for(_needed(_least(problem), problem))
+    return problem.hardware.limit_for(_needed(_least(_runnable(problem)), problem))
 
 
 def _found(problem: PlanningProblem) -> SearchResult | None:
@@ -85,8 +84,9 @@ def _found(problem: PlanningProblem) -> SearchResult | None:
     Where the allocator does not serve the first plan, another is found by what that one missed; parts of the space may miss less: single
     strategies, every block recomputed, or none.
     """
-    first = _fastest(problem)
-    found = _served(first, problem)
+    candidates = _runnable(problem)
+    first = _fastest(candidates, problem)
+    found = _served(first, candidates, problem)
     if problem.strategy is not Strategy.OSDP or first is None or (found is not None and found.time.step_s <= _NEAR * first.time.step_s):
         return found  # no other plan is quicker than the first
     served = [] if found is None else [found]
@@ -95,48 +95,46 @@ def _found(problem: PlanningProblem) -> SearchResult | None:
         parts += [replace(problem, job=replace(problem.job, recompute=again)) for again in (True, False)]
     for alone in parts:
         with suppress(ValueError):  # no group size between 1 and all
-            if (other := _served(_fastest(alone), alone)) is not None:
+            candidates = _runnable(alone)
+            if (other := _served(_fastest(candidates, alone), candidates, alone)) is not None:
                 served.append(replace(other, plan=replace(other.plan, strategy=problem.strategy.value, proven_optimal=False)))
     return min(served, key=lambda result: result.time.step_s, default=None)
 
 
-def _served(first: SearchResult | None, problem: PlanningProblem) -> SearchResult | None:
+def _served(first: SearchResult | None, candidates: Sequence[Candidate], problem: PlanningProblem) -> SearchResult | None:
     """Return the fastest plan found that the allocator serves within the limit less the margin, where it can be replayed.
 
     Plans for which it never empties its cache come first, and the one that needs least comes last: there is one if any runs. A plan that
     is not the first is not proven to be optimal.
     """
-    description, hardware, job = problem.description, problem.hardware, problem.job
-    if first is None or not is_replayed(description, hardware):
+    hardware = problem.hardware
+    if first is None or not is_replayed(problem.description, hardware):
         return first
-    found = _first_served(first, problem, retries=False) or _first_served(first, problem, retries=True)
+    found = _first_served(first, candidates, problem, retries=False) or _first_served(first, candidates, problem, retries=True)
     if found is None:
-        found = _least(problem)
+        found = _least(candidates)
         if found.memory.on(hardware) > problem.room_bytes or _missing(found, problem, retries=True) > 0:
             return None
-    plan = found.plan
-    memory = estimate_memory(description, plan.layouts(description), plan.world_size, job, plan.batch)  # without what was added
-    proven = plan.proven_optimal and found is first
-    plan = replace(plan, peak_bytes=memory.on(hardware), proven_optimal=proven, memory_limit_bytes=problem.memory_limit_bytes)
-    return replace(found, plan=plan, memory=memory)
+    proven = found.plan.proven_optimal and found is first
+    return replace(found, plan=replace(found.plan, proven_optimal=proven, memory_limit_bytes=problem.memory_limit_bytes))
 
 
-def _first_served(first: SearchResult, problem: PlanningProblem, *, retries: bool) -> SearchResult | None:
-    """Search again with the bytes that were missing at every moment, or half of what was added last where no plan is left."""
-    close, extra, too_little, over = int(problem.room_bytes * CLOSE), 0, 0, 0
+def _first_served(first: SearchResult, candidates: Sequence[Candidate], problem: PlanningProblem, *, retries: bool) -> SearchResult | None:
+    """Search again with less memory by the bytes that were missing, or with half of what was taken last where no plan is left."""
+    close, less, too_little, over = int(problem.room_bytes * CLOSE), 0, 0, 0
     found: SearchResult | None = first
     too_much: int | None = None
     for _ in range(_ROUNDS):
         if found is None:
-            too_much = extra
+            too_much = less
         elif (over := _missing(found, problem, retries=retries)) <= 0:
             return found
         else:
-            too_little = extra
+            too_little = less
         if too_much is not None and too_much - too_little <= close:
             return None
-        extra = too_little + max(over, close, 1) if too_much is None else (too_little + too_much) // 2
-        found = _fastest(replace(problem, job=Correction(extra_bytes=extra).of_job(problem.job)))
+        less = too_little + max(over, close, 1) if too_much is None else (too_little + too_much) // 2
+        found = _fastest(candidates, problem, less_bytes=less)
     return None
 
 
@@ -146,12 +144,12 @@ def _missing(found: SearchResult, problem: PlanningProblem, *, retries: bool) ->
     return capacity_needed(found.plan, problem.description, problem.job, retries=retries) - capacity
 
 
-def _fastest(problem: PlanningProblem) -> SearchResult | None:
-    """Return the best plan of all candidates; None where none fits."""
-    limit = problem.hardware.tensor_bytes(problem.memory_limit_bytes)
+def _fastest(candidates: Sequence[Candidate], problem: PlanningProblem, *, less_bytes: int = 0) -> SearchResult | None:
+    """Return the best plan of all candidates under the limit, or under so many bytes less; None where none fits."""
+    limit = problem.hardware.tensor_bytes(problem.memory_limit_bytes) - less_bytes
     best: tuple[Candidate, Solution] | None = None
     best_s, proven = float("inf"), True
-    for candidate in _runnable(problem):
+    for candidate in candidates:
         if candidate.least_s >= best_s:
             break  # bounds only rise from here
         if candidate.floor_bytes > limit:
@@ -167,17 +165,17 @@ def _fastest(problem: PlanningProblem) -> SearchResult | None:
         return None
     candidate, solution = best
     found = _decoded(candidate, solution.layouts, problem.memory_limit_bytes, proven=proven)
-    assert found.memory.on(problem.hardware) <= problem.room_bytes, "the solver's moments are those of the walk"
+    assert found.memory.on(problem.hardware) <= problem.room_bytes - less_bytes, "the solver's moments are those of the walk"
     return found
 
 
-def _least(problem: PlanningProblem) -> SearchResult:
+def _least(candidates: Sequence[Candidate]) -> SearchResult:
     """Return the plan that needs least memory by its estimate, communicators included."""
     best: tuple[Candidate, dict[int, UnitLayout], int] | None = None
-    for candidate in sorted(_runnable(problem), key=lambda c: c.floor_bytes):
+    for candidate in sorted(candidates, key=lambda c: c.floor_bytes):
         if best is not None:
             below = best[2] - 1
-            if candidate.floor_bytes > below or any_within(candidate.timeline, problem.job, below) is None:
+            if candidate.floor_bytes > below or any_within(candidate.timeline, candidate.problem.job, below) is None:
                 continue
         best = candidate, *candidate.least()
     assert best is not None

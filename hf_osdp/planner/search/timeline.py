@@ -22,38 +22,62 @@ _MOST_BYTES = 2**48
 """An option that takes more fits nowhere; sums of these over all units stay within the solver's whole numbers."""
 
 
-def build_timeline(problem: PlanningProblem, batch: Batch, space: Space) -> Timeline:
+class BatchCosts:
+    """What the timelines of all search spaces share, of one problem at one batch."""
+
+    def __init__(self, problem: PlanningProblem, batch: Batch) -> None:
+        description = problem.description
+        self.problem, self.batch = problem, batch
+        self.timer = UnitTimer(description, problem.hardware, problem.job, batch)
+        self.calls: dict[int, list[int]] = {}
+        """Indices of each unit's segments."""
+        for index, segment in enumerate(description.segments):
+            self.calls.setdefault(segment.unit, []).append(index)
+        self.arriving, self.merging = gradients_arriving(description, problem.job), merging_segments(description, problem.job)
+        self.ahead = gathered_ahead(description)
+        self.shapes = shape_ids(description.units)
+        self.kinds = _segment_kinds(self)
+
+
+def _segment_kinds(costs: BatchCosts) -> list[int]:
+    """Return a number for each segment: the same for those of units that are alike in every option."""
+    known: dict[tuple[object, ...], int] = {}
+    found = []
+    for index, segment in enumerate(costs.problem.description.segments):
+        unit = segment.unit
+        several = unit if len(costs.calls[unit]) > 1 else None  # a unit with several calls is like no other
+        ways = (Activations.SAVE, *(Activations(recomputation=way.recomputation) for way in segment.recomputed))
+        windows = tuple(costs.timer.work(activations)[1][unit] for activations in ways)
+        alike = segment.each(lambda one: replace(one, unit=0))
+        found.append(known.setdefault((several, costs.shapes[unit], alike, costs.merging.get(index, 0), windows), len(known)))
+    return found
+
+
+def build_timeline(costs: BatchCosts, space: Space) -> Timeline:
     """Return the timeline of one micro-step, with options out of the space: groups of equal units, and what comes between them.
 
     Units with span USE run at most once a micro-step, those with span CALLS perhaps several times.
     """
-    return _Builder(problem, batch, space).timeline()
+    return _Builder(costs, space).timeline()
 
 
 class _Builder:
     """Options of units; equal units share them, and what layouts cost."""
 
-    def __init__(self, problem: PlanningProblem, batch: Batch, space: Space) -> None:
-        self._problem, self._batch, self._space = problem, batch, space
-        description, hardware = problem.description, problem.hardware
-        self._units, self._segments = description.units, description.segments
-        self._timer = UnitTimer(description, hardware, problem.job, batch)
-        self._calls: dict[int, list[int]] = {}
-        """Indices of each unit's segments."""
-        for index, segment in enumerate(description.segments):
-            self._calls.setdefault(segment.unit, []).append(index)
-        self._arriving, self._merging = gradients_arriving(description, problem.job), merging_segments(description, problem.job)
+    def __init__(self, costs: BatchCosts, space: Space) -> None:
+        self._costs, self._problem, self._batch, self._space = costs, costs.problem, costs.batch, space
+        self._units, self._segments = self._problem.description.units, self._problem.description.segments
         # one process: plain units leave in flight what a unit on the host before them has left there
-        self._always_in_flight = hardware.world_size == 1 and any(layout.on_host for layouts in space for layout in layouts)
-        self._may_recompute = any(layout.activations.recomputation is not None for layouts in space for layout in layouts)
-        self._shapes = shape_ids(description.units)
+        single = self._problem.hardware.world_size == 1
+        self._always_in_flight = single and any(layout.on_host for layouts in space for layout in layouts)
+        self._may_recompute = any(layout.activations.recomputes for layouts in space for layout in layouts)
         self._terms: dict[tuple[object, ...], UnitBytes] = {}
         self._segment_bytes = functools.cache(self._bytes_of_segment)
 
     def timeline(self) -> Timeline:
         """Return the timeline."""
         hardware, spans = self._problem.hardware, [unit.span for unit in self._units]
-        alone = {i for i, span in enumerate(spans) if span is GatherSpan.STEP} | (set(range(len(spans))) - set(self._calls))
+        alone = {i for i, span in enumerate(spans) if span is GatherSpan.STEP} | (set(range(len(spans))) - set(self._costs.calls))
         rest = {i: UnitGroup(units=(i,), options=self._options(i)) for i in sorted(alone)}
         return Timeline(
             stages=tuple(self._stages()),
@@ -69,31 +93,20 @@ class _Builder:
         stages: list[Stage] = []
         row: UnitGroup | None = None
         row_key: tuple[object, ...] = ()
-        ahead = gathered_ahead(self._problem.description)
         for index, segment in enumerate(self._segments):
-            unit, prefetches = segment.unit, ahead[index] is not None
+            unit, prefetches = segment.unit, self._costs.ahead[index] is not None
             if self._units[unit].span is GatherSpan.STEP:
                 stages += [*_parts(row), self._root_stage(index, prefetches)]
                 row = None
-            elif number := self._calls[unit].index(index):
+            elif number := self._costs.calls[unit].index(index):
                 stages += [*_parts(row), LaterCall(unit=unit, number=number - 1, prefetches=prefetches)]
                 row = None
-            elif (key := self._key(index)) == row_key and row is not None:
+            elif (key := (self._costs.kinds[index], self._space[unit])) == row_key and row is not None:
                 row = replace(row, units=(*row.units, unit))
             else:
                 stages += _parts(row)
                 row, row_key = UnitGroup(units=(unit,), options=self._options(unit), prefetches=prefetches), key
         return [*stages, *_parts(row)]
-
-    def _key(self, index: int) -> tuple[object, ...]:
-        """Return what makes the segments of two units alike in every option; a unit with several calls is like no other."""
-        segment = self._segments[index]
-        unit = segment.unit
-        several = unit if len(self._calls[unit]) > 1 else None
-        costs = segment.each(lambda costs: replace(costs, unit=0))
-        ways = (Activations.SAVE, *(Activations(recomputation=way.recomputation) for way in segment.recomputed))
-        windows = tuple(self._timer.work(activations)[1][unit] for activations in ways)
-        return several, self._shapes[unit], costs, self._merging.get(index, 0), windows, self._space[unit]
 
     def _root_stage(self, index: int, prefetches: bool) -> RootStage:
         costs = self._segment_bytes(index, Activations.SAVE)
@@ -102,7 +115,7 @@ class _Builder:
             saved=costs.saved,
             forward_peak=costs.forward_peak,
             backward_peak=costs.backward_peak,
-            gradients=self._arriving[index],
+            gradients=self._costs.arriving[index],
             prefetches=prefetches,
         )
 
@@ -111,7 +124,7 @@ class _Builder:
         segment = self._segments[index]
         span, samples = self._units[segment.unit].span, self._batch.micro_batch_size
         costs = SegmentBytes.of(segment, span, samples, activations, recomputes=self._may_recompute)
-        return replace(costs, backward_peak=costs.backward_peak + self._merging.get(index, 0))
+        return replace(costs, backward_peak=costs.backward_peak + self._costs.merging.get(index, 0))
 
     def _options(self, unit: int) -> tuple[Option, ...]:
         """Return the options of a unit that are not dominated, in the order of the rule."""
@@ -125,8 +138,8 @@ class _Builder:
 
     def _option(self, unit: int, layout: UnitLayout) -> Option:
         """Return a layout with all that it brings, over the unit's calls in forward order."""
-        terms, seconds = self._bytes(unit, layout), self._timer(unit, layout).total_s
-        indices = [] if self._units[unit].span is GatherSpan.STEP else self._calls.get(unit, [])
+        terms, seconds = self._bytes(unit, layout), self._costs.timer(unit, layout).total_s
+        indices = [] if self._units[unit].span is GatherSpan.STEP else self._costs.calls.get(unit, [])
         if not indices:
             return Option(layout=layout, bytes=terms, seconds=seconds)
         first, *later = (self._call(index, layout, terms, seconds) for index in indices)
@@ -156,7 +169,7 @@ class _Builder:
 
     def _bytes(self, unit: int, layout: UnitLayout) -> UnitBytes:
         decided = layout.shard_size, layout.reshard_after_forward, layout.stage_size, layout.reduce_every_micro_step, layout.on_host
-        key = (self._shapes[unit], *decided)
+        key = (self._costs.shapes[unit], *decided)
         if key not in self._terms:
             job = self._problem.job
             terms = unit_bytes(self._units[unit], layout, self._problem.hardware.world_size, job, self._batch)
