@@ -74,7 +74,18 @@ class SafeReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the index; refuse one that is missing, damaged, or names files outside of the folder or what is no file."""
-        index = _read_index(Path(self.path) / _INDEX)
+        path = Path(self.path) / _INDEX
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing; take another checkpoint.")
+        if (size := path.stat().st_size) > _MOST_INDEX_BYTES:
+            raise CheckpointError(f"{path} has {size} bytes, more than the {_MOST_INDEX_BYTES} of any index; it is damaged.")
+        try:
+            with path.open("rb") as file:
+                index = _checked_index(_IndexUnpickler(file).load())
+        except CheckpointError:
+            raise
+        except Exception as error:  # a damaged pickle raises anything
+            raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}); take another checkpoint.") from None
         for name in {check_inside(getattr(info, "relative_path", None)) for info in (index.storage_data or {}).values()}:
             check_regular(Path(self.path) / name)
         index.storage_meta = index.storage_meta or metadata.StorageMeta()
@@ -93,24 +104,7 @@ class SafePlanner(DefaultLoadPlanner):
         super().load_bytes(read_item, safe)
 
 
-def _read_index(path: Path) -> Metadata:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing; take another checkpoint.")
-    if (size := path.stat().st_size) > _MOST_INDEX_BYTES:
-        raise CheckpointError(f"{path} has {size} bytes, more than the {_MOST_INDEX_BYTES} of any index; it is damaged.")
-    try:
-        with path.open("rb") as file:
-            index = _IndexUnpickler(file).load()
-        _check_index(index)
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged pickle raises anything
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}); take another checkpoint.") from None
-    assert isinstance(index, Metadata)
-    return index
-
-
-def _check_index(index: object) -> None:
+def _checked_index(index: object) -> Metadata:
     """Refuse what is no index, and values that torch hashes or compares later, and that are no plain ones."""
     if not isinstance(index, Metadata):
         raise TypeError(f"a {type(index).__name__} is no index")
@@ -121,6 +115,7 @@ def _check_index(index: object) -> None:
         raise TypeError("a tensor's size is no size")
     if any(type(part) not in (str, int) for path in (index.planner_data or {}).values() for part in path):
         raise TypeError("a name is no text")
+    return index
 
 
 def _refusal(what: str) -> CheckpointError:

@@ -65,7 +65,10 @@ def save_model(
     """
     free_gathered(model)
     weights = named_weights(model) if sharded else full_state_dict(model)
-    names = _trainable(model) if trainable_only else weights.keys()
+    names = set(weights)
+    if trainable_only:
+        names = {canonical_name(name) for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        names |= {whole.name for whole in split_names(model).values() if whole.parts[0] in names}
     state = {name: value.detach() if torch.is_tensor(value) else value for name, value in weights.items() if name in names}
     if sharded:
         write_shards(layouts.model_path(folder, index, sharded=True), {_MODEL: state}, files)
@@ -198,11 +201,6 @@ def _adapter_name(name: str, names: Iterable[str]) -> str:
         return name
     adapters = (full for full in names if ".default" in full)
     return next((full for full in adapters if full.replace(".modules_to_save", "").replace(".default", "") == name), name)
-
-
-def _trainable(model: nn.Module) -> set[str]:
-    names = {canonical_name(name) for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-    return names | {whole.name for whole in split_names(model).values() if whole.parts[0] in names}
 
 
 PROGRESS_NAME = "custom_checkpoint_0.pkl"

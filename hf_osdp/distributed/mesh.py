@@ -68,6 +68,10 @@ class Meshes:
             return Stages(between=nodes.get_group(REPLICATE_AXIS), within=nodes.get_group(SHARD_AXIS))
         return Stages(between=self._mesh((stage_size, shard_size), axes).get_group(NODES_AXIS), within=nodes.get_group(SHARD_AXIS))
 
+    def form(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        """Make one mesh, real or in a subclass without communication. Collective."""
+        return init_device_mesh(self.device_type, shape, mesh_dim_names=names)
+
     def prepare(self, plan: Plan) -> None:
         """Make all that the plan needs, in the same order on every rank. Collective."""
         for stage_size, shard_size in sorted(self._needed(plan)):
@@ -97,7 +101,7 @@ class Meshes:
 
     def _mesh(self, layout: Layout, axes: dict[str, int]) -> DeviceMesh:
         if layout not in self._formed:
-            self._formed[layout] = init_device_mesh(self.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+            self._formed[layout] = self.form(tuple(axes.values()), tuple(axes))
         return self._formed[layout]
 
     def _needed(self, plan: Plan) -> set[Layout]:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -89,6 +90,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         self.measured: Observation | None = None
         """Measurement of the loop's first optimizer steps, the same on every process; None before they ended."""
         self._writer: CheckpointWriter | None = None
+        self._schedules = WeakKeyDictionary()
         self._earlier_error = id(sys.exc_info()[1])  # that is being handled: a training that failed before this one
         methods = {getattr(handler, "init_method", None) for handler in options.get("kwargs_handlers") or ()}
         if dist.is_initialized() or methods <= {None, "env://"}:  # else ranks meet elsewhere than the launcher's variables say

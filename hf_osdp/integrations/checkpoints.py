@@ -53,10 +53,7 @@ class AcceleratorCheckpoints(Accelerator):
     planned_run: PlannedRun | None
     _writer: CheckpointWriter | None
     plugin: OSDPPlugin
-
-    def __init__(self, **kwargs: Any) -> None:
-        self._schedules: WeakKeyDictionary[AcceleratedScheduler, Schedule] = WeakKeyDictionary()
-        super().__init__(**kwargs)
+    _schedules: WeakKeyDictionary[AcceleratedScheduler, Schedule]
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """Save as `Accelerator.save_state`; the folder appears when it is complete. Files in it that are no checkpoint's stay.

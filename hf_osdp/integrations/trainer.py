@@ -89,8 +89,8 @@ class Trainer(TrainerCheckpoints):
         self._osdp = replace(self._osdp, compile=self._osdp.compile or self.accelerator.plugin.osdp.compile)  # the launcher's dynamo
         try:
             facts = facts_of_trainer(self, self._osdp)
-            hold_master_weights(self._module, facts.precision)
-            self._run = plan_and_announce(self._module, self._osdp, facts)
+            hold_master_weights(self.model, facts.precision)
+            self._run = plan_and_announce(self.model, self._osdp, facts)
         except Exception:
             if self._makes_folder:
                 with suppress(OSError):  # it is gone, or holds something
@@ -101,8 +101,8 @@ class Trainer(TrainerCheckpoints):
         self.accelerator.adopt(self._run)
         self.is_fsdp_enabled = self.is_fsdp_enabled or self.accelerator.is_fsdp2  # one process with units on the host
         if self.place_model_on_device and not self.is_fsdp_enabled:
-            super()._move_model_to_device(self._module, args.device)
-        self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs and not ignores_item_count(self._module)
+            super()._move_model_to_device(self.model, args.device)
+        self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs and not ignores_item_count(self.model)
         self._meter = StepMeter(args.device, compiled=bool(self._run.plan.compiled_classes))
         self.add_callback(_StepCallback(self._meter))
         self._writer = CheckpointWriter(in_background=self._osdp.async_save)
@@ -130,11 +130,6 @@ class Trainer(TrainerCheckpoints):
             super().create_accelerator_and_postprocess()
         self.accelerator.reports_steps = False  # the Trainer knows where its steps begin and end
 
-    @property
-    def _module(self) -> torch.nn.Module:
-        assert isinstance(self.model, torch.nn.Module)
-        return self.model
-
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """As stock, with the plan's plugin."""
         options = super()._build_accelerator_args(**kwargs)
@@ -146,7 +141,7 @@ class Trainer(TrainerCheckpoints):
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """As stock, from shards: after an evaluation the model still shows gathered parameters of units that are kept."""
         if self._osdp is not None:
-            free_gathered(self._module if model is None else model)
+            free_gathered(self.model if model is None else model)
         return super().create_optimizer(model)
 
     def _has_mixed_mesh_grads(self, model: torch.nn.Module) -> bool:

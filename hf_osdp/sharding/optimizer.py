@@ -261,7 +261,9 @@ class _StepByDevice:
             kernels = {}
             if on_host and fuses:
                 kernels = {"foreach": False, "fused": True}
-                _move_step_counts(optimizer, parameters)
+                for state in (optimizer.state[parameter] for parameter in parameters if parameter in optimizer.state):
+                    if isinstance(state.get("step"), torch.Tensor):  # fused kernels want it here, and a checkpoint may have had it there
+                        state["step"] = state["step"].cpu()
             parts.append({**group, **kernels, "params": parameters})
         return parts
 
@@ -269,13 +271,6 @@ class _StepByDevice:
 def _stepper(optimizer: torch.optim.Optimizer) -> _StepByDevice | None:
     owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
     return next((owner for owner in owners if isinstance(owner, _StepByDevice)), None)
-
-
-def _move_step_counts(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Move counts of steps to the host, where fused kernels want them: a checkpoint may have had them on the device."""
-    for state in (optimizer.state[parameter] for parameter in parameters if parameter in optimizer.state):
-        if isinstance(state.get("step"), torch.Tensor):
-            state["step"] = state["step"].cpu()
 
 
 _STATES = {"adamw": 2, "adam": 2, "adamax": 2, "nadam": 2, "radam": 2, "sgd": 0, "adagrad": 1, "rmsprop": 1, "adadelta": 2}
