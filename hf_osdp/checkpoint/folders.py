@@ -40,6 +40,18 @@ VERSION = 1
 _CHUNK_BYTES = 1 << 20
 _MOST_BYTES = 64 << 20
 """Of a manifest: a line for each file, and files for each rank; a million files stay below."""
+_log = logging.getLogger(__name__)
+PARTIAL = ".partial"
+_LOCK, _REPLACED, _REMOVED = "lock", ".replaced", ".removed"
+_NUMBERED = re.compile(r"checkpoint[-_](\d+)")
+"""The Trainer's folders, and those that Accelerate names."""
+_LOCK_WAIT_S = 60.0
+"""How long to wait for another run to end: a restart may begin while file systems still hold the lock of a machine that failed."""
+_LOCK_POLL_S = 0.2
+_locks: dict[Path, tuple[int, TextIO | None]] = {}
+"""Lock files that a process, this one or that which it was forked from, has locked; no file where there are no locks."""
+_staged: set[Path] = set()
+"""Folders in which this process writes checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,21 +121,6 @@ def damage(folder: Path, files: Iterable[tuple[str, FileRecord]]) -> str | None:
         except OSError as error:  # a bad sector, or no permission
             return f"{name} cannot be read ({error})"
     return None
-
-
-_log = logging.getLogger(__name__)
-
-PARTIAL = ".partial"
-_LOCK, _REPLACED, _REMOVED = "lock", ".replaced", ".removed"
-_NUMBERED = re.compile(r"checkpoint[-_](\d+)")
-"""The Trainer's folders, and those that Accelerate names."""
-_LOCK_WAIT_S = 60.0
-"""How long to wait for another run to end: a restart may begin while file systems still hold the lock of a machine that failed."""
-_LOCK_POLL_S = 0.2
-_locks: dict[Path, tuple[int, TextIO | None]] = {}
-"""Lock files that a process, this one or that which it was forked from, has locked; no file where there are no locks."""
-_staged: set[Path] = set()
-"""Folders in which this process writes checkpoints."""
 
 
 def numbered_checkpoints(folder: Path) -> list[Path]:
@@ -214,12 +211,7 @@ def _try_lock(path: Path) -> str | None:
 
 
 def prepare_staging(folder: Path) -> Path:
-    """Make an empty folder in which a checkpoint is written until it is complete; the last part of its name stays.
-
-    Raises:
-        CheckpointError: it cannot be made, or another run writes into the same output folder.
-        ValueError: the folder is the current one, or holds it.
-    """
+    """Make an empty folder in which a checkpoint is written until it is complete; the last part of its name stays."""
     if Path.cwd().is_relative_to(folder):
         raise ValueError(f"A checkpoint cannot take the place of {folder}, in which this program runs; give a folder inside it.")
     lock_checkpoints(folder.parent, lock_name(folder))

@@ -48,6 +48,7 @@ from .writer import CheckpointWriter, on_every_rank
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 """Keys of the states in folders of shards, as Accelerate has them."""
+PROGRESS_NAME = "custom_checkpoint_0.pkl"
 
 
 def save_model(
@@ -201,9 +202,6 @@ def _adapter_name(name: str, names: Iterable[str]) -> str:
         return name
     adapters = (full for full in names if ".default" in full)
     return next((full for full in adapters if full.replace(".modules_to_save", "").replace(".default", "") == name), name)
-
-
-PROGRESS_NAME = "custom_checkpoint_0.pkl"
 
 
 def save_loop(

@@ -72,12 +72,9 @@ class Works(dist.Work):
 
 
 class BackendTransport:
-    """The process group's own collectives.
+    """The process group's own collectives, of flat and contiguous tensors.
 
-    Several gathers or reductions run in one group at once. Tensors are flat and contiguous.
-
-    Args:
-        coalesces: those of one call are one launch, as NCCL can; else one after the other.
+    Several gathers or reductions run in one group at once, as one launch where it `coalesces`, as NCCL can; else one after the other.
     """
 
     def __init__(self, *, coalesces: bool) -> None:
@@ -88,8 +85,7 @@ class BackendTransport:
     ) -> dist.Work | None:
         """Make each output the ranks' inputs one after the other; an input may be a view of its place there.
 
-        Returns:
-            With `async_op` the work, which holds on to the inputs until it was waited for.
+        With `async_op` return the work, which holds on to the inputs until it was waited for.
         """
         pairs = list(zip(outputs, inputs, strict=True))
         if len(pairs) == 1 or not self._coalesces:
@@ -155,9 +151,7 @@ class PieceTransport:
 def _reduce_around(lanes: Sequence[tuple[torch.Tensor, ...]], group: dist.ProcessGroup) -> None:
     """Pass on, in step k, the partial sum of the chunk k + 1 ranks behind; a lane's next step starts as soon as its piece is there.
 
-    Args:
-        lanes: each a piece of the output, and the same piece of each rank's chunk of the input.
-        group: of the ranks.
+    A lane is a piece of the output, and the same piece of each rank's chunk of the input.
     """
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     before, after = (me - 1) % ranks, (me + 1) % ranks

@@ -33,6 +33,11 @@ from .process_group import all_gather_objects, are_several_ranks, check_ranks, d
 T = TypeVar("T")
 _SAME_MEMORY = 0.02
 """A share: devices of one name whose memory differs by less are of one kind."""
+BEAT_S = 5.0
+SILENT_BEATS = 6
+"""Beats without a sign of life before a warning: 30 s."""
+_OVER = "over"
+_log = logging.getLogger(__name__)
 
 
 def on_rank_zero(fn: Callable[[], T]) -> T:
@@ -80,9 +85,7 @@ def _as_sent(error: BaseException) -> tuple[type[Exception], str, dict[str, Any]
 def require_same(mine: Mapping[str, str], hint: str = "") -> None:
     """Raise PlanMismatchError, the same line on every rank, where ranks are about to run different things. Collective.
 
-    Args:
-        mine: what this rank is about to run, by name; an empty text agrees with all.
-        hint: a further remedy.
+    `mine` is what this rank is about to run, by name; an empty text agrees with all. `hint` is a further remedy.
     """
     if found := differences(dict(enumerate(all_gather_objects(mine)))):
         raise PlanMismatchError(
@@ -126,13 +129,6 @@ def _option_text(name: str, value: object) -> str:
         return value.fingerprint
     plain = isinstance(value, (bool, int, float, str, tuple, Precision, OptimizerSpec))
     return repr(value) if plain and name not in ("hardware", "plan", "profile", "memory_limit") else "given"
-
-
-BEAT_S = 5.0
-SILENT_BEATS = 6
-"""Beats without a sign of life before a warning: 30 s."""
-_OVER = "over"
-_log = logging.getLogger(__name__)
 
 
 class Heartbeat(threading.Thread):

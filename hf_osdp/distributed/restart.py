@@ -66,11 +66,7 @@ def reason_not_to_restart() -> str | None:
 
 
 def restart(limit_bytes: int, message: str) -> None:
-    """Have the next start plan under a lower limit. Return where a launcher starts it, once this process fails; else do not return.
-
-    Raises:
-        OSError: the system does not do it.
-    """
+    """Have the next start plan under a lower limit. Return where a launcher starts it, once this process fails; else do not return."""
     if (note := _note()) is not None:
         note.unlink(missing_ok=True)
         with open(os.open(note, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="ascii") as file:

@@ -45,6 +45,10 @@ from ..sharding.optimizer import unwrapped
 from .plugin import OSDPPlugin, writes_shards
 
 _log = logging.getLogger(__name__)
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+"""What schedulers keep in an optimizer's groups."""
+_BY_POSITION = (LambdaLR, OneCycleLR, CyclicLR)
+"""Their rates follow from the position alone. Others are stepped there: 7 µs a step, and to the bit what a run without a break has."""
 
 
 class AcceleratorCheckpoints(Accelerator):
@@ -269,12 +273,6 @@ def model_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> n
 def is_adapted(model: nn.Module) -> bool:
     """Return whether a model has peft's adapters, which are all that its checkpoints hold."""
     return hasattr(model, "peft_config")
-
-
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
-"""What schedulers keep in an optimizer's groups."""
-_BY_POSITION = (LambdaLR, OneCycleLR, CyclicLR)
-"""Their rates follow from the position alone. Others are stepped there: 7 µs a step, and to the bit what a run without a break has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,11 @@ _REMEDY = "write `fsdp_sharding_strategy: {osdp: true, memory_limit: 8GiB}` unde
 
 _MOST_LETTERS = 16384
 """Of the exported text: options are a few names and numbers."""
+USER_ERROR = 2
+"""Exit code for input that cannot be used, as argparse has it."""
+_RANK_ZERO_FIRST_S = 5.0
+"""How long other ranks leave it to rank 0 to print; its exit makes the launcher end them."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,14 +98,6 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> int:
 def launched_world_size(environment: Mapping[str, str] = os.environ) -> int:
     """Return how many processes the launcher started; 1 without a launcher."""
     return whole_number(environment, "WORLD_SIZE", 1)
-
-
-USER_ERROR = 2
-"""Exit code for input that cannot be used, as argparse has it."""
-_RANK_ZERO_FIRST_S = 5.0
-"""How long other ranks leave it to rank 0 to print; its exit makes the launcher end them."""
-
-logger = logging.getLogger(__name__)
 
 
 def run_script(main: Callable[[], None]) -> None:

@@ -36,6 +36,12 @@ from .subclasses import bytes_of_other_models, traced_loss
 _log = logging.getLogger(__name__)
 _SINGLE_SAMPLE_LOSSES = ("SFTTrainer", "RewardTrainer")
 """Trainers with a loss of their own that is a sum over tokens or samples, whichever share a batch."""
+_PLUGIN_OPTIONS = ("cpu_offload", "cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing")
+"""Entries of `TrainingArguments.fsdp_config` that go to the plugin; the plan decides the rest."""
+_ADDED = ("min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
+"""Entries that transformers adds to `fsdp_config` itself, switched off."""
+_MOST_BYTES = 2**20
+"""Of a file of options."""
 
 
 def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> RunFacts:
@@ -182,15 +188,6 @@ def _optimizer_spec(trainer: Trainer) -> OptimizerSpec:
     if optimizer is not None:
         return spec_of_optimizer(optimizer, device_type=device_type)
     return spec_of_trainer_name(OptimizerNames(trainer.args.optim).value, device_type=device_type)
-
-
-_PLUGIN_OPTIONS = ("cpu_offload", "cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing")
-"""Entries of `TrainingArguments.fsdp_config` that go to the plugin; the plan decides the rest."""
-_ADDED = ("min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
-"""Entries that transformers adds to `fsdp_config` itself, switched off."""
-
-_MOST_BYTES = 2**20
-"""Of a file of options."""
 
 
 def requested_config(

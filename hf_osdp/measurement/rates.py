@@ -38,6 +38,13 @@ _LEAST_MATMULS = 3
 _COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 _LINK_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
 _UPDATE_ELEMENTS = 2**25
+_UNITS = 4
+_WIDTH = 64
+_KINDS = ((1, 128), (16, 128), (16, 2**16))
+"""Tensors of a unit and elements of each: one, many, and many that are large (4 MiB together)."""
+_LEAST_ROUNDS, _MOST_ROUNDS = 4, 21
+"""The first warms up."""
+_STEPS = (OptimizerStep.FOR_LOOP, OptimizerStep.FOREACH, OptimizerStep.FUSED)
 
 
 def matmul_rates(device: torch.device, seconds: float) -> dict[DType, float]:
@@ -140,15 +147,6 @@ def update_rate(device: torch.device, seconds: float, *, elements: int = _UPDATE
     barrier(device)
     taken_s = median_seconds(optimizer.step, torch.device("cpu"), seconds)
     return OptimizerSpec().traffic_per_element * parameter.nbytes / taken_s
-
-
-_UNITS = 4
-_WIDTH = 64
-_KINDS = ((1, 128), (16, 128), (16, 2**16))
-"""Tensors of a unit and elements of each: one, many, and many that are large (4 MiB together)."""
-_LEAST_ROUNDS, _MOST_ROUNDS = 4, 21
-"""The first warms up."""
-_STEPS = (OptimizerStep.FOR_LOOP, OptimizerStep.FOREACH, OptimizerStep.FUSED)
 
 
 def measure_fsdp_overhead(device: torch.device, seconds: float) -> FsdpOverhead | None:

@@ -28,6 +28,15 @@ from ..planner.hardware import Collective, CollectiveTiming
 
 Moment = float | torch.cuda.Event
 _MIN_CALLS, _MAX_CALLS = 3, 20
+_OPERATORS = {
+    "_allgather_base_": Collective.ALL_GATHER,
+    "_reduce_scatter_base_": Collective.REDUCE_SCATTER,
+    "allreduce_": Collective.ALL_REDUCE,
+}
+"""Names in the namespace `c10d` of what FSDP2 issues, equal in torch 2.11 and 2.13."""
+_SMALLEST_BYTES = 1024
+"""What is smaller is a loss or a gradient norm, not a unit."""
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 def now(device: torch.device) -> Moment:
@@ -122,17 +131,6 @@ def cores_are_shared(device: torch.device) -> bool:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     crowded = device.type == "cpu" and find_topology().ranks_per_node * torch.get_num_threads() > cores
     return bool(over_ranks([crowded])[0])
-
-
-_OPERATORS = {
-    "_allgather_base_": Collective.ALL_GATHER,
-    "_reduce_scatter_base_": Collective.REDUCE_SCATTER,
-    "allreduce_": Collective.ALL_REDUCE,
-}
-"""Names in the namespace `c10d` of what FSDP2 issues, equal in torch 2.11 and 2.13."""
-_SMALLEST_BYTES = 1024
-"""What is smaller is a loss or a gradient norm, not a unit."""
-_Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

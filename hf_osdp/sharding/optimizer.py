@@ -50,6 +50,13 @@ _ROWS, _COLUMNS, _SHARDS = 96, 64, 3
 _STEPS = 2
 _RATE = 0.1
 """Learning rate of the trial; a schedule may begin at 0, where no optimizer shows what it does."""
+_FUSED_ON_HOST = (torch.optim.Adam, torch.optim.AdamW)
+"""Optimizers of torch whose fused step takes shards on the CPU; its fused SGD and Adagrad know no sharded tensors."""
+_KERNELS = {"foreach", "fused"}
+_STATES = {"adamw": 2, "adam": 2, "adamax": 2, "nadam": 2, "radam": 2, "sgd": 0, "adagrad": 1, "rmsprop": 1, "adadelta": 2}
+"""State tensors for each parameter, as `torch.optim` keeps them by default."""
+_TRAINER_NAMES = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd", "adagrad": "adagrad", "rmsprop": "rmsprop"}
+"""`TrainingArguments.optim` → the optimizer of `torch.optim` behind it."""
 
 
 def reason_against(name: str) -> str | None:
@@ -131,11 +138,6 @@ def _trial(optimizer: torch.optim.Optimizer, parameters: Sequence[list[torch.nn.
         if "lr" in group:
             group["lr"] = torch.full_like(group["lr"], _RATE) if isinstance(group["lr"], torch.Tensor) else _RATE
     return trial
-
-
-_FUSED_ON_HOST = (torch.optim.Adam, torch.optim.AdamW)
-"""Optimizers of torch whose fused step takes shards on the CPU; its fused SGD and Adagrad know no sharded tensors."""
-_KERNELS = {"foreach", "fused"}
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -271,12 +273,6 @@ class _StepByDevice:
 def _stepper(optimizer: torch.optim.Optimizer) -> _StepByDevice | None:
     owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
     return next((owner for owner in owners if isinstance(owner, _StepByDevice)), None)
-
-
-_STATES = {"adamw": 2, "adam": 2, "adamax": 2, "nadam": 2, "radam": 2, "sgd": 0, "adagrad": 1, "rmsprop": 1, "adadelta": 2}
-"""State tensors for each parameter, as `torch.optim` keeps them by default."""
-_TRAINER_NAMES = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd", "adagrad": "adagrad", "rmsprop": "rmsprop"}
-"""`TrainingArguments.optim` → the optimizer of `torch.optim` behind it."""
 
 
 def spec_of_optimizer(optimizer: torch.optim.Optimizer | None, *, device_type: str) -> OptimizerSpec:

@@ -29,6 +29,11 @@ from ..modeling.units import canonical_name
 from .optimizer import unwrapped
 from .weight_reads import end_step
 
+_SET_BY_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+"""Keys of an optimizer's groups that are not the optimizer's own."""
+OptimizerState = dict[str, Any]
+"""`{"state": {name: {key: value}}, "param_groups": [{"params": [names], ...}]}`"""
+
 
 class SlicedTensor(torch.Tensor):
     """A tensor without data of its own, whose slices (`parts`, at their places in `whole`) are DTensors or plain tensors.
@@ -83,12 +88,6 @@ class SlicedTensor(torch.Tensor):
                 offsets = list(chunk.offsets)
                 offsets[self.whole.dim] += start
                 yield ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=chunk.sizes), local
-
-
-_SET_BY_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
-"""Keys of an optimizer's groups that are not the optimizer's own."""
-OptimizerState = dict[str, Any]
-"""`{"state": {name: {key: value}}, "param_groups": [{"params": [names], ...}]}`"""
 
 
 def free_gathered(model: nn.Module) -> None:

@@ -142,7 +142,7 @@ ON, OFF = "{'osdp': True, 'memory_limit': '1GiB'}", "{'osdp': False, 'memory_lim
         (True, {"transformer_layer_cls_to_wrap": ["GPT2Block"]}, None, {"block_classes": "GPT2Block"}),
     ],
 )
-def test_asked_config_merges_argument_fsdp_config_and_launcher(tmp_path, monkeypatch, asked, fsdp_config, launched, expected):
+def test_requested_config_merges_argument_fsdp_config_and_launcher(tmp_path, monkeypatch, asked, fsdp_config, launched, expected):
     args = arguments(tmp_path, fsdp_config=fsdp_config)
     launch(monkeypatch, launched)
     config = requested_config(asked, args)
@@ -153,7 +153,7 @@ def test_asked_config_merges_argument_fsdp_config_and_launcher(tmp_path, monkeyp
             assert OSDPPlugin(osdp=asked).osdp == plugin_for(asked, None, None).osdp == config
 
 
-def test_asked_config_reads_the_file_of_fsdp_config_and_layers_beside_fsdp(tmp_path):
+def test_requested_config_reads_the_file_of_fsdp_config_and_layers_beside_fsdp(tmp_path):
     file = tmp_path / "fsdp.json"
     file.write_text(json.dumps({"osdp": {"strategy": "zero2"}, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}))
     args = arguments(tmp_path, fsdp_config=str(file))
@@ -177,7 +177,7 @@ def test_asked_config_reads_the_file_of_fsdp_config_and_layers_beside_fsdp(tmp_p
         ({"block_classes": "B"}, {"transformer_layer_cls_to_wrap": ["A"]}, r"transformer_layer_cls_to_wrap.*OSDPConfig\(block_classes"),
     ],
 )
-def test_asked_config_refuses_what_has_no_effect_or_cannot_be_read(tmp_path, asked, fsdp_config, part):
+def test_requested_config_refuses_what_has_no_effect_or_cannot_be_read(tmp_path, asked, fsdp_config, part):
     with pytest.raises(ValueError, match=part) as caught:
         requested_config(asked, arguments(tmp_path, fsdp_config=fsdp_config))
     assert "\n" not in str(caught.value)
@@ -187,7 +187,7 @@ def test_asked_config_refuses_what_has_no_effect_or_cannot_be_read(tmp_path, ask
     ("text", "part"),
     [('{"osdp": true, "osdp": false}', "the key 'osdp' twice"), ("[1]", "holds a list"), ("{", "is not JSON"), (None, "No such")],
 )
-def test_asked_config_names_the_file_that_it_cannot_read(tmp_path, text, part):
+def test_requested_config_names_the_file_that_it_cannot_read(tmp_path, text, part):
     args = arguments(tmp_path)
     args.fsdp_config = str(tmp_path / "fsdp.json")  # as transformers leaves it where fsdp is not set
     if text is not None:
