@@ -19,7 +19,7 @@ from training import begin, train_and_evaluate
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, TrainingArguments, default_data_collator
 
 from hf_osdp import Trainer
-from hf_osdp.integrations.exits import run_script
+from hf_osdp.integrations.launch import run_script
 
 TASK = Task(
     kind="causal language model",

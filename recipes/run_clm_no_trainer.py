@@ -29,7 +29,7 @@ from training import find_checkpoint, quiet_other_ranks
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler, set_seed
 
 from hf_osdp import OSDPAccelerator, StopSignal
-from hf_osdp.integrations.exits import run_script
+from hf_osdp.integrations.launch import run_script
 
 PROGRESS_FILE = "custom_checkpoint_0.pkl"
 """What Accelerate calls the first registered object in a checkpoint."""

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from hf_osdp import Trainer
-from hf_osdp.integrations.exits import run_script
+from hf_osdp.integrations.launch import run_script
 
 TASK = Task(
     kind="model for sentence classification",

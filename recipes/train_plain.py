@@ -30,8 +30,8 @@ from training import find_checkpoint, quiet_other_ranks
 from transformers import get_scheduler, set_seed
 
 from hf_osdp import OptimalShardedDataParallel, OSDPConfig, StopSignal
-from hf_osdp.checkpoint.loop import PROGRESS_NAME
-from hf_osdp.integrations.exits import run_script
+from hf_osdp.checkpoint.states import PROGRESS_NAME
+from hf_osdp.integrations.launch import run_script
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 Batch = dict[str, torch.Tensor]

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from hf_osdp.distributed.mesh import Meshes
-from hf_osdp.measurement.collective_clock import CollectiveClock
 from hf_osdp.measurement.machine import measure_hardware
+from hf_osdp.measurement.timing import CollectiveClock
 from hf_osdp.quantities import format_bytes, format_seconds
 from hf_osdp.sharding.environment import form_process_group
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hf_osdp.distributed.mesh import collective_device
-from hf_osdp.measurement.collective_clock import CollectiveClock
+from hf_osdp.measurement.timing import CollectiveClock
 from hf_osdp.sharding.environment import form_process_group
 from tests.distributed import test_exactness as exactness
 from tests.helpers.distributed import run_ranks

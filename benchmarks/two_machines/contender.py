@@ -18,7 +18,7 @@ from benchmarks.two_machines.counters import sent_bytes
 from benchmarks.two_machines.emulate import INTERFACE
 from benchmarks.two_machines.lineup import Entrant, Sends
 from hf_osdp.distributed.mesh import Meshes
-from hf_osdp.measurement.collective_clock import CollectiveClock, of_last_rank
+from hf_osdp.measurement.timing import CollectiveClock, of_last_rank
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.job import TrainingJob

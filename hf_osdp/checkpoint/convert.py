@@ -13,7 +13,7 @@ import torch
 from ..errors import CheckpointError
 from ..modeling.split.names import at_positions
 from . import layouts
-from .manifest import MANIFEST_NAME
+from .folders import MANIFEST_NAME
 from .resume import check_checkpoint
 from .states import write_shards
 from .writer import CheckpointWriter
@@ -23,8 +23,6 @@ _SEVERAL = ("optimizer_1", "pytorch_model_fsdp_1", "model_1")
 
 
 class Target(Enum):
-    """What a checkpoint becomes."""
-
     SHARDED = "sharded"
     """Accelerate's FSDP2 with `SHARDED_STATE_DICT`."""
     WHOLE = "whole"
@@ -38,16 +36,8 @@ class Target(Enum):
 def convert(source: Path, target: Path, *, to: Target) -> None:
     """Write a checkpoint again. All of its weights, and then of its optimizer states, are in memory meanwhile.
 
-    What else is in it (schedulers, random states, configuration) is copied.
-
-    Args:
-        source: complete; it stays as it is.
-        target: a folder that does not exist yet.
-        to: the layout.
-
-    Raises:
-        CheckpointError: the source is damaged, or its optimizer's state goes by position, as one process wrote it.
-        ValueError: the target exists, or the source holds adapters or several models.
+    What else is in it (schedulers, random states, configuration) is copied; the source stays as it is. Refused are a target that exists,
+    damaged checkpoints, several models, optimizer states by position, as one process wrote them, and adapters as weights alone.
     """
     if target.exists():
         raise ValueError(f"{target} exists already; give a folder that does not.")
@@ -97,7 +87,6 @@ def _write_optimizer(folder: Path, state: dict[str, Any], to: Target, *, beside_
 
 
 def _copy_rest(source: Path, target: Path, own: set[str], to: Target) -> None:
-    """Copy files beside the states."""
     for path in sorted(source.iterdir()):
         name = path.name
         is_weights = name.startswith(("model", "pytorch_model")) and name.endswith((".safetensors", ".bin", ".index.json"))

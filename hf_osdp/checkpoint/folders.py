@@ -1,5 +1,6 @@
 """Folders of checkpoints: a new one is complete or invisible, and one run at a time writes into an output folder.
 
+osdp_checkpoint.json              what a complete checkpoint holds; written last, and read first
 .partial/4f0c9a1e/checkpoint-30   all ranks write into it
 checkpoint-30                     the same folder, moved when all of it is on the disk and its manifest is written
 .partial/checkpoint-30.replaced   what had this name before, until the new one is in its place
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import glob
+import json
 import logging
 import os
 import re
@@ -19,19 +21,26 @@ import shutil
 import socket
 import time
 import uuid
+import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
 from ..distributed.process_group import own_versions
 from ..errors import CheckpointError
+from ..planner.files import validated
+from ..reading import read_json
 from .layouts import is_state
-from .manifest import MANIFEST_NAME, FileRecord, Manifest
+from .safe import check_inside
 
+MANIFEST_NAME = "osdp_checkpoint.json"
+VERSION = 1
+_CHUNK_BYTES = 1 << 20
+_MOST_BYTES = 64 << 20
+"""Of a manifest: a line for each file, and files for each rank; a million files stay below."""
 _log = logging.getLogger(__name__)
-
 PARTIAL = ".partial"
 _LOCK, _REPLACED, _REMOVED = "lock", ".replaced", ".removed"
 _NUMBERED = re.compile(r"checkpoint[-_](\d+)")
@@ -43,6 +52,75 @@ _locks: dict[Path, tuple[int, TextIO | None]] = {}
 """Lock files that a process, this one or that which it was forked from, has locked; no file where there are no locks."""
 _staged: set[Path] = set()
 """Folders in which this process writes checkpoints."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """A file as it was written: bytes, and `zlib.crc32`, which finds damage, not forgery."""
+
+    size: int
+    crc32: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileRecord:
+        size = crc = 0
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+        return cls(size=size, crc32=crc)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    files: Mapping[str, FileRecord]
+    """By path inside the folder, with `/`."""
+    world_size: int
+    """Ranks that wrote it."""
+    plan: str | None = None
+    """Fingerprint of the plan that ran."""
+    global_batch_size: int | None = None
+    """Samples of an optimizer step of that plan."""
+    versions: Mapping[str, str] | None = None
+    """Of the packages that wrote it."""
+    training: str | None = None
+    """Which training wrote it, see `resume.py`; None for the first in its folder."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """What continues the same training only if it stays: seed, dataset, precision, optimizer."""
+
+    def to_json(self) -> str:
+        return json.dumps({"format": VERSION, **asdict(self)}, indent=1)
+
+    @classmethod
+    def load(cls, folder: Path) -> Manifest | None:
+        """Return a folder's manifest, None where it has none. Raise CheckpointError where it is damaged or names a file outside of it."""
+        path = folder / MANIFEST_NAME
+        if not path.is_file():
+            return None
+        content = read_json(path, "manifest", CheckpointError, limit_bytes=_MOST_BYTES)
+        if isinstance(content, dict) and (found := content.pop("format", VERSION)) != VERSION:
+            raise CheckpointError(
+                f"{path} has format {found!r}, this version of hf_osdp reads {VERSION}; update hf_osdp, or take another one."
+            )
+        manifest = validated(cls, content, lambda problem: CheckpointError(f"{path} cannot be read ({problem}); it is damaged."))
+        for name in manifest.files:
+            check_inside(name)
+        return manifest
+
+
+def damage(folder: Path, files: Iterable[tuple[str, FileRecord]]) -> str | None:
+    """Return what is wrong with files of a checkpoint; None where all is as it was written."""
+    for name, record in files:
+        path = folder / name
+        try:
+            if not path.is_file():
+                return f"{name} is missing"
+            if (size := path.stat().st_size) != record.size:
+                return f"{name} has {size} of {record.size} bytes"
+            if FileRecord.of(path).crc32 != record.crc32:
+                return f"{name} has another checksum than when it was written"
+        except OSError as error:  # a bad sector, or no permission
+            return f"{name} cannot be read ({error})"
+    return None
 
 
 def numbered_checkpoints(folder: Path) -> list[Path]:
@@ -58,8 +136,7 @@ def lock_checkpoints(parent: Path, name: str | None = None) -> None:
 
     What an interrupted run left of them is finished or removed.
 
-    Raises:
-        CheckpointError: another run writes them, and did not end within a minute.
+    Where another run writes them and does not end within a minute, this raises CheckpointError.
     """
     path = _lock_path(parent, name)
     if path in _locks:
@@ -134,12 +211,7 @@ def _try_lock(path: Path) -> str | None:
 
 
 def prepare_staging(folder: Path) -> Path:
-    """Make an empty folder in which a checkpoint is written until it is complete; the last part of its name stays.
-
-    Raises:
-        CheckpointError: it cannot be made, or another run writes into the same output folder.
-        ValueError: the folder is the current one, or holds it.
-    """
+    """Make an empty folder in which a checkpoint is written until it is complete; the last part of its name stays."""
     if Path.cwd().is_relative_to(folder):
         raise ValueError(f"A checkpoint cannot take the place of {folder}, in which this program runs; give a folder inside it.")
     lock_checkpoints(folder.parent, lock_name(folder))
@@ -153,7 +225,6 @@ def prepare_staging(folder: Path) -> Path:
 
 
 def discard_staging(staging: Path) -> None:
-    """Remove a checkpoint that will not be complete."""
     _staged.discard(staging.parent)
     shutil.rmtree(staging.parent, ignore_errors=True)
 
@@ -161,8 +232,7 @@ def discard_staging(staging: Path) -> None:
 def complete(folder: Path, staging: Path, manifest: Manifest, parts: Iterable[Mapping[str, FileRecord]]) -> None:
     """Write the manifest of a staging folder whose files are all there, and let the checkpoint appear.
 
-    Raises:
-        CheckpointError: it cannot be written.
+    Raise CheckpointError where it cannot be written.
     """
     files = {name: record for part in parts for name, record in part.items()}
     try:
@@ -174,7 +244,7 @@ def complete(folder: Path, staging: Path, manifest: Manifest, parts: Iterable[Ma
         (staging / MANIFEST_NAME).write_text(replace(manifest, files=files, versions=own_versions()).to_json(), encoding="utf-8")
         for path in (staging / MANIFEST_NAME, *(path for path in staging.rglob("*") if path.is_dir()), staging):
             flush(path)
-        _appear(staging, folder)
+        _publish(staging, folder)
     except OSError as error:
         raise _unwritable(folder, error) from None
 
@@ -192,20 +262,20 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def _appear(staging: Path, folder: Path) -> None:
+def _publish(staging: Path, folder: Path) -> None:
     """Give the staging folder its name. What had the name keeps the files that were no checkpoint's."""
     replaced = folder.parent / PARTIAL / f"{folder.name}{_REPLACED}"
     if folder.exists():
         folder.rename(replaced)
     staging.rename(folder)
     flush(folder.parent)
-    _take_over(replaced, folder)
+    _keep_user_files(replaced, folder)
     _staged.discard(staging.parent)
     with suppress(OSError):
         staging.parent.rmdir()
 
 
-def _take_over(replaced: Path, folder: Path) -> None:
+def _keep_user_files(replaced: Path, folder: Path) -> None:
     """Move what is no part of the old checkpoint into the new one's folder: logs and models that a user keeps there."""
     if not replaced.exists():
         return
@@ -226,7 +296,7 @@ def restore_replaced(parent: Path, pattern: str = "*") -> None:
     for replaced in (parent / PARTIAL).glob(f"{pattern}{_REPLACED}"):
         folder = parent / replaced.name.removesuffix(_REPLACED)
         if folder.exists():
-            _take_over(replaced, folder)
+            _keep_user_files(replaced, folder)
         else:
             replaced.rename(folder)
 

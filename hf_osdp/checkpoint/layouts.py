@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from ..errors import CheckpointError
 from ..reading import read_json
-from .manifest import check_inside, check_regular
-from .safe import SafePlanner, SafeReader, load_file
+from .safe import SafePlanner, SafeReader, check_inside, check_regular, load_file
 
 _STATE_FILE = re.compile(
     r"optimizer(_\d+)?\.bin|optimizer\.pt|scheduler(_\d+)?\.bin|scheduler\.pt|scaler\.pt|sampler(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin"
@@ -37,12 +36,10 @@ def is_state(path: Path) -> bool:
 
 
 def model_path(folder: Path, index: int = 0, *, sharded: bool) -> Path:
-    """Return where the weights of the model of this number are written."""
     return folder / _model_names(index)[0 if sharded else 1]
 
 
 def optimizer_path(folder: Path, index: int = 0, *, sharded: bool) -> Path:
-    """Return where the state of the optimizer of this number is written."""
     return folder / _optimizer_names(index)[0 if sharded else 1]
 
 
@@ -97,11 +94,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_optimizer(path: Path) -> dict[str, Any]:
-    """Return an optimizer's state, `{"state": {...}, "param_groups": [...]}` by names, or by positions where one process wrote it.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Return an optimizer's state, `{"state": {...}, "param_groups": [...]}` by names, or by positions where one process wrote it."""
     state = _unsharded(path, "optimizer") if is_sharded(path) else load_file(path)
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
         raise CheckpointError(f"{path} holds no optimizer's state; take another checkpoint.")
@@ -148,7 +141,6 @@ def _of_several_files(index: Path) -> dict[str, torch.Tensor]:
 
 
 def _unsharded(path: Path, key: str) -> Any:  # noqa: ANN401  # what the checkpoint has
-    """Load shards as full tensors."""
     reader = SafeReader(path)
     index = reader.read_metadata()
     try:

@@ -13,33 +13,31 @@ from collections.abc import Mapping
 from contextlib import suppress
 from glob import escape
 from pathlib import Path
-from typing import TypeVar
-
-import torch.distributed as dist
 
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank, world_size
-from ..distributed.process_group import waiting_group
+from ..distributed.process_group import all_gather_objects
 from ..distributed.restart import restart_count
 from ..errors import CheckpointError
 from ..planner.files import write_whole
 from ..planner.plan import Plan
 from ..reading import read_json
-from .folders import PARTIAL, is_locked_elsewhere, lock_checkpoints, numbered_checkpoints, restore_replaced
+from .folders import (
+    MANIFEST_NAME,
+    PARTIAL,
+    FileRecord,
+    Manifest,
+    damage,
+    is_locked_elsewhere,
+    lock_checkpoints,
+    numbered_checkpoints,
+    restore_replaced,
+)
 from .layouts import find_model, find_optimizer
-from .manifest import MANIFEST_NAME, FileRecord, Manifest, damage, special_file
+from .safe import special_file
 
 _log = logging.getLogger(__name__)
 _NOTE = "training.json"
-T = TypeVar("T")
-
-
-def gather(mine: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Return what every rank gives. Collective."""
-    found = [mine] * world_size()
-    if len(found) > 1:
-        dist.all_gather_object(found, mine, group=group)
-    return found
 
 
 def checkpoint_to_resume(
@@ -77,17 +75,11 @@ def checkpoint_to_resume(
 
 
 def last_checkpoint(folder: str | Path, *, marker: str | None = None) -> Path | None:
-    """Return the newest complete checkpoint among `checkpoint-N` (or `checkpoint_N`) in a folder. Collective.
+    """Return the newest complete checkpoint among `checkpoint-N` (or `checkpoint_N`) in a folder, or None, on every rank. Collective.
 
     One that is damaged is named in the log and passed over, and so is one without a manifest, unless no checkpoint there has one. After a
-    restart, those of an earlier training are not taken, where `checkpoint_to_resume` has noted that a new one began.
-
-    Args:
-        folder: the training's output.
-        marker: a file that every usable checkpoint has.
-
-    Returns:
-        Its path, the same on every rank; None where there is none.
+    restart, those of an earlier training are not taken, where `checkpoint_to_resume` has noted that a new one began. A `marker` is a file
+    that every usable checkpoint has.
     """
     folder, restarted = Path(folder), is_restart()
 
@@ -95,7 +87,7 @@ def last_checkpoint(folder: str | Path, *, marker: str | None = None) -> Path | 
         restore_replaced(folder)
         found = own_checkpoints(folder) if restarted else numbered_checkpoints(folder)
         known = any((path / MANIFEST_NAME).is_file() for path in found)
-        return [(path, _lacking(path, marker, known=known)) for path in found]
+        return [(path, _missing_part(path, marker, known=known)) for path in found]
 
     for path, lacking in on_rank_zero(candidates):
         problem = lacking or _damage(path)
@@ -107,20 +99,19 @@ def last_checkpoint(folder: str | Path, *, marker: str | None = None) -> Path | 
 
 
 def check_checkpoint(folder: str | Path) -> None:
-    """Refuse a damaged checkpoint, before anything is loaded. Collective. Without a manifest, only special files are looked for.
+    """Refuse a checkpoint that is not there, or not as it was written, on every rank. Collective.
 
-    Raises:
-        CheckpointError: it is not there, or not as it was written; on every rank.
+    Without a manifest, only special files are looked for.
     """
     folder = Path(folder)
 
-    def is_there() -> bool:
+    def look() -> None:
         if not folder.exists():  # it was being replaced when that start was interrupted
             restore_replaced(folder.parent, escape(folder.name))
-        return folder.is_dir()
+        if not folder.is_dir():
+            raise CheckpointError(f"There is no checkpoint {folder}; give the path of one.")
 
-    if not on_rank_zero(is_there):
-        raise CheckpointError(f"There is no checkpoint {folder}; give the path of one.")
+    on_rank_zero(look)
     if problem := _damage(folder):
         raise CheckpointError(f"Checkpoint {folder} is damaged: {problem}; take one before it.")
 
@@ -140,7 +131,7 @@ def warn_of_changes(folder: Path, settings: Mapping[str, str], plan: Plan | None
         )  # fmt: skip
 
 
-def _lacking(path: Path, marker: str | None, *, known: bool) -> str | None:
+def _missing_part(path: Path, marker: str | None, *, known: bool) -> str | None:
     """Return what a checkpoint needs and does not have; where none has a manifest (not `known`), another program may have written them."""
     if marker is not None and not (path / marker).is_file():
         return f"{marker} is missing"
@@ -180,16 +171,12 @@ def _damage(folder: Path) -> str | None:
     files = on_rank_zero(listed)
     if isinstance(files, str):
         return files
-    return next(filter(None, gather(damage(folder, files[rank() :: world_size()]), waiting_group())), None)
+    return next(filter(None, all_gather_objects(damage(folder, files[rank() :: world_size()]))), None)
 
 
 def is_restart() -> bool:
-    """Return whether this start continues a training that was interrupted. Collective.
-
-    torchrun counts restarts on each machine for itself, SLURM counts how often it requeued a job, and hf_osdp how often it began again
-    after running out of memory: one count above 0 is enough.
-    """
-    return max(gather(restart_count(), waiting_group())) > 0
+    """Return whether this start continues a training that was interrupted: torchrun counts restarts on each machine alone. Collective."""
+    return max(all_gather_objects(restart_count())) > 0
 
 
 def start_fresh(folder: str | Path) -> None:
@@ -222,11 +209,12 @@ def training_of_folder(folder: Path) -> str | None:
     """Return the training that an output folder's note names; None where all checkpoints are its own. CheckpointError: it is damaged."""
     path = folder / PARTIAL / _NOTE
 
+    if not path.is_file():
+        return None
+
     def error(line: str) -> CheckpointError:
         return CheckpointError(f"{line.rstrip('.')}. Remove it to resume from the last checkpoint, whichever training wrote it.")
 
-    if not path.is_file():
-        return None
     content = read_json(path, "note of the training", error)
     training = content.get("training", "") if isinstance(content, dict) else ""
     if training is None or (isinstance(training, str) and training):

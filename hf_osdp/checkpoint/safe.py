@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import stat
 from collections.abc import Callable, Iterable
 from io import BytesIO
 from pathlib import Path, PosixPath, PurePosixPath, WindowsPath
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy._core import multiarray
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
@@ -18,27 +20,20 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import ReadItem
 
 from ..errors import CheckpointError
-from .manifest import check_inside, check_regular
 
 _INDEX = ".metadata"
 """What torch.distributed.checkpoint calls its index."""
+_NUMPY_TYPES: list[Any] = [multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32)), multiarray.scalar]
+"""What the state of numpy's generator is pickled as."""
 _MOST_INDEX_BYTES = 1 << 30
 """A few hundred bytes for each shard; a 70B model on a thousand ranks has 0.2 GB."""
 
 
 def load_file(path: Path, *, numpy: bool = False) -> Any:  # noqa: ANN401  # what the file has
-    """Return what `torch.save` wrote of tensors and plain values, on the CPU.
-
-    Args:
-        path: the file.
-        numpy: numpy's arrays may be in it, as random states have them.
-
-    Raises:
-        CheckpointError: it cannot be read, or holds anything else.
-    """
+    """Return what `torch.save` wrote of tensors and plain values, and with `numpy` of its arrays, on the CPU; refuse anything else."""
     check_regular(path)
     try:
-        with torch.serialization.safe_globals(_numpy_types() if numpy else []):
+        with torch.serialization.safe_globals(_NUMPY_TYPES if numpy else []):
             return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; take another checkpoint.") from None
@@ -49,22 +44,48 @@ def load_file(path: Path, *, numpy: bool = False) -> Any:  # noqa: ANN401  # wha
         raise CheckpointError(f"{path} cannot be read as tensors and plain values ({reason}); take another checkpoint.") from None
 
 
-def _numpy_types() -> list[Any]:
-    """Return what the state of numpy's generator is pickled as."""
-    core = np._core if hasattr(np, "_core") else np.core
-    return [core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32)), core.multiarray.scalar]
+def check_inside(name: object) -> str:
+    """Return a file's name. Raise CheckpointError where it does not stay inside the folder it is said to be in."""
+    if isinstance(name, str) and name and "\\" not in name and "\0" not in name:
+        path = PurePosixPath(name)
+        if not path.is_absolute() and ".." not in path.parts and ":" not in path.parts[0]:
+            return name
+    shown = repr(name) if isinstance(name, str) else f"of type {type(name).__name__}"  # a hostile value's repr may take for ever
+    raise CheckpointError(f"The checkpoint names a file {shown} outside of its folder; it was not written by training, do not use it.")
+
+
+def special_file(path: Path) -> str | None:
+    """Return why reading a path may block for ever, as the end of a sentence; None for files and folders, and for what is missing."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return None
+    return None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else "is a pipe, a socket or a device"
+
+
+def check_regular(path: Path) -> None:
+    """Raise CheckpointError for a pipe, a socket or a device, which may block for ever."""
+    if problem := special_file(path):
+        raise CheckpointError(f"{path} {problem}, no file; take another checkpoint.")
 
 
 class SafeReader(FileSystemReader):
     """torch.distributed.checkpoint's reader; its index, which is a pickle, may hold its own dataclasses and nothing else."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index.
-
-        Raises:
-            CheckpointError: it is missing, damaged, or names files outside of the folder or what is no file.
-        """
-        index = _read_index(Path(self.path) / _INDEX)
+        """Return the index; refuse one that is missing, damaged, or names files outside of the folder or what is no file."""
+        path = Path(self.path) / _INDEX
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing; take another checkpoint.")
+        if (size := path.stat().st_size) > _MOST_INDEX_BYTES:
+            raise CheckpointError(f"{path} has {size} bytes, more than the {_MOST_INDEX_BYTES} of any index; it is damaged.")
+        try:
+            with path.open("rb") as file:
+                index = _checked_index(_IndexUnpickler(file).load())
+        except CheckpointError:
+            raise
+        except Exception as error:  # a damaged pickle raises anything
+            raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}); take another checkpoint.") from None
         for name in {check_inside(getattr(info, "relative_path", None)) for info in (index.storage_data or {}).values()}:
             check_regular(Path(self.path) / name)
         index.storage_meta = index.storage_meta or metadata.StorageMeta()
@@ -83,24 +104,7 @@ class SafePlanner(DefaultLoadPlanner):
         super().load_bytes(read_item, safe)
 
 
-def _read_index(path: Path) -> Metadata:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing; take another checkpoint.")
-    if (size := path.stat().st_size) > _MOST_INDEX_BYTES:
-        raise CheckpointError(f"{path} has {size} bytes, more than the {_MOST_INDEX_BYTES} of any index; it is damaged.")
-    try:
-        with path.open("rb") as file:
-            index = _IndexUnpickler(file).load()
-        _check_index(index)
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged pickle raises anything
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}); take another checkpoint.") from None
-    assert isinstance(index, Metadata)
-    return index
-
-
-def _check_index(index: object) -> None:
+def _checked_index(index: object) -> Metadata:
     """Refuse what is no index, and values that torch hashes or compares later, and that are no plain ones."""
     if not isinstance(index, Metadata):
         raise TypeError(f"a {type(index).__name__} is no index")
@@ -111,6 +115,7 @@ def _check_index(index: object) -> None:
         raise TypeError("a tensor's size is no size")
     if any(type(part) not in (str, int) for path in (index.planner_data or {}).values() for part in path):
         raise TypeError("a name is no text")
+    return index
 
 
 def _refusal(what: str) -> CheckpointError:
@@ -140,7 +145,6 @@ class _IndexUnpickler(pickle._Unpickler):
     pop_mark: Callable[[], list[Any]]
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401
-        """Return one of the classes of an index."""
         if module == "torch" and isinstance(found := getattr(torch, name, None), (torch.dtype, torch.layout)):
             return found
         if f"{module}.{name}" not in _KNOWN:

@@ -1,12 +1,18 @@
-"""Weights and optimizer states of a model, sharded or not, to and from a checkpoint. What is read may be of any plan and world."""
+"""Weights, optimizer and random states to and from a checkpoint, and all that a plain loop resumes from, under Accelerate's file names.
+
+The model may be sharded or not; what is read may be of any plan and world.
+"""
 
 from __future__ import annotations
 
+import random
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -14,13 +20,16 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FSDPModule
 
 from ..distributed.consensus import on_rank_zero
-from ..distributed.process_group import waiting_group
+from ..distributed.mesh import rank
+from ..distributed.process_group import gloo_group
 from ..errors import CheckpointError
 from ..modeling.split.names import split_names
 from ..modeling.units import canonical_name
+from ..sharding.optimizer import unwrapped
 from ..sharding.state import (
     check_states,
     free_gathered,
@@ -33,16 +42,19 @@ from ..sharding.state import (
     set_optimizer_state,
 )
 from . import layouts
-from .safe import SafePlanner, SafeReader
+from .resume import check_checkpoint, warn_of_changes
+from .safe import SafePlanner, SafeReader, load_file
+from .writer import CheckpointWriter, on_every_rank
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 """Keys of the states in folders of shards, as Accelerate has them."""
+PROGRESS_NAME = "custom_checkpoint_0.pkl"
 
 
 def save_model(
     folder: Path, model: nn.Module, *, sharded: bool, index: int = 0, trainable_only: bool = False, files: FileSystem | None = None
 ) -> None:
-    """Write weights under their Hugging Face names into a checkpoint's folder. Collective.
+    """Write weights under their Hugging Face names into a checkpoint's folder. Collective; all raise CheckpointError where it fails.
 
     Args:
         folder: it exists.
@@ -51,13 +63,13 @@ def save_model(
         index: of the model, where there are several.
         trainable_only: leave frozen parameters and buffers out, as for adapters.
         files: where shards go; None is the disk.
-
-    Raises:
-        CheckpointError: they cannot be written; on every rank.
     """
     free_gathered(model)
     weights = named_weights(model) if sharded else full_state_dict(model)
-    names = _trainable(model) if trainable_only else weights.keys()
+    names = set(weights)
+    if trainable_only:
+        names = {canonical_name(name) for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        names |= {whole.name for whole in split_names(model).values() if whole.parts[0] in names}
     state = {name: value.detach() if torch.is_tensor(value) else value for name, value in weights.items() if name in names}
     if sharded:
         write_shards(layouts.model_path(folder, index, sharded=True), {_MODEL: state}, files)
@@ -83,17 +95,13 @@ def write_shards(path: Path, state: dict[str, Any], files: FileSystem | None) ->
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # where there is one process
         try:
-            save_shards(state, storage_writer=writer, process_group=waiting_group())
+            save_shards(state, storage_writer=writer, process_group=gloo_group())
         except CheckpointException as failed:  # of any rank, on every rank
             raise CheckpointError(f"{path} cannot be written ({layouts.cause_of(failed)}); the checkpoint before it is the last.") from None
 
 
 def load_model(folder: Path, model: nn.Module, *, index: int = 0, trainable_only: bool = False) -> None:
-    """Load weights, whatever wrote them. Collective.
-
-    Raises:
-        CheckpointError: they are missing, damaged, or of another model; on every rank.
-    """
+    """Load weights, whatever wrote them. Collective; all raise CheckpointError where they are missing, damaged or of another model."""
     free_gathered(model)
     path = on_rank_zero(lambda: layouts.find_model(folder, index))
     targets = named_weights(model)
@@ -120,11 +128,7 @@ def load_model(folder: Path, model: nn.Module, *, index: int = 0, trainable_only
 
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, index: int = 0) -> None:
-    """Load an optimizer's state, whatever wrote it. Collective.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or of another model, optimizer or groups; on every rank.
-    """
+    """Load an optimizer's state, whatever wrote it. Collective; all raise CheckpointError where it is missing or does not fit."""
     path = on_rank_zero(lambda: layouts.find_optimizer(folder, index))
     try:
         if layouts.is_sharded(path) and isinstance(model, FSDPModule):
@@ -166,7 +170,7 @@ def _index_of(path: Path) -> Metadata:
 
 def _read_shards(path: Path, state: dict[str, Any]) -> None:
     try:
-        load_shards(state, storage_reader=SafeReader(path), planner=SafePlanner(), process_group=waiting_group())
+        load_shards(state, storage_reader=SafeReader(path), planner=SafePlanner(), process_group=gloo_group())
     except CheckpointException as failed:  # of any rank, on every rank
         raise CheckpointError(f"{path} cannot be read ({layouts.cause_of(failed)}); take another checkpoint.") from None
 
@@ -200,7 +204,96 @@ def _adapter_name(name: str, names: Iterable[str]) -> str:
     return next((full for full in adapters if full.replace(".modules_to_save", "").replace(".default", "") == name), name)
 
 
-def _trainable(model: nn.Module) -> set[str]:
-    """Return Hugging Face names of parameters that training changes."""
-    names = {canonical_name(name) for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-    return names | {whole.name for whole in split_names(model).values() if whole.parts[0] in names}
+def save_loop(
+    writer: CheckpointWriter, folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, *,
+    others: Mapping[str, Stateful], progress: Mapping[str, Any], sharded: bool,
+) -> None:  # fmt: skip
+    """Write a loop's checkpoint. Collective; all raise CheckpointError where it cannot be written.
+
+    `others` are schedulers, scalers and what else has a state, by the file's name; `progress` numbers, text and tensors of the loop's
+    own, of which rank 0's count. Where it is `sharded`, each rank writes its shards; else rank 0 writes whole tensors.
+    """
+    with writer.new(folder, optimizer=type(unwrapped(optimizer)).__name__) as staging:
+        save_model(staging.path, model, sharded=sharded, files=staging.file_system)
+        save_optimizer(staging.path, model, optimizer, sharded=sharded, files=staging.file_system)
+        on_every_rank(lambda: save_random_states(staging.path, rank()))
+
+        def save_rest() -> None:
+            for name, owner in others.items():
+                torch.save(owner.state_dict(), staging.path / name)
+            torch.save(dict(progress), staging.path / PROGRESS_NAME)
+            load_file(staging.path / PROGRESS_NAME, numpy=True)  # what could not be read again is better known now
+
+        on_rank_zero(save_rest)
+
+
+def load_loop(
+    folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, *,
+    others: Mapping[str, Stateful], writer: CheckpointWriter | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Resume from a checkpoint, whatever plan and however many ranks wrote it; return what was saved as progress. Collective.
+
+    All ranks raise CheckpointError where it is damaged, incomplete, or of another model.
+    """
+    folder = Path(folder)
+    check_checkpoint(folder)
+
+    def read_rest() -> dict[str, Any]:
+        if absent := [name for name in others if not (folder / name).is_file()]:
+            raise CheckpointError(f"Checkpoint {folder} lacks {absent[0]}, which this run needs; take another.")
+        return {name: load_file(folder / name, numpy=True) for name in (*others, PROGRESS_NAME) if (folder / name).is_file()}
+
+    rest = on_rank_zero(read_rest)
+    run = writer or CheckpointWriter()
+    warn_of_changes(folder, {**run.settings, "optimizer": type(unwrapped(optimizer)).__name__}, run.plan)
+    load_model(folder, model)
+    load_optimizer(folder, model, optimizer)
+    for name, owner in others.items():
+        owner.load_state_dict(rest[name])
+    load_random_states(folder, rank())
+    return dict(rest.get(PROGRESS_NAME, {}))
+
+
+def save_random_states(folder: Path, rank: int) -> None:
+    states = {"random_state": random.getstate(), "numpy_random_seed": np.random.get_state(), "torch_manual_seed": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["torch_cuda_manual_seed"] = torch.cuda.get_rng_state_all()
+    torch.save(states, folder / f"random_states_{rank}.pkl")
+
+
+def load_random_states(folder: Path, rank: int) -> None:
+    """Set this process's generators as they were when the checkpoint was written, by Accelerate or the Trainer.
+
+    A rank that was not there then gets states of its own, which rank 0's and its number determine: no two ranks draw the same.
+    """
+    names = {rank: (f"random_states_{rank}.pkl", f"rng_state_{rank}.pth"), 0: ("random_states_0.pkl", "rng_state_0.pth", "rng_state.pth")}
+    for number in (rank, 0):
+        for path in (folder / name for name in names[number]):
+            if path.is_file():
+                _set_random_states(path, of_other_rank=None if number == rank else rank)
+                return
+
+
+def _set_random_states(path: Path, *, of_other_rank: int | None) -> None:
+    states = load_file(path, numpy=True)
+
+    def state(accelerates_name: str, trainers_name: str) -> Any:  # noqa: ANN401  # each generator's own
+        return states.get(accelerates_name, states.get(trainers_name))
+
+    try:
+        cpu, cuda = state("torch_manual_seed", "cpu"), state("torch_cuda_manual_seed", "cuda")
+        if of_other_rank is not None:
+            seed = zlib.crc32(cpu.numpy().tobytes() + of_other_rank.to_bytes(8, "little"))
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.manual_seed(seed)  # CUDA's generators too
+            return
+        version, internal, gauss = state("random_state", "python")
+        random.setstate((version, tuple(internal), gauss))
+        np.random.set_state(state("numpy_random_seed", "numpy"))
+        torch.set_rng_state(cpu)
+        if cuda is not None and torch.cuda.is_available():
+            for device, own in zip(range(torch.cuda.device_count()), [cuda] if torch.is_tensor(cuda) else cuda, strict=False):
+                torch.cuda.set_rng_state(own, device)
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(f"{path} holds no random states ({error}); take another checkpoint.") from None

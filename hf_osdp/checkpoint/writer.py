@@ -20,13 +20,12 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank, world_size
-from ..distributed.process_group import wait_for_ranks, waiting_group
+from ..distributed.process_group import all_gather_objects, gloo_group, host_barrier
 from ..distributed.stop import waits_in_background
 from ..errors import CheckpointError
 from ..planner.plan import Plan
-from .folders import complete, discard_staging, flush, lock_name, prepare_staging, unlock_checkpoints
-from .manifest import FileRecord, Manifest
-from .resume import gather, training_of_folder
+from .folders import FileRecord, Manifest, complete, discard_staging, flush, lock_name, prepare_staging, unlock_checkpoints
+from .resume import training_of_folder
 
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 """What torch.distributed.checkpoint calls a rank's files."""
@@ -51,7 +50,6 @@ class HeldFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:  # noqa: ANN401  # as its base class
-        """Open a file; a shard's stream is its memory."""
         if mode == "wb" and _SHARD.fullmatch(Path(path).name):
             self.held[Path(path)] = _Memory()
             yield self.held[Path(path)]
@@ -62,8 +60,6 @@ class HeldFileSystem(FileSystem):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging:
-    """A checkpoint that is being written."""
-
     path: Path
     """Where to write."""
     file_system: FileSystem
@@ -71,14 +67,12 @@ class Staging:
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints.
+    """Writes a run's checkpoints. Its arguments are attributes, which may be changed between two checkpoints.
 
     Args:
         plan: the one that runs.
         settings: of the training, for the manifest: what must stay for the training to continue.
         in_background: shards are copied to the host's memory, and go to the disk while training goes on.
-
-    Attributes, which may be changed between two checkpoints, are those of the arguments.
     """
 
     def __init__(self, *, plan: Plan | None = None, settings: Mapping[str, str] | None = None, in_background: bool = False) -> None:
@@ -118,8 +112,8 @@ class CheckpointWriter:
             files={}, world_size=world_size(), settings={**self.settings, **settings},
             plan=self.plan.fingerprint if self.plan else None, global_batch_size=self.plan.global_batch_size if self.plan else None,
         )  # fmt: skip
-        wait_for_ranks()  # rank 0 sums what others wrote to the disk
-        group = waiting_group()
+        host_barrier()  # rank 0 sums what others wrote to the disk
+        group = gloo_group()
         if self.in_background and group is not None:
             group = self._group = self._group or dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)  # the thread's own
         self._thread = threading.Thread(target=self._write, args=(staging, folder, manifest, group, rank()), name="checkpoint")
@@ -129,17 +123,13 @@ class CheckpointWriter:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is complete. Collective.
-
-        Raises:
-            CheckpointError: it could not be written; on every rank.
-        """
+        """Wait until the last checkpoint is complete. Collective; all raise CheckpointError where it could not be written."""
         if self._thread is None:  # the same on every rank
             return
         self._thread.join()
         waits_in_background.pop(self.wait, None)
         error, self._thread, self._error = self._error, None, None
-        _sound(gather(error, waiting_group()))
+        _checked(all_gather_objects(error))
 
     def _write(self, staging: Staging, folder: Path, manifest: Manifest, group: dist.ProcessGroup | None, number: int) -> None:
         """In the thread: write what is held, and on rank 0 complete the checkpoint when every rank has."""
@@ -156,23 +146,23 @@ class CheckpointWriter:
             return {str(path.relative_to(staging.path).as_posix()): FileRecord.of(path) for path in own}
 
         def finish() -> None:
-            parts = _sound(gather(part, group))
+            parts = _checked(all_gather_objects(part, group))
             if number == 0:
                 training = None
                 with suppress(CheckpointError):  # a damaged note of the training must not cost the checkpoint
                     training = training_of_folder(folder.parent)
                 complete(folder, staging.path, replace(manifest, training=training), parts)
 
-        part = _or_line(own_part)
+        part = _result_or_error(own_part)
         held.clear()
-        self._error = _or_line(finish)
+        self._error = _result_or_error(finish)
         if self._error is not None and number == 0:
             discard_staging(staging.path)
 
 
 def on_every_rank(act: Callable[[], T]) -> list[T]:
     """Return what `act` gives on each rank. Collective; every rank raises CheckpointError where one fails."""
-    return _sound(gather(_or_line(act), waiting_group()))
+    return _checked(all_gather_objects(_result_or_error(act)))
 
 
 def _wait_for_folder(staged: Path) -> None:
@@ -186,7 +176,7 @@ def _wait_for_folder(staged: Path) -> None:
         time.sleep(_PAUSE_S)
 
 
-def _or_line(act: Callable[[], T]) -> T | str:
+def _result_or_error(act: Callable[[], T]) -> T | str:
     """Return what `act` gives, or the line that tells of its error."""
     try:
         return act()
@@ -197,7 +187,7 @@ def _or_line(act: Callable[[], T]) -> T | str:
         return f"The checkpoint could not be written on rank {rank()} ({text}); the one before it is the last."
 
 
-def _sound(parts: list[Any]) -> list[Any]:
+def _checked(parts: list[Any]) -> list[Any]:
     """Return what all ranks give, of which none is an error's line."""
     if error := next((part for part in parts if isinstance(part, str)), None):
         raise CheckpointError(error)

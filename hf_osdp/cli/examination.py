@@ -26,8 +26,18 @@ from ..planner.search.compare import StrategyResult
 from ..planner.search.search import SearchResult, search
 from ..planner.split import WHOLE_BLOCKS
 from ..planning.plan_run import check_given_plan
-from ..planning.preflight.checks import Check, DeviceMemory, Finding, RunFolder, Severity, checkpoint_bytes, split_ties
-from ..planning.preflight.run import KnownRun, bf16_on, findings_of
+from ..planning.preflight import (
+    Check,
+    DeviceMemory,
+    Finding,
+    KnownRun,
+    RunFolder,
+    Severity,
+    bf16_on,
+    checkpoint_bytes,
+    findings_of,
+    split_ties,
+)
 from ..quantities import format_bytes, format_count, format_seconds
 from .cases import OPTIMIZERS, Case, names_in
 from .options import Request
@@ -168,7 +178,7 @@ def _optimizer(name: str, device_type: str) -> OptimizerSpec:
     """Return an optimizer by the name that `plan` or the Trainer has for it; a ValueError where it is not known to work on shards."""
     if name in OPTIMIZERS:
         return OPTIMIZERS[name]
-    from ..integrations.optimizers import spec_of_trainer_name
+    from ..sharding.optimizer import spec_of_trainer_name
 
     return spec_of_trainer_name(name.lower(), device_type=device_type)
 

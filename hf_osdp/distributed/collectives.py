@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,23 +27,17 @@ ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
 """FSDP2 hands in either."""
 
 
-class Listener(Protocol):
-    """Hears of every collective that begins and ends on this rank."""
+Listener = Callable[[Collective, dist.ProcessGroup, int], AbstractContextManager[None]]
+"""Returns what is entered around each collective of this rank, given kind, group and bytes of the whole tensor.
 
-    def begins(self, collective: Collective, group: dist.ProcessGroup, nbytes: int) -> None:
-        """`nbytes` are those of the whole tensor; on CUDA what is issued from now on belongs to it."""
-
-    def ends(self) -> None:
-        """All of it has been issued; on the CPU it is done, unless it returned a work to wait for."""
-
-
+At its end all has been issued; on the CPU it is done, unless it returned a work to wait for.
+"""
 _listeners: list[Listener] = []
 """Of the whole process: backward runs in threads of autograd's, to which context variables do not go along."""
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Tell the listener of collectives inside the context."""
     _listeners.append(listener)
     try:
         yield
@@ -55,14 +48,10 @@ def listening(listener: Listener) -> Iterator[None]:
 @contextmanager
 def _announced(collective: Collective, group: dist.ProcessGroup, whole: torch.Tensor) -> Iterator[None]:
     """Inside the context one collective is issued, of the tensor `whole`."""
-    heard = tuple(_listeners)
-    for listener in heard:
-        listener.begins(collective, group, whole.numel() * whole.element_size())
-    try:
+    with ExitStack() as stack:
+        for listener in _listeners:
+            stack.enter_context(listener(collective, group, whole.nbytes))
         yield
-    finally:
-        for listener in heard:
-            listener.ends()
 
 
 # ------------------------------------------------------------------------------------- how a stage's bytes travel
@@ -83,12 +72,9 @@ class Works(dist.Work):
 
 
 class BackendTransport:
-    """The process group's own collectives.
+    """The process group's own collectives, of flat and contiguous tensors.
 
-    Several gathers or reductions run in one group at once. Tensors are flat and contiguous.
-
-    Args:
-        coalesces: those of one call are one launch, as NCCL can; else one after the other.
+    Several gathers or reductions run in one group at once, as one launch where it `coalesces`, as NCCL can; else one after the other.
     """
 
     def __init__(self, *, coalesces: bool) -> None:
@@ -99,8 +85,7 @@ class BackendTransport:
     ) -> dist.Work | None:
         """Make each output the ranks' inputs one after the other; an input may be a view of its place there.
 
-        Returns:
-            With `async_op` the work, which holds on to the inputs until it was waited for.
+        With `async_op` return the work, which holds on to the inputs until it was waited for.
         """
         pairs = list(zip(outputs, inputs, strict=True))
         if len(pairs) == 1 or not self._coalesces:
@@ -123,17 +108,15 @@ class BackendTransport:
 
 
 class PieceTransport:
-    """Pieces that each rank sends to others: what gloo's own collectives do in one message, or not at all.
+    """`BackendTransport` for gloo, in pieces from rank to rank: what its own collectives do in one message, or not at all.
 
     An all-gather sends the input to every other rank. A reduce-scatter sends partial sums around the ring of ranks, so that a
     group of neighbours crosses the link between two nodes once each way, and receives into the output, so that it needs no memory.
-    Arguments are those of `BackendTransport`.
     """
 
     def all_gather(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, async_op: bool = False
     ) -> dist.Work | None:
-        """Send each input to all other ranks."""
         ranks, me = dist.get_world_size(group), dist.get_rank(group)
         works: list[dist.Work] = []
         for output, given in zip(outputs, inputs, strict=True):
@@ -153,7 +136,6 @@ class PieceTransport:
     def reduce_scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: ReduceOp, group: dist.ProcessGroup
     ) -> None:
-        """Send partial sums around the ring."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(f"gloo reduces gradients by SUM or AVG, not {op}; leave set_gradient_divide_factor alone on the CPU.")
         ranks = dist.get_world_size(group)
@@ -169,9 +151,7 @@ class PieceTransport:
 def _reduce_around(lanes: Sequence[tuple[torch.Tensor, ...]], group: dist.ProcessGroup) -> None:
     """Pass on, in step k, the partial sum of the chunk k + 1 ranks behind; a lane's next step starts as soon as its piece is there.
 
-    Args:
-        lanes: each a piece of the output, and the same piece of each rank's chunk of the input.
-        group: of the ranks.
+    A lane is a piece of the output, and the same piece of each rank's chunk of the input.
     """
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     before, after = (me - 1) % ranks, (me + 1) % ranks
@@ -198,12 +178,6 @@ def _reduce_around(lanes: Sequence[tuple[torch.Tensor, ...]], group: dist.Proces
 
 
 Transport = BackendTransport | PieceTransport
-
-
-def transport_of(group: dist.ProcessGroup, device_type: str) -> Transport:
-    """Return the transport for tensors on `device_type` (`"cpu"` or `"cuda"`) in a group."""
-    backend = _backend(group, device_type)
-    return PieceTransport() if backend == "gloo" else BackendTransport(coalesces=backend == "nccl")
 
 
 def _backend(group: dist.ProcessGroup, device_type: str) -> str:
@@ -285,7 +259,6 @@ class RingReduceScatter(DefaultAllocMixin, ReduceScatter):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool = False
     ) -> None:
-        """Done when it returns."""
         with _announced(Collective.REDUCE_SCATTER, group, input_tensor):
             PieceTransport().reduce_scatter([output_tensor], [input_tensor], op, group)
 
@@ -297,5 +270,6 @@ def flat_collectives(group: dist.ProcessGroup, device_type: str) -> tuple[AllGat
 
 def two_stage_collectives(stages: Stages, device_type: str) -> tuple[AllGather, ReduceScatter]:
     """Return what a unit gathers and reduces with in two stages, over tensors on `device_type` (`"cpu"` or `"cuda"`)."""
-    transport = transport_of(stages.within, device_type)
+    backend = _backend(stages.within, device_type)
+    transport = PieceTransport() if backend == "gloo" else BackendTransport(coalesces=backend == "nccl")
     return TwoStageAllGather(stages, transport), TwoStageReduceScatter(stages, transport)

@@ -1,38 +1,47 @@
-"""Agreement between ranks: one result, one plan, or the same error on all."""
+"""Agreement between ranks: one result, one plan, or the same error on all; and a warning when a rank is not heard from.
+
+A rank that dies needs no heartbeat: the launcher and the connections of its process group end the others.
+"""
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import logging
+import os
 import pickle
+import socket
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..errors import OSDPError, PlanMismatchError
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
 from .device import own_gpu
-from .heartbeat import start_heartbeat
 from .mesh import rank, world_size
-from .process_group import are_several_ranks, check_ranks, differences, of_all_ranks, waiting_group
+from .process_group import all_gather_objects, are_several_ranks, check_ranks, differences, gloo_group
 
 T = TypeVar("T")
 _SAME_MEMORY = 0.02
 """A share: devices of one name whose memory differs by less are of one kind."""
+BEAT_S = 5.0
+SILENT_BEATS = 6
+"""Beats without a sign of life before a warning: 30 s."""
+_OVER = "over"
+_log = logging.getLogger(__name__)
 
 
 def on_rank_zero(fn: Callable[[], T]) -> T:
-    """Run `fn` on rank 0 and give every rank its result, or its error. Collective.
-
-    Args:
-        fn: called on rank 0 alone; its result must be picklable where there is more than one rank.
-
-    Returns:
-        What `fn` returned on rank 0.
+    """Run `fn` on rank 0 and give every rank its result, which must be picklable, or its error. Collective.
 
     Raises:
         OSDPError, ValueError: what `fn` raised, with its type and attributes where it is `ValueError` or one of hf_osdp's
@@ -42,7 +51,7 @@ def on_rank_zero(fn: Callable[[], T]) -> T:
         return fn()
     message: list[bytes | None] = [None]
     cause: BaseException | None = None
-    group = waiting_group()
+    group = gloo_group()
     if rank() == 0:
         try:
             message[0] = pickle.dumps((fn(), None))
@@ -74,16 +83,11 @@ def _as_sent(error: BaseException) -> tuple[type[Exception], str, dict[str, Any]
 
 
 def require_same(mine: Mapping[str, str], hint: str = "") -> None:
-    """Stop all ranks where they are about to run different things. Collective.
+    """Raise PlanMismatchError, the same line on every rank, where ranks are about to run different things. Collective.
 
-    Args:
-        mine: what this rank is about to run, by name; an empty text agrees with all.
-        hint: a further remedy.
-
-    Raises:
-        PlanMismatchError: ranks differ; the same line on every rank, which says in what, and which ranks.
+    `mine` is what this rank is about to run, by name; an empty text agrees with all. `hint` is a further remedy.
     """
-    if found := differences(dict(enumerate(of_all_ranks(mine)))):
+    if found := differences(dict(enumerate(all_gather_objects(mine)))):
         raise PlanMismatchError(
             f"Ranks are about to run different things: {found}. Run the same program with the same arguments on every rank.{hint}"
         )
@@ -92,16 +96,9 @@ def require_same(mine: Mapping[str, str], hint: str = "") -> None:
 def require_same_run(model: nn.Module, *asked: object, **more: object) -> None:
     """Compare the ranks' versions, models, options and devices, before planning. Collective.
 
-    Args:
-        model: not yet sharded.
-        *asked: dataclasses of options. Of objects and files among them, and of `memory_limit`, which may be measured, it counts only
-            whether they are there; of `sequence_length`, which may be read from the data, nothing. With a `device_type` of `cuda` the
-            devices' names count, and their memory where it differs by 2 % or more.
-        **more: further options.
-
-    Raises:
-        LaunchError: versions differ.
-        PlanMismatchError: models, options or devices do.
+    Options are in dataclasses, and in `more`. Of objects and files among them, and of `memory_limit`, which may be measured, it counts only
+    whether they are there; of `sequence_length`, which may be read from the data, nothing. With a `device_type` of `cuda` the devices'
+    names count, and their memory where it differs by 2 % or more.
     """
     if not are_several_ranks():
         return
@@ -112,7 +109,7 @@ def require_same_run(model: nn.Module, *asked: object, **more: object) -> None:
     require_same({"the model": _model_text(model), **texts})
     if options.get("device_type") == "cuda":  # processors and their memory may differ
         found = torch.cuda.get_device_properties(own_gpu()) if torch.cuda.is_available() else None
-        memories = [nbytes for nbytes in of_all_ranks(found.total_memory if found else 0) if nbytes] or [0]
+        memories = [nbytes for nbytes in all_gather_objects(found.total_memory if found else 0) if nbytes] or [0]
         alike = max(memories) - min(memories) < _SAME_MEMORY * max(memories)
         name = found.name if found else ""
         device = name if alike or not found else f"{name} with {found.total_memory // 2**20} MiB"
@@ -120,17 +117,67 @@ def require_same_run(model: nn.Module, *asked: object, **more: object) -> None:
 
 
 def _model_text(model: nn.Module) -> str:
-    """Return class, size, and a hash over names, shapes and dtypes."""
     tensors = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
     elements = sum(parameter.numel() for parameter in model.parameters())
     return f"{type(model).__name__} ({len(tensors)} tensors, {elements} elements, {hashlib.sha256(repr(tensors).encode()).hexdigest()[:8]})"
 
 
 def _option_text(name: str, value: object) -> str:
-    """Return an option as it is shown where ranks differ."""
     if value is None:
         return "left out"
     if isinstance(value, Plan):
         return value.fingerprint
     plain = isinstance(value, (bool, int, float, str, tuple, Precision, OptimizerSpec))
     return repr(value) if plain and name not in ("hardware", "plan", "profile", "memory_limit") else "given"
+
+
+class Heartbeat(threading.Thread):
+    """Count up in the process group's store, by a connection of its own, and look whether the next rank counts, too."""
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        super().__init__(name="hf_osdp heartbeat", daemon=True)
+        self._store, self._rank, self._next = store, str(rank), str((rank + 1) % world_size)
+        self._ends, self._process = threading.Event(), os.getpid()
+        self._heard, self._missed, self._count = "", 0, 0
+
+    def run(self) -> None:
+        with suppress(RuntimeError):  # the store ends with rank 0's process or its launcher, which end the others themselves
+            while dist.is_initialized():
+                self.beat()
+                if self._ends.wait(BEAT_S):
+                    break
+            self._store.set(self._rank, _OVER)
+
+    def beat(self) -> None:
+        self._count += 1
+        self._store.set(self._rank, f"{socket.gethostname()} {self._count}")
+        heard = self._store.get(self._next).decode() if self._store.check([self._next]) else _OVER
+        silent_s = self._missed * BEAT_S
+        self._missed = self._missed + 1 if heard == self._heard != _OVER else 0
+        self._heard, who = heard, f"Rank {self._next} on {heard.split(' ')[0]}"
+        if self._missed == SILENT_BEATS:
+            _log.warning(
+                "%s has not been heard from for %.0f s: it is stopped (SIGSTOP, a debugger), its machine hangs, or the network is cut."
+                " Other ranks wait for it in their next collective, until the timeout of the process group.",
+                who, SILENT_BEATS * BEAT_S,
+            )  # fmt: skip
+        elif not self._missed and silent_s >= SILENT_BEATS * BEAT_S and heard != _OVER:
+            _log.warning("%s is heard from again, after %.0f s.", who, silent_s)
+
+    def end(self) -> None:
+        """Tell the others that this rank has ended; a fork does not."""
+        if os.getpid() == self._process:
+            self._ends.set()
+            self.join(1.0)
+
+
+def start_heartbeat() -> None:
+    """Begin to watch the next rank; once for each process group."""
+    if any(isinstance(thread, Heartbeat) for thread in threading.enumerate()):
+        return
+    with suppress(NotImplementedError, RuntimeError):  # a store that cannot be shared with a thread
+        store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
+        store.set_timeout(timedelta(seconds=SILENT_BEATS * BEAT_S))
+        heartbeat = Heartbeat(PrefixStore("hf_osdp/heartbeat", store), dist.get_rank(), dist.get_world_size())
+        heartbeat.start()
+        atexit.register(heartbeat.end)

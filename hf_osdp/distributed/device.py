@@ -21,9 +21,6 @@ def own_gpu() -> torch.device:
     It is the process group's own (`init_process_group(device_id=...)`, which leaves torch's current device as it is). Without one it is
     torch's current device, where a group exists or another device than the first was chosen; else that of `LOCAL_RANK`, counted round
     the GPUs that this process sees, of which a launcher may show it one.
-
-    Raises:
-        ValueError: `LOCAL_RANK` is not a number.
     """
     current = torch.cuda.current_device()
     bound = getattr(dist.group.WORLD, "bound_device_id", None) if dist.is_initialized() else None

@@ -18,7 +18,7 @@ from ..planner.job import divisors
 from ..planner.plan import Plan
 from .collectives import Stages
 from .device import own_gpu
-from .process_group import of_all_ranks
+from .process_group import all_gather_objects
 
 REPLICATE_AXIS = "replicate"
 SHARD_AXIS = "shard"
@@ -45,14 +45,7 @@ class Meshes:
     """
 
     def __init__(self, device_type: str) -> None:
-        """Find the world size.
-
-        Args:
-            device_type: `"cuda"` or `"cpu"`, as `init_device_mesh` takes it.
-
-        Raises:
-            ValueError: there is no process group.
-        """
+        """Find the world size; `device_type` is `"cuda"` or `"cpu"`, as `init_device_mesh` takes it."""
         if not dist.is_initialized():
             raise ValueError("Meshes need a process group; start the program with torchrun, or call torch.distributed.init_process_group.")
         self.device_type = device_type
@@ -62,25 +55,13 @@ class Meshes:
     def mesh(self, shard_size: int) -> DeviceMesh:
         """Return the mesh whose shard axis has `shard_size` ranks.
 
-        Returns:
-            A 1-D mesh (W,) where the whole world shards; else the 2-D mesh (W / shard_size, shard_size) of HSDP, which
-            for `shard_size=1` replicates.
-
-        Raises:
-            ValueError: `shard_size` does not divide the world size.
+        It is the 1-D mesh (W,) where the whole world shards; else the 2-D mesh (W / shard_size, shard_size) of HSDP, which for
+        `shard_size=1` replicates.
         """
         return self._mesh((1, shard_size), mesh_axes(self.world_size, shard_size))
 
     def stages(self, shard_size: int, stage_size: int) -> Stages:
-        """Return this rank's groups between nodes and inside its node, for collectives over `shard_size` ranks.
-
-        Args:
-            shard_size: ranks of the whole collective, several nodes.
-            stage_size: ranks of each node.
-
-        Raises:
-            ValueError: `stage_size` is not between 1 and `shard_size`, or a size does not divide the next.
-        """
+        """Return this rank's groups between nodes of `stage_size` ranks and inside its node, for collectives over `shard_size` ranks."""
         axes = stage_axes(self.world_size, shard_size, stage_size)
         nodes = self.mesh(stage_size)
         if shard_size == self.world_size:  # replicas of node groups are the ranks of the same place
@@ -88,7 +69,7 @@ class Meshes:
         return Stages(between=self._mesh((stage_size, shard_size), axes).get_group(NODES_AXIS), within=nodes.get_group(SHARD_AXIS))
 
     def form(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-        """Make one mesh. Collective."""
+        """Make one mesh, real or in a subclass without communication. Collective."""
         return init_device_mesh(self.device_type, shape, mesh_dim_names=names)
 
     def prepare(self, plan: Plan) -> None:
@@ -185,16 +166,12 @@ def find_topology() -> Topology:
         return Topology(nodes=1, ranks_per_node=1)
     if world not in _topologies:
         by_launcher = "LOCAL_WORLD_SIZE" in os.environ and "GROUP_RANK" in os.environ
-        _topologies[world] = topology_of(of_all_ranks(f"node {os.environ['GROUP_RANK']}" if by_launcher else socket.gethostname()))
+        _topologies[world] = topology_of(all_gather_objects(f"node {os.environ['GROUP_RANK']}" if by_launcher else socket.gethostname()))
     return _topologies[world]
 
 
 def topology_of(names: Sequence[str]) -> Topology:
-    """Return the topology of ranks that lie on nodes of these names, in rank order.
-
-    Raises:
-        HardwareError: see `find_topology`.
-    """
+    """Return the topology of ranks that lie on nodes of these names, in rank order; refuse as `find_topology`."""
     runs = [(name, len(list(ranks))) for name, ranks in groupby(names)]
     if len(runs) != len(set(names)):
         split = next(name for name, _ in runs if sum(other == name for other, _ in runs) > 1)

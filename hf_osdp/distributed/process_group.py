@@ -41,7 +41,7 @@ _READ_S = 2.0
 """How much longer than rank 0 the others wait, and how long it lets them read an error."""
 _KEY = "hf_osdp/start"
 
-_waiting_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_gloo_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """How often all ranks have called `require_all`."""
 
@@ -67,14 +67,13 @@ def check_ranks() -> None:
     Raises:
         LaunchError: ranks are missing or run different versions, in the same line on every rank that came; a rank was started twice;
             or rank 0's machine cannot be reached.
-        ValueError: a variable is not a number.
     """
     prefer_expandable_segments()  # a run begins here, and its process group is what begins to use CUDA
     limit_s = launch_timeout_s()
     if are_several_ranks():
         rank, size, store = dist.get_rank(), dist.get_world_size(), _store("start")
         restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-        if rank == 0 and restarts and _is_launchers() and not _launchers_store.cache_info().currsize:  # else `_collect` has cleared it
+        if rank == 0 and restarts and _is_torchruns_store() and not _env_store.cache_info().currsize:  # else `_collect` has cleared it
             _log.warning("A restart may hang, since torchrun keeps its store: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun.")
     elif dist.is_initialized() or not all(map(os.environ.get, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))):
         return
@@ -82,7 +81,7 @@ def check_ranks() -> None:
         rank, size = (whole_number(os.environ, name, 0) for name in ("RANK", "WORLD_SIZE"))
         if size == 1:
             return
-        store = _launchers_store(rank, whole_number(os.environ, "MASTER_PORT", 0), limit_s)
+        store = _env_store(rank, whole_number(os.environ, "MASTER_PORT", 0), limit_s)
     mine = RankReport(
         rank=rank, ranks=size, host=socket.gethostname(), process=os.getpid(), token=uuid.uuid4().hex, limit=lowered_limit(),
         versions=own_versions(),
@@ -109,11 +108,7 @@ def own_versions() -> dict[str, str]:
 
 
 def launch_timeout_s() -> float:
-    """Return the seconds to wait for launched ranks: `OSDP_LAUNCH_TIMEOUT_S`, else 300, as `TCPStore` has it.
-
-    Raises:
-        ValueError: it is not a number of seconds above 0.
-    """
+    """Return the seconds to wait for launched ranks: `OSDP_LAUNCH_TIMEOUT_S`, else 300, as `TCPStore` has it."""
     text = os.environ.get(TIMEOUT_VARIABLE, "300")
     with suppress(ValueError):
         if 0 < float(text) < float("inf"):
@@ -154,7 +149,7 @@ def _report(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]:
             others = [f"process {one['process']} on {one['host']}" for one in reports if one["rank"] == mine["rank"]]
             if others and others != [f"process {mine['process']} on {mine['host']}"]:
                 problem = f"was started twice: rank 0 at {_address()} counts {others[0]}"
-                if not _is_launchers():  # the store began with rank 0's process, so that this is no restart
+                if not _is_torchruns_store():  # the store began with rank 0's process, so that this is no restart
                     break
         if token != seen:
             seen = token
@@ -167,9 +162,9 @@ def _report(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]:
 
 
 @functools.cache  # rank 0's server must live until the process group's store has joined it
-def _launchers_store(rank: int, port: int, limit_s: float) -> Store:
+def _env_store(rank: int, port: int, limit_s: float) -> Store:
     """Open the store of `env://`, without waiting for others to join it."""
-    hosts = rank == 0 and not _is_launchers()
+    hosts = rank == 0 and not _is_torchruns_store()
     try:
         return TCPStore(
             host_name=os.environ["MASTER_ADDR"],
@@ -233,52 +228,44 @@ def are_several_ranks() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
 
 
-def waiting_group() -> dist.ProcessGroup | None:
+def gloo_group() -> dist.ProcessGroup | None:
     """Return a gloo group of all ranks in which one may be waited for; None where no other rank is real.
 
     NCCL ends ranks that wait in a collective for 600 s, gloo's own default is 1800 s (`torch/distributed/constants.py`); a checkpoint or
     a search may take longer. Collective the first time; it is formed once for each process group.
-
-    Raises:
-        LaunchError: gloo does not reach the other ranks.
     """
     world = dist.group.WORLD
     if world is None or not are_several_ranks():
         return None
-    if world not in _waiting_groups:
+    if world not in _gloo_groups:
         try:
-            _waiting_groups[world] = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
+            _gloo_groups[world] = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
         except RuntimeError as error:
             raise LaunchError(
                 f"Rank {dist.get_rank()} on {socket.gethostname()} cannot connect to other ranks over gloo ({_reason(error)}). Set"
                 f" GLOO_SOCKET_IFNAME (now {os.environ.get('GLOO_SOCKET_IFNAME', 'not set')}) on each machine to the interface that faces"
                 " the others, as `ip -br addr` lists them."
             ) from error
-    return _waiting_groups[world]
+    return _gloo_groups[world]
 
 
-def of_all_ranks(mine: T) -> list[T]:
-    """Return what every rank has, in rank order. Collective."""
+def all_gather_objects(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return what every rank has, in rank order, over `gloo_group` or another group of all. Collective."""
     values = [mine] * (dist.get_world_size() if dist.is_initialized() else 1)
-    if (group := waiting_group()) is not None:
+    if (group := group or gloo_group()) is not None:
         dist.all_gather_object(values, mine, group=group)
     return values
 
 
-def wait_for_ranks() -> None:
-    """Return when every rank is here. Collective."""
-    if (group := waiting_group()) is not None:
+def host_barrier() -> None:
+    if (group := gloo_group()) is not None:
         dist.barrier(group=group)
 
 
 def require_all(what: str) -> None:
-    """Return once every rank has called this for the same thing. Ranks ask the store, so that one that calls alone gets an error, no hang.
+    """Return once every rank has called this for the same thing, `what`, such as `GPT2LMHeadModel.generate`; else raise OSDPError.
 
-    Args:
-        what: is being called, for example `GPT2LMHeadModel.generate`.
-
-    Raises:
-        OSDPError: ranks did not come within `ALL_CALL_S`, or called something else.
+    Ranks ask the store, so that one that calls alone gets an error after `ALL_CALL_S`, and does not hang.
     """
     world = dist.group.WORLD
     if world is None or not are_several_ranks():
@@ -304,7 +291,7 @@ def _store(name: str) -> Store:
     return PrefixStore(f"hf_osdp/{name}", dist.distributed_c10d._get_default_store())
 
 
-def _is_launchers() -> bool:
+def _is_torchruns_store() -> bool:
     """Return whether the store of `env://` is torchrun's, which outlives ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 

@@ -37,11 +37,7 @@ def limit_after_oom(limit_bytes: int) -> int:
 
 
 def lowered_limit() -> int | None:
-    """Return the bytes that were noted when a rank of this machine ran out of memory; None where none did.
-
-    Raises:
-        ValueError: the variable is not a number of bytes.
-    """
+    """Return the bytes that were noted when a rank of this machine ran out of memory; None where none did."""
     text, path = os.environ.get(LIMIT_VARIABLE, ""), _note()
     if not text and restart_count() and path is not None and path.is_file() and path.stat().st_uid == os.getuid():
         text = path.read_text(encoding="ascii", errors="replace")
@@ -52,7 +48,7 @@ def lowered_limit() -> int | None:
     return int(text)
 
 
-def hindrance() -> str | None:
+def reason_not_to_restart() -> str | None:
     """Return why this run cannot start again under a lower limit; None where it can."""
     if _LAUNCHER_VARIABLE in os.environ:
         if _count("TORCHELASTIC_RESTART_COUNT") < _count("TORCHELASTIC_MAX_RESTARTS"):
@@ -70,11 +66,7 @@ def hindrance() -> str | None:
 
 
 def restart(limit_bytes: int, message: str) -> None:
-    """Have the next start plan under a lower limit. Return where a launcher starts it, once this process fails; else do not return.
-
-    Raises:
-        OSError: the system does not do it.
-    """
+    """Have the next start plan under a lower limit. Return where a launcher starts it, once this process fails; else do not return."""
     if (note := _note()) is not None:
         note.unlink(missing_ok=True)
         with open(os.open(note, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="ascii") as file:

@@ -67,7 +67,6 @@ class StopSignal:
             self.abandon()
 
     def start(self) -> None:
-        """Listen. Collective."""
         self.received = self.stopped = self._ends = False
         if dist.is_initialized() and dist.get_world_size() > 1:
             backend = dist.distributed_c10d._get_default_group()._get_backend(collective_device())

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from ..checkpoint.writer import CheckpointWriter
-from ..distributed.process_group import check_ranks, wait_for_ranks
+from ..distributed.process_group import check_ranks, host_barrier
 from ..distributed.stop import Stopped
 from ..measurement.step_meter import LoopMeter, Observation
 from ..modeling.batch import Inputs
@@ -30,17 +31,16 @@ from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
 from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun
-from ..planning.preflight.checks import RunFolder
+from ..planning.preflight import RunFolder
 from ..planning.problem import RunFacts
-from ..sharding.environment import form_process_group, prepare_model
+from ..sharding.environment import form_process_group, prepare_model, uses_host
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
-from ..sharding.host_offload import uses_host
+from ..sharding.optimizer import frozen_parameters, spec_of_optimizer
 from ..sharding.state import full_state_dict
 from ..sharding.steps import micro_step
 from .announce import announce_result, plan_and_announce
 from .checkpoints import AcceleratorCheckpoints
 from .launch import launch_request, launched_world_size
-from .optimizers import frozen_parameters, spec_of_optimizer
 from .plugin import OSDPPlugin, offloads, plugin_for, precision_of
 from .samples import batches_of_loader
 from .sharding import apply_alone, check_bound, shard_model
@@ -83,12 +83,14 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         options = _by_name(args, kwargs)
         plugin = plugin_for(osdp, osdp_plugin, options.pop("fsdp_plugin", None))
         cpu = options.pop("cpu", False) or launch_request().use_cpu or not torch.accelerator.is_available()
-        self._run: PlannedRun | None = None
-        self._watch: LoopMeter | None = None
+        self.planned_run: PlannedRun | None = None
+        """The plan with what it was made from; None before planning."""
+        self._loop_meter: LoopMeter | None = None
         self._out_of_memory: OutOfMemoryHandler | None = None
         self.measured: Observation | None = None
         """Measurement of the loop's first optimizer steps, the same on every process; None before they ended."""
         self._writer: CheckpointWriter | None = None
+        self._schedules = WeakKeyDictionary()
         self._earlier_error = id(sys.exc_info()[1])  # that is being handled: a training that failed before this one
         methods = {getattr(handler, "init_method", None) for handler in options.get("kwargs_handlers") or ()}
         if dist.is_initialized() or methods <= {None, "env://"}:  # else ranks meet elsewhere than the launcher's variables say
@@ -134,19 +136,14 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             return super().prepare_model(*args, **kwargs)
 
     @property
-    def planned_run(self) -> PlannedRun | None:
-        """The plan with what it was made from; None before planning."""
-        return self._run
-
-    @property
     def _config(self) -> OSDPConfig:
         assert isinstance(self.plugin.osdp, OSDPConfig)
         return self.plugin.osdp
 
     @property
     def _planned(self) -> PlannedRun:
-        assert self._run is not None, "the plan is made before it is used"
-        return self._run
+        assert self.planned_run is not None, "the plan is made before it is used"
+        return self.planned_run
 
     def plan(
         self,
@@ -184,7 +181,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         FSDP2 runs units on the host, and its own mixed precision where the plan was not made for autocast: FSDP then takes charge of a
         single process, too.
         """
-        self._run = run
+        self.planned_run = run
         assert run.job is not None
         precision = run.job.precision
         if not self.is_fsdp2 and (uses_host(run.plan) or (precision.compute is not None and not precision.autocast)):
@@ -194,7 +191,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         self.gradient_state.plugin_kwargs["sync_each_batch"] = False
 
     def _plan_for(self, model: nn.Module, loader: DataLoader[Any], optimizer: torch.optim.Optimizer | None) -> None:
-        """Plan for the loader's batches."""
         config = self._config
         inputs, length = batches_of_loader(loader, model, config.sequence_length)
         size, micro, global_batch = self._batch_size(loader), config.micro_batch_size, config.global_batch_size
@@ -256,7 +252,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         if models and not isinstance(model := models[0], FSDPModule):
             loader = next(iter(_of_type(args, DataLoader)), None)
             optimizer = optimizers[0] if optimizers else None
-            if self._run is not None:
+            if self.planned_run is not None:
                 self._check_loader(loader)
             elif loader is not None:
                 self._plan_for(model, loader, optimizer)
@@ -271,16 +267,12 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         else:
             prepared = self._prepare_fsdp2(*args)
             result = prepared if len(prepared) > 1 else prepared[0]
-        if optimizers and self.reports_steps and self._watch is None and self._run is not None and self._models:
+        if optimizers and self.reports_steps and self._loop_meter is None and self.planned_run is not None and self._models:
             skips = self.scaler is not None and self.scaler.is_enabled()
-            micro_steps = self._run.plan.accumulation_steps if skips else None
-            self._watch = LoopMeter(
-                self._models[-1], self.device, self._report, micro_steps=micro_steps, compiled=bool(self._planned.plan.compiled_classes)
-            )
+            self._loop_meter = LoopMeter(self._models[-1], self.device, self._report, self.planned_run.plan, may_skip=skips)
         return result
 
     def _check_models(self, models: Sequence[nn.Module]) -> None:
-        """Refuse a second model: the plan is for one."""
         others = {id(model) for model in (*self._models, *models)}
         if self.is_fsdp2 and models and len(others) > 1:
             raise ValueError(
@@ -316,7 +308,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
 
     def wait_for_everyone(self) -> None:
         """Wait on the host, since a rank may save for longer than NCCL waits, and may see no GPU of its local rank's number."""
-        wait_for_ranks()
+        host_barrier()
 
     def end_training(self) -> None:
         """Complete the last checkpoint, report a loop of fewer steps than are measured, and end as stock does.
@@ -329,8 +321,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             for tracker in self.trackers:
                 tracker.finish()
             return
-        if self._watch is not None:
-            self._watch.finish()
+        if self._loop_meter is not None:
+            self._loop_meter.finish()
         if self._writer is not None:
             self._writer.wait()
         super().end_training()
@@ -375,9 +367,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Run one micro-step that is not the last: the plan decides what is reduced in it."""
         if not self.is_fsdp2:
-            stock: AbstractContextManager[None] = super().no_sync(model)
-            return stock
-        return micro_step(model, is_last=False, plan=None if self._run is None else self._run.plan)
+            return super().no_sync(model)
+        return micro_step(model, is_last=False, plan=None if self.planned_run is None else self.planned_run.plan)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """Return whole weights under their Hugging Face names, as copies; empty on ranks other than 0."""
@@ -386,13 +377,11 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     def clip_grad_norm_(self, parameters: Parameters, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clip by the norm over all units, whatever mesh each is on, and return the norm before clipping."""
         if not self.is_fsdp2:
-            norm: torch.Tensor = super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
-            return norm
+            return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         self.unscale_gradients()
         return clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Parameters, clip_value: float) -> None:
-        """Clip each element, of shards in place."""
         self.unscale_gradients()
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         for gradient in (p.grad for p in parameters if p.grad is not None):

@@ -119,7 +119,6 @@ _FIGURES = ("steps", "median_step_s", "first_step_s", "peak_bytes", "reserved_by
 
 
 def _observation_content(observed: Observation) -> dict[str, object]:
-    """Return an observation as plain values; bytes and seconds of one optimizer step."""
     return {
         **{name: getattr(observed, name) for name in _FIGURES},
         "collectives": [
@@ -130,7 +129,6 @@ def _observation_content(observed: Observation) -> dict[str, object]:
 
 
 def _rounds_content(run: PlannedRun) -> list[dict[str, object]]:
-    """Return the plans that were tried before training as plain values."""
     return [
         {
             "plan": past.plan.fingerprint,

@@ -1,12 +1,22 @@
-"""Accelerate's checkpoints: complete or invisible, under Hugging Face names, of any plan and any number of ranks."""
+"""Accelerate's checkpoints: complete or invisible, under Hugging Face names, of any plan and any number of ranks.
+
+Accelerate steps a prepared scheduler once for each process in every optimizer step, so that a position stands for G/W samples (G samples
+of an optimizer step, W processes). A checkpoint of G and W is at p; a run of G' and W' that was never interrupted would be at
+p · (G/W) / (G'/W'), with lengths (`T_max`, milestones) of its own.
+"""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
+import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,37 +29,35 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.nn.modules.module import _IncompatibleKeys
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
-from ..checkpoint.folders import numbered_checkpoints, remove_checkpoint
+from ..checkpoint.folders import Manifest, numbered_checkpoints, remove_checkpoint
 from ..checkpoint.layouts import find_model, is_of_one_process
-from ..checkpoint.loop import Stateful, load_random_states
-from ..checkpoint.manifest import Manifest
 from ..checkpoint.resume import check_checkpoint, last_checkpoint, warn_of_changes
 from ..checkpoint.safe import load_file
-from ..checkpoint.states import load_model, load_optimizer, save_model, save_optimizer
+from ..checkpoint.states import Stateful, load_model, load_optimizer, load_random_states, save_model, save_optimizer
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.consensus import on_rank_zero
 from ..errors import CheckpointError
 from ..modeling.split.names import is_split, keep_positions
 from ..planning.plan_run import PlannedRun
-from ..sharding.optimizer_check import unwrapped
+from ..sharding.optimizer import unwrapped
 from .plugin import OSDPPlugin, writes_shards
-from .schedules import Schedule, own_schedule, position_factor, rescale_schedules
 
 _log = logging.getLogger(__name__)
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+"""What schedulers keep in an optimizer's groups."""
+_BY_POSITION = (LambdaLR, OneCycleLR, CyclicLR)
+"""Their rates follow from the position alone. Others are stepped there: 7 µs a step, and to the bit what a run without a break has."""
 
 
 class AcceleratorCheckpoints(Accelerator):
     """`Accelerator` with these checkpoints."""
 
-    _run: PlannedRun | None
+    planned_run: PlannedRun | None
     _writer: CheckpointWriter | None
     plugin: OSDPPlugin
-
-    def __init__(self, **kwargs: Any) -> None:
-        self._schedules: WeakKeyDictionary[AcceleratedScheduler, Schedule] = WeakKeyDictionary()
-        super().__init__(**kwargs)
+    _schedules: WeakKeyDictionary[AcceleratedScheduler, Schedule]
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """Save as `Accelerator.save_state`; the folder appears when it is complete. Files in it that are no checkpoint's stay.
@@ -92,7 +100,7 @@ class AcceleratorCheckpoints(Accelerator):
         alone = not self.is_fsdp2 and not is_of_one_process(on_rank_zero(lambda: find_model(folder)))
         if self.is_fsdp2 or alone:
             _refuse_unused("load_state", kwargs.keys() - {"map_location"})
-        warn_of_changes(folder, self._settings(), None if self._run is None else self._run.plan)
+        warn_of_changes(folder, self._settings(), None if self.planned_run is None else self.planned_run.plan)
         keep_whole_positions(self._models, self._optimizers)
         hidden: dict[str, Any] = {"_optimizers": []} if self.is_fsdp2 else {}
         if alone:  # the stock functions read what one process wrote, and nothing else
@@ -113,7 +121,7 @@ class AcceleratorCheckpoints(Accelerator):
 
     def _rescale_schedules(self, saved: Manifest, folder: Path) -> None:
         """Set prepared schedulers to where this number of processes would have them."""
-        samples = None if self._run is None else self._run.plan.global_batch_size
+        samples = None if self.planned_run is None else self.planned_run.plan.global_batch_size
         factor = position_factor(ranks=(saved.world_size, self.num_processes), samples=(saved.global_batch_size, samples))
         uncounted = self.gradient_accumulation_steps - 1 if self.gradient_state.adjust_scheduler else 0
         schedules = [self._schedules[scheduler] for scheduler in self._schedulers if scheduler in self._schedules]
@@ -135,18 +143,16 @@ class AcceleratorCheckpoints(Accelerator):
     def _checkpoint_writer(self) -> CheckpointWriter:
         if self._writer is None:
             self._writer = CheckpointWriter(in_background=bool(getattr(self.plugin.osdp, "async_save", False)))
-        self._writer.plan = None if self._run is None else self._run.plan
+        self._writer.plan = None if self.planned_run is None else self.planned_run.plan
         return self._writer
 
     def _settings(self) -> dict[str, str]:
-        """Return what a manifest records of this run."""
         data = [dataset_text(loader.dataset) for loader in self._dataloaders if hasattr(loader, "dataset")]
         names = [type(unwrapped(optimizer)).__name__ for optimizer in self._optimizers]
         texts = {"precision": self.mixed_precision, "optimizer": " and ".join(names), "dataset": " and ".join(data)}
         return {name: str(text) for name, text in texts.items() if text}
 
     def _new_folder(self, output_dir: str | None) -> Path:
-        """Return the next checkpoint's name."""
         if not self.project_configuration.automatic_checkpoint_naming:
             if output_dir is None:
                 raise ValueError("save_state needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True).")
@@ -267,3 +273,75 @@ def model_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> n
 def is_adapted(model: nn.Module) -> bool:
     """Return whether a model has peft's adapters, which are all that its checkpoints hold."""
     return hasattr(model, "peft_config")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    scheduler: LRScheduler
+    state: dict[str, Any]
+    rates: tuple[dict[str, Any], ...]
+    """Of each group of its optimizer."""
+    position: int
+    """-1 where it counts none."""
+
+
+def position_factor(*, ranks: tuple[int, int], samples: tuple[int | None, int | None]) -> Fraction | None:
+    """Return what positions of a checkpoint are to be multiplied by; None where nobody knows. Pairs are of when it was saved, and now."""
+    if samples[0] is not None and samples[1] is not None:
+        return Fraction(samples[0] * ranks[1], ranks[0] * samples[1])
+    return Fraction(1) if ranks[0] == ranks[1] else None
+
+
+def own_schedule(prepared: object) -> Schedule | None:
+    """Return a scheduler that goes by the number of processes, with what loading would overwrite; None for others."""
+    if not isinstance(prepared, AcceleratedScheduler) or not prepared.step_with_optimizer or prepared.split_batches:
+        return None
+    scheduler = prepared.scheduler
+    rates = tuple({key: deepcopy(group[key]) for key in _RATES if key in group} for group in scheduler.optimizer.param_groups)
+    return Schedule(scheduler=scheduler, state=deepcopy(scheduler.state_dict()), rates=rates, position=_position(scheduler))
+
+
+def rescale_schedules(schedules: Sequence[Schedule], factor: Fraction | None, *, ranks: int, uncounted: int) -> list[str]:
+    """Set loaded schedulers, and their optimizers' rates, to where this run would have them; return which stay as saved, and why."""
+    if factor == 1:
+        return []
+    found = [(schedule, _target(schedule, factor)) for schedule in schedules]
+    targets = [(schedule, target) for schedule, target in found if isinstance(target, int)]
+    for schedule, _ in targets:  # all before the first step: several may change the rates of one optimizer
+        for group, rates in zip(schedule.scheduler.optimizer.param_groups, schedule.rates, strict=True):
+            group.update(deepcopy(rates))
+        schedule.scheduler.load_state_dict(deepcopy(schedule.state))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no optimizer step went before
+        for schedule, target in targets:
+            scheduler, steps = schedule.scheduler, target - schedule.position
+            if isinstance(scheduler, _BY_POSITION):
+                scheduler.last_epoch, steps = target - 1, 1
+            for _ in range(steps):
+                scheduler.step()
+            if hasattr(scheduler, "_step_count"):
+                scheduler._step_count = 1 + target + target // ranks * uncounted
+    return [f"{type(schedule.scheduler).__name__} ({problem})" for schedule, problem in found if isinstance(problem, str)]
+
+
+def _target(schedule: Schedule, factor: Fraction | None) -> int | str:
+    """Return where a scheduler is to be, or why that cannot be had."""
+    saved, step = _position(schedule.scheduler), inspect.signature(schedule.scheduler.step).parameters.values()
+    if saved < 0 or any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in step):
+        return "it goes by metrics or calls, not by a position"
+    if factor is None:
+        return "the samples of an optimizer step are not known"
+    target = round(saved * factor)
+    if isinstance(schedule.scheduler, OneCycleLR):
+        target = min(target, schedule.state["total_steps"])  # Accelerate does not step it any further
+    if schedule.position > target and not isinstance(schedule.scheduler, _BY_POSITION):
+        return f"it begins at {schedule.position}, past {target}"
+    return target
+
+
+def _position(scheduler: LRScheduler) -> int:
+    """Return how often a scheduler was stepped; chained ones count for themselves."""
+    if hasattr(scheduler, "last_epoch"):
+        return scheduler.last_epoch
+    several = getattr(scheduler, "_schedulers", ())
+    return _position(several[0]) if several else -1

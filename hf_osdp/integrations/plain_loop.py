@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..checkpoint.loop import Stateful, load_loop, save_loop
+from ..checkpoint.states import Stateful, load_loop, save_loop
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank, world_size
@@ -25,19 +25,16 @@ from ..planner.search.search import SearchResult
 from ..planning.config import OSDPConfig, merged_config
 from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun, plan_run
-from ..planning.preflight.checks import Severity
+from ..planning.preflight import Severity
 from ..planning.problem import RunFacts
 from ..planning.recalibrate import Round
 from ..quantities import format_bytes, format_seconds
-from ..sharding.apply import apply_plan
-from ..sharding.environment import form_process_group, mp_policy, prepare_model, training_device
+from ..sharding.apply import apply_plan, verify_applied
+from ..sharding.environment import form_process_group, move_to_device, mp_policy, prepare_model, training_device
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
-from ..sharding.host_offload import move_to_device
-from ..sharding.optimizer import prepare_new_optimizers
+from ..sharding.optimizer import prepare_new_optimizers, spec_of_optimizer
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.steps import micro_step
-from ..sharding.verify import verify_applied
-from .optimizers import spec_of_optimizer
 
 _log = logging.getLogger(__name__)
 
@@ -130,14 +127,8 @@ class OptimalShardedDataParallel(nn.Module):
         self.module = move_to_device(model, device)
         self._out_of_memory = OutOfMemoryHandler(model, run.plan, run.units, problem=run.problem, on_oom=config.on_oom, device=device)
         prepare_new_optimizers(self.module)
-        skips = self._precision.compute is DType.FLOAT16
-        self._watch = LoopMeter(
-            self.module,
-            device,
-            self._log_measured,
-            micro_steps=self.plan.accumulation_steps if skips else None,
-            compiled=bool(self.plan.compiled_classes),
-        )
+        may_skip = self._precision.compute is DType.FLOAT16
+        self._loop_meter = LoopMeter(self.module, device, self._log_measured, self.plan, may_skip=may_skip)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  what the model returns
         """Run the model's forward pass.
@@ -284,7 +275,6 @@ def _check(config: OSDPConfig, optimizer: OptimizerSpec | None) -> None:
 
 
 def _log_findings(run: PlannedRun) -> None:
-    """Log what the preflight checks found, on rank 0."""
     for finding in () if rank() else run.findings:
         _log.log(logging.INFO if finding.severity is Severity.NOTE else logging.WARNING, "%s", finding.message)
 

@@ -98,12 +98,10 @@ def plugin_for(osdp: OSDPConfig | Mapping[str, object] | None, osdp_plugin: obje
 
 
 def writes_shards(plugin: FullyShardedDataParallelPlugin) -> bool:
-    """Return whether checkpoints are written in shards, and not whole."""
     return "FULL" not in str(plugin.state_dict_type)
 
 
 def offloads(plugin: OSDPPlugin) -> bool:
-    """Return whether parameters and optimizer states are to live in the host's memory."""
     return isinstance(plugin.cpu_offload, CPUOffloadPolicy)
 
 

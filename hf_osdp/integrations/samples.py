@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
-from ..distributed.process_group import of_all_ranks
-from ..planning.probe import random_states_kept
+from ..distributed.process_group import all_gather_objects
+from ..modeling.batch import random_states_kept
 
 _MOST_OF_A_STREAM = 256
 """Samples of a stream that are read at most."""
@@ -59,7 +59,7 @@ class Batches:
 
     def with_rows(self, sequence_length: int | None) -> tuple[Batches, int]:
         """Return batches with rows of this many tokens, None for those of the longest that any rank found; and that number. Collective."""
-        length = sequence_length or max(of_all_ranks(self.tokens or 1))
+        length = sequence_length or max(all_gather_objects(self.tokens or 1))
         return replace(self, row_tokens=length if self.tokens else None), length
 
 
@@ -67,13 +67,11 @@ def find_batches(dataset: Any, collate: Collate) -> Batches | None:  # noqa: ANN
     """Find the largest batch that a dataset gives to a DataLoader, without taking from a stream or advancing random number generators.
 
     Of a table of `datasets` only the lengths are read, of all rows. Other datasets with a length are read sample by sample, for two
-    seconds at most, evenly spread; of a stream the first samples of a copy are read.
-
-    Returns:
-        None where there is no dataset, or it is empty, or is a stream that cannot be copied, so that reading would take from it.
+    seconds at most, evenly spread; of a stream the first samples of a copy are read. None where there is no dataset, or it is empty, or is
+    a stream that cannot be copied, so that reading would take from it.
     """
     collate = _copied(collate)
-    with _random_states_kept():
+    with _all_random_states_kept():
         samples, seen, is_whole = _longest_samples(dataset)
         if not samples:
             return None
@@ -110,7 +108,7 @@ def tokens_of(batch: object) -> int | None:
     return int(batch.shape[1]) if isinstance(batch, torch.Tensor) and batch.dim() == 2 and not batch.is_floating_point() else None
 
 
-def takes_keywords(model: nn.Module, batch: object) -> bool:
+def accepts_as_keywords(model: nn.Module, batch: object) -> bool:
     """Return whether a model can be called with a batch's names as keywords, as `model(**batch)` does."""
     if not isinstance(batch, Mapping):
         return False
@@ -125,15 +123,14 @@ def batches_of_loader(loader: DataLoader[Any], model: nn.Module, sequence_length
     if found is None:
         return None, sequence_length
     batches, length = found.with_rows(sequence_length)
-    if takes_keywords(model, found(1)):
+    if accepts_as_keywords(model, found(1)):
         return batches, length
     return None, length if found.tokens else sequence_length
 
 
-def _random_states_kept() -> AbstractContextManager[None]:
+def _all_random_states_kept() -> AbstractContextManager[None]:
     """Keep all generators: datasets and collators may draw."""
-    is_initialized: bool = torch.cuda.is_initialized()
-    return random_states_kept(range(torch.cuda.device_count()) if is_initialized else [])
+    return random_states_kept(range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0))
 
 
 def _copied(collate: Collate) -> Collate:
@@ -154,7 +151,7 @@ def _copied(collate: Collate) -> Collate:
 
 def _collated(collate: Collate, samples: Sequence[Any]) -> Any:  # noqa: ANN401
     """Collate copies of the samples, since some collators remove fields from them."""
-    with _random_states_kept():
+    with _all_random_states_kept():
         return collate([copy.copy(sample) if isinstance(sample, dict) else sample for sample in samples])
 
 

@@ -9,12 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ..planning.plan_run import PlannedRun
-from ..sharding.apply import apply_plan
-from ..sharding.host_offload import move_to_device
-from ..sharding.optimizer import parameter_names, rebind_parameters, release_parameters
-from ..sharding.optimizer_check import check_optimizer
+from ..sharding.apply import apply_plan, verify_applied
+from ..sharding.environment import move_to_device
+from ..sharding.optimizer import check_optimizer, parameter_names, rebind_parameters, release_parameters
 from ..sharding.state import free_gathered, load_full_state_dict
-from ..sharding.verify import verify_applied
 from .plugin import OSDPPlugin, offloads
 
 
@@ -31,13 +29,13 @@ def shard_model(
     names = parameter_names(model)
     for optimizer in optimizers:
         release_parameters(optimizer, names)
-    weights = _take_weights(model) if plugin.cpu_ram_efficient_loading and run.plan.world_size > 1 else None
+    weights = _detach_weights(model) if plugin.cpu_ram_efficient_loading and run.plan.world_size > 1 else None
     apply_plan(
         model, run.plan, run.units, meshes=run.meshes,
         mp_policy=plugin.mixed_precision_policy, pin_memory=plugin.cpu_offload.pin_memory if offloads(plugin) else None,
     )  # fmt: skip
     if weights is not None:
-        _give_weights(model, weights, device)
+        _scatter_weights(model, weights, device)
     elif run.plan.world_size == 1:
         move_to_device(model, device)
     verify_applied(model, run.plan, run.units)
@@ -68,7 +66,7 @@ def check_bound(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -
         )
 
 
-def _take_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+def _detach_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Move the model to the meta device, so that ranks allocate only shards; return its weights, non-persistent buffers included."""
     persistent = set(model.state_dict())
     buffers = {name: buffer for name, buffer in model.named_buffers() if name not in persistent}
@@ -79,8 +77,7 @@ def _take_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _give_weights(model: nn.Module, weights: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Give every rank its shards of rank 0's weights."""
+def _scatter_weights(model: nn.Module, weights: dict[str, torch.Tensor], device: torch.device) -> None:
     others = {name for name, _ in model.named_buffers()} - set(model.state_dict())
     move_to_device(model, device, empty=True)
     # Not by the sharded model's own names: what is in slices was taken out under its Hugging Face name.

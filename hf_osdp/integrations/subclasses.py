@@ -18,7 +18,7 @@ from transformers import Trainer as StockTrainer
 
 from ..modeling.batch import Loss, without_adapters
 from ..modeling.units import canonical_name
-from ..sharding.host_offload import parameter_groups
+from ..sharding.environment import parameter_groups
 from ..tracing.tensors import DEVICE, fake_like
 
 _CONTAINERS = (dict, list, set, deque)
@@ -30,7 +30,7 @@ def check_order(cls: type, ours: type) -> None:
     """Refuse a class that lists our Trainer before another one, whose methods would then be hidden."""
     order = cls.__mro__
     between = order[order.index(ours) + 1 : order.index(StockTrainer)]
-    hidden = next((other for other in between if issubclass(other, StockTrainer)), None)
+    hidden = next((other for other in between if issubclass(other, StockTrainer) and other not in ours.__mro__), None)
     if hidden is not None:
         raise TypeError(
             f"{cls.__name__} lists hf_osdp's Trainer before {hidden.__name__}, whose methods it would hide;"
@@ -116,7 +116,7 @@ def traced_loss(trainer: StockTrainer) -> Loss:
     return loss
 
 
-def held_models(trainer: StockTrainer) -> dict[str, int]:
+def bytes_of_other_models(trainer: StockTrainer) -> dict[str, int]:
     """Return the bytes that other models take on this device, by the name of the trainer's attribute.
 
     Sharded ones count with their shards, and a root that stays gathered after forward whole beside them.

@@ -17,10 +17,9 @@ from transformers.trainer_utils import TrainOutput
 
 from ..checkpoint.resume import start_fresh
 from ..checkpoint.writer import CheckpointWriter, Staging
-from ..distributed.process_group import wait_for_ranks
+from ..distributed.process_group import host_barrier
 from ..distributed.stop import StopSignal
 from ..measurement.step_meter import StepMeter
-from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
 from ..planning.plan_run import PlannedRun
 from ..sharding.environment import hold_master_weights
@@ -32,11 +31,10 @@ from .checkpoints import replaced
 from .plugin import OSDPPlugin
 from .subclasses import check_order, ignores_item_count, planning_at_the_end, with_whole_weights
 from .trainer_checkpoints import StopCallback, TrainerCheckpoints
-from .trainer_facts import facts_of_trainer
-from .trainer_options import asked_config, own_arguments, plugin_options, refuse_unplanned, set_batch
+from .trainer_facts import copied_arguments, facts_of_trainer, plugin_options, refuse_unplanned, requested_config, set_batch
 
 
-class Trainer(TrainerCheckpoints, StockTrainer):
+class Trainer(TrainerCheckpoints):
     """`transformers.Trainer` that shards each unit of the model as a plan says.
 
     The plan is made when the Trainer is. The samples of one optimizer step stay as the arguments have them (`per_device_train_batch_size` ×
@@ -70,11 +68,11 @@ class Trainer(TrainerCheckpoints, StockTrainer):
         self._run: PlannedRun | None = None
         self._staging: Staging | None = None
         asked = self.__dict__.pop("_asked_osdp", None) if osdp is None else osdp
-        self._osdp = asked_config(asked, given.get("args"), unasked=self.plans_unasked)
+        self._osdp = requested_config(asked, given.get("args"), unasked=self.plans_unasked)
         if self._osdp is not None:
             refuse_unplanned(given)
             arguments = given.get("args") or TrainingArguments(output_dir="tmp_trainer")
-            given["args"] = own_arguments(arguments)
+            given["args"] = copied_arguments(arguments)
             assert arguments.output_dir is not None
             self._asked_batch = arguments.per_device_train_batch_size
             if given.get("train_dataset") is not None:
@@ -91,8 +89,8 @@ class Trainer(TrainerCheckpoints, StockTrainer):
         self._osdp = replace(self._osdp, compile=self._osdp.compile or self.accelerator.plugin.osdp.compile)  # the launcher's dynamo
         try:
             facts = facts_of_trainer(self, self._osdp)
-            hold_master_weights(self._module, facts.precision)
-            self._run = plan_and_announce(self._module, self._osdp, facts)
+            hold_master_weights(self.model, facts.precision)
+            self._run = plan_and_announce(self.model, self._osdp, facts)
         except Exception:
             if self._makes_folder:
                 with suppress(OSError):  # it is gone, or holds something
@@ -103,8 +101,8 @@ class Trainer(TrainerCheckpoints, StockTrainer):
         self.accelerator.adopt(self._run)
         self.is_fsdp_enabled = self.is_fsdp_enabled or self.accelerator.is_fsdp2  # one process with units on the host
         if self.place_model_on_device and not self.is_fsdp_enabled:
-            super()._move_model_to_device(self._module, args.device)
-        self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs and not ignores_item_count(self._module)
+            super()._move_model_to_device(self.model, args.device)
+        self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs and not ignores_item_count(self.model)
         self._meter = StepMeter(args.device, compiled=bool(self._run.plan.compiled_classes))
         self.add_callback(_StepCallback(self._meter))
         self._writer = CheckpointWriter(in_background=self._osdp.async_save)
@@ -123,23 +121,14 @@ class Trainer(TrainerCheckpoints, StockTrainer):
         if self._osdp is None or self._run is not None:
             super()._move_model_to_device(model, device)
 
-    @property
-    def plan(self) -> Plan | None:
-        """The plan that runs; None where OSDP is off."""
-        return None if self._run is None else self._run.plan
-
     def create_accelerator_and_postprocess(self) -> None:
         """As stock, with an accelerator that runs plans."""
         if self._osdp is None:
             super().create_accelerator_and_postprocess()
             return
-        with replaced(transformers.trainer, Accelerator=_TrainersAccelerator):  # stock has no argument for it
+        with replaced(transformers.trainer, Accelerator=OSDPAccelerator):  # stock has no argument for it
             super().create_accelerator_and_postprocess()
-
-    @property
-    def _module(self) -> torch.nn.Module:
-        assert isinstance(self.model, torch.nn.Module)
-        return self.model
+        self.accelerator.reports_steps = False  # the Trainer knows where its steps begin and end
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """As stock, with the plan's plugin."""
@@ -152,7 +141,7 @@ class Trainer(TrainerCheckpoints, StockTrainer):
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """As stock, from shards: after an evaluation the model still shows gathered parameters of units that are kept."""
         if self._osdp is not None:
-            free_gathered(self._module if model is None else model)
+            free_gathered(self.model if model is None else model)
         return super().create_optimizer(model)
 
     def _has_mixed_mesh_grads(self, model: torch.nn.Module) -> bool:
@@ -169,7 +158,7 @@ class Trainer(TrainerCheckpoints, StockTrainer):
             if self.args.push_to_hub:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
         if self._osdp is not None:
-            wait_for_ranks()  # stock goes on to collectives while rank 0 writes
+            host_barrier()  # stock goes on to collectives while rank 0 writes
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """As stock; then estimate and measurement are printed, and `osdp_report.json` is written.
@@ -229,18 +218,10 @@ class _StepCallback(TrainerCallback):
         self._meter, self._open = meter, False
 
     def on_step_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        """Begin an optimizer step."""
         self._meter.step_begins()
         self._open = True
 
     def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        """End an optimizer step."""
         if self._open:
             self._meter.step_ends()
             self._open = False
-
-
-class _TrainersAccelerator(OSDPAccelerator):
-    """Leaves the report to the Trainer, which knows where its steps begin and end."""
-
-    reports_steps = False

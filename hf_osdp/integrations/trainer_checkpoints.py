@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import transformers.trainer
 from torch import nn
@@ -14,15 +14,15 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpoint.folders import numbered_checkpoints, remove_checkpoint, unlock_checkpoints
 from ..checkpoint.layouts import find_model, is_of_one_process
-from ..checkpoint.loop import load_random_states
 from ..checkpoint.resume import check_checkpoint, checkpoint_to_resume, own_checkpoints, warn_of_changes
 from ..checkpoint.safe import load_file
-from ..checkpoint.states import load_model, load_optimizer, save_model
+from ..checkpoint.states import load_model, load_optimizer, load_random_states, save_model
 from ..checkpoint.writer import CheckpointWriter, Staging
 from ..distributed.stop import StopSignal
+from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
 from ..planning.plan_run import PlannedRun
-from ..sharding.optimizer_check import unwrapped
+from ..sharding.optimizer import unwrapped
 from .checkpoints import dataset_text, is_adapted, keep_whole_positions, own_states, replaced
 from .plugin import writes_shards
 
@@ -30,14 +30,9 @@ _log = logging.getLogger(__name__)
 TRAINER_STATE = transformers.trainer.TRAINER_STATE_NAME
 """What the Trainer writes last into a checkpoint."""
 
-if TYPE_CHECKING:
-    _Base = transformers.Trainer
-else:
-    _Base = object
 
-
-class TrainerCheckpoints(_Base):
-    """Mixin; must precede `transformers.Trainer` in the MRO."""
+class TrainerCheckpoints(transformers.Trainer):
+    """`transformers.Trainer` with these checkpoints."""
 
     model: Any
     optimizer: Any
@@ -49,6 +44,11 @@ class TrainerCheckpoints(_Base):
     _stop: StopSignal
     _asked_batch: int
 
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that runs; None where OSDP is off."""
+        return None if self._run is None else self._run.plan
+
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         """Save as the stock Trainer, into a hidden folder that then appears under its name."""
         if self._osdp is None:
@@ -56,7 +56,7 @@ class TrainerCheckpoints(_Base):
             return
         run_dir = Path(super()._get_output_dir(trial))
         folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        self._writer.plan = None if self._run is None else self._run.plan
+        self._writer.plan = self.plan
         with self._writer.new(folder, **self._settings()) as staging:
             self._staging = staging
             try:
@@ -165,23 +165,17 @@ class TrainerCheckpoints(_Base):
             load_random_states(Path(checkpoint), self.args.process_index)
 
     def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
-        """Return the checkpoint that training begins with, sound and complete; the same on every rank.
-
-        Raises:
-            CheckpointError: the one that was asked for is damaged, or another run trains in the same folder.
-            ValueError: the last was asked for, and there is none.
-        """
+        """Return the checkpoint that training begins with, sound and complete; the same on every rank."""
         folder, after_restart = str(self.args.output_dir), self._osdp is None or self._osdp.resume_after_restart
         found = checkpoint_to_resume(folder, None if asked == "" else asked, marker=TRAINER_STATE, after_restart=after_restart)
         if found is None:
             if asked is True:
                 raise ValueError(f"There is no complete checkpoint in {folder}; leave resume_from_checkpoint out to begin.")
             return None
-        warn_of_changes(found, self._settings(), None if self._run is None else self._run.plan)
+        warn_of_changes(found, self._settings(), self.plan)
         return str(found)
 
     def _settings(self) -> dict[str, str]:
-        """Return what a manifest records of this training."""
         args, data_seed = self.args, self.args.data_seed
         seed = f"{args.seed}" if data_seed is None else f"{args.seed} (data {data_seed})"
         optimizer = "" if self.optimizer is None else type(unwrapped(self.optimizer)).__name__
@@ -202,11 +196,9 @@ class StopCallback(TrainerCallback):
         self._stop = stop
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Listen."""
         self._stop.start()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
-        """Ask all ranks."""
         if self._stop.agreed():
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False  # the launcher waits for seconds only
@@ -221,5 +213,4 @@ class StopCallback(TrainerCallback):
         return control
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Listen no more."""
         self._stop.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import sys
@@ -12,34 +13,39 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
 from ..checkpoint.resume import recorded_batch
-from ..distributed.process_group import of_all_ranks
+from ..distributed.process_group import all_gather_objects
 from ..modeling.batch import Inputs, without_adapters
 from ..modeling.wrapping import has_running_statistics
 from ..planner.job import OptimizerSpec, Precision
-from ..planning.config import OSDPConfig
-from ..planning.preflight.checks import RunFolder
+from ..planner.plan import Plan
+from ..planning.config import OSDPConfig, merged_config, stated_options
+from ..planning.preflight import RunFolder
 from ..planning.problem import RunFacts
-from .optimizers import frozen_parameters, spec_of_optimizer, spec_of_trainer_name
-from .plugin import offloads
+from ..reading import read_json
+from ..sharding.optimizer import frozen_parameters, spec_of_optimizer, spec_of_trainer_name
+from .launch import launch_request
+from .plugin import offloads, refuse_decided, with_block_classes
 from .samples import find_batches, tokens_of
-from .subclasses import held_models, traced_loss
-from .trainer_options import samples_of_step
+from .subclasses import bytes_of_other_models, traced_loss
 
 _log = logging.getLogger(__name__)
 _SINGLE_SAMPLE_LOSSES = ("SFTTrainer", "RewardTrainer")
 """Trainers with a loss of their own that is a sum over tokens or samples, whichever share a batch."""
+_PLUGIN_OPTIONS = ("cpu_offload", "cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing")
+"""Entries of `TrainingArguments.fsdp_config` that go to the plugin; the plan decides the rest."""
+_ADDED = ("min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
+"""Entries that transformers adds to `fsdp_config` itself, switched off."""
+_MOST_BYTES = 2**20
+"""Of a file of options."""
 
 
 def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> RunFacts:
-    """Return what is known about the run of a Trainer whose `__init__` has ended. Collective.
-
-    Raises:
-        ValueError: the sequence length, or the optimizer's memory, is not known.
-    """
+    """Return what is known about the run of a Trainer whose `__init__` has ended. Collective."""
     args, plugin = trainer.args, trainer.accelerator.plugin
     batches, sequence_length = _batches(trainer, config)
     stock_loss = type(trainer).compute_loss is Trainer.compute_loss
@@ -57,7 +63,7 @@ def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> RunFacts:
         reduce_every_micro_step=config.reduce_every_micro_step,
         inputs=batches,
         loss=None if batches is None or config.inputs or model_makes_loss else traced_loss(trainer),
-        other_models=held_models(trainer),
+        other_models=bytes_of_other_models(trainer),
         clips_gradients=bool(args.max_grad_norm and args.max_grad_norm > 0),
         activation_checkpointing=bool(args.gradient_checkpointing) or checkpointing,
         checkpoint_wrapper=checkpointing,
@@ -152,7 +158,7 @@ def _batches(trainer: Trainer, config: OSDPConfig) -> tuple[Inputs | None, int]:
             "%s makes its batches in the step itself, as by generation: the estimate is that of the model's own loss, without what it"
             " takes to make them; a lower memory_limit leaves room.", type(trainer).__name__,
         )  # fmt: skip
-    return None, config.sequence_length or max(of_all_ranks(generated))
+    return None, config.sequence_length or max(all_gather_objects(generated))
 
 
 def _rows_and_collator(trainer: Trainer, dataset: Any) -> tuple[Any, Any]:  # noqa: ANN401  of any library
@@ -175,7 +181,6 @@ def _tokens_to_generate(trainer: Trainer, sample: object) -> int | None:
 
 
 def _optimizer_spec(trainer: Trainer) -> OptimizerSpec:
-    """Return what the optimizer of this training will hold."""
     device_type, optimizer = trainer.args.device.type, trainer.optimizer
     if optimizer is None and trainer.optimizer_cls_and_kwargs is not None:
         cls, options = trainer.optimizer_cls_and_kwargs
@@ -183,3 +188,123 @@ def _optimizer_spec(trainer: Trainer) -> OptimizerSpec:
     if optimizer is not None:
         return spec_of_optimizer(optimizer, device_type=device_type)
     return spec_of_trainer_name(OptimizerNames(trainer.args.optim).value, device_type=device_type)
+
+
+def requested_config(
+    osdp: OSDPConfig | Mapping[str, object] | bool | None, args: TrainingArguments | None, *, unasked: bool = False
+) -> OSDPConfig | None:
+    """Return what was asked for: by the Trainer's argument, then by `fsdp_config`, then by the launcher; None for the stock Trainer.
+
+    The first that says so switches it on or off, and each option comes from the first that sets it. `unasked`: on where none says so.
+    """
+    if osdp is False:
+        return None
+    if osdp not in (None, True) and not isinstance(osdp, (OSDPConfig, Mapping)):
+        raise ValueError(f"osdp={osdp!r} is of type {type(osdp).__name__}; use True, False, an OSDPConfig or a mapping of its fields.")
+    beside = _fsdp_config(args)
+    here, request = beside.get("osdp"), launch_request()
+    if here is not None and not isinstance(here, (bool, Mapping)):
+        raise ValueError(f"fsdp_config has osdp={here!r}; use true, false or a mapping of options.")
+    launched = unasked if request.osdp is None else request.osdp
+    if osdp is None and (here is False or (here is None and not launched)):
+        return None
+    _refuse_ignored(beside)
+    compiles = {"compile": True} if args is not None and args.torch_compile else {}
+    near = {**compiles, **stated_options(here if isinstance(here, Mapping) else None), **stated_options(None if osdp is True else osdp)}
+    if compiles and near.get("compile") is False:
+        raise ValueError("torch_compile=True beside compile=False of OSDP's options: leave one of the two out.")
+    classes = beside.get("transformer_layer_cls_to_wrap")
+    return merged_config(with_block_classes(near, classes, option="transformer_layer_cls_to_wrap"), request.options)
+
+
+def _refuse_ignored(beside: Mapping[str, Any]) -> None:
+    """Refuse entries of `fsdp_config` that would have no effect; those that transformers adds itself, switched off, are accepted."""
+    if beside.get("version", 2) not in (2, "2"):
+        raise ValueError(f"fsdp_config has version={beside['version']!r}, which cannot run a plan; leave it out or use 2.")
+    set_here = {name: value for name, value in beside.items() if name not in _ADDED or value not in (0, None)}
+    refuse_decided(set_here)
+    known = ("osdp", "version", "transformer_layer_cls_to_wrap", "auto_wrap_policy", *_PLUGIN_OPTIONS)
+    for name, value in set_here.items():
+        if name not in known and value is not None:
+            raise ValueError(
+                f"fsdp_config has {name}={value!r}, which has no effect under a plan; leave it out (known are {', '.join(known)}; options"
+                " of OSDPConfig go into osdp)."
+            )
+
+
+def plugin_options(args: TrainingArguments) -> dict[str, Any]:
+    stated = {**(args.fsdp_plugin_args or {})}
+    if not args.fsdp:
+        stated.update({name: value for name, value in _fsdp_config(args).items() if name in _PLUGIN_OPTIONS})
+    return {name: stated[name] for name in _PLUGIN_OPTIONS if name in stated}
+
+
+def copied_arguments(args: TrainingArguments) -> TrainingArguments:
+    """Return a copy of the training arguments that the planner may write into, with one number of accumulation steps in it."""
+    own = copy.copy(args)
+    own.accelerator_config = copy.deepcopy(args.accelerator_config)
+    steps = (_accelerator_config(own).gradient_accumulation_kwargs or {}).pop("num_steps", None)
+    if steps is not None and args.gradient_accumulation_steps not in (1, steps):
+        raise ValueError(
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps} and num_steps={steps} of accelerator_config were both given;"
+            " leave one of the two out."
+        )
+    own.gradient_accumulation_steps = steps or args.gradient_accumulation_steps
+    own.torch_compile = False  # the plan has it, by block
+    return own
+
+
+def samples_of_step(args: TrainingArguments) -> int:
+    """Return the samples of one optimizer step over all processes; `split_batches` divides each batch among them."""
+    batch, splits = args.per_device_train_batch_size, _accelerator_config(args).split_batches
+    if splits and batch % args.world_size:
+        raise ValueError(
+            f"split_batches=True splits batches of {batch} over {args.world_size} processes; use a per_device_train_batch_size that"
+            f" {args.world_size} divides."
+        )
+    return batch * args.gradient_accumulation_steps * (1 if splits else args.world_size)
+
+
+def set_batch(args: TrainingArguments, plan: Plan) -> None:
+    """Write the plan's batch sizes into the Trainer's own arguments, as `split_batches` needs them."""
+    parts = args.world_size if _accelerator_config(args).split_batches else 1
+    args.per_device_train_batch_size = plan.micro_batch_size * parts
+    args.gradient_accumulation_steps = plan.accumulation_steps
+    if args.auto_find_batch_size and args.process_index == 0:
+        _log.warning(
+            "auto_find_batch_size=True was switched off: the plan has the batch size, %d samples at once on each process, which fits by its"
+            " estimate.",
+            plan.micro_batch_size,
+        )
+    args.auto_find_batch_size = False
+
+
+def refuse_unplanned(given: Mapping[str, Any]) -> None:
+    """Refuse arguments of a Trainer, by name, that a plan made beforehand cannot take into account."""
+    args: TrainingArguments | None = given.get("args")
+    if given.get("model") is None:
+        raise ValueError("OSDP plans for one model when the Trainer is made; pass model=... instead of model_init.")
+    if args is None:
+        return
+    if args.deepspeed:
+        raise ValueError("deepspeed and OSDP both decide how the model is sharded; leave one of them out.")
+    if (full := next((name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(args, name)), None)) and args.world_size > 1:
+        raise ValueError(
+            f"{full}=True converts the weights for evaluation, which FSDP2's shards do not allow; leave it out:"
+            f" {full.partition('_')[0]}=True computes evaluations in that precision too."
+        )
+
+
+def _accelerator_config(args: TrainingArguments) -> AcceleratorConfig:
+    assert isinstance(args.accelerator_config, AcceleratorConfig)
+    return args.accelerator_config
+
+
+def _fsdp_config(args: TrainingArguments | None) -> dict[str, Any]:
+    """Return `TrainingArguments.fsdp_config` as a dict; with `fsdp` unset, transformers leaves the path of a file unread."""
+    config = None if args is None else args.fsdp_config
+    if isinstance(config, str):
+        path, config = config, read_json(config, "fsdp_config", limit_bytes=_MOST_BYTES)
+        if not isinstance(config, dict):
+            raise ValueError(f"fsdp_config={path!r} holds a {type(config).__name__}; it must map option names to values.")
+    return {str(name).removeprefix("fsdp_"): value for name, value in (config or {}).items()}

@@ -19,9 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..errors import ProfileError
 from ..modeling.batch import Inputs, loss_of, training_batch
 from ..modeling.build import build_on_meta, checkpoint_blocks
-from ..modeling.compiled import compile_forward
 from ..modeling.units import class_of, find_units, modules_by_name, segment_modules
-from ..modeling.wrapping import cast_floating, forward_replaced
+from ..modeling.wrapping import cast_floating, compile_forward, forward_replaced
 from ..planner.description import DType, ModelDescription, UnitDescription
 from ..planner.profile import SegmentTimes, SegmentWork, TimePoint
 from ..tracing.describe import describe
@@ -37,8 +36,6 @@ ROOT = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedModel:
-    """A model whose blocks are timed, and how it computes."""
-
     model_or_config: object
     """A module, real or on the meta device (it stays as it is), or a transformers configuration."""
     sequence_length: int
@@ -69,12 +66,8 @@ class TimedModel:
 def measure_block_times(timed: TimedModel, *, device: torch.device, seconds: float = 5.0) -> tuple[SegmentTimes, ...]:
     """Time every distinct segment of a model: each kind of block, embedding, head with loss. Collective.
 
-    Returns:
-        Times of the slowest rank, the same on every rank; in each pass equal blocks count with their mean.
-
-    Raises:
-        ValueError: the sequence is longer than the model's positions.
-        ProfileError: the model does not fit, or runs other units than its trace says.
+    Return times of the slowest rank, the same on every rank; in each pass equal blocks count with their mean. Raise ProfileError where the
+    model does not fit, or runs other units than its trace says.
     """
     given = timed.model_or_config
     whole = given if isinstance(given, nn.Module) else build_on_meta(given, timed.auto_class)
@@ -159,7 +152,6 @@ def _of_all_ranks(passes: torch.Tensor, *, crowded: bool) -> torch.Tensor:
 
 
 def _segment_times(description: ModelDescription, passes: Mapping[int, torch.Tensor]) -> tuple[SegmentTimes, ...]:
-    """Return times of equal segments as one, with the mean of a pass."""
     kinds: dict[tuple[str, tuple[tuple[int, ...], ...], SegmentWork], list[int]] = {}
     for index, segment in enumerate(description.segments):
         unit = description.units[segment.unit]
@@ -186,8 +178,7 @@ def _on_device(batch: Mapping[str, Any], device: torch.device, dtype: torch.dtyp
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
 
-    moved: dict[str, Any] = tree_map_only(torch.Tensor, move, dict(batch))
-    return moved
+    return tree_map_only(torch.Tensor, move, dict(batch))
 
 
 class Stopwatch:
@@ -205,10 +196,7 @@ class Stopwatch:
     def __init__(
         self, model: nn.Module, units: Sequence[UnitDescription], device: torch.device, compute_dtype: torch.dtype | None, *, meets: bool
     ) -> None:
-        """Prepare to time a model on a device; where it `meets`, ranks wait for each other between sections.
-
-        The root's rest is the first of the units. Their floating-point inputs are cast to the compute dtype, as FSDP2 casts them.
-        """
+        """Prepare to time a model on a device; where it `meets`, ranks wait for each other between sections. The root is the first unit."""
         self._meets = meets
         self._model, self._device, self._compute_dtype = model, device, compute_dtype
         self._modules = segment_modules(modules_by_name(model), units)
@@ -270,7 +258,6 @@ class Stopwatch:
         return forward
 
     def _begin(self, unit: int) -> int:
-        """Begin a section of forward, and return its index."""
         self._sections.append(unit)
         self._current = len(self._sections) - 1
         self._mark(meet=unit != ROOT)

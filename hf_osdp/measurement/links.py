@@ -37,9 +37,6 @@ def group_sizes(world: int, local: int, asked: Sequence[int] | None = None) -> t
     They are the sizes `asked` and the world's, or for None every divisor of up to 8 ranks. Of more ranks they are the world, a node of
     `local` ranks, and the ranks of one place in all nodes, from which links and other sizes follow (`planner/cost/collectives.py`): a group
     takes all ranks a barrier in the store and its own ranks a communicator, so that 250 groups of 128 ranks would hold up each start.
-
-    Raises:
-        ValueError: a size does not divide the world's.
     """
     shards = replicas = divisors(world) if asked is None else [*asked, world]
     if asked is None and world > _MOST_FOR_ALL:
@@ -55,6 +52,8 @@ def measure_collectives(
 ) -> tuple[CollectiveTiming, ...]:
     """Time all-gather, reduce-scatter and all-reduce, as FSDP2 will issue them under a plan. Collective.
 
+    Return timings of the slowest rank, the same on every rank.
+
     All groups of a size run at once, as they do in training. Shard groups (all-gather, reduce-scatter) are contiguous ranks;
     the groups that reduce replicas (all-reduce) of an r x s mesh are `world / r` ranks apart. Groups of several whole nodes are
     timed in two stages as well. Buffers are new for each call and their input has just been written, as FSDP2's are.
@@ -65,9 +64,6 @@ def measure_collectives(
             and four times as long: on a slow link messages are small and few.
         local: ranks on each node.
         sizes: of the groups to measure, the same on every rank; None as in `group_sizes`.
-
-    Returns:
-        Timings of the slowest rank, the same on every rank.
     """
     limit_s = max(_LIMIT_S, _LIMIT_SHARE * seconds)
     began = time.perf_counter()
@@ -87,8 +83,6 @@ def measure_collectives(
 
 @dataclass(slots=True)
 class _Test:
-    """One collective in groups of one size."""
-
     collective: Collective
     size: int
     group: dist.ProcessGroup
@@ -98,7 +92,6 @@ class _Test:
     """This rank's seconds by bytes of the whole tensor."""
 
     def timed(self, nbytes: int, device: torch.device) -> float:
-        """Return the seconds of one call on fresh buffers."""
         whole, part = self._buffers(nbytes, device)
         barrier(device)
         start = time.perf_counter()
@@ -146,7 +139,6 @@ class _Test:
         )
 
     def _buffers(self, nbytes: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make the whole tensor and this rank's part, and write what is sent."""
         whole = torch.empty(self._numel(nbytes), device=device)
         match self.collective:
             case Collective.ALL_GATHER | Collective.TWO_STAGE_ALL_GATHER:
@@ -203,7 +195,6 @@ def _tests(shards: list[int], replicas: list[int], local: int, device: torch.dev
 
 
 def _members(collective: Collective, size: int) -> list[list[int]]:
-    """Return the ranks of each group of this size."""
     world = dist.get_world_size()
     stride = world // size
     if collective is Collective.ALL_REDUCE:

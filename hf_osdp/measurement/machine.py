@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
@@ -14,6 +12,7 @@ import torch.distributed as dist
 from ..distributed.consensus import on_rank_zero
 from ..distributed.device import own_gpu
 from ..distributed.mesh import find_topology, world_size
+from ..distributed.process_group import all_gather_objects, own_versions
 from ..errors import HardwareError
 from ..planner.description import DType
 from ..planner.hardware import Backend, DeviceSpec, Hardware
@@ -21,13 +20,11 @@ from ..planner.job import divisors
 from ..planner.presets import COMMUNICATOR_BYTES, UNIT_S, preset
 from ..planner.profile import HostLink, Profile, SegmentTimes
 from .block_times import TimedModel, measure_block_times
-from .fsdp_overhead import measure_fsdp_overhead, measure_hooks
 from .links import links_of, measure_collectives
 from .memory_limits import memory_of_rank
-from .rates import copy_rate, matmul_rates, measure_host, measure_host_link, operator_seconds
+from .rates import copy_rate, matmul_rates, measure_fsdp_overhead, measure_hooks, measure_host, measure_host_link, operator_seconds
 from .timing import barrier, over_ranks
 
-_PACKAGES = ("hf_osdp", "torch", "transformers")
 _SECONDS_AT_START = 0.7
 """A run with a plan is to start at most five seconds later than one without; `hf-osdp profile` gives better figures."""
 
@@ -78,9 +75,6 @@ def measure_profile(*, device_type: str, seconds: float = 10.0, model: TimedMode
         seconds: about how long to measure: with a model half of it goes to blocks; setting up comes on top.
         model: also time this model's blocks; None measures the machine alone.
 
-    Returns:
-        The profile, the same on every rank.
-
     Raises:
         ValueError: the device type is not known, or `seconds` is not positive.
         HardwareError: the device is missing, or ranks do not fill the nodes evenly.
@@ -98,20 +92,14 @@ def measure_profile(*, device_type: str, seconds: float = 10.0, model: TimedMode
         segments = measure_block_times(model, device=device, seconds=seconds / 2)
         config = getattr(model.model_or_config, "config", model.model_or_config)
         name = getattr(config, "_name_or_path", "") or type(model.model_or_config).__name__
-    names: list[str] = [device_name(device)] * world_size()
-    if dist.is_initialized():
-        dist.all_gather_object(names, names[0])
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[package] = version(package)
+    versions = {name: version for name, version in own_versions().items() if name in ("hf_osdp", "torch", "transformers")}
     profile = Profile(
         hardware=hardware,
         segments=segments,
         host_link=HostLink(to_device_bytes_per_s=host.to_device_bytes_per_s, to_host_bytes_per_s=host.to_host_bytes_per_s),
-        device_names=tuple(names),
+        device_names=tuple(all_gather_objects(device_name(device))),
         model=name,
-        versions=versions,
+        versions={**versions, "python": platform.python_version()},
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
     return Profile.from_json(on_rank_zero(profile.to_json))  # dates and versions may differ between ranks
@@ -121,10 +109,6 @@ def hardware_of_run(requested: Hardware | str | None, *, device_type: str, nodes
     """Return the hardware to plan a run for, with as many devices as ranks. Collective where torch.distributed is initialized.
 
     It is the given hardware, such as a profile's; the preset of this name, on the launcher's nodes or `nodes`; or this machine, measured.
-
-    Raises:
-        ValueError: numbers of devices or nodes differ from the run's.
-        HardwareError: the preset is not known, or ranks do not fill the nodes evenly.
     """
     ranks, topology = world_size(), find_topology()
     if isinstance(requested, Hardware):
@@ -159,7 +143,6 @@ def measuring_device(device_type: str) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """Return what this rank's device is called."""
     threads = torch.get_num_threads()
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({threads} thread{'s' if threads > 1 else ''})"
 
@@ -179,11 +162,8 @@ def _measure_device(device: torch.device, seconds: float, allocated_before: int)
         reserved -= communicator  # of the group of all ranks
     known = [copy_rate(device, 0.2 * seconds), available, -reserved, -dispatching, -communicator]
     agreed = over_ranks([*known, *(rates.get(dtype, 0.0) for dtype in dtypes)], dist.ReduceOp.MIN)
-    names = [device_name(device)]
-    if dist.is_initialized():
-        dist.broadcast_object_list(names, src=0, device=device)
     return DeviceSpec(
-        name=names[0],
+        name=all_gather_objects(device_name(device))[0],
         memory_bytes=int(agreed[1]),
         flops_per_s={dtype: rate for dtype, rate in zip(dtypes, agreed[len(known) :], strict=True) if rate > 0},
         memory_bytes_per_s=agreed[0],

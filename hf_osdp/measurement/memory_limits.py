@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import torch.distributed as dist
 
-from ..distributed.mesh import find_topology
+from ..distributed.mesh import find_topology, rank
+from ..distributed.process_group import all_gather_objects
 from ..quantities import format_bytes
 
 _STEPS = 16
@@ -60,16 +60,9 @@ def tightest(limits: Sequence[MemoryLimit]) -> MemoryLimit:
 def memory_of_rank() -> tuple[int, str]:
     """Return this rank's share of its machine's memory, and where rank 0's comes from. Collective."""
     limits, local = memory_limits(), find_topology().ranks_per_node
-    names = [limit.name for limit in limits]
-    if not dist.is_initialized():
-        return rank_share(limits, [names])
-    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, names)
-    first = dist.get_rank() // local * local
-    share, source = rank_share(limits, everyone[first : first + local])
-    sources = [source]
-    dist.broadcast_object_list(sources, src=0)
-    return share, sources[0]
+    first = rank() // local * local
+    share, source = rank_share(limits, all_gather_objects([limit.name for limit in limits])[first : first + local])
+    return share, all_gather_objects(source)[0]
 
 
 def rank_share(limits: Sequence[MemoryLimit], node: Sequence[Sequence[str]]) -> tuple[int, str]:

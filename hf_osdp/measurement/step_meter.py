@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from ..distributed.mesh import world_size
 from ..planner.hardware import CollectiveTiming
+from ..planner.plan import Plan
 from ..tracing.memory_tracker import MemoryTracker
-from .collective_clock import CollectiveClock, CollectiveTotal, of_last_rank, timings_of, totals_of
-from .timing import Moment, now, over_ranks, seconds_between
+from .timing import CollectiveClock, CollectiveTotal, Moment, now, of_last_rank, over_ranks, seconds_between, timings_of, totals_of
 
 _KEPT_STEPS = 1000
 _LOOP_STEPS = 8
@@ -129,7 +129,6 @@ class StepMeter:
         self.steps += 1
 
     def abandon(self) -> None:
-        """Forget a step that was begun, and count no more."""
         self._leave()
         self._began = None
 
@@ -151,7 +150,6 @@ class StepMeter:
         )
 
     def _enter(self) -> None:
-        """Start counting where this step's turn has come."""
         if self._entered is not None:
             return
         if self.steps == 1 and not self._on_cuda and not self._compiled:
@@ -208,19 +206,19 @@ class LoopMeter:
         model: nn.Module,
         device: torch.device,
         report: Callable[[Observation], None],
+        plan: Plan,
         *,
+        may_skip: bool,
         steps: int = _LOOP_STEPS,
-        micro_steps: int | None = None,
-        compiled: bool = False,
     ) -> None:
         """Put hooks on the model and on all optimizers; `report` is called once, on every rank, with the summary.
 
-        A loss scaler may skip the optimizer's step: forward passes beyond `micro_steps` begin a new step. None takes all passes up to the
-        optimizer's step as one. On the CPU model, optimizer and batch count towards the peak beside what a step makes.
+        Where a loss scaler `may_skip` the optimizer's step, forward passes beyond its micro-steps begin a new one; else all passes up
+        to the optimizer's step are one. On the CPU model, optimizer and batch count towards the peak beside what a step makes.
         """
-        self._meter = StepMeter(device, self._held, compiled=compiled)
+        self._meter = StepMeter(device, self._held, compiled=bool(plan.compiled_classes))
         self._report = report
-        self._steps, self._micro_steps = steps, micro_steps
+        self._steps, self._micro_steps = steps, plan.accumulation_steps if may_skip else None
         self._model = model
         self._optimizer: torch.optim.Optimizer | None = None
         self._batch: list[torch.Tensor] = []
@@ -245,7 +243,6 @@ class LoopMeter:
             self._report(self._meter.summary())
 
     def stop(self) -> None:
-        """Stop measuring and report nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

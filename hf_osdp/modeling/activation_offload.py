@@ -53,13 +53,10 @@ def offload(module: nn.Module) -> None:
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Whether `offload` was called on the module."""
     return isinstance(module.__dict__.get("forward"), _Offloaded)
 
 
 class _Offloaded:
-    """A forward whose saved tensors are offloaded."""
-
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         update_wrapper(self, forward)
         self._module, self.inner = module, forward
@@ -73,17 +70,14 @@ class _Offloaded:
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         if torch._C._current_graph_task_id() == -1:  # not in backward, which runs a recomputed module again
-            self._wait_for_fetches()
+            # The CPU runs ahead no further than to where the last backward has read page-locked memory, which is reused only then.
+            while self._fetches:
+                self._fetches.pop().synchronize()
         call = _Call(OwnTensors(self._module, args, kwargs), self._fetches)
         with saved_tensors_hooks(call.pack, call.unpack):
             output = self.inner(*args, **kwargs)
         self.sent_bytes = call.end_forward(tensors_of(output))
         return output
-
-    def _wait_for_fetches(self) -> None:
-        """Let the CPU run ahead no further than to where the last backward has read page-locked memory, which is reused only then."""
-        while self._fetches:
-            self._fetches.pop().synchronize()
 
 
 @dataclass(eq=False)  # weak references to a dataclass with slots take Python 3.11
@@ -109,7 +103,6 @@ class _OffloadedStorage:
 
     @classmethod
     def send(cls, tensor: torch.Tensor) -> _OffloadedStorage:
-        """Start to copy a tensor's storage to the host."""
         whole = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
         storage = cls(
             device=whole, host=_HOST_MEMORY.get()(whole), size=whole.numel(), dtype=whole.dtype, home=whole.device, version=tensor._version
@@ -123,18 +116,15 @@ class _OffloadedStorage:
         return self.changed_before_free or (self.device is not None and not self.fetched and self.device._version != self.version)
 
     def free(self) -> None:
-        """Free the device's copy."""
         self.changed_before_free = self.changed
         self.wait()
         self.device = None
 
     def fetch(self) -> None:
-        """Start to copy it back."""
         self.device, self.fetched = torch.empty(self.size, dtype=self.dtype, device=self.home), True
         self._copy(self.device, self.host)
 
     def wait(self) -> None:
-        """Let compute wait for the last copy."""
         if self.copied is not None:
             torch.cuda.current_stream(self.home).wait_event(self.copied)
             self.awaited = True
@@ -158,8 +148,6 @@ class _OffloadedStorage:
 
 
 class _SavedView(NamedTuple):
-    """A saved tensor as a view of its storage."""
-
     storage: _OffloadedStorage
     size: torch.Size
     stride: tuple[int, ...]
@@ -200,11 +188,7 @@ class _Call:
         return sent
 
     def unpack(self, packed: torch.Tensor | _SavedView) -> torch.Tensor:
-        """Return the tensor as it was saved; the first one has all of the call's fetched.
-
-        Raises:
-            RuntimeError: it was changed in place after it was saved, as autograd raises it by itself.
-        """
+        """Return the tensor as it was saved; the first one has all of the call's fetched. Refuse one that was changed in place since."""
         if isinstance(packed, torch.Tensor):
             return packed
         if packed.storage.changed:
@@ -255,5 +239,4 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def tensors_of(tree: object) -> list[torch.Tensor]:
-    """Return the tensors anywhere in arguments or outputs."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,13 +38,8 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
     Causal language models get packed batches without an attention mask. Other text models get one, as padding does: it
     costs a mask of T x T for each sample. Images and sounds are in float32, as data loaders give them (float64 for such a model).
 
-    Args:
-        model: an instance of a transformers model class, or one of peft's around it.
-        sequence_length: tokens of each sample, of source and target alike, or values of a waveform; images and spectrograms keep the
-            configuration's size.
-
-    Raises:
-        DescriptionError: the model's kind of input is not known; give `inputs`.
+    `sequence_length` is the tokens of each sample, of source and target alike, or the values of a waveform; images and spectrograms keep
+    the configuration's size. Raise DescriptionError where the model's kind of input is not known.
     """
     model = without_adapters(model)
     config: Any = model.config
@@ -101,11 +96,7 @@ def output_of(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None = No
 
 
 def loss_of(output: object) -> torch.Tensor:
-    """Return the loss in an output: `.loss`, `["loss"]`, a scalar itself or the first of a tuple, else the mean of all that has gradients.
-
-    Raises:
-        DescriptionError: nothing in the output can be differentiated.
-    """
+    """Return the loss in an output: `.loss`, `["loss"]`, a scalar itself or the first of a tuple, else the mean of what has gradients."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor) and output[0].dim() == 0:
         loss = output[0]
@@ -121,12 +112,8 @@ def loss_of(output: object) -> torch.Tensor:
 
 
 def check_inputs(inputs: Inputs, model: nn.Module) -> None:
-    """Refuse a user's function that makes no batch for this model; random states stay as they are.
-
-    Raises:
-        ValueError: it gives no mapping, or names that forward does not take.
-    """
-    with torch.random.fork_rng(devices=[]):
+    """Refuse a user's function that makes no mapping, or names that forward does not take; random states stay as they are."""
+    with random_states_kept():
         batch = inputs(1)
     if not isinstance(batch, Mapping):
         raise ValueError(f"inputs(1) gave a {type(batch).__name__}; it must give a mapping of forward's keyword arguments.")
@@ -159,24 +146,27 @@ def without_packing() -> Iterator[None]:
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
     """Let a model draw the same numbers at each run, as all ranks have to see the same; afterwards every state is as it was."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
+    with random_states_kept():
         random.seed(0)
         np.random.seed(0)
         torch.default_generator.manual_seed(0)
-        try:
+        yield
+
+
+@contextmanager
+def random_states_kept(devices: Iterable[torch.device | int] = ()) -> Iterator[None]:
+    """Restore the random number generators of Python, NumPy and torch, with those of the given CUDA devices."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=list(devices)):
             yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 def check_sequence_length(model: nn.Module, sequence_length: int) -> None:
-    """Refuse samples that are longer than a table of absolute positions.
-
-    Raises:
-        ValueError: `sequence_length` is less than 1, or more than the positions that the model has learned.
-    """
+    """Refuse samples that are longer than a table of absolute positions, or empty."""
     if sequence_length < 1:
         raise ValueError(f"sequence_length={sequence_length} must be at least 1.")
     config = getattr(model, "config", None)

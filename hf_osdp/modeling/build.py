@@ -24,13 +24,8 @@ _BY_PREFERENCE = (
 def build_on_meta(config: object, auto_class: object = None) -> nn.Module:
     """Instantiate a configuration on the meta device; weights that are tied stay tied.
 
-    Args:
-        config: a transformers configuration.
-        auto_class: an auto class, a model class, or the name of either; None takes the first of `config.architectures`,
-            else the language model, classifier or bare model that the configuration supports.
-
-    Raises:
-        DescriptionError: no class fits the configuration, or building it failed.
+    `auto_class` is an auto class, a model class, or the name of either; None takes the first of `config.architectures`, else the language
+    model, classifier or bare model that the configuration supports. Raise DescriptionError where none fits, or building it failed.
     """
     from transformers.initialization import no_init_weights
 
@@ -50,14 +45,8 @@ def build_on_meta(config: object, auto_class: object = None) -> nn.Module:
 def with_lora(model: nn.Module, rank: int, target_modules: Sequence[str] = ()) -> nn.Module:
     """Put LoRA adapters into a model on the meta device, as `peft` does, and freeze the rest. Needs the extra `peft`.
 
-    Args:
-        model: is changed; peft's wrapper around it is returned.
-        rank: of the adapters' two matrices, `[rank, in]` and `[out, rank]`.
-        target_modules: endings of the names of the projections that get one; none takes every linear one but the head.
-
-    Raises:
-        ValueError: `rank` is below 1, or peft is not installed.
-        DescriptionError: no projection has such a name.
+    The adapters' two matrices are `[rank, in]` and `[out, rank]`. `target_modules` are endings of the names of the projections that get
+    one; none takes every linear one but the head. The model is changed; peft's wrapper around it is returned.
     """
     if rank < 1:
         raise ValueError(f"A LoRA rank of {rank} leaves nothing to train; use at least 1.")
@@ -76,10 +65,7 @@ def checkpoint_blocks(model: nn.Module, block_classes: Sequence[str]) -> None:
     """Switch activation checkpointing of a model's blocks on, without reentrance, in place.
 
     A transformers model does it by itself (`gradient_checkpointing_enable`); in another module, blocks of these classes run under
-    `torch.utils.checkpoint`.
-
-    Raises:
-        CheckpointingError: the model cannot do it.
+    `torch.utils.checkpoint`. A model that cannot do it is refused.
     """
     enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, "gradient_checkpointing_enable", None)
     if enable is not None:
@@ -109,7 +95,6 @@ def without_checkpointing(model: nn.Module) -> Iterator[None]:
 
 
 def is_checkpointed(model: nn.Module) -> bool:
-    """Whether a transformers model has activation checkpointing switched on."""
     return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
 
 

@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 _log = logging.getLogger(__name__)
-
-
 _NEVER_COUNTED = frozenset({"detach", "_to_copy"})
 """Operators of which one run of a forward may have more than the other: saved tensors, and casts that autocast or FSDP2 keep."""
 
@@ -133,11 +131,7 @@ class _Output:
         return self._made_after == (history, _shapes(args))
 
     def take(self, call: str) -> object:
-        """Return it, and set the generator as it was after the call.
-
-        Raises:
-            RuntimeError: it was changed in place since.
-        """
+        """Return it, and set the generator as it was after the call; refuse one that was changed in place since."""
         if any(isinstance(leaf, torch.Tensor) and leaf._version != v for leaf, v in zip(self._leaves, self._versions, strict=True)):
             raise RuntimeError(
                 f"The output of {call}, which the plan saves for backward, was changed in place; change a copy of it, or plan with"
@@ -183,10 +177,6 @@ def _warn_of_absent(operators: str) -> None:
 
 
 def selective_contexts(saved: Collection[str]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of forward and of its second run, for `torch.utils.checkpoint.checkpoint(context_fn=...)`.
-
-    Args:
-        saved: the calls whose outputs are kept, by name (`addmm#0`); all others run again.
-    """
+    """Return the contexts of forward and of its second run, for `checkpoint(context_fn=...)`; calls but the saved, `addmm#0`, run again."""
     outputs: dict[str, _Output] = {}
     return _Save(saved, outputs), _Replay(saved, outputs)

@@ -26,12 +26,7 @@ MOST_SLICES = 64
 
 
 def split_copy(model: nn.Module, split: ModelSplit) -> nn.Module:
-    """Return a copy on the meta device with operators in slices; the model stays as it is.
-
-    Raises:
-        OSDPError: an operator cannot be split.
-        ValueError: there is no such operator.
-    """
+    """Return a copy on the meta device with operators in slices; the model stays as it is. Refuse as `split_operators`."""
     memo: dict[int, object] = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()}
     memo |= {id(b): b.detach().to("meta") for b in model.buffers()}
     copied = copy.deepcopy(model, memo)
@@ -54,10 +49,7 @@ def possible_splits(model: nn.Module, description: ModelDescription, *, vocabula
     These are the vocabulary projection with its loss in slices, where the model lets it; in shallow models operator units,
     operators in slices, and these with the projection in slices.
 
-    Args:
-        model: real or on the meta device.
-        description: of the plain model.
-        vocabulary: training gives labels to forward and reads no logits, so that the projection may be split with its loss.
+    The description is of the plain model. With `vocabulary`, training gives labels to forward and reads no logits.
     """
     head = _head(model) if vocabulary else None
     heads = [(), (head,)] if head is not None else [()]

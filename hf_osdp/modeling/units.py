@@ -21,11 +21,7 @@ LEAST_SHARE = 0.02
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
-    """Return the planner's name of a torch dtype.
-
-    Raises:
-        DescriptionError: the planner has no such dtype.
-    """
+    """Return the planner's name of a torch dtype; refuse one that it does not have."""
     try:
         return DType(str(dtype).removeprefix("torch."))
     except ValueError:
@@ -79,9 +75,6 @@ def find_units(
     Returns:
         The root's rest first (fqn `""`, perhaps without parameters), then units in the order of their modules. Each parameter is in
         exactly one unit, under the first of its names.
-
-    Raises:
-        DescriptionError: `block_classes` match nothing, or a parameter has a dtype that the planner does not know.
     """
     modules = modules_by_name(model)
     parameters = _parameter_names(model)
@@ -291,7 +284,6 @@ def _listed(modules: dict[str, nn.Module]) -> list[str]:
 
 
 def _lists(modules: dict[str, nn.Module]) -> list[tuple[str, ...]]:
-    """Return the names of the elements of each `nn.ModuleList` and `nn.Sequential`."""
     return [
         tuple(f"{name}.{key}".lstrip(".") for key in module._modules if f"{name}.{key}".lstrip(".") in modules)
         for name, module in modules.items()
@@ -314,7 +306,6 @@ def _numel(module: nn.Module) -> int:
 
 
 def _is_within(name: str, outer: str) -> bool:
-    """Whether `name` is `outer` or lies in it."""
     return not outer or name == outer or name.startswith(outer + ".")
 
 

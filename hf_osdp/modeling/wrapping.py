@@ -1,22 +1,95 @@
-"""Replace forwards of a model's modules; cast their inputs as FSDP2 does; recompute their activations, and what forbids that."""
+"""Replace forwards of a model's modules: compiled in place, with inputs cast as FSDP2 does, with activations recomputed, if that may be."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import update_wrapper
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._C import _len_torch_dispatch_stack
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.utils._python_dispatch import _disable_current_modes, _get_dispatch_stack_at
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ..planner.description import Recomputation
-from .compiled import CompiledForward
 from .selective import selective_contexts
+
+_MOST_VARIANTS = 64
+"""Of the code of one class of blocks: a budget, training or evaluation, static or varying lengths each make one. Dynamo's own limit is 8,
+beyond which blocks would run as they are."""
+Compiler = Callable[[Callable[..., Any], Recomputation | None], Callable[..., Any]]
+"""From a forward and a way to recompute it to the compiled one."""
+_COMPILER: ContextVar[Compiler | None] = ContextVar("_COMPILER", default=None)
+
+
+class CompiledForward:
+    """A forward that torch compiles when it is first called, with Inductor; hooks of its module, such as FSDP2's, stay outside."""
+
+    def __init__(self, forward: Callable[..., Any], recomputation: Recomputation | None) -> None:
+        update_wrapper(self, forward)
+        self._forward, self.recomputation = forward, recomputation
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> object:
+        if self._compiled is None:
+            limits = torch._dynamo.config
+            limits.recompile_limit = max(limits.recompile_limit, _MOST_VARIANTS)
+            self._compiled = torch.compile(self._forward, backend=_inductor(budget_of(self.recomputation)))
+        modes = [_get_dispatch_stack_at(place) for place in range(_len_torch_dispatch_stack())]
+        ours = bool(modes) and all(getattr(mode, "leaves_compiled_code", False) for mode in modes)
+        with _disable_current_modes() if ours else nullcontext():  # under a mode of others torch compiles nothing, and that sees all
+            return self._compiled(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_compiled": None}  # a copy of the model compiles its own
+
+
+def compile_forward(module: nn.Module, recomputation: Recomputation | None = None) -> None:
+    """Compile a block's forward in place, before it is sharded; names of parameters and modules stay as they are.
+
+    `recomputation` says how little is saved for backward; None saves what torch's partitioner takes to be quickest.
+    """
+    compiler = _COMPILER.get()
+    module.forward = CompiledForward(module.forward, recomputation) if compiler is None else compiler(module.forward, recomputation)
+
+
+@contextmanager
+def compiled_by(compiler: Compiler) -> Iterator[None]:
+    """Have `compile_forward` use another compiler inside the context, as a simulation does."""
+    token = _COMPILER.set(compiler)
+    try:
+        yield
+    finally:
+        _COMPILER.reset(token)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    return isinstance(module.__dict__.get("forward"), CompiledForward)
+
+
+def budget_of(recomputation: Recomputation | None) -> float:
+    """Return torch's `activation_memory_budget` for a way to recompute a compiled block."""
+    return 1.0 if recomputation is None else recomputation.budget or 0.0
+
+
+@functools.cache
+def _inductor(budget: float) -> Callable[[fx.GraphModule, Sequence[Any]], Any]:
+    """Return dynamo's backend for a budget: one object each, since dynamo tells compiled code apart by it, and not by the budget."""
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> object:
+        from torch._inductor.compile_fx import compile_fx
+
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            return compile_fx(module, inputs)
+
+    return backend
+
 
 _Value = TypeVar("_Value")
 
@@ -39,8 +112,7 @@ def cast_floating(value: _Value, dtype: torch.dtype | None) -> _Value:
     """Cast floating-point tensors to the compute dtype, as FSDP2 casts each unit's inputs; None leaves them."""
     if dtype is None:
         return value
-    cast: _Value = tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
-    return cast
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
 def under_autocast(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
@@ -78,7 +150,7 @@ def recompute(module: nn.Module, recomputation: Recomputation | None = None) -> 
 
     FSDP2's hooks lie outside, so that a unit's parameters are gathered once for the recomputation and the backward after it.
     """
-    if not is_recomputed(module):
+    if recomputation_of(module) is None:
         module.forward = _Recomputed(module.forward, recomputation or Recomputation())
 
 
@@ -90,11 +162,6 @@ def recomputation_of(module: nn.Module) -> Recomputation | None:
     return None if found is None else found.recomputation
 
 
-def is_recomputed(module: nn.Module) -> bool:
-    """Whether `recompute` was called on the module."""
-    return recomputation_of(module) is not None
-
-
 def has_running_statistics(module: nn.Module, *, itself: bool = False) -> bool:
     """Whether running a module's forward twice counts a batch twice, so that it cannot be recomputed; `itself` leaves out those inside."""
     parts = [module] if itself else module.modules()
@@ -102,5 +169,4 @@ def has_running_statistics(module: nn.Module, *, itself: bool = False) -> bool:
 
 
 def batch_norm_parameters(model: nn.Module) -> set[int]:
-    """Return the identities of the parameters that batch norms own."""
     return {id(p) for part in model.modules() if isinstance(part, _BatchNorm) for p in part.parameters(recurse=False)}

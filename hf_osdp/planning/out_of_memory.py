@@ -26,7 +26,7 @@ from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem
 from ..planner.search.search import search
 from ..quantities import format_bytes, format_seconds
-from ..sharding.host_offload import parameter_groups
+from ..sharding.environment import parameter_groups
 from .recalibrate import estimated
 
 _LEAST_SHARE = 0.05
@@ -178,13 +178,13 @@ class OutOfMemoryHandler:
         except Exception:  # the error itself is worth more than its explanation
             _log.warning("An error of memory could not be explained.", exc_info=True)
             return
-        hindrance = "there is no other plan" if limit_bytes is None else restart.hindrance()
-        if self._replans and limit_bytes is not None and hindrance is None:
+        reason_not_to_restart = "there is no other plan" if limit_bytes is None else restart.reason_not_to_restart()
+        if self._replans and limit_bytes is not None and reason_not_to_restart is None:
             restart.restart(limit_bytes, f"hf_osdp: {text}")
             text += " The launcher starts all ranks again, by that plan."
         elif self._replans:
-            text += f' on_oom="replan" cannot start again: {hindrance}.'
-        elif hindrance is None:
+            text += f' on_oom="replan" cannot start again: {reason_not_to_restart}.'
+        elif reason_not_to_restart is None:
             text += ' With on_oom="replan" the run goes on by it.'
         error.explained_by_osdp = True  # type: ignore[attr-defined]
         error.args = (f"{text} ({original})",)

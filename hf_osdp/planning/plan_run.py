@@ -29,10 +29,9 @@ from ..planner.problem import PlanningProblem
 from ..planner.search.compare import StrategyResult, compare_strategies
 from ..planner.search.search import SearchResult, search
 from ..quantities import format_bytes
-from ..sharding.host_offload import uses_host
+from ..sharding.environment import uses_host
 from .config import OSDPConfig
-from .preflight.checks import Finding
-from .preflight.run import KnownRun, check_model, check_run
+from .preflight import Finding, KnownRun, check_model, check_run
 from .probe import Trial, probe
 from .problem import Describer, ProblemBuilder, RunFacts, precision_attempts, training_job
 from .recalibrate import Round, estimated, recalibrate

@@ -7,10 +7,6 @@ small random numbers; peak and time do not depend on them.
 from __future__ import annotations
 
 import gc
-import random
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,15 +21,14 @@ from ..distributed.mesh import Meshes, destroy_mesh, find_topology
 from ..measurement.model_copies import empty_copy, fill
 from ..measurement.step_meter import Observation, StepMeter, training_tensors
 from ..measurement.timing import over_ranks
-from ..modeling.batch import Inputs
+from ..modeling.batch import Inputs, random_states_kept
 from ..modeling.build import checkpoint_blocks
 from ..modeling.units import class_of
 from ..planner.description import UnitDescription
 from ..planner.job import TrainingJob
 from ..planner.plan import Plan
 from ..sharding.apply import apply_plan, needs_process_group
-from ..sharding.environment import mp_policy
-from ..sharding.host_offload import move_to_device
+from ..sharding.environment import move_to_device, mp_policy
 from ..sharding.steps import batch_on, make_optimizer, train_step
 from .out_of_memory import is_out_of_memory
 
@@ -166,20 +161,6 @@ class SilentMeshes(Meshes):
         for mesh in self._made:
             destroy_mesh(mesh)
         self._made.clear()
-
-
-@contextmanager
-def random_states_kept(devices: Sequence[torch.device | int]) -> Iterator[None]:
-    """Restore the random number generators of Python, NumPy and torch, with those of the given CUDA devices."""
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    array = None if numpy is None else numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=list(devices)):
-            yield
-    finally:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(array)
 
 
 def _give_back(device: torch.device) -> None:

@@ -27,7 +27,7 @@ from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..quantities import format_bytes
 from ..tracing.describe import TRACED_MICRO_BATCH, describe, is_by_formula
 from .config import OSDPConfig
-from .preflight.checks import RunFolder
+from .preflight import RunFolder
 
 _log = logging.getLogger(__name__)
 _MOST_DESCRIPTIONS = 3

@@ -22,8 +22,7 @@ from ..distributed.mesh import Meshes
 from ..errors import OSDPError
 from ..modeling.batch import Loss, same_random_numbers, training_batch, without_packing
 from ..modeling.build import build_on_meta, checkpoint_blocks
-from ..modeling.compiled import compiled_by
-from ..modeling.wrapping import forward_replaced, under_autocast
+from ..modeling.wrapping import compiled_by, forward_replaced, under_autocast
 from ..planner.allocator.replay import StepEvents, replay_steps
 from ..planner.cost.correction import Correction
 from ..planner.cost.memory import MemoryBreakdown
@@ -35,8 +34,7 @@ from ..planner.problem import PlanningProblem
 from ..planner.search.search import SearchResult, search
 from ..quantities import format_bytes
 from ..sharding.apply import apply_plan
-from ..sharding.environment import mp_policy
-from ..sharding.host_offload import host_parameters
+from ..sharding.environment import host_parameters, mp_policy
 from ..sharding.steps import make_optimizer, train_step
 from ..tracing.compiled import TracedCompiler
 from ..tracing.cuda_kernels import CudaKernels

@@ -1,4 +1,4 @@
-"""Process group, device and precision of a run that no Accelerator or Trainer sets up."""
+"""Process group, device and precision of a run that no Accelerator or Trainer sets up; units whose states lie in the host's memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ..distributed.device import own_gpu
 from ..distributed.mesh import collective_device
@@ -16,17 +17,14 @@ from ..distributed.process_group import check_ranks
 from ..modeling.wrapping import has_running_statistics
 from ..planner.description import DType
 from ..planner.job import Precision
+from ..planner.plan import Plan
 
 _log = logging.getLogger(__name__)
 _HALF = (torch.bfloat16, torch.float16)
 
 
 def form_process_group(*, needed: bool) -> None:
-    """Form the process group that the launcher's variables describe; where they are not set, one of this process if `needed`.
-
-    Raises:
-        LaunchError: ranks are missing, or run different versions.
-    """
+    """Form the process group that the launcher's variables describe; where they are not set, one of this process if `needed`."""
     check_ranks()
     device = training_device()
     if dist.is_initialized():
@@ -74,3 +72,36 @@ def mp_policy(precision: Precision) -> MixedPrecisionPolicy | None:
         return None
     reduce = precision.reduce or precision.compute
     return MixedPrecisionPolicy(param_dtype=getattr(torch, precision.compute.value), reduce_dtype=getattr(torch, reduce.value))
+
+
+def uses_host(plan: Plan) -> bool:
+    return any(unit.on_host for unit in plan.units)
+
+
+def parameter_groups(module: nn.Module | FSDPModule) -> list[FSDPParamGroup]:
+    """Return FSDP2's parameter groups of a module: torch up to 2.11 has one field, later a list."""
+    if not isinstance(module, FSDPModule):
+        return []
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return list(groups) if groups is not None else [group for group in [state._fsdp_param_group] if group is not None]
+
+
+def host_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the sharded parameters of all units that live on the host, each once."""
+    groups = dict.fromkeys(group for module in model.modules() for group in parameter_groups(module))
+    return [p.sharded_param for group in groups if isinstance(group.offload_policy, CPUOffloadPolicy) for p in group.fsdp_params]
+
+
+@torch.no_grad()
+def move_to_device(model: nn.Module, device: torch.device, *, empty: bool = False) -> nn.Module:
+    """Do what `model.to(device)` does, or `to_empty`, but for units that live on the host: FSDP2 refuses to train those once moved."""
+    host = {id(parameter) for parameter in host_parameters(model)}
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:  # torch calls with the parameters themselves
+        place = torch.device("cpu") if id(tensor) in host else device
+        if empty:
+            return torch.empty_like(tensor, device=place)
+        return tensor if tensor.device == place else tensor.to(place)
+
+    return model._apply(moved)

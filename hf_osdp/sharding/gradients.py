@@ -23,16 +23,8 @@ def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.T
 
     and for p = inf the largest local norm. The sum is taken in float64.
 
-    Args:
-        grads: DTensors on any meshes that span the world, or plain tensors that are equal on every rank; on the device or on
-            the host. A rank whose shard is empty takes part.
-        norm_type: p >= 1 or `inf`.
-
-    Returns:
-        A 0-d tensor, equal on every rank, in the widest dtype of the gradients (at least float32).
-
-    Raises:
-        ValueError: `norm_type` is not positive.
+    Gradients are DTensors on any meshes that span the world, or plain tensors that are equal on every rank; on the device or on the host.
+    A rank whose shard is empty takes part. The norm is a 0-d tensor, equal on every rank, in their widest dtype (at least float32).
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} must be positive; use 1, 2 or inf.")
@@ -57,11 +49,7 @@ def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.T
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scale gradients in place so that their norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`. Collective.
-
-    Returns:
-        The norm before clipping, a 0-d tensor.
-    """
+    """Scale gradients in place to a norm of at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`; return it before. Collective."""
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = total_norm(grads, norm_type)
@@ -95,8 +83,7 @@ def _norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
     """Return the norm of one local tensor; 0 where it is empty, for which torch's infinity norm raises."""
     if not tensor.numel():
         return tensor.new_zeros((), dtype=torch.float64)
-    norm: torch.Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=torch.promote_types(tensor.dtype, torch.float32))
-    return norm
+    return torch.linalg.vector_norm(tensor, norm_type, dtype=torch.promote_types(tensor.dtype, torch.float32))
 
 
 class OSDPGradScaler(torch.amp.GradScaler):
@@ -140,7 +127,6 @@ class OSDPGradScaler(torch.amp.GradScaler):
 
 
 def _local_grads(optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    """Return this rank's shards of the gradients, by device and dtype."""
     grads: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -1,9 +1,11 @@
-"""Optimizers of a sharded model: those made before it was sharded, and steps over parameters on two devices."""
+"""Optimizers of a sharded model: what one holds, whether it may be used on shards, made before it was sharded, on two devices."""
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +17,127 @@ from ..distributed.mesh import world_size
 from ..errors import OSDPError
 from ..modeling.split.names import keep_positions, split_names
 from ..modeling.units import canonical_name
+from ..planner.job import OptimizerSpec, OptimizerStep
+from .environment import host_parameters
 from .gradients import local
-from .host_offload import host_parameters
-from .optimizer_check import check_optimizer, unwrapped
 
+_REASONS = {
+    "adafactor": "factors a parameter's second moment over its rows and columns",
+    "lamb": "scales by the norm of each whole parameter",
+    "lars": "scales by the norm of each whole parameter",
+    "muon": "orthogonalises each whole matrix",
+    "shampoo": "preconditions with each whole matrix",
+    "soap": "preconditions with each whole matrix",
+    "galore": "projects each whole matrix",
+    "lbfgs": "needs dot products over all parameters",
+    "sparseadam": "needs sparse gradients",
+    "rprop": "assigns elements by a mask",
+    "lomo": "updates while backward runs, before gradients are reduced",
+    "apollo": "scales by the norms of a parameter's channels",
+    "8bit": "holds its states in blocks that are quantized together",
+    "4bit": "holds its states in blocks that are quantized together",
+}
+"""Why an optimizer is wrong, or fails, on shards, by a part of its name in lower case."""
+_ELEMENT_WISE = tuple(
+    getattr(torch.optim, name) for name in ("AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD")
+)
+"""Optimizers of torch that train on shards as they train on the whole; a subclass may do something else."""
+_LARGEST_DIFFERENCE = 1e-4
+"""Of an update: rounding of float32 leaves less, a norm of a shard in the place of the whole's some percent."""
+_ADVICE = "use an element-wise optimizer such as AdamW, Adam, SGD or RMSprop"
+_ROWS, _COLUMNS, _SHARDS = 96, 64, 3
+"""More elements than where 8-bit optimizers begin to quantize (4096), fewer in a shard."""
+_STEPS = 2
+_RATE = 0.1
+"""Learning rate of the trial; a schedule may begin at 0, where no optimizer shows what it does."""
 _FUSED_ON_HOST = (torch.optim.Adam, torch.optim.AdamW)
 """Optimizers of torch whose fused step takes shards on the CPU; its fused SGD and Adagrad know no sharded tensors."""
 _KERNELS = {"foreach", "fused"}
+_STATES = {"adamw": 2, "adam": 2, "adamax": 2, "nadam": 2, "radam": 2, "sgd": 0, "adagrad": 1, "rmsprop": 1, "adadelta": 2}
+"""State tensors for each parameter, as `torch.optim` keeps them by default."""
+_TRAINER_NAMES = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd", "adagrad": "adagrad", "rmsprop": "rmsprop"}
+"""`TrainingArguments.optim` → the optimizer of `torch.optim` behind it."""
+
+
+def reason_against(name: str) -> str | None:
+    """Return why an optimizer of this class or `optim` name is wrong, or fails, on shards; None where the name says nothing."""
+    return next((reason for part, reason in _REASONS.items() if part in name.lower()), None)
+
+
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer itself, where Accelerate has wrapped it."""
+    while type(optimizer).__name__ == "AcceleratedOptimizer":
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    return optimizer
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose update of an element depends on other elements: on shards it may train differently.
+
+    The class and its bases are looked up by name, so that the versions of different packages are found. An optimizer that is neither
+    known to be wrong nor one of torch's own is tried on a matrix and on its shards.
+    """
+    optimizer = unwrapped(optimizer)
+    name = type(optimizer).__name__
+    for cls in type(optimizer).__mro__:
+        if reason := reason_against(cls.__name__):
+            raise OSDPError(f"{name} {reason}, which shards of a parameter do not allow; {_ADVICE}.")
+    if type(optimizer) in _ELEMENT_WISE or not any(group["params"] for group in optimizer.param_groups):
+        return
+    try:
+        difference = difference_on_shards(optimizer)
+    except Exception as error:  # an optimizer may be made for anything
+        text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        raise OSDPError(f"{name} cannot be tried on shards ({type(error).__name__}: {text}); {_ADVICE}.") from error
+    if not difference <= _LARGEST_DIFFERENCE:
+        raise OSDPError(
+            f"{name} is not element-wise: two steps on a matrix and on its shards differ by {100 * difference:.2g} % of the update;"
+            f" {_ADVICE}."
+        )
+
+
+def difference_on_shards(optimizer: torch.optim.Optimizer) -> float:
+    """Take two steps on a matrix for each group, whole and in three shards of rows. The optimizer itself stays as it is.
+
+    Return the largest difference between the two, as a part of the largest update; NaN where nothing was updated. An element-wise
+    optimizer gives the same but for rounding. One that takes norms, factors or products of a whole parameter does not.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.arange(1, _ROWS + 1).unsqueeze(1)  # so that no two shards have one norm
+    before = [torch.randn(_ROWS, _COLUMNS, generator=generator) for _ in optimizer.param_groups]
+    gradients = [[rows * torch.randn(_ROWS, _COLUMNS, generator=generator) for _ in before] for _ in range(_STEPS)]
+    whole, parts = (_after_steps(optimizer, before, gradients, shards) for shards in (1, _SHARDS))
+    update = max(float((after - start).abs().max()) for after, start in zip(whole, before, strict=True))
+    difference = max(float((one - other).abs().max()) for one, other in zip(whole, parts, strict=True))
+    return difference / update if update else float("nan")
+
+
+def _after_steps(
+    optimizer: torch.optim.Optimizer, before: Sequence[torch.Tensor], gradients: Sequence[Sequence[torch.Tensor]], shards: int
+) -> list[torch.Tensor]:
+    device = next(iter(optimizer.param_groups[0]["params"])).device
+    parameters = [[torch.nn.Parameter(shard.to(device, copy=True)) for shard in matrix.chunk(shards)] for matrix in before]
+    trial = _trial(optimizer, parameters)
+    for of_step in gradients:
+        for pieces, gradient in zip(parameters, of_step, strict=True):
+            for piece, shard in zip(pieces, gradient.chunk(shards), strict=True):
+                piece.grad = shard.to(device, copy=True)
+        type(trial).step(trial)
+    return [torch.cat([piece.detach().cpu() for piece in pieces]) for pieces in parameters]
+
+
+def _trial(optimizer: torch.optim.Optimizer, parameters: Sequence[list[torch.nn.Parameter]]) -> torch.optim.Optimizer:
+    """Make the same kind of optimizer with other parameters, a learning rate that shows, no state and no hooks."""
+    trial = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        trial.__dict__[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
+    trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    trial.state = defaultdict(dict)
+    trial.param_groups = [{**group, "params": pieces} for group, pieces in zip(optimizer.param_groups, parameters, strict=True)]
+    for group in trial.param_groups:
+        if "lr" in group:
+            group["lr"] = torch.full_like(group["lr"], _RATE) if isinstance(group["lr"], torch.Tensor) else _RATE
+    return trial
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -32,10 +148,7 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
 def release_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Parameter, str]) -> None:
     """Put names in the place of parameters, so that the optimizer does not keep the unsharded model alive meanwhile.
 
-    Until `rebind_parameters` the optimizer cannot be used.
-
-    Raises:
-        OSDPError: the optimizer has state already, or holds a parameter that the model does not have; it is left as it was.
+    Until `rebind_parameters` it cannot be used. One that has state, or a parameter that the model does not have, is refused unchanged.
     """
     inner = unwrapped(optimizer)
     # Adagrad makes its state when it is made; `rebind_parameters` makes it again.
@@ -59,10 +172,7 @@ def release_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.P
 def rebind_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Parameter, str], model: nn.Module) -> None:
     """Point an optimizer, without state, at the sharded parameters, found by `old_names`. Groups and hyperparameters stay.
 
-    A parameter that is split is replaced by all its slices.
-
-    Raises:
-        OSDPError: the optimizer has state, or holds a parameter that the model does not have.
+    A parameter that is split is replaced by all its slices. Optimizers are refused as by `release_parameters`.
     """
     release_parameters(optimizer, old_names)
     new = {canonical_name(name): [parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -115,8 +225,6 @@ def prepare_new_optimizers(model: nn.Module) -> None:
 
 
 class _StepByDevice:
-    """Hooks around one optimizer's step."""
-
     def __init__(self, optimizer: torch.optim.Optimizer, host: Iterable[nn.Parameter]) -> None:
         self._host = {id(parameter) for parameter in host}
         self._whole: list[dict[str, Any]] | None = None
@@ -155,7 +263,9 @@ class _StepByDevice:
             kernels = {}
             if on_host and fuses:
                 kernels = {"foreach": False, "fused": True}
-                _move_step_counts(optimizer, parameters)
+                for state in (optimizer.state[parameter] for parameter in parameters if parameter in optimizer.state):
+                    if isinstance(state.get("step"), torch.Tensor):  # fused kernels want it here, and a checkpoint may have had it there
+                        state["step"] = state["step"].cpu()
             parts.append({**group, **kernels, "params": parameters})
         return parts
 
@@ -165,8 +275,41 @@ def _stepper(optimizer: torch.optim.Optimizer) -> _StepByDevice | None:
     return next((owner for owner in owners if isinstance(owner, _StepByDevice)), None)
 
 
-def _move_step_counts(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Move counts of steps to the host, where fused kernels want them: a checkpoint may have had them on the device."""
-    for state in (optimizer.state[parameter] for parameter in parameters if parameter in optimizer.state):
-        if isinstance(state.get("step"), torch.Tensor):
-            state["step"] = state["step"].cpu()
+def spec_of_optimizer(optimizer: torch.optim.Optimizer | None, *, device_type: str) -> OptimizerSpec:
+    """Return what a known optimizer of `torch.optim` will hold, plain or wrapped by Accelerate; None stands for AdamW's defaults."""
+    if optimizer is None:
+        return spec_of_trainer_name("adamw_torch", device_type=device_type)
+    optimizer = unwrapped(optimizer)
+    name = type(optimizer).__name__.lower()
+    if name not in _STATES or type(optimizer) is not getattr(torch.optim, type(optimizer).__name__, None):
+        raise ValueError(
+            f"The memory of the optimizer {type(optimizer).__name__} is not known; use one of torch.optim's {', '.join(sorted(_STATES))}."
+        )
+    options = optimizer.defaults
+    states = _STATES[name] + sum(bool(options.get(option)) for option in ("amsgrad", "momentum", "centered"))
+    return OptimizerSpec(name=name, states=states, step=_step(options.get("fused"), options.get("foreach"), device_type))
+
+
+def spec_of_trainer_name(name: str, *, device_type: str) -> OptimizerSpec:
+    """Return what the optimizer that `TrainingArguments(optim=...)` names will hold; refuse those not known to work on shards."""
+    if name not in _TRAINER_NAMES:
+        reason = reason_against(name)
+        why = f"{reason}, which shards of a parameter do not allow" if reason else "is not known to work on sharded parameters"
+        raise ValueError(f"optim={name!r} {why}; use one of {', '.join(_TRAINER_NAMES)}.")
+    optimizer = _TRAINER_NAMES[name]
+    return OptimizerSpec(name=optimizer, states=_STATES[optimizer], step=_step(name.endswith("_fused") or None, None, device_type))
+
+
+def _step(fused: bool | None, foreach: bool | None, device_type: str) -> OptimizerStep:
+    """Return how the step runs; torch's default is foreach on accelerators and one tensor after the other on the CPU."""
+    if fused:
+        return OptimizerStep.FUSED
+    if foreach or (foreach is None and fused is None and device_type != "cpu"):
+        return OptimizerStep.FOREACH
+    return OptimizerStep.FOR_LOOP
+
+
+def frozen_parameters(optimizer: object) -> int:
+    """Return how many frozen parameters an optimizer was given; 0 where there is none yet."""
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    return sum(not parameter.requires_grad for group in groups for parameter in group["params"])

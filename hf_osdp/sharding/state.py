@@ -7,13 +7,15 @@ Here each tensor is gathered and broadcast by itself, and each rank copies its p
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -21,16 +23,71 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from ..distributed.collectives import all_gather_single
 from ..distributed.consensus import on_rank_zero, require_same
 from ..distributed.mesh import collective_device, rank, world_size
-from ..modeling.split.names import is_split, merge_optimizer_state, merge_state_dict, own_positions, split_optimizer_state
+from ..distributed.process_group import all_gather_objects
+from ..modeling.split.names import SlicedName, is_split, merge_optimizer_state, merge_state_dict, own_positions, split_optimizer_state
 from ..modeling.units import canonical_name
-from .optimizer_check import unwrapped
-from .sliced_tensor import SlicedTensor
+from .optimizer import unwrapped
 from .weight_reads import end_step
 
 _SET_BY_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 """Keys of an optimizer's groups that are not the optimizer's own."""
 OptimizerState = dict[str, Any]
 """`{"state": {name: {key: value}}, "param_groups": [{"params": [names], ...}]}`"""
+
+
+class SlicedTensor(torch.Tensor):
+    """A tensor without data of its own, whose slices (`parts`, at their places in `whole`) are DTensors or plain tensors.
+
+    For saving and loading only: saving writes each rank's shards of every slice, loading reads into them, without communication. It
+    answers the protocol by which DTensor itself does so (`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`).
+    """
+
+    parts: tuple[torch.Tensor, ...]
+    whole: SlicedName
+
+    @staticmethod
+    def __new__(cls: type[SlicedTensor], parts: Sequence[torch.Tensor], whole: SlicedName) -> SlicedTensor:
+        first = parts[0]
+        tensor: SlicedTensor = torch.Tensor._make_wrapper_subclass(cls, torch.Size(whole.shape), dtype=first.dtype, device=first.device)
+        tensor.parts, tensor.whole = tuple(part.detach() for part in parts), whole
+        return tensor
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"SlicedTensor(shape={tuple(self.shape)}, slices={len(self.parts)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: object, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"{func} on a tensor in slices, which can only be saved and loaded; take its parts.")
+
+    def __create_write_items__(self, fqn: str, tensor: torch.Tensor) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=TensorProperties.create_from_tensor(local), size=self.size()),
+            )
+            for chunk, local in self._chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [chunk for chunk, _ in self._chunks()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return next(local for chunk, local in self._chunks() if chunk.offsets == index.offset)
+
+    def _chunks(self) -> Iterator[tuple[ChunkStorageMetadata, torch.Tensor]]:
+        for part, start in zip(self.parts, self.whole.starts, strict=True):
+            chunks, local = [ChunkStorageMetadata(offsets=torch.Size([0] * part.ndim), sizes=part.size())], part
+            if isinstance(part, DTensor):
+                chunks, local = part.__create_chunk_list__(), part.to_local()
+            for chunk in chunks if local.numel() else ():
+                offsets = list(chunk.offsets)
+                offsets[self.whole.dim] += start
+                yield ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=chunk.sizes), local
 
 
 def free_gathered(model: nn.Module) -> None:
@@ -50,19 +107,14 @@ def broadcast_parameters(model: nn.Module) -> None:
     """Give every rank rank 0's parameters and buffers, before they are sharded. Collective.
 
     Replicated and HSDP units only ever average gradients: replicas that start unequal stay unequal. Tensors that are on the meta
-    device on any rank are left out on all; whoever loads them later makes them equal.
-
-    Raises:
-        PlanMismatchError: the ranks' models have tensors of other names, shapes or dtypes.
+    device on any rank are left out on all; whoever loads them later makes them equal. Models with other tensors are refused.
     """
     if world_size() == 1:
         return
     named = [*model.named_parameters(), *model.named_buffers()]
     signature = repr([(canonical_name(name), tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named])
     require_same({"the hash of the model's tensors": hashlib.sha256(signature.encode()).hexdigest()[:8]})
-    mine = [tensor.is_meta for _, tensor in named]
-    on_meta = [mine] * world_size()
-    dist.all_gather_object(on_meta, mine)
+    on_meta = all_gather_objects([tensor.is_meta for _, tensor in named])
     for (_, tensor), *flags in zip(named, *on_meta, strict=True):
         if tensor.numel() and not any(flags):
             staged = tensor.detach().to(collective_device()).contiguous()
@@ -81,12 +133,8 @@ def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return whole weights under their Hugging Face names. Collective; one parameter at a time is whole on the device.
 
-    Args:
-        model: a sharded or a plain model, between steps.
-
-    Returns:
-        On rank 0 CPU copies (later steps do not change them; tied weights stay one tensor), on other ranks an empty dict.
-        What is in slices is one tensor.
+    On rank 0 they are CPU copies (later steps do not change them; tied weights stay one tensor, and what is in slices is one), on other
+    ranks an empty dict.
     """
     end_step(model)
     weights = named_weights(model)
@@ -96,15 +144,9 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
-    """Load whole weights into a sharded or a plain model. Collective; one tensor at a time is whole on the device.
+    """Load whole weights by Hugging Face names, rank 0's, into a sharded or a plain model. Collective; one at a time is on the device.
 
-    Args:
-        model: of any layout.
-        state: Hugging Face names → whole tensors; only rank 0's content counts.
-        strict: refuse missing and unexpected names.
-
-    Raises:
-        RuntimeError: names or shapes do not fit; on every rank.
+    All ranks raise RuntimeError where names or shapes do not fit; missing and unexpected names only where it is `strict`.
     """
     if not isinstance(model, FSDPModule):
         model.load_state_dict(dict(state), strict=strict)
@@ -139,11 +181,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_ta
 
 
 def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
-    """Set an optimizer's state, with values as `optimizer_state` gives them; parameters may have none.
-
-    Raises:
-        RuntimeError: groups or shapes do not fit.
-    """
+    """Set an optimizer's state, with values as `optimizer_state` gives them; parameters may have none."""
     optimizer = unwrapped(optimizer)
     state = split_optimizer_state(state, model) if is_split(model) else state
     with own_positions(optimizer):
@@ -157,11 +195,7 @@ def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, stat
 def check_states(
     saved: Mapping[str, Mapping[str, Sequence[int]]], group_keys: set[str], mine: OptimizerState, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Refuse shapes of saved states, and keys of saved groups, that are not those of an optimizer whose `optimizer_state` is `mine`.
-
-    Raises:
-        RuntimeError: they are of other parameters, shapes, or another kind of optimizer.
-    """
+    """Raise RuntimeError for shapes of saved states, and keys of groups, that are not those of an optimizer with the state `mine`."""
 
     def refuse(held: Iterable[str], own: Iterable[str]) -> NoReturn:
         lists, kind = [", ".join(sorted(names)) or "nothing" for names in (held, own)], type(unwrapped(optimizer)).__name__
@@ -181,17 +215,12 @@ def check_states(
 
 
 def _shapes(states: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of one parameter's states that have dimensions."""
     return {key: tuple(value.shape) for key, value in states.items() if isinstance(value, torch.Tensor) and value.dim()}
 
 
 @torch.no_grad()
 def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """Return an optimizer's whole state by its parameters' Hugging Face names. Collective; one tensor at a time is whole on the device.
-
-    Returns:
-        On rank 0 `{"state": {name: {...}}, "param_groups": [...]}` with CPU copies, on other ranks an empty dict.
-    """
+    """Return an optimizer's whole state, as CPU copies on rank 0, empty elsewhere. Collective; one tensor at a time is on the device."""
     state = optimizer_state(model, optimizer)
     states = {
         name: {key: _copy_on_rank_zero(value) if torch.is_tensor(value) else value for key, value in own.items()}
@@ -202,11 +231,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
 
 @torch.no_grad()
 def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load what `full_optimizer_state_dict` gave, whatever the layout and the slices were. Collective.
-
-    Raises:
-        RuntimeError: it is of another model, another optimizer, or other groups; on every rank.
-    """
+    """Load what `full_optimizer_state_dict` gave, of any layout and slices. Collective; all raise RuntimeError where it does not fit."""
     mine = optimizer_state(model, optimizer, as_target=True)
 
     def without_tensors() -> tuple[dict[str, dict[str, tuple[int, ...]]], OptimizerState]:

@@ -14,8 +14,8 @@ from ..modeling.batch import Inputs, Loss, loss_of, output_of
 from ..modeling.units import modules_by_name
 from ..planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from ..planner.plan import Plan
+from .environment import host_parameters
 from .gradients import clip_grad_norm_
-from .host_offload import host_parameters
 from .optimizer import step_by_device
 
 _LEARNING_RATE = 1e-6
@@ -49,11 +49,7 @@ def micro_step(model: nn.Module, *, is_last: bool, plan: Plan | None) -> Iterato
 
 
 def make_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.Optimizer:
-    """Make an optimizer of torch that holds and steps as the description says; parameters on the host step by themselves.
-
-    Raises:
-        ValueError: torch has no element-wise optimizer with so many states.
-    """
+    """Make an optimizer of torch that holds and steps as the description says; parameters on the host step by themselves."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options: dict[str, Any] = dict(spec.step.options)
     optimizer: torch.optim.Optimizer
@@ -71,7 +67,6 @@ def make_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.Optimiz
 
 
 def batch_on(inputs: Inputs, samples: int, device: torch.device) -> dict[str, Any]:
-    """Return a batch of so many samples on the device."""
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs(samples).items()}
 
 

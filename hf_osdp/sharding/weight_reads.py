@@ -29,7 +29,7 @@ from ..distributed.process_group import require_all
 from ..errors import OSDPError, UnreducedGradientError
 from ..modeling.units import modules_by_name
 from ..planner.description import UnitDescription
-from .host_offload import parameter_groups
+from .environment import parameter_groups
 
 _IN_CALL = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
 """States of a unit whose module runs forward, or is recomputed in backward: its own reads."""
@@ -123,11 +123,7 @@ class WeightReads:
             self.active = self._after_evaluation = True
 
     def _end_is_due(self, parameter: FSDPParam, gradient: torch.Tensor) -> None:
-        """Have FSDP2 call its end of backward, also where no module was called.
-
-        Raises:
-            OSDPError: backward is to run again through a weight that was read, which is freed at its end.
-        """
+        """Have FSDP2 call its end of backward, also where no module was called; refuse backward that is to run again."""
         if torch._C._autograd._get_current_graph_task_keep_graph():
             raise OSDPError(
                 "retain_graph=True lets backward run again through a weight that the loss reads, but it is freed after the first; add the"
@@ -169,7 +165,6 @@ class WeightReads:
                 parameter.grad = torch.full_like(parameter, total / world_size())
 
     def _check(self, ended: Iterable[FSDPParamGroup]) -> None:
-        """Raise `UnreducedGradientError` where a gradient was not reduced."""
         for group in ended:
             for parameter in group.fsdp_params if group.reduce_grads else ():
                 whole = getattr(parameter, "_unsharded_param", None)
@@ -181,7 +176,6 @@ class WeightReads:
                     )
 
     def _hook(self, group: FSDPParamGroup, attribute: str, hook: Callable[[FSDPParam, torch.Tensor], None]) -> None:
-        """Put a hook on the gradients of a unit's tensors, once on each."""
         for parameter in group.fsdp_params:
             tensor: torch.Tensor = getattr(parameter, attribute)
             if tensor.requires_grad and self._hooked.get((id(parameter), attribute)) is not tensor:
@@ -226,7 +220,6 @@ def mixing_explained() -> Iterator[None]:
 
 
 def _refuse(label: str, parameter: FSDPParam, gradient: torch.Tensor) -> None:
-    """Refuse the gradient of a shard, which nothing reduces."""
     name = parameter._module_info.param_name
     raise UnreducedGradientError(
         f"Unit {label!r} got a gradient for a shard of its {name}, which is not reduced over the ranks; {_REMEDY}."

@@ -19,7 +19,7 @@ from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import DescriptionError
-from ..modeling.compiled import budget_of
+from ..modeling.wrapping import budget_of
 from ..planner.description import Recomputation
 from .cuda_kernels import CudaKernels
 from .fused_graph import FusedGraph, FusedKernel, known_sizes

@@ -16,7 +16,7 @@ from ..errors import DescriptionError
 from ..modeling.activation_offload import host_memory, offload, tensors_of
 from ..modeling.batch import Inputs, Loss, loss_of, output_of, same_random_numbers, without_packing
 from ..modeling.build import checkpoint_blocks
-from ..modeling.split.head import SplitHead
+from ..modeling.split.apply_split import SplitHead
 from ..modeling.units import canonical_name, modules_by_name, segment_modules
 from ..modeling.wrapping import cast_floating, forward_replaced, recompute, under_autocast
 from ..planner.affine import Affine

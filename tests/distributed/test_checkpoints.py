@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_osdp.checkpoint.loop import load_loop, save_loop
 from hf_osdp.checkpoint.resume import checkpoint_to_resume, last_checkpoint
+from hf_osdp.checkpoint.states import load_loop, save_loop
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import CheckpointError

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 
-from hf_osdp.checkpoint.manifest import MANIFEST_NAME
+from hf_osdp.checkpoint.folders import MANIFEST_NAME
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.launch import launched_rank, launched_world_size
 from hf_osdp.planner.presets import preset

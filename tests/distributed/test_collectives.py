@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 
@@ -31,17 +32,6 @@ OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 NUMEL = 37
 """Of a shard: no multiple of a piece."""
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 6e-2, torch.float16: 8e-3}
-
-
-class Heard:
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, int, int]] = []
-
-    def begins(self, collective, group, nbytes) -> None:
-        self.seen.append((collective.value, group.size(), nbytes))
-
-    def ends(self) -> None:
-        self.seen.append(("end", 0, 0))
 
 
 def gathered(gather, dtype: torch.dtype, async_op: bool) -> bool:
@@ -81,8 +71,15 @@ def test_two_stages_and_rings_put_every_byte_in_its_place_and_tell_their_begin_a
     stages = Meshes("cpu").stages(world_size, topology.ranks_per_node)
     assert dist.get_process_group_ranks(stages.between) == [r for r in range(world_size) if r % 2 == rank % 2]
     assert dist.get_process_group_ranks(stages.within) == [rank - rank % 2, rank - rank % 2 + 1]
-    heard = Heard()
-    with listening(heard):
+    heard: list[tuple[str, int, int]] = []
+
+    @contextmanager
+    def listener(collective, group, nbytes):
+        heard.append((collective.value, group.size(), nbytes))
+        yield
+        heard.append(("end", 0, 0))
+
+    with listening(listener):
         for name, make in TRANSPORTS.items():
             gather, scatter = TwoStageAllGather(stages, make()), TwoStageReduceScatter(stages, make())
             for dtype in DTYPES:
@@ -92,8 +89,8 @@ def test_two_stages_and_rings_put_every_byte_in_its_place_and_tell_their_begin_a
                     assert scattered(scatter, dtype, op) < TOLERANCE[dtype], (name, dtype, op)
         for dtype, op in product(TOLERANCE, OPS):
             assert scattered(RingReduceScatter(), dtype, op) < TOLERANCE[dtype], ("ring", dtype, op)
-    assert heard.seen[:2] == [("two_stage_all_gather", world_size, world_size * NUMEL * 8), ("end", 0, 0)]
-    assert {name for name, _, _ in heard.seen} == {"two_stage_all_gather", "two_stage_reduce_scatter", "reduce_scatter", "end"}
+    assert heard[:2] == [("two_stage_all_gather", world_size, world_size * NUMEL * 8), ("end", 0, 0)]
+    assert {name for name, _, _ in heard} == {"two_stage_all_gather", "two_stage_reduce_scatter", "reduce_scatter", "end"}
 
 
 def test_another_operation_is_refused():

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_osdp.distributed.collectives import BackendTransport, TwoStageAllGather, TwoStageReduceScatter, transport_of
+from hf_osdp.distributed.collectives import BackendTransport, TwoStageAllGather, TwoStageReduceScatter, two_stage_collectives
 from hf_osdp.distributed.consensus import on_rank_zero
 from hf_osdp.distributed.mesh import Meshes
-from hf_osdp.measurement.collective_clock import CollectiveClock, of_last_rank
 from hf_osdp.measurement.machine import measure_hardware
+from hf_osdp.measurement.timing import CollectiveClock, of_last_rank
 from hf_osdp.planner.presets import preset
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.sharding.gradients import OSDPGradScaler
@@ -79,7 +79,7 @@ def test_two_stages_gather_and_reduce_without_works(library):
     """By the backend's own collectives, coalesced or not, under the clock as in a step."""
     null_works.form(library)
     stages = Meshes("cpu").stages(4, 2)
-    assert isinstance(transport_of(stages.within, "cpu"), BackendTransport)
+    assert isinstance(two_stage_collectives(stages, "cpu")[0]._transport, BackendTransport)
     with CollectiveClock(torch.device("cpu")) as clock:
         for coalesces in (True, False):
             way = BackendTransport(coalesces=coalesces)

@@ -77,7 +77,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments, set_seed
 from hf_osdp import OSDPConfig, Trainer
-from hf_osdp.integrations.exits import run_script
+from hf_osdp.integrations.launch import run_script
 
 OUTPUT, ON_OOM, FAILS = sys.argv[1:]
 

@@ -15,10 +15,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hf_osdp.errors import OSDPError, PreflightError
-from hf_osdp.planning.preflight.checks import Check, Finding, Severity
-from hf_osdp.planning.preflight.run import merged_findings
-from hf_osdp.sharding.optimizer import parameter_names, prepare_new_optimizers, rebind_parameters, release_parameters
-from hf_osdp.sharding.optimizer_check import _ELEMENT_WISE, check_optimizer, difference_on_shards
+from hf_osdp.planning.preflight import Check, Finding, Severity, merged_findings
+from hf_osdp.sharding.optimizer import (
+    _ELEMENT_WISE,
+    check_optimizer,
+    difference_on_shards,
+    parameter_names,
+    prepare_new_optimizers,
+    rebind_parameters,
+    release_parameters,
+)
 
 STEPS = 3
 

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_osdp.distributed.consensus import on_rank_zero
 from hf_osdp.distributed.mesh import Meshes
-from hf_osdp.distributed.process_group import waiting_group
+from hf_osdp.distributed.process_group import gloo_group
 from hf_osdp.measurement.step_meter import Observation
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.planner.cost.evaluate import PlanEstimate, estimate_plan
@@ -83,7 +83,7 @@ def tried(precision: str, *, checkpointing: bool = False, on_meta: bool = False)
     )  # fmt: skip
     meshes = Meshes("cpu")
     meshes.prepare(plan)
-    waiting_group()  # formed once for each process group
+    gloo_group()  # formed once for each process group
     before, formed = state_of_everything(model), groups()
     observed = probe(plan, trial, meshes, timed_steps=1)
     assert on_meta or same(before, state_of_everything(model))

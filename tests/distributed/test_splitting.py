@@ -23,13 +23,12 @@ from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.sharding.apply import apply_plan
+from hf_osdp.sharding.apply import apply_plan, verify_applied
+from hf_osdp.sharding.environment import parameter_groups
 from hf_osdp.sharding.gradients import clip_grad_norm_
-from hf_osdp.sharding.host_offload import parameter_groups
 from hf_osdp.sharding.optimizer import parameter_names, rebind_parameters
 from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict, load_full_state_dict
 from hf_osdp.sharding.steps import micro_step
-from hf_osdp.sharding.verify import verify_applied
 from tests.helpers.checkpointed import worst
 from tests.helpers.layouts import mixed_plan, plan_of
 from tests.helpers.models import SEQUENCE_LENGTH, tiny_batch, tiny_model

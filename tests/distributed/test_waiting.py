@@ -16,20 +16,20 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from hf_osdp.checkpoint import writer as writer_module
-from hf_osdp.checkpoint.loop import load_loop, save_loop
 from hf_osdp.checkpoint.resume import check_checkpoint
 from hf_osdp.checkpoint.safe import SafeReader
+from hf_osdp.checkpoint.states import load_loop, save_loop
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.consensus import on_rank_zero
 from hf_osdp.distributed.mesh import find_topology
-from hf_osdp.distributed.process_group import of_all_ranks, waiting_group
+from hf_osdp.distributed.process_group import all_gather_objects, gloo_group
 from hf_osdp.errors import LaunchError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.compare import compare_strategies
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.preflight.run import merged_findings
+from hf_osdp.planning.preflight import merged_findings
 from tests.distributed.test_recalibrate import trained
 from tests.helpers import null_works
 from tests.helpers.checkpointed import Leg, built
@@ -78,7 +78,7 @@ def form(path: str) -> None:
 
 AGREEMENTS = {
     "search": lambda: on_rank_zero(lambda: late(lambda: 7, 0)) == 7,
-    "largest": lambda: late(lambda: max(of_all_ranks(dist.get_rank())), 1) == 1,
+    "largest": lambda: late(lambda: max(all_gather_objects(dist.get_rank())), 1) == 1,
     "findings": lambda: late(lambda: merged_findings(()), 0) == (),
     "topology": lambda: late(find_topology, 0).nodes == 1,
 }
@@ -138,7 +138,7 @@ def test_gloo_that_does_not_reach_other_ranks_is_told_at_the_start(library):
     null_works.form(library)
     os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
     with pytest.raises(LaunchError, match=r"cannot connect to other ranks over gloo.*nowhere0"):
-        waiting_group()
+        gloo_group()
 
 
 def dying(path: str, noted: str) -> None:

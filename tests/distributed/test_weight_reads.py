@@ -16,9 +16,8 @@ from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import OSDPError, UnreducedGradientError
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
-from hf_osdp.sharding.apply import apply_plan
+from hf_osdp.sharding.apply import apply_plan, verify_applied
 from hf_osdp.sharding.state import full_state_dict
-from hf_osdp.sharding.verify import verify_applied
 from hf_osdp.sharding.weight_reads import WeightReads
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import LAYOUTS, plan_of

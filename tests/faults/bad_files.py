@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from hf_osdp.checkpoint.folders import MANIFEST_NAME, FileRecord, Manifest
 from hf_osdp.checkpoint.layouts import find_model, find_optimizer, read_weights
-from hf_osdp.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
 from hf_osdp.checkpoint.resume import check_checkpoint
 from hf_osdp.checkpoint.safe import load_file
 from hf_osdp.planner.description import DType, ModelDescription

@@ -14,18 +14,15 @@ from torch import nn
 
 from hf_osdp.distributed.process_group import check_ranks, launch_timeout_s
 from hf_osdp.integrations.launch import launch_request, launched_rank
-from hf_osdp.integrations.optimizers import spec_of_optimizer, spec_of_trainer_name
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
-from hf_osdp.integrations.trainer_options import asked_config
+from hf_osdp.integrations.trainer_facts import requested_config
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.preflight.checks import RunFolder, not_writable, refuse_errors
-from hf_osdp.planning.preflight.run import check_model
-from hf_osdp.sharding.optimizer import parameter_names, release_parameters
-from hf_osdp.sharding.optimizer_check import check_optimizer
+from hf_osdp.planning.preflight import RunFolder, check_model, not_writable, refuse_errors
+from hf_osdp.sharding.optimizer import check_optimizer, parameter_names, release_parameters, spec_of_optimizer, spec_of_trainer_name
 from tests.helpers.descriptions import transformer
 from tests.helpers.models import tiny_model
 from tests.helpers.problems import problem
@@ -43,7 +40,7 @@ def option(given: str, folder: Path) -> Give:
 
 def trainer(given: str, folder: Path) -> Give:
     def asked(osdp: object = None, fsdp_config: dict[str, object] | None = None) -> object:
-        return asked_config(osdp, SimpleNamespace(fsdp=[], fsdp_plugin_args=None, fsdp_config=fsdp_config, torch_compile=False))
+        return requested_config(osdp, SimpleNamespace(fsdp=[], fsdp_plugin_args=None, fsdp_config=fsdp_config, torch_compile=False))
 
     return lambda: eval(given, {"Trainer": asked, "TrainingArguments": asked})
 

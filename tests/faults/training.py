@@ -20,7 +20,7 @@ import transformers
 from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
 
-import hf_osdp.checkpoint.loop
+import hf_osdp.checkpoint.states
 import hf_osdp.checkpoint.writer
 import hf_osdp.integrations.announce
 import hf_osdp.integrations.plain_loop
@@ -73,7 +73,7 @@ def _mark_phases(mark: Callable[[str], None]) -> None:
     """Have the package's own functions tell where they are."""
     _before(hf_osdp.integrations.announce, "plan_run", lambda *a: mark("planning"))
     _before(hf_osdp.integrations.plain_loop, "plan_run", lambda *a: mark("planning"))
-    for module in (hf_osdp.integrations.trainer_checkpoints, hf_osdp.checkpoint.loop):
+    for module in (hf_osdp.integrations.trainer_checkpoints, hf_osdp.checkpoint.states):
         _before(module, "load_model", lambda folder, *a: mark(f"resume {Path(folder).name}"))
     _before(hf_osdp.checkpoint.writer.CheckpointWriter, "new", lambda *a: mark("save"))
     complete = hf_osdp.checkpoint.writer.complete

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf_osdp.distributed.device import own_gpu
-from hf_osdp.measurement.collective_clock import CollectiveClock
+from hf_osdp.measurement.timing import CollectiveClock
 from hf_osdp.sharding.environment import form_process_group
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_osdp.checkpoint.loop import load_loop, save_loop
+from hf_osdp.checkpoint.states import load_loop, save_loop
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.split.apply_split import split_operators
@@ -18,8 +18,8 @@ from hf_osdp.modeling.split.names import keep_positions
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.sharding.apply import apply_plan
+from hf_osdp.sharding.environment import host_parameters
 from hf_osdp.sharding.gradients import clip_grad_norm_
-from hf_osdp.sharding.host_offload import host_parameters
 from hf_osdp.sharding.optimizer import step_by_device
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.steps import micro_step

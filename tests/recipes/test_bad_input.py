@@ -11,7 +11,7 @@ from pathlib import Path
 import datasets.config
 import pytest
 
-from hf_osdp.integrations.exits import run_script
+from hf_osdp.integrations.launch import run_script
 from tests.helpers.shared_data import SHARED_DATA, needs_shared_data
 from tests.recipes.conftest import Recipe
 

@@ -86,13 +86,13 @@ def test_grouping_is_a_strategy(grouping, strategy):
 def test_grouping_goes_before_the_strategy_of_the_launcher(monkeypatch):
     from recipe_arguments import OSDPArguments
 
-    from hf_osdp.integrations.trainer_options import asked_config
+    from hf_osdp.integrations.trainer_facts import requested_config
 
     for name, value in {
         "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": "{'osdp': True, 'strategy': 'ddp', 'compare': False}",
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
-    config = asked_config(OSDPArguments(grouping="group_sharding").options(32), None)
+    config = requested_config(OSDPArguments(grouping="group_sharding").options(32), None)
     assert (config.strategy, config.compare) == ("hsdp", False)
 
 

@@ -2,16 +2,168 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
+import torch
 from torch import nn
 
 from ...errors import OSDPError
 from ...planner.split import OperatorSplit
-from .head import SplitHead, check_model, language_model_of
-from .modules import SplitLinear, SplitOperator, is_conv1d
+from .modules import SplitEmbedding, SplitLinear, SplitOperator, VocabularySlice, is_conv1d
 from .names import canonical_name, keep_names
+
+_SCALES = ("logit_scale", "logits_scaling", "final_logit_softcapping", "output_multiplier", "lm_head_multiplier")
+"""Names that transformers' models (Cohere, Granite, Gemma 2 and later) give a factor or cap between logits and loss. Other such changes
+are found out when the model runs."""
+
+
+class SplitHead(SplitLinear):
+    """A vocabulary projection in slices, which also computes the loss of training, so that whole logits never exist there.
+
+    In training with labels, the model's forward gets a placeholder without elements for the logits and hands it to `loss`;
+    `outputs.logits` is None then. Without labels, or in evaluation, logits are whole as ever.
+    """
+
+    def __init__(self, source: nn.Module, slices: int) -> None:
+        super().__init__(source, slices)
+        self._tied: tuple[SplitEmbedding, ...] = ()
+        self._has_labels = False
+        self._hidden: torch.Tensor | None = None
+        self._placeholder: torch.Tensor | None = None
+
+    def _slice(self, weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool) -> VocabularySlice:
+        return VocabularySlice(weight, bias, transposed=transposed)
+
+    def tie(self, source: nn.Embedding) -> SplitEmbedding:
+        """Return the embedding in this head's slices. It alone registers them, so that each parameter has one name and one owner."""
+        embedding = SplitEmbedding(source, self.slices, self.sizes)
+        del self.slices
+        self._tied = (embedding,)  # in a tuple, which registers nothing
+        return embedding
+
+    def untie(self) -> dict[nn.Module, nn.Module]:
+        """Take slices of its own, of the same memory, so that gradients of projection and lookup come apart in a trace.
+
+        Returns each slice with the embedding's that it was; nothing where the head is not tied.
+        """
+        if not self._tied:
+            return {}
+        shared, own = self._tied[0].slices, nn.ModuleList()
+        for part in cast("list[VocabularySlice]", shared):
+            weight = nn.Parameter(part.weight.detach(), requires_grad=part.weight.requires_grad)
+            own.append(self._slice(weight, None, part.transposed))
+        self._tied, self.slices = (), own.train(self.training)
+        return dict(zip(own, shared, strict=True))
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        if name == "slices" and self.__dict__.get("_tied"):
+            return self._tied[0].slices
+        return super().__getattr__(name)
+
+    def attach(self, model: nn.Module) -> None:
+        """Take over the loss of the model whose head this is. `check_model` has accepted the model."""
+        self._labels_at = list(inspect.signature(type(model).forward).parameters).index("labels") - 1  # without self
+        self._whole_loss = cast("Callable[..., torch.Tensor]", model.loss_function)
+        model.loss_function = self.loss  # type: ignore[assignment]
+        model.register_forward_pre_hook(self._before, with_kwargs=True)
+        model.register_forward_hook(self._after, always_call=True)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states `[..., in_features]` → logits, or in training with labels `[..., 0]` in their place."""
+        if not self._has_labels:
+            return super().forward(hidden)
+        self._hidden, self._placeholder = hidden, hidden.new_empty((*hidden.shape[:-1], 0))
+        return self._placeholder
+
+    def loss(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Compute the loss in place of `transformers.loss.loss_utils.ForCausalLMLoss`, with its arguments.
+
+        It is the mean cross-entropy of token n + 1 at n, or its sum over `num_items_in_batch`; of float64 logits in float64.
+        """
+        if not self._has_labels:
+            return self._whole_loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+        hidden = self._hidden
+        if logits is not self._placeholder or hidden is None:
+            raise OSDPError("The model changes its logits between head and loss, which slices cannot follow; leave the head whole.")
+        if vocab_size != self.out_features:
+            raise OSDPError(f"The loss is over {vocab_size} tokens, but the head has {self.out_features}; leave the head whole.")
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        targets = shift_labels.reshape(-1).to(hidden.device)
+        ignored = targets == ignore_index
+        losses = self._token_losses(hidden.reshape(-1, self.in_features), targets.masked_fill(ignored, 0))
+        total = losses.masked_fill(ignored, 0.0).sum()
+        if num_items_in_batch is None:
+            return total / (~ignored).sum()
+        return total / (num_items_in_batch.to(total.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch)
+
+    def _token_losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the cross-entropy of each token, `[N]`: log Σ_j exp(lse_j) less the target's logit."""
+        sums: list[torch.Tensor] = []
+        chosen: torch.Tensor | None = None
+        start = 0
+        for index, (part, size) in enumerate(zip(self.slices, self.sizes, strict=True)):
+            local = targets - start
+            inside = self.inside(index, local)
+            lse, picked = part(hidden, local.masked_fill(~inside, 0))
+            sums.append(lse)
+            chosen = picked if chosen is None else torch.where(inside, picked, chosen)
+            start += size
+        assert chosen is not None
+        return torch.stack(sums).logsumexp(dim=0) - chosen
+
+    def stay_tied(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing, in place of `tie_weights`: head and embedding hold the same slices, and nothing can untie them."""
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        labels = args[self._labels_at] if len(args) > self._labels_at else kwargs.get("labels")
+        self._has_labels = labels is not None and model.training
+
+    def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> object:  # noqa: ANN401
+        placeholder, self._has_labels, self._hidden, self._placeholder = self._placeholder, False, None, None
+        if placeholder is None or output is None:
+            return None
+        if isinstance(output, tuple):
+            return tuple(None if value is placeholder else value for value in output)
+        return replace(output, logits=None)  # setting it would leave it under its key
+
+
+def language_model_of(model: nn.Module, head: nn.Module) -> nn.Module | None:
+    """Return the model inside `model` whose vocabulary projection `head` is; None where it is no model's."""
+    for module in model.modules():
+        get = getattr(module, "get_output_embeddings", None)
+        if callable(get) and get() is head:
+            return module
+    return None
+
+
+def check_model(model: nn.Module, fqn: str) -> None:
+    """Raise OSDPError for a language model whose loss a head in slices cannot compute."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    loss = getattr(model, "loss_function", None)
+    if code is None or "loss_function" not in code.co_names or "labels" not in code.co_varnames:
+        reason = "its forward does not compute the loss by loss_function(logits, labels)"
+    elif scale := next((name for name in _SCALES if name in code.co_names), None):
+        reason = f"its forward puts {scale} between head and loss"
+    elif loss is not ForCausalLMLoss:
+        reason = f"its loss is {getattr(loss, '__name__', repr(loss))}, not transformers' ForCausalLMLoss"
+    else:
+        return
+    raise OSDPError(f"{fqn!r} of {type(model).__name__} cannot be split: {reason}; leave the head whole.")
 
 
 def split_operators(model: nn.Module, splits: Sequence[OperatorSplit]) -> None:
@@ -21,9 +173,7 @@ def split_operators(model: nn.Module, splits: Sequence[OperatorSplit]) -> None:
     `SplitHead`, together with the embedding that it is tied to. `state_dict` and `load_state_dict` of the model keep
     Hugging Face names and shapes as long as it is not sharded; `hf_osdp.sharding.state` does so after.
 
-    Raises:
-        ValueError: a name is not in the model, or there are more slices than output features; nothing is changed then.
-        OSDPError: an operator cannot be split; nothing is changed then.
+    Nothing is changed where a name is not in the model (ValueError), or an operator cannot be split (OSDPError).
     """
     modules = {canonical_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
     planned = [_check(model, modules, split) for split in splits]
@@ -86,7 +236,6 @@ def _check_class(split: OperatorSplit, module: nn.Module) -> None:
 
 
 def _tied_embedding(fqn: str, head: nn.Module, sharing: dict[str, nn.Module], owner: nn.Module) -> nn.Embedding | None:
-    """Return the embedding to split with the head."""
     if not sharing:
         return None
     embedding = next(iter(sharing.values()))
@@ -106,7 +255,6 @@ def _tied_embedding(fqn: str, head: nn.Module, sharing: dict[str, nn.Module], ow
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put a module in the place of another, wherever that is registered."""
     for parent in list(model.modules()):
         for key, child in parent._modules.items():
             if child is old:

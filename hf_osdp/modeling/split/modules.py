@@ -46,7 +46,6 @@ class LinearSlice(nn.Module):
         return cast(torch.Tensor, torch.ops.aten._unsafe_view(y, (*x.shape[:-1], self.weight.shape[1])))
 
     def forward(self, x: torch.Tensor) -> Any:  # noqa: ANN401
-        """Compute the slice's output features."""
         return self.project(x)
 
 
@@ -62,13 +61,8 @@ class VocabularySlice(LinearSlice):
     def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> Any:  # noqa: ANN401
         """Compute logits; with targets of the loss in `other` their statistics; with ids in `x` rows for these ids.
 
-        Args:
-            x: hidden states, `[..., in]`; or ids in the slice, integers of any shape.
-            other: for hidden states, targets in the slice, shape `[...]`; for ids, a float of one element that requires grad where
-                the lookup is to be trained.
-
-        Returns:
-            `[..., features]`; or log-sum-exp and target's logit, each `[...]`; or `[..., in]`.
+        Hidden states `[..., in]` give `[..., features]`; with targets in the slice, `[...]`, log-sum-exp and target's logit, each `[...]`.
+        Ids in the slice, of any shape, give `[..., in]`; `other` is a float of one element that requires grad where lookup is trained.
         """
         if not x.is_floating_point():
             return _Lookup.apply(self.weight, x, other, self.padding)
@@ -85,8 +79,6 @@ class VocabularySlice(LinearSlice):
 
 
 class SplitOperator(nn.Module):
-    """What a module split by output features has in common."""
-
     slices: nn.ModuleList
     """The slices, each with `weight` and perhaps `bias`."""
     sizes: tuple[int, ...]
@@ -95,7 +87,6 @@ class SplitOperator(nn.Module):
     """Parameters of the whole operator, with the dimension in which each is split."""
 
     def parts(self, leaf: str) -> Iterator[nn.Parameter]:
-        """Yield the slices of one parameter, in order."""
         return (getattr(part, leaf) for part in self.slices)
 
     def inside(self, index: int, local: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,6 @@ class SlicedName:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Positions at which the slices begin."""
         return tuple(sum(self.sizes[:index]) for index in range(len(self.sizes)))
 
     def is_like(self, value: object, sizes: Sequence[int]) -> bool:
@@ -50,7 +49,6 @@ def canonical_name(name: str) -> str:
 
 
 def is_split(model: nn.Module) -> bool:
-    """Whether an operator of the model is in slices."""
     return any(isinstance(module, SplitOperator) for module in model.modules())
 
 
@@ -80,30 +78,20 @@ def split_names(model: nn.Module) -> dict[str, SlicedName]:
 
 
 def concatenated(parts: Sequence[torch.Tensor], whole: SlicedName) -> torch.Tensor:
-    """Join slices to one tensor."""
     return torch.cat([part.detach() for part in parts], dim=whole.dim)
 
 
 def merge_state_dict(state: Mapping[str, Any], model: nn.Module, *, join: Join = concatenated) -> dict[str, Any]:
     """Return a state dict with Hugging Face names and shapes.
 
-    Args:
-        state: with slices under their own names; other entries stay, order too.
-        model: the split model.
-        join: makes one value of the slices, which tied names share; by default tensors, whole and local, are concatenated.
-
-    Raises:
-        OSDPError: some slices of a parameter are missing.
+    In `state` slices are under their own names; other entries stay, order too. `join` makes one value of the slices, which tied names
+    share; by default tensors, whole and local, are concatenated. Raise OSDPError where slices of a parameter are missing.
     """
     return {name: value for names, value in _merge(state, _by_first_part(model), join) for name in names}
 
 
 def split_state_dict(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return the reverse of `merge_state_dict`; what is under a slice's own name already stays.
-
-    Raises:
-        RuntimeError: a whole tensor has another shape than the model's.
-    """
+    """Return the reverse of `merge_state_dict`; what is under a slice's own name already stays. Another shape is refused."""
 
     def split(value: torch.Tensor, whole: SlicedName) -> list[torch.Tensor]:
         if tuple(value.shape) != whole.shape:
@@ -116,13 +104,8 @@ def split_state_dict(state: Mapping[str, Any], model: nn.Module) -> dict[str, An
 def merge_optimizer_state(state: Mapping[str, Any], model: nn.Module, *, join: Join = concatenated) -> dict[str, Any]:
     """Return an optimizer's state dict by parameter names, with Hugging Face names and shapes.
 
-    Args:
-        state: `{"state": {name: {...}}, "param_groups": [{"params": [names], ...}]}`, as `get_optimizer_state_dict` gives it.
-        model: the split model.
-        join: makes one value of the slices of a state tensor; a scalar, such as `step`, is that of the first slice.
-
-    Raises:
-        OSDPError: some slices of a parameter are missing.
+    `state` is as `get_optimizer_state_dict` gives it: `{"state": {name: {...}}, "param_groups": [{"params": [names], ...}]}`. `join` makes
+    one value of the slices of a state tensor; a scalar, such as `step`, is that of the first slice.
     """
 
     def merged(states: Sequence[dict[str, Any]], whole: SlicedName) -> dict[str, Any]:
@@ -216,7 +199,6 @@ def _split_hook(model: nn.Module, state: dict[str, Any], prefix: str, *others: o
 
 
 def _replace(state: dict[str, Any], prefix: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Change the entries below a prefix, in place."""
     changed = change({name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)})
     for name in [name for name in state if name.startswith(prefix)]:
         del state[name]
@@ -266,8 +248,6 @@ def _positions(optimizer: torch.optim.Optimizer) -> list[_Positions]:
 
 
 class _Positions:
-    """The two hooks of one optimizer."""
-
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self.active = True

@@ -11,8 +11,7 @@ import threading
 import pytest
 
 from hf_osdp.checkpoint import folders
-from hf_osdp.checkpoint.folders import prepare_staging, remove_checkpoint
-from hf_osdp.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
+from hf_osdp.checkpoint.folders import MANIFEST_NAME, FileRecord, Manifest, prepare_staging, remove_checkpoint
 from hf_osdp.checkpoint.resume import check_checkpoint, checkpoint_to_resume, last_checkpoint
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.errors import CheckpointError

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from hf_osdp.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_osdp.checkpoint.folders import MANIFEST_NAME, Manifest
 from hf_osdp.checkpoint.resume import check_checkpoint, checkpoint_to_resume, last_checkpoint, recorded_batch, start_fresh, warn_of_changes
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.errors import CheckpointError

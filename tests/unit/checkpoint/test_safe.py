@@ -16,9 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from hf_osdp.checkpoint.layouts import find_model, find_optimizer, read_optimizer, read_weights
-from hf_osdp.checkpoint.loop import load_loop
-from hf_osdp.checkpoint.manifest import check_inside
-from hf_osdp.checkpoint.safe import SafeReader, load_file
+from hf_osdp.checkpoint.safe import SafeReader, check_inside, load_file
+from hf_osdp.checkpoint.states import load_loop
 from hf_osdp.errors import CheckpointError
 
 from .checkpoints import saved, trained

@@ -12,7 +12,7 @@ from hf_osdp.cli.app import app
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search
-from hf_osdp.planning.preflight.checks import Check
+from hf_osdp.planning.preflight import Check
 from hf_osdp.tracing.describe import describe
 from tests.helpers.problems import problem
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from hf_osdp.distributed import restart
-from hf_osdp.distributed.restart import COUNT_VARIABLE, LIMIT_VARIABLE, hindrance, limit_after_oom, restart_count
+from hf_osdp.distributed.restart import COUNT_VARIABLE, LIMIT_VARIABLE, limit_after_oom, reason_not_to_restart, restart_count
 from hf_osdp.planning.config import OSDPConfig
 
 UNDER_TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_RESTART_COUNT": "1", "WORLD_SIZE": "2"}
@@ -67,12 +67,12 @@ def test_restart_replaces_single_process_with_its_first_environment(monkeypatch,
 
 def test_hindrance_names_launcher_that_starts_no_more(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "torchrun --max-restarts 3" in hindrance()
+    assert "torchrun --max-restarts 3" in reason_not_to_restart()
     for name, value in UNDER_TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    assert hindrance() is None
+    assert reason_not_to_restart() is None
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    assert "--max-restarts 3" in hindrance()
+    assert "--max-restarts 3" in reason_not_to_restart()
 
 
 def test_hindrance_names_why_single_process_cannot_restart(monkeypatch):
@@ -80,15 +80,15 @@ def test_hindrance_names_why_single_process_cannot_restart(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
     monkeypatch.setenv(COUNT_VARIABLE, "2")
-    assert hindrance() is None
+    assert reason_not_to_restart() is None
     with monkeypatch.context() as fork:
         fork.setattr(multiprocessing, "parent_process", lambda: object())
-        assert "a notebook, or another program, holds this process" in hindrance()
+        assert "a notebook, or another program, holds this process" in reason_not_to_restart()
     for unknown in (["python"], ["python", "-"]):
         monkeypatch.setattr(sys, "orig_argv", unknown)
-        assert hindrance() == "the command line that started it is not known"
+        assert reason_not_to_restart() == "the command line that started it is not known"
     monkeypatch.setenv(COUNT_VARIABLE, "3")
-    assert hindrance() == "it did so 3 times"
+    assert reason_not_to_restart() == "it did so 3 times"
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", COUNT_VARIABLE])

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
 from hf_osdp.distributed import process_group
-from hf_osdp.distributed.heartbeat import SILENT_BEATS, Heartbeat
+from hf_osdp.distributed.consensus import SILENT_BEATS, Heartbeat
 from hf_osdp.distributed.mesh import Topology, find_topology, topology_of
 from hf_osdp.distributed.process_group import RankReport, _collect, _report, check_ranks, differences, refusal
 from hf_osdp.distributed.stop import EXIT_CODE, StopSignal

@@ -10,7 +10,7 @@ import pytest
 from hf_osdp.distributed.stop import EXIT_CODE, Stopped
 from hf_osdp.errors import PlanError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
-from hf_osdp.integrations.exits import USER_ERROR, run_script
+from hf_osdp.integrations.launch import USER_ERROR, run_script
 from hf_osdp.planning.config import OSDPConfig
 
 

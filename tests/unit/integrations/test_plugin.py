@@ -15,9 +15,9 @@ from transformers import TrainingArguments
 
 from hf_osdp import Trainer
 from hf_osdp.integrations.plugin import OSDPPlugin, plugin_for, precision_of
-from hf_osdp.integrations.trainer_options import asked_config, own_arguments, plugin_options, refuse_unplanned
+from hf_osdp.integrations.trainer_facts import copied_arguments, plugin_options, refuse_unplanned, requested_config
 from hf_osdp.modeling.split.names import is_split
-from hf_osdp.modeling.wrapping import is_recomputed
+from hf_osdp.modeling.wrapping import recomputation_of
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import Activations, DType
 from hf_osdp.planner.plan import Plan
@@ -142,10 +142,10 @@ ON, OFF = "{'osdp': True, 'memory_limit': '1GiB'}", "{'osdp': False, 'memory_lim
         (True, {"transformer_layer_cls_to_wrap": ["GPT2Block"]}, None, {"block_classes": "GPT2Block"}),
     ],
 )
-def test_asked_config_merges_argument_fsdp_config_and_launcher(tmp_path, monkeypatch, asked, fsdp_config, launched, expected):
+def test_requested_config_merges_argument_fsdp_config_and_launcher(tmp_path, monkeypatch, asked, fsdp_config, launched, expected):
     args = arguments(tmp_path, fsdp_config=fsdp_config)
     launch(monkeypatch, launched)
-    config = asked_config(asked, args)
+    config = requested_config(asked, args)
     assert config == (None if expected is None else OSDPConfig(**expected))
     if config is not None:
         assert OSDPPlugin(osdp=config.options()).osdp == config
@@ -153,14 +153,14 @@ def test_asked_config_merges_argument_fsdp_config_and_launcher(tmp_path, monkeyp
             assert OSDPPlugin(osdp=asked).osdp == plugin_for(asked, None, None).osdp == config
 
 
-def test_asked_config_reads_the_file_of_fsdp_config_and_layers_beside_fsdp(tmp_path):
+def test_requested_config_reads_the_file_of_fsdp_config_and_layers_beside_fsdp(tmp_path):
     file = tmp_path / "fsdp.json"
     file.write_text(json.dumps({"osdp": {"strategy": "zero2"}, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}))
     args = arguments(tmp_path, fsdp_config=str(file))
-    assert asked_config(None, args) == OSDPConfig(strategy="zero2")
+    assert requested_config(None, args) == OSDPConfig(strategy="zero2")
     assert plugin_options(args) == {"state_dict_type": "SHARDED_STATE_DICT"}
     layers = arguments(tmp_path, fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": ["GPT2Block"]})
-    assert asked_config(True, layers) == OSDPConfig(block_classes="GPT2Block")
+    assert requested_config(True, layers) == OSDPConfig(block_classes="GPT2Block")
 
 
 @pytest.mark.parametrize(
@@ -177,9 +177,9 @@ def test_asked_config_reads_the_file_of_fsdp_config_and_layers_beside_fsdp(tmp_p
         ({"block_classes": "B"}, {"transformer_layer_cls_to_wrap": ["A"]}, r"transformer_layer_cls_to_wrap.*OSDPConfig\(block_classes"),
     ],
 )
-def test_asked_config_refuses_what_has_no_effect_or_cannot_be_read(tmp_path, asked, fsdp_config, part):
+def test_requested_config_refuses_what_has_no_effect_or_cannot_be_read(tmp_path, asked, fsdp_config, part):
     with pytest.raises(ValueError, match=part) as caught:
-        asked_config(asked, arguments(tmp_path, fsdp_config=fsdp_config))
+        requested_config(asked, arguments(tmp_path, fsdp_config=fsdp_config))
     assert "\n" not in str(caught.value)
 
 
@@ -187,22 +187,22 @@ def test_asked_config_refuses_what_has_no_effect_or_cannot_be_read(tmp_path, ask
     ("text", "part"),
     [('{"osdp": true, "osdp": false}', "the key 'osdp' twice"), ("[1]", "holds a list"), ("{", "is not JSON"), (None, "No such")],
 )
-def test_asked_config_names_the_file_that_it_cannot_read(tmp_path, text, part):
+def test_requested_config_names_the_file_that_it_cannot_read(tmp_path, text, part):
     args = arguments(tmp_path)
     args.fsdp_config = str(tmp_path / "fsdp.json")  # as transformers leaves it where fsdp is not set
     if text is not None:
         (tmp_path / "fsdp.json").write_text(text)
     with pytest.raises(ValueError, match=part) as caught:
-        asked_config(None, args)
+        requested_config(None, args)
     assert "fsdp.json" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_torch_compile_of_the_arguments_is_an_option_of_the_plan(tmp_path):
-    assert asked_config(True, arguments(tmp_path, torch_compile=True)).compile
-    assert not asked_config(True, arguments(tmp_path)).compile
+    assert requested_config(True, arguments(tmp_path, torch_compile=True)).compile
+    assert not requested_config(True, arguments(tmp_path)).compile
     with pytest.raises(ValueError, match="leave one of the two out"):
-        asked_config({"compile": False}, arguments(tmp_path, torch_compile=True))
-    assert not own_arguments(arguments(tmp_path, torch_compile=True)).torch_compile
+        requested_config({"compile": False}, arguments(tmp_path, torch_compile=True))
+    assert not copied_arguments(arguments(tmp_path, torch_compile=True)).torch_compile
 
 
 def test_refuse_unplanned_names_model_init(tmp_path):
@@ -231,7 +231,7 @@ def test_one_process_runs_what_its_plan_says(tmp_path, split):
     args = arguments(tmp_path, per_device_train_batch_size=8, max_steps=1, logging_steps=1, save_strategy="no")
     before = model.lm_head.weight.detach().clone()
     Trainer(model=model, args=args, train_dataset=DATA, osdp=OSDPConfig(plan=plan)).train()
-    assert all(is_recomputed(layer) for layer in model.model.layers)
+    assert all(recomputation_of(layer) for layer in model.model.layers)
     assert is_split(model) == bool(split.sliced)
     assert not torch.equal(model.state_dict()["lm_head.weight"], before), "the optimizer trains what the model computes with"
 

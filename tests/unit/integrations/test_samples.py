@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
-from hf_osdp.integrations.samples import find_batches, takes_keywords, tokens_of
+from hf_osdp.integrations.samples import accepts_as_keywords, find_batches, tokens_of
 
 
 def pad(samples):
@@ -119,6 +119,6 @@ def test_takes_keywords_compares_names_with_forward():
         def forward(self, input_ids, labels=None):
             return input_ids
 
-    assert takes_keywords(Model(), {"input_ids": 1})
-    assert not takes_keywords(Model(), {"input_ids": 1, "text": "a"})
-    assert not takes_keywords(Model(), (1, 2))
+    assert accepts_as_keywords(Model(), {"input_ids": 1})
+    assert not accepts_as_keywords(Model(), {"input_ids": 1, "text": "a"})
+    assert not accepts_as_keywords(Model(), (1, 2))

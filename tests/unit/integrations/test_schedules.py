@@ -11,7 +11,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch.optim import lr_scheduler as schedulers
 from transformers import get_cosine_schedule_with_warmup
 
-from hf_osdp.integrations.schedules import own_schedule, position_factor, rescale_schedules
+from hf_osdp.integrations.checkpoints import own_schedule, position_factor, rescale_schedules
 
 STEPS, BREAK = 12, 5
 

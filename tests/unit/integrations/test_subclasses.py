@@ -23,7 +23,7 @@ from transformers import (
 
 import hf_osdp
 from hf_osdp import OSDPConfig, with_osdp
-from hf_osdp.integrations.subclasses import held_models, ignores_item_count, whole_weights
+from hf_osdp.integrations.subclasses import bytes_of_other_models, ignores_item_count, whole_weights
 from hf_osdp.integrations.trainer_facts import batch_coupling
 from hf_osdp.planner.presets import preset
 
@@ -99,7 +99,7 @@ def test_plan_is_made_for_the_loss_that_runs(tmp_path):
     assert own._run.description.trace.startswith("fake tensors")
     held = [sum(segment.saved_bytes.bytes(2) for segment in trainer._run.description.segments) for trainer in (own, stock)]
     assert held[0] != held[1]
-    assert own._run.description.other_bytes == (3 * 5 + 5) * 4 == held_models(own)["judge"]
+    assert own._run.description.other_bytes == (3 * 5 + 5) * 4 == bytes_of_other_models(own)["judge"]
     assert own.plan.sequence_length == 16
 
 

@@ -10,8 +10,8 @@ import torch
 
 from hf_osdp.errors import HardwareError
 from hf_osdp.measurement import machine, rates, timing
-from hf_osdp.measurement.fsdp_overhead import measure_hooks
 from hf_osdp.measurement.machine import measure_hardware, measure_profile
+from hf_osdp.measurement.rates import measure_hooks
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.hardware import Backend, Collective, HostSpec
 from hf_osdp.planner.job import Precision, TrainingJob

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from hf_osdp.measurement.collective_clock import CollectiveCall, timings_of, totals_of
 from hf_osdp.measurement.step_meter import LoopMeter, Observation, StepMeter, training_tensors
+from hf_osdp.measurement.timing import CollectiveCall, timings_of, totals_of
 from hf_osdp.planner.hardware import Collective
 from hf_osdp.tracing.memory_tracker import MemoryTracker
 from tests.helpers.distributed import run_ranks
@@ -128,7 +128,8 @@ class Model(torch.nn.Module):
 def metered(steps: int = 4, micro_steps: int | None = None) -> tuple[Model, torch.optim.Optimizer, LoopMeter, list[Observation]]:
     told: list[Observation] = []
     model = Model()
-    meter = LoopMeter(model, torch.device("cpu"), told.append, steps=steps, micro_steps=micro_steps)
+    plan = SimpleNamespace(accumulation_steps=micro_steps, compiled_classes=())
+    meter = LoopMeter(model, torch.device("cpu"), told.append, plan, may_skip=micro_steps is not None, steps=steps)
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False), meter, told
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_osdp.modeling import activation_offload as offloading
 from hf_osdp.modeling.activation_offload import OwnTensors, is_offloaded, offload
-from hf_osdp.modeling.wrapping import is_recomputed, recompute
+from hf_osdp.modeling.wrapping import recomputation_of, recompute
 from hf_osdp.tracing.memory_tracker import MemoryTracker
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 from tests.helpers.offloading import WAYS, Way, recompute_and_offload
@@ -100,9 +100,9 @@ def test_names_stay_and_each_way_is_told_apart(way):
     plain, model = two_layers("gpt2"), changed(changed(two_layers("gpt2"), way), way)
     for names in ("named_modules", "named_parameters", "state_dict"):
         assert list(dict(getattr(model, names)())) == list(dict(getattr(plain, names)()))
-    assert all((is_recomputed(block), is_offloaded(block)) == (way is not offload, True) for block in blocks(model))
+    assert all((recomputation_of(block) is not None, is_offloaded(block)) == (way is not offload, True) for block in blocks(model))
     recompute(blocks(plain)[0])
-    assert (is_recomputed(blocks(plain)[0]), is_offloaded(blocks(plain)[0])) == (True, False)
+    assert (recomputation_of(blocks(plain)[0]) is not None, is_offloaded(blocks(plain)[0])) == (True, False)
 
 
 def device_and_host_bytes(block: nn.Module, x: torch.Tensor) -> tuple[int, int]:
@@ -125,7 +125,7 @@ def test_only_the_output_is_left_on_the_device(name, way):
     way(block)
     left, away = device_and_host_bytes(block, x)
     assert left == 0 < saved
-    assert away == (x.nbytes if is_recomputed(block) else saved)
+    assert away == (x.nbytes if recomputation_of(block) is not None else saved)
 
 
 class Toy(nn.Module):

@@ -31,8 +31,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.pytorch_utils import Conv1D
 
 from hf_osdp.errors import OSDPError
-from hf_osdp.modeling.split.apply_split import split_operators
-from hf_osdp.modeling.split.head import SplitHead
+from hf_osdp.modeling.split.apply_split import SplitHead, split_operators
 from hf_osdp.modeling.split.modules import SplitLinear, slice_sizes
 from hf_osdp.modeling.split.names import is_split, merge_state_dict, slice_names, split_names
 from hf_osdp.planner.split import OperatorSplit

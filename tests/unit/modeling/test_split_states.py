@@ -14,8 +14,13 @@ from hf_osdp.modeling.split.apply_split import split_operators
 from hf_osdp.modeling.split.names import SlicedName, merge_state_dict, split_state_dict
 from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.sharding.optimizer import parameter_names, rebind_parameters
-from hf_osdp.sharding.sliced_tensor import SlicedTensor
-from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict, load_full_state_dict
+from hf_osdp.sharding.state import (
+    SlicedTensor,
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+)
 from tests.helpers.models import VOCABULARY, tiny_batch, tiny_loss, tiny_model
 
 NAMES = ("lm_head", "transformer.h.0.mlp.c_fc", "transformer.h.1.attn.c_attn")

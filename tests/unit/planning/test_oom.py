@@ -155,7 +155,7 @@ def test_explained_error_names_the_next_plan_with_limit_and_cost(problem, plan, 
         torch.OutOfMemoryError(f"Tried to allocate 512 bytes. Of the allocated memory {plan.peak_bytes} bytes is allocated by PyTorch")
     )
     assert f"The next plan, for memory_limit={safer_plan(problem, plan, plan.peak_bytes + 512).limit_bytes}, needs " in said
-    assert ('With on_oom="replan" the run goes on by it.' in said) == (restart.hindrance() is None)
+    assert ('With on_oom="replan" the run goes on by it.' in said) == (restart.reason_not_to_restart() is None)
 
 
 def test_explained_error_of_a_given_plan_without_figures():
@@ -186,11 +186,11 @@ def test_error_that_cannot_be_explained_stays_as_it_is(handled, monkeypatch):
 def test_replan_restarts_by_the_safer_limit_or_says_why_not(problem, plan, handled, monkeypatch, kind):
     limits = []
     error_type, text = DEVICE[kind]
-    monkeypatch.setattr(restart, "hindrance", lambda: None)
+    monkeypatch.setattr(restart, "reason_not_to_restart", lambda: None)
     monkeypatch.setattr(restart, "restart", lambda limit, message: limits.append(limit))
     assert "The launcher starts all ranks again, by that plan." in handled(error_type(text), "replan")
     assert limits == [safer_plan(problem, plan, None).limit_bytes]
-    monkeypatch.setattr(restart, "hindrance", lambda: "it did so 3 times")
+    monkeypatch.setattr(restart, "reason_not_to_restart", lambda: "it did so 3 times")
     assert "cannot start again: it did so 3 times." in handled(error_type(text), "replan") and len(limits) == 1
 
 

@@ -23,11 +23,20 @@ from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.compare import StrategyResult
 from hf_osdp.planner.search.search import search
+from hf_osdp.planning import preflight
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.plan_run import plan_run
-from hf_osdp.planning.preflight import checks
-from hf_osdp.planning.preflight.checks import Check, DeviceMemory, Finding, RunFolder, Severity
-from hf_osdp.planning.preflight.run import bf16_on, check_model, device_memory, merged_findings
+from hf_osdp.planning.preflight import (
+    Check,
+    DeviceMemory,
+    Finding,
+    RunFolder,
+    Severity,
+    bf16_on,
+    check_model,
+    device_memory,
+    merged_findings,
+)
 from hf_osdp.planning.problem import RunFacts, check_limit
 from tests.helpers.descriptions import transformer
 from tests.helpers.models import MODELS, SEQUENCE_LENGTH, tiny_model
@@ -53,64 +62,66 @@ def test_model_checks_find_nothing_in_sound_models(name):
     units = find_units(model)
     assert not any(
         [
-            checks.split_ties(model),
-            checks.nothing_to_train(model),
-            checks.whole_in_one_unit(units),
-            checks.no_masters(units, Precision()),
-            checks.frozen(units),
+            preflight.split_ties(model),
+            preflight.nothing_to_train(model),
+            preflight.whole_in_one_unit(units),
+            preflight.no_masters(units, Precision()),
+            preflight.frozen(units),
         ]
     )
-    assert checks.unused_block_classes(None, ()) is None and checks.unused_block_classes(["A"], ["A"]) is None
+    assert preflight.unused_block_classes(None, ()) is None and preflight.unused_block_classes(["A"], ["A"]) is None
     check_model(model)
 
 
 def test_unit_around_all_blocks_is_named_with_what_repeats_in_it():
     units = find_units(tiny_model("gpt2"), ["GPT2Model"])
-    assert_found(checks.whole_in_one_unit(units), Severity.WARNING, "transformer (GPT2Model)", "all 4 of transformer.h", "block_classes")
-    assert checks.whole_in_one_unit(find_units(tiny_model("gpt2", layers=1), ["GPT2Block"])) is None
+    assert_found(preflight.whole_in_one_unit(units), Severity.WARNING, "transformer (GPT2Model)", "all 4 of transformer.h", "block_classes")
+    assert preflight.whole_in_one_unit(find_units(tiny_model("gpt2", layers=1), ["GPT2Block"])) is None
 
 
 def test_block_classes_without_unit_are_named():
-    assert_found(checks.unused_block_classes(["GPT2Block", "BertLayer"], ["GPT2Block"]), Severity.NOTE, "BertLayer", "units are GPT2Block")
+    assert_found(
+        preflight.unused_block_classes(["GPT2Block", "BertLayer"], ["GPT2Block"]), Severity.NOTE, "BertLayer", "units are GPT2Block"
+    )
 
 
 def test_untied_head_is_an_error_unless_configuration_says_so():
     model = tiny_model("gpt2")
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-    assert_found(checks.split_ties(model), Severity.ERROR, "lm_head.weight", "transformer.wte.weight", "tie_weights()")
+    assert_found(preflight.split_ties(model), Severity.ERROR, "lm_head.weight", "transformer.wte.weight", "tie_weights()")
     with pytest.raises(PreflightError, match=r"ties lm_head\.weight"):
         check_model(model)
     model.config.tie_word_embeddings = False
-    assert checks.split_ties(model) is None
+    assert preflight.split_ties(model) is None
     model.config.tie_word_embeddings = True
     model.tie_weights()
-    assert checks.split_ties(model) is None
+    assert preflight.split_ties(model) is None
 
 
 def test_adapters_and_plain_modules_have_no_split_ties():
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(tiny_model("gpt2"), peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
-    assert checks.split_ties(adapted) is None
-    assert checks.split_ties(nn.Linear(2, 2)) is None
+    assert preflight.split_ties(adapted) is None
+    assert preflight.split_ties(nn.Linear(2, 2)) is None
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
 def test_half_precision_without_masters_is_a_warning(dtype, name):
     model = tiny_model("gpt2", dtype=dtype)
     units = find_units(model)
-    assert_found(checks.no_masters(units, Precision()), Severity.WARNING, str(dtype).removeprefix("torch."), f"mixed_precision={name}")
-    assert checks.no_masters(units, Precision.named(name)) is None
-    assert checks.no_masters(find_units(model.requires_grad_(False)), Precision()) is None
+    assert_found(preflight.no_masters(units, Precision()), Severity.WARNING, str(dtype).removeprefix("torch."), f"mixed_precision={name}")
+    assert preflight.no_masters(units, Precision.named(name)) is None
+    assert preflight.no_masters(find_units(model.requires_grad_(False)), Precision()) is None
 
 
 def test_frozen_parameters_are_counted_and_all_of_them_are_an_error():
     model = tiny_model("gpt2")
     model.transformer.wte.requires_grad_(False)
-    assert_found(checks.frozen(find_units(model)), Severity.NOTE, "1.2K of", "plan again.")
-    assert_found(checks.frozen(find_units(model), in_optimizer=1), Severity.NOTE, "was given 1 of them")
+    assert_found(preflight.frozen(find_units(model)), Severity.NOTE, "1.2K of", "plan again.")
+    assert_found(preflight.frozen(find_units(model), in_optimizer=1), Severity.NOTE, "was given 1 of them")
     model.requires_grad_(False)
-    assert checks.frozen(find_units(model)) is None
-    assert_found(checks.nothing_to_train(model), Severity.ERROR, "parameters are frozen", "requires_grad=True")
+    assert preflight.frozen(find_units(model)) is None
+    assert_found(preflight.nothing_to_train(model), Severity.ERROR, "parameters are frozen", "requires_grad=True")
     check_model(model, trains=False)
 
 
@@ -124,12 +135,14 @@ def test_fp16_is_a_warning_where_bf16_is_native(name, native):
     device = preset(name).device
     assert bf16_on(device, "cuda") == (device.name if native else None)
     assert bf16_on(None, "cpu") is None
-    found = checks.fp16_for_bf16(Precision.named("fp16"), bf16_on(device, "cuda"))
+    found = preflight.fp16_for_bf16(Precision.named("fp16"), bf16_on(device, "cuda"))
     if native:
         assert_found(found, Severity.WARNING, f"{device.name} computes bf16 as fast")
     else:
         assert found is None
-    assert checks.fp16_for_bf16(Precision.named("bf16"), device.name) is None and checks.fp16_for_bf16(Precision(), device.name) is None
+    assert (
+        preflight.fp16_for_bf16(Precision.named("bf16"), device.name) is None and preflight.fp16_for_bf16(Precision(), device.name) is None
+    )
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -143,15 +156,15 @@ def test_slow_link_names_what_is_faster(nodes):
     full = search(problem(description, hardware, job, limit, strategy="fsdp")).plan
     time = estimate_plan(full, description, job, hardware).time
     best = StrategyResult(strategy=Strategy.OSDP, result=search(problem(description, hardware, job, limit)))
-    assert checks.slow_link(full, None, None) is None
+    assert preflight.slow_link(full, None, None) is None
     if nodes == 1:
-        assert checks.slow_link(full, hardware, time, [best]) is None
+        assert preflight.slow_link(full, hardware, time, [best]) is None
         return
     crossing = "6 of 6 units are sharded across 2 nodes over 1.2 GiB/s"
-    assert_found(checks.slow_link(full, hardware, time, [best]), Severity.WARNING, crossing, "strategy=osdp is estimated to be")
-    assert_found(checks.slow_link(full, hardware, time), Severity.WARNING, "try strategy=osdp")
+    assert_found(preflight.slow_link(full, hardware, time, [best]), Severity.WARNING, crossing, "strategy=osdp is estimated to be")
+    assert_found(preflight.slow_link(full, hardware, time), Severity.WARNING, "try strategy=osdp")
     same = StrategyResult(strategy=Strategy.FSDP, result=replace(best.result, plan=replace(full, step_s=time.step_s)))
-    assert checks.slow_link(full, hardware, time, [same]) is None
+    assert preflight.slow_link(full, hardware, time, [same]) is None
 
 
 def test_limit_above_the_device_is_refused():
@@ -174,7 +187,7 @@ def test_limit_above_the_device_is_refused():
 def test_memory_that_is_missing_or_held_by_others_is_found(memory, needed, severity, part):
     free, own = memory.pop("free") * GIB, memory.pop("own", 0) * GIB
     now = DeviceMemory(**{"name": "GPU 0", **memory}, total_bytes=80 * GIB, free_bytes=free, own_bytes=own)
-    found = checks.memory_now(now, needed * GIB, 3)
+    found = preflight.memory_now(now, needed * GIB, 3)
     assert (found and found.severity) == severity and (found is None or part in found.message)
 
 
@@ -193,7 +206,7 @@ def units():
 
 def test_checkpoint_bytes_are_what_torch_saves():
     model = tiny_model("gpt2", dtype=torch.float32)
-    assert checks.checkpoint_bytes(find_units(model), None) == sum(p.nbytes for p in model.parameters())
+    assert preflight.checkpoint_bytes(find_units(model), None) == sum(p.nbytes for p in model.parameters())
     model.transformer.wte.requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     for parameter in optimizer.param_groups[0]["params"]:
@@ -201,17 +214,22 @@ def test_checkpoint_bytes_are_what_torch_saves():
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values() if value.numel() > 1]
     weights = {id(p): p for p in model.state_dict(keep_vars=True).values()}
-    assert checks.checkpoint_bytes(find_units(model), OptimizerSpec(states=2)) == sum(t.nbytes for t in (*weights.values(), *states))
-    assert checks.checkpoint_bytes(find_units(model), None, adapters=True) == sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    assert preflight.checkpoint_bytes(find_units(model), OptimizerSpec(states=2)) == sum(t.nbytes for t in (*weights.values(), *states))
+    assert preflight.checkpoint_bytes(find_units(model), None, adapters=True) == sum(
+        p.nbytes for p in model.parameters() if p.requires_grad
+    )
 
 
 def test_not_writable_refuses_files_and_leaves_folders_as_they_were(tmp_path):
-    assert checks.not_writable(RunFolder(path=tmp_path)) is None and checks.not_writable(RunFolder(path=tmp_path / "new" / "run")) is None
+    assert (
+        preflight.not_writable(RunFolder(path=tmp_path)) is None
+        and preflight.not_writable(RunFolder(path=tmp_path / "new" / "run")) is None
+    )
     assert not list(tmp_path.iterdir())
     (tmp_path / "taken").write_text("mine")
-    assert_found(checks.not_writable(RunFolder(path=tmp_path / "taken")), Severity.ERROR, f"{tmp_path}/taken is a file; give a folder")
-    assert f"{tmp_path}/taken/run: {tmp_path}/taken is a file" in checks.not_writable(RunFolder(path=tmp_path / "taken" / "run")).message
-    assert "cannot be written" in checks.not_writable(RunFolder(path="/proc/run")).message
+    assert_found(preflight.not_writable(RunFolder(path=tmp_path / "taken")), Severity.ERROR, f"{tmp_path}/taken is a file; give a folder")
+    assert f"{tmp_path}/taken/run: {tmp_path}/taken is a file" in preflight.not_writable(RunFolder(path=tmp_path / "taken" / "run")).message
+    assert "cannot be written" in preflight.not_writable(RunFolder(path="/proc/run")).message
     assert (tmp_path / "taken").read_text() == "mine"
 
 
@@ -231,11 +249,11 @@ def test_not_writable_refuses_files_and_leaves_folders_as_they_were(tmp_path):
     ],
 )
 def test_too_small_counts_the_checkpoints_that_will_lie_there(units, tmp_path, monkeypatch, room, there, folder, severity, part):
-    size = checks.checkpoint_bytes(units, OptimizerSpec())
+    size = preflight.checkpoint_bytes(units, OptimizerSpec())
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10 * size, 0, int(room * size)))
     for number in range(there):
         (tmp_path / f"checkpoint-{number}").mkdir()
-    found = checks.too_small(RunFolder(path=tmp_path, **folder), units, OptimizerSpec())
+    found = preflight.too_small(RunFolder(path=tmp_path, **folder), units, OptimizerSpec())
     assert (found and found.severity) == severity and (found is None or part in found.message)
 
 
@@ -291,5 +309,5 @@ def test_all_errors_stand_in_one_line():
     one, two = (Finding(check, Severity.ERROR, text) for check, text in ((Check.MODEL, "One."), (Check.LINKS, "Two.")))
     warning = replace(one, severity=Severity.WARNING)
     with pytest.raises(PreflightError, match=r"^One\. Two\.$"):
-        checks.refuse_errors([one, warning, two])
+        preflight.refuse_errors([one, warning, two])
     assert merged_findings([warning]) == (warning,)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import AlbertConfig, GPT2Config, LlamaConfig
 
 from hf_osdp.modeling.build import build_on_meta
-from hf_osdp.modeling.compiled import compile_forward, compiled_by, is_compiled
+from hf_osdp.modeling.wrapping import compile_forward, compiled_by, is_compiled
 from hf_osdp.planner.description import DType, ModelDescription, Recomputation
 from hf_osdp.tracing.compiled import TracedCompiler
 from hf_osdp.tracing.describe import describe

@@ -1,1 +1,0 @@
-"""Checks before a run starts: what would go wrong, with its remedy."""
