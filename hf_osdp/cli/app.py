@@ -1,10 +1,10 @@
-"""The command line: `hf-osdp plan | explain | compare | what-if | profile | convert | doctor`."""
+"""The command line: `hf-osdp plan | explain | compare | what-if | profile | convert | doctor | config | run`."""
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from ..errors import InfeasibleError, OSDPError
 from .commands import compare, convert, doctor, explain, plan
+from .launch_commands import config, run
 from .options import Request, with_flags
 from .profile_command import profile
 from .what_if import what_if
@@ -72,18 +73,26 @@ def _usage_line(error: Any, words: Sequence[str]) -> str:  # noqa: ANN401  (clic
 
 
 app = typer.Typer(cls=OneLineErrors, name="hf-osdp", help=_HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command("plan")(with_flags(plan, make=Request))
-app.command("explain")(
-    with_flags(
-        explain,
-        "device", "profile", "num_nodes", "margin", "precision", "optimizer", "activation_checkpointing", "block_classes", "auto_class",
-    )
-)  # fmt: skip
-app.command("compare")(with_flags(compare, make=Request, leave_out="strategy"))
-app.command("what-if")(with_flags(what_if, make=Request))
-app.command("profile")(with_flags(profile, "precision", "activation_checkpointing", "compile", "block_classes", "auto_class"))
-app.command("convert")(convert)
-app.command("doctor")(with_flags(doctor, make=Request, leave_out="optimizer"))
+_TO_PLAN = "gpt2-xl --device a100-80 --devices-per-node 8 --memory-limit 16GiB --sequence-length 1024 --global-batch-size 64"
+_BARE = ("device", "profile", "num_nodes", "margin", "precision", "optimizer", "activation_checkpointing", "block_classes", "auto_class")
+_COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+    "plan": (with_flags(plan, make=Request), f"{_TO_PLAN} --output plan.json"),
+    "explain": (with_flags(explain, *_BARE), "plan.json"),
+    "compare": (with_flags(compare, make=Request, leave_out="strategy"), _TO_PLAN),
+    "what-if": (with_flags(what_if, make=Request), _TO_PLAN),
+    "profile": (
+        with_flags(profile, "precision", "activation_checkpointing", "compile", "block_classes", "auto_class"),
+        "gpt2-xl --sequence-length 1024 --output profile.json",
+    ),
+    "convert": (convert, "out/checkpoint-1000 weights --to weights"),
+    "doctor": (with_flags(doctor, make=Request, leave_out="optimizer"), f"{_TO_PLAN} --output-dir out"),
+    "config": (with_flags(config, "memory_limit", "precision"), "--memory-limit 16GiB"),
+    "run": (run, "--config osdp.yaml train.py --num_train_epochs 1"),
+}
+"""Each command with the arguments of an example, which ends its help page."""
+for _name, (_command, _example) in _COMMANDS.items():
+    _others = {"allow_extra_args": True, "allow_interspersed_args": False, "ignore_unknown_options": True} if _name == "run" else {}
+    app.command(_name, epilog=f"Example: hf-osdp {_name} {_example}", context_settings=_others)(_command)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,11 @@ class Output:
             self.print(f"JSON: {self._json_file}")
 
     @contextmanager
-    def working(self, text: str) -> Iterator[None]:
-        """Show a line on a terminal's stderr while something takes time."""
-        if not self.progress.is_terminal:
-            yield
-            return
-        with self.progress.status(text):
-            yield
+    def working(self, text: str, steps: int | None = None) -> Iterator[Callable[[str], None]]:
+        """Show a bar and the time on a terminal's stderr; what it yields is called where the next of the steps begins, with its name."""
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.progress, transient=True, disable=not self.progress.is_terminal) as bar:
+            task = bar.add_task(text, total=steps)
+            yield lambda text: bar.update(task, advance=1, description=text)
