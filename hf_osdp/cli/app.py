@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,10 +10,11 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from ..errors import InfeasibleError, OSDPError
+from ..errors import InfeasibleError
 from .commands import compare, convert, doctor, explain, plan
 from .launch_commands import config, run
 from .options import Request, with_flags
+from .output import error_line
 from .profile_command import profile
 from .what_if import what_if
 
@@ -43,33 +43,14 @@ class OneLineErrors(TyperGroup):
 def _one_line(words: Sequence[str]) -> Iterator[None]:
     try:
         yield
-    except InfeasibleError as error:
-        _end(str(error), INFEASIBLE)
-    except (OSDPError, ValueError, OSError) as error:
-        _end(str(error), WRONG)
-    except Exception as error:  # newer versions of typer have a click of their own, so that usage errors have two bases
-        if not hasattr(error, "format_message"):
-            raise
+    except Exception as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()  # type: ignore[attr-defined]
             sys.exit(error.exit_code)  # type: ignore[attr-defined]
-        _end(_usage_line(error, words), error.exit_code)  # type: ignore[attr-defined]
-
-
-def _end(text: str, code: int) -> None:
-    typer.echo(f"hf-osdp: {' '.join(text.split())}", err=True)
-    sys.exit(code)
-
-
-def _usage_line(error: Any, words: Sequence[str]) -> str:  # noqa: ANN401  (click's UsageError, of one of two packages)
-    """Return an error of usage with the value that is wrong, where it is about one."""
-    text = " ".join(error.format_message().replace("Value error, ", "").split()).rstrip(".")
-    for option in getattr(getattr(error, "param", None), "opts", ()):
-        for name, value in itertools.pairwise(words):
-            if name == option:
-                rule = text.removeprefix(f"Invalid value for {option!r}: ").removeprefix(f"{value} ").removeprefix(f"{value!r} ")
-                text = f"{option} {value}{' ' if rule.startswith('is not') else ': '}{rule}"
-    return f"{text}{'' if text.endswith('?') else ';'} hf-osdp --help says what there is."
+        if (line := error_line(error, words)) is None:
+            raise
+        typer.echo(f"hf-osdp: {line}", err=True)
+        sys.exit(INFEASIBLE if isinstance(error, InfeasibleError) else getattr(error, "exit_code", WRONG))
 
 
 app = typer.Typer(cls=OneLineErrors, name="hf-osdp", help=_HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

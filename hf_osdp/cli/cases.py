@@ -22,6 +22,7 @@ from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.presets import preset, preset_names
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.profile import Profile, with_block_times
+from ..planner.search.compare import StrategyResult, compare_strategies
 from ..planner.search.search import search
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..quantities import parse_limit
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from ..planning.config import OSDPConfig
-    from ..planning.problem import ProblemBuilder, RunFacts
+    from ..planning.problem import ProblemBuilder, RunFacts, Trace
 
 OPTIMIZERS = {"adamw": OptimizerSpec(), "momentum": OptimizerSpec(name="momentum", states=1), "sgd": OptimizerSpec(name="sgd", states=0)}
 """Optimizers by the names of `--optimizer`."""
@@ -46,14 +47,16 @@ class Case:
     Args:
         request: what the command line states.
         optimizer: in place of the request's.
+        trace: in place of `describe`, to keep what it returns.
 
     Raises (its parts):
         OSDPError: devices or model are not known, a profile holds other blocks, or the model cannot be described.
         ValueError: an option cannot be used.
     """
 
-    def __init__(self, request: Request, optimizer: OptimizerSpec | None = None) -> None:
+    def __init__(self, request: Request, optimizer: OptimizerSpec | None = None, *, trace: Trace | None = None) -> None:
         self.request = request
+        self._tracing = {} if trace is None else {"trace": trace}
         self._optimizer = optimizer or OPTIMIZERS[request.optimizer]
 
     @cached_property
@@ -192,7 +195,7 @@ class Case:
 
         config, facts = self.run
         facts = replace(facts, sequence_length=sequence_length or facts.sequence_length)
-        return Describer(self.model(model_config), config, facts).describe(split, micro_batch_size=micro_batch_size)
+        return Describer(self.model(model_config), config, facts, **self._tracing).describe(split, micro_batch_size=micro_batch_size)
 
     def timed(self, description: ModelDescription) -> ModelDescription:
         """Return the description with the profile's times of its blocks, where there is a profile that holds blocks."""
@@ -203,7 +206,8 @@ class Case:
         from ..planning.problem import ProblemBuilder
 
         config, facts = self.run
-        return ProblemBuilder(self.model(), replace(config, memory_limit=self.limit_bytes), facts, hardware=self.hardware)
+        limited = replace(config, memory_limit=self.limit_bytes)
+        return ProblemBuilder(self.model(), limited, facts, hardware=self.hardware, **self._tracing)
 
     def problem(self) -> PlanningProblem:
         """Return the problem of the model as it trains fastest, whole or split, and settle the run.
@@ -223,6 +227,12 @@ class Case:
                 return problem
         self.run = last
         return self._with_best_split()
+
+    def compared(self, problem: PlanningProblem) -> tuple[StrategyResult, ...]:
+        """Return every strategy at its own best batch for the run's problem, OSDP first."""
+        description = problem.description
+        plain = description if description.split.is_none else self.timed(self.describe())
+        return compare_strategies(replace(problem, description=plain), split=description, eager=self.builder().eager(problem))
 
     def _with_best_split(self) -> PlanningProblem:
         builder = self.builder()

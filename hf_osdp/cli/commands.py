@@ -13,7 +13,7 @@ from ..planner.cost.evaluate import PlanEstimate, estimate_plan
 from ..planner.files import plain
 from ..planner.plan import Plan
 from ..planner.problem import Strategy
-from ..planner.search.compare import POINTS, compare_strategies, frontier
+from ..planner.search.compare import POINTS, frontier
 from ..planner.search.search import search
 from ..quantities import format_bytes, format_seconds
 from ..report.content import comparison_content, explanation_content, report_content
@@ -29,6 +29,7 @@ from .output import Output
 
 if TYPE_CHECKING:
     from ..planning.simulate import SimulatedRound
+    from ..report.plots import AnyChart
 
 _RANKS = "missing ones, and those with other versions, models, plans or devices than rank 0: looked at when a run starts"
 
@@ -83,17 +84,24 @@ def plan(
 
 
 def _draw(screen: Output, path: Path | None, plan: Plan, inputs: PlanInputs, estimate: PlanEstimate) -> None:
-    """Draw memory over the step, and time by stream where the hardware is known."""
+    """Draw a plan, where that was asked for."""
     if path is None:
         return
-    from ..report.plots import plan_chart, save_chart
+    from ..report.plots import save_chart
+
+    save_chart(chart_of(plan, inputs, estimate), path)
+    screen.print(f"Plot: {path}")
+
+
+def chart_of(plan: Plan, inputs: PlanInputs, estimate: PlanEstimate) -> AnyChart:
+    """Return memory over the step, and time by stream where the hardware is known. Needs the extra `plot`."""
+    from ..report.plots import plan_chart
 
     hardware, memory = inputs.hardware, estimate.memory
     reserved = 0 if hardware is None else hardware.outside_bytes(memory.communicators)
     streams = () if hardware is None else stream_times(plan, inputs.description, inputs.job, hardware)
     title = f"{plan.model_name}, {plan.strategy} on {plan.hardware or f'{plan.world_size} devices'}"
-    save_chart(plan_chart(title, memory, reserved, plan.memory_limit_bytes, streams), path)
-    screen.print(f"Plot: {path}")
+    return plan_chart(title, memory, reserved, plan.memory_limit_bytes, streams)
 
 
 def explain(
@@ -165,9 +173,8 @@ def compare(
         case = Case(request)
         problem = case.problem()
         description, hardware = problem.description, problem.hardware
-        plain = description if description.split.is_none else case.timed(case.describe())
         next_step("Searching: strategies")
-        rows = compare_strategies(replace(problem, description=plain), split=description, eager=case.builder().eager(problem))
+        rows = case.compared(problem)
         peaks = [row.result.plan.peak_bytes for row in rows if row.result is not None]
         next_step("Searching: the front")
         whole = replace(problem, memory_limit_bytes=hardware.room_bytes(hardware.device.memory_bytes), strategy=Strategy.OSDP)

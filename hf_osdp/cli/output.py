@@ -1,14 +1,16 @@
-"""Where text and JSON go."""
+"""Where text and JSON go, and what an error is told in."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..errors import OSDPError
 from ..report.plan_file import write_json
 
 _WIDTH = 100
@@ -62,3 +64,29 @@ class Output:
         with Progress(*columns, console=self.progress, transient=True, disable=not self.progress.is_terminal) as bar:
             task = bar.add_task(text, total=steps)
             yield lambda text: bar.update(task, advance=1, description=text)
+
+
+def error_line(error: Exception, words: Sequence[str]) -> str | None:
+    """Return an error as one line, where the user, the model or a file is at fault; None for other errors.
+
+    Args:
+        error: what a command raised.
+        words: of its command line, for the value that is wrong.
+    """
+    text = str(error)
+    if hasattr(error, "format_message"):  # a usage error: newer versions of typer have a click of their own, so that these have two bases
+        text = _usage_line(error, words)
+    elif not isinstance(error, (OSDPError, ValueError, OSError)):
+        return None
+    return " ".join(text.split())
+
+
+def _usage_line(error: Any, words: Sequence[str]) -> str:  # noqa: ANN401  (click's UsageError, of one of two packages)
+    """Return an error of usage with the value that is wrong, where it is about one."""
+    text = " ".join(error.format_message().replace("Value error, ", "").split()).rstrip(".")
+    for option in getattr(getattr(error, "param", None), "opts", ()):
+        for name, value in itertools.pairwise(words):
+            if name == option:
+                rule = text.removeprefix(f"Invalid value for {option!r}: ").removeprefix(f"{value} ").removeprefix(f"{value!r} ")
+                text = f"{option} {value}{' ' if rule.startswith('is not') else ': '}{rule}"
+    return f"{text}{'' if text.endswith('?') else ';'} hf-osdp --help says what there is."
