@@ -1,11 +1,11 @@
-"""The command line: `hf-osdp plan | explain | compare | what-if | profile | convert | doctor | config | run`."""
+"""The command line: `hf-osdp plan | explain | compare | what-if | profile | convert | doctor | config | run | app`."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -53,6 +53,18 @@ def _one_line(words: Sequence[str]) -> Iterator[None]:
         sys.exit(INFEASIBLE if isinstance(error, InfeasibleError) else getattr(error, "exit_code", WRONG))
 
 
+def browser(
+    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Where to listen; 0.0.0.0 for the whole network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, metavar="N", help="Port to listen at.")] = 7860,
+) -> None:
+    """Serve the planner as a page for the browser: plan, memory over the step, comparison, what-if, and what to copy."""
+    try:
+        from .browser import build
+    except ImportError as error:
+        raise ValueError(f"The page needs {error.name}, which is not installed; run: pip install 'hf_osdp[app]'.") from None
+    build().launch(server_name=host, server_port=port, share=False, footer_links=[])
+
+
 app = typer.Typer(cls=OneLineErrors, name="hf-osdp", help=_HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 _TO_PLAN = "gpt2-xl --device a100-80 --devices-per-node 8 --memory-limit 16GiB --sequence-length 1024 --global-batch-size 64"
 _BARE = ("device", "profile", "num_nodes", "margin", "precision", "optimizer", "activation_checkpointing", "block_classes", "auto_class")
@@ -69,6 +81,7 @@ _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "doctor": (with_flags(doctor, make=Request, leave_out="optimizer"), f"{_TO_PLAN} --output-dir out"),
     "config": (with_flags(config, "memory_limit", "precision"), "--memory-limit 16GiB"),
     "run": (run, "--config osdp.yaml train.py --num_train_epochs 1"),
+    "app": (browser, "--port 7860"),
 }
 """Each command with the arguments of an example, which ends its help page."""
 for _name, (_command, _example) in _COMMANDS.items():
