@@ -111,15 +111,7 @@ def _answers() -> list[Any]:
         devices = gr.Slider(1, 16, step=1, label="What if: devices a machine", elem_id="devices")
     changed = gr.HTML(elem_id="what-if", apply_default_css=False)
     script = gr.Code(label="In the script", language="python", interactive=False, elem_id="script")
-    command = gr.Code(
-        label="The same plan on the command line",
-        language="shell",
-        interactive=False,
-        lines=2,
-        max_lines=6,
-        wrap_lines=True,
-        elem_id="command",
-    )
+    command = gr.Textbox(label="The same plan on the command line", lines=2, interactive=False, buttons=["copy"], elem_id="command")
     return [plan, chart, limit, devices, script, command, changed, comparison]
 
 
@@ -129,7 +121,7 @@ def _shown(planned: Planned) -> list[Any]:
     batch, peak, step, rate = batch_cells(plan)
     tiles = {"a step": step, "samples/s": rate, "peak": peak, "samples x micro-steps": batch}
     figures = "".join(f"<div><b>{escape(text)}</b>{name}</div>" for name, text in tiles.items())
-    caption = "".join(f"<p>{escape(line)}</p>" for line in plan_caption(plan, planned.estimate, hardware))
+    caption = "".join(f"<p>{escape(line)}</p>" for line in (*plan_caption(plan, planned.estimate, hardware), *planned.warnings))
     table = _table(plan_table(plan, planned.problem.description, planned.estimate))
     most = hardware.device.memory_bytes // GIB
     return [

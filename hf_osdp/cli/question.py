@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 import re
 import shlex
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -29,6 +31,7 @@ from ..report.tables import Answer
 from .cases import Case
 from .options import Request, with_flags
 
+_log = logging.getLogger(__name__)
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _LONGEST_LINK = 30_000
 """Characters that browsers and servers take."""
@@ -80,9 +83,9 @@ class Question:
     @property
     def options(self) -> list[str]:
         """The flags of the command line."""
-        flags = {f"--{field.name.replace('_', '-')}": getattr(self, field.name) for field in fields(self)[2:]}
-        words = [[flag] if value is True else [flag, str(value)] for flag, value in flags.items() if value not in (None, "", False)]
-        return list(itertools.chain(*words))
+        values = {field.name: getattr(self, field.name) for field in fields(self)[2:-1]}
+        words = [[f"--{name.replace('_', '-')}", str(value)] for name, value in values.items() if value not in (None, "")]
+        return [*itertools.chain(*words), *["--compile"] * self.compile]
 
     @property
     def command(self) -> str:
@@ -100,6 +103,7 @@ class Planned:
     found: SearchResult
     inputs: PlanInputs
     estimate: PlanEstimate
+    warnings: tuple[str, ...]
 
     @cached_property
     def compared(self) -> tuple[StrategyResult, ...]:
@@ -130,17 +134,19 @@ class Planner:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="hf_osdp")
-        self._traced: dict[str, ModelDescription] = {}
+        self._traced: dict[str, tuple[ModelDescription, list[str]]] = {}
         self.plan = lru_cache(maxsize=_KEPT)(self._plan)
 
     def _plan(self, question: Question) -> Planned:
         """Return the plan of a question."""
         case = Case(self._request(question), trace=self._trace)
-        problem = case.problem()
-        found = search(problem)
+        with _warnings() as warnings:
+            problem = case.problem()
+            found = search(problem)
         inputs = PlanInputs(description=problem.description, job=problem.job, hardware=problem.hardware)
         estimate = estimate_plan(found.plan, problem.description, problem.job, problem.hardware)
-        return Planned(question=question, case=case, problem=problem, found=found, inputs=inputs, estimate=estimate)
+        warned = tuple(dict.fromkeys(warnings))
+        return Planned(question=question, case=case, problem=problem, found=found, inputs=inputs, estimate=estimate, warnings=warned)
 
     def what_if(self, question: Question, memory_limit: str, devices_per_node: int) -> list[Answer]:
         """Return the answer as it is, and as it would be under another limit and on other devices.
@@ -189,8 +195,27 @@ class Planner:
         from ..tracing.describe import describe
 
         key = f"{model.config.to_json_string()} {options}"
-        if key not in self._traced:
-            self._traced[key] = describe(model, **options)
-            if len(self._traced) > _KEPT:
-                del self._traced[next(iter(self._traced))]
-        return self._traced[key]
+        if key in self._traced:
+            description, warnings = self._traced[key]
+            for text in warnings:
+                _log.warning("%s", text)
+            return description
+        with _warnings() as warnings:
+            description = describe(model, **options)
+        self._traced[key] = description, warnings
+        if len(self._traced) > _KEPT:
+            del self._traced[next(iter(self._traced))]
+        return description
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Collect what the package warns of, which the command line has on stderr."""
+    texts: list[str] = []
+    handler, logger = logging.Handler(logging.WARNING), logging.getLogger("hf_osdp")
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)
