@@ -14,6 +14,7 @@ import gradio as gr
 import vl_convert
 from rich.table import Table
 
+from ..modeling.catalogue import catalogue
 from ..planner.hardware import GIB
 from ..planner.presets import preset_names
 from ..quantities import format_bytes
@@ -68,9 +69,9 @@ def _form() -> list[Any]:
     """Return one input for each field of a question, in their order."""
     start = Question()
     with gr.Group():
-        model = _choice("model", [start.model], "Model: a hub id")
+        model = _choice("model", list(catalogue()), "Model: a hub id")
         config = gr.Textbox(label="or the text of its config.json", lines=2, max_lines=4, elem_id="config")
-        file = gr.File(label="or its config.json, dropped here", file_types=[".json"], height=130, elem_id="file")
+        file = gr.File(show_label=False, file_types=[".json"], height=130, elem_id="file")
         device = _choice("device", list(preset_names()), "Devices")
         with gr.Row():
             devices, nodes = _number("devices_per_node", "Devices a machine"), _number("num_nodes", "Machines")
@@ -155,7 +156,8 @@ class _Page:
             ask.click(self.ask, self._form, self._outputs, **alone),
             blocks.load(self.open, None, [*self._form, *self._outputs], **alone),
         ):
-            event.then(None, js=_KEEP_LINK).then(self.compare, asked, comparison, **alone)
+            event.then(None, js=_KEEP_LINK)
+            event.then(self.compare, asked, comparison, **alone)
         gr.on([limit.release, devices.release], self.change, [asked, limit, devices], changed, **alone)
 
     def open(self, request: gr.Request) -> list[Any]:
