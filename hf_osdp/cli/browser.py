@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from html import escape
 from pathlib import Path
@@ -78,14 +78,14 @@ def _form() -> list[Any]:
         limit = gr.Textbox(start.memory_limit, label="Memory limit of each device", placeholder="all, or 40GiB", elem_id="memory_limit")
         with gr.Row():
             length, batch = _number("sequence_length", "Tokens a sample"), _number("global_batch_size", "Samples a step")
-        precision = _choice("precision", ["bf16", "fp16", "no"], "Mixed precision")
+        precision = _choice("precision", [("what the device is good at", ""), "bf16", "fp16", "no"], "Mixed precision")
         compiles = gr.Checkbox(start.compile, label="compile blocks with torch.compile", elem_id="compile")
     file.upload(_read, file, [model, config])
     model.input(lambda: "", None, config)
     return [model, config, device, devices, nodes, limit, length, batch, precision, compiles]
 
 
-def _choice(name: str, choices: list[str], label: str) -> gr.Dropdown:
+def _choice(name: str, choices: Sequence[str | tuple[str, str]], label: str) -> gr.Dropdown:
     """Return a list that takes other words, too, so that the planner says what is wrong with those of a link."""
     return gr.Dropdown(choices, value=getattr(Question(), name), label=label, allow_custom_value=True, elem_id=name)
 
@@ -112,8 +112,9 @@ def _answers() -> list[Any]:
         devices = gr.Slider(1, 16, step=1, label="What if: devices a machine", elem_id="devices")
     changed = gr.HTML(elem_id="what-if", apply_default_css=False)
     script = gr.Code(label="In the script", language="python", interactive=False, elem_id="script")
+    launch = gr.Code(label="Or osdp.yaml, for a script that does not change", language="yaml", interactive=False, elem_id="launch")
     command = gr.Textbox(label="The same plan on the command line", lines=2, interactive=False, buttons=["copy"], elem_id="command")
-    return [plan, chart, limit, devices, script, command, changed, comparison]
+    return [plan, chart, limit, devices, script, launch, command, changed, comparison]
 
 
 def _shown(planned: Planned) -> list[Any]:
@@ -122,7 +123,8 @@ def _shown(planned: Planned) -> list[Any]:
     batch, peak, step, rate = batch_cells(plan)
     tiles = {"a step": step, "samples/s": rate, "peak": peak, "samples x micro-steps": batch}
     figures = "".join(f"<div><b>{escape(text)}</b>{name}</div>" for name, text in tiles.items())
-    caption = "".join(f"<p>{escape(line)}</p>" for line in (*plan_caption(plan, planned.estimate, hardware), *planned.warnings))
+    lines = (*plan_caption(plan, planned.estimate, hardware), planned.case.precision_line, *planned.warnings)
+    caption = "".join(f"<p>{escape(line)}</p>" for line in lines)
     table = _table(plan_table(plan, planned.problem.description, planned.estimate))
     most = hardware.device.memory_bytes // GIB
     return [
@@ -131,6 +133,7 @@ def _shown(planned: Planned) -> list[Any]:
         gr.update(maximum=most, value=min(most, round(planned.problem.memory_limit_bytes / GIB))),
         gr.update(maximum=max(16, 2 * hardware.devices_per_node), value=hardware.devices_per_node),
         planned.script,
+        planned.launch_file,
         planned.question.command,
         "",
         "",
@@ -150,7 +153,7 @@ class _Page:
 
     def connect(self, blocks: gr.Blocks, ask: gr.Button) -> None:
         """Register all events; one runs at a time, as each takes a processor."""
-        asked, *_, limit, devices, _, _, changed, comparison = self._outputs
+        asked, *_, limit, devices, _, _, _, changed, comparison = self._outputs
         alone: dict[str, Any] = {"concurrency_id": "planner", "concurrency_limit": 1, "show_progress": "minimal"}
         for event in (
             ask.click(self.ask, self._form, self._outputs, **alone),

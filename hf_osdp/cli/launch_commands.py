@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,7 +15,7 @@ from ..quantities import parse_limit
 
 _FILE = Path("osdp.yaml")
 _HEAD = """\
-# Written by `hf-osdp config`. A script starts under a plan, unchanged, with:
+# As `hf-osdp config` writes it. A script starts under a plan, unchanged, with:
 #   {launch}
 # Other options of OSDPConfig, such as strategy, plan or recalibrate, go beside `osdp: true`. State dicts: FULL_STATE_DICT or, for large
 # models, SHARDED_STATE_DICT.
@@ -38,7 +39,6 @@ def config(
 ) -> None:
     """Write the accelerate configuration for a machine, and show the line that launches a script with it."""
     import torch
-    import yaml
 
     from ..planning.preflight.run import bf16_on
 
@@ -50,30 +50,65 @@ def config(
         parse_limit(memory_limit, name="--memory-limit")
     if output.exists() and not force:
         raise ValueError(f"{output} is there already; give --force to overwrite it, or another --output.")
+    precision = flags["precision"] or ("bf16" if bf16_on(None, device) else "no")
+    options = {"memory_limit": memory_limit} if memory_limit else {}
+    text, launch = launch_file(
+        device=device, devices_per_node=processes, num_nodes=num_nodes, main_address=main_address, precision=precision, options=options,
+        path=output,
+    )  # fmt: skip
+    output.write_text(text, encoding="utf-8")
+    where = f"{num_nodes} x {processes}" if num_nodes > 1 else str(processes)
+    typer.echo(f"{output}: {where} processes on {device}, precision {precision}. Start a script with:\n{launch}")
+    if num_nodes > 1:
+        typer.echo(f"on the first machine, with --machine_rank 1{' and so on' if num_nodes > 2 else ''} on the others.")
+
+
+def launch_file(
+    *,
+    device: str,
+    devices_per_node: int,
+    num_nodes: int,
+    main_address: str | None,
+    precision: str,
+    options: Mapping[str, object],
+    path: Path,
+) -> tuple[str, str]:
+    """Return the text of an accelerate configuration, and the line that launches a script with it.
+
+    Args:
+        device: `cpu` or `cuda`.
+        devices_per_node: processes on each machine.
+        num_nodes: machines.
+        main_address: HOST or HOST:PORT of the first of several machines.
+        precision: mixed precision, as accelerate names it.
+        options: what stands beside `osdp: true`.
+        path: the file's, for the line.
+
+    Raises:
+        ValueError: an address is missing, or has no effect.
+    """
+    import yaml
+
     on_cpu = {"use_cpu": True} if device == "cpu" else {}
     content: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP",  # of the CPU, too: what starts several processes
         **on_cpu,
         "num_machines": num_nodes,
-        "num_processes": num_nodes * processes,
+        "num_processes": num_nodes * devices_per_node,
         "machine_rank": 0,
         **_meeting(num_nodes, main_address),
-        "mixed_precision": flags["precision"] or ("bf16" if bf16_on(None, device) else "no"),
+        "mixed_precision": precision,
         "fsdp_config": {
             "fsdp_version": 2,
             "fsdp_state_dict_type": "FULL_STATE_DICT",
             "fsdp_cpu_ram_efficient_loading": False,
-            "fsdp_sharding_strategy": {"osdp": True, **on_cpu, **({"memory_limit": memory_limit} if memory_limit else {})},
+            "fsdp_sharding_strategy": {"osdp": True, **on_cpu, **options},
         },
     }
     rank = "--machine_rank 0 " if num_nodes > 1 else ""
-    launch = f"accelerate launch --config_file {shlex.quote(str(output))} {rank}-m hf_osdp.run train.py ARGUMENTS..."
-    output.write_text(_HEAD.format(launch=launch) + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-    where = f"{num_nodes} x {processes}" if num_nodes > 1 else str(processes)
-    typer.echo(f"{output}: {where} processes on {device}, precision {content['mixed_precision']}. Start a script with:\n{launch}")
-    if num_nodes > 1:
-        typer.echo(f"on the first machine, with --machine_rank 1{' and so on' if num_nodes > 2 else ''} on the others.")
+    launch = f"accelerate launch --config_file {shlex.quote(str(path))} {rank}-m hf_osdp.run train.py ARGUMENTS..."
+    return _HEAD.format(launch=launch) + yaml.safe_dump(content, sort_keys=False), launch
 
 
 def _meeting(num_nodes: int, address: str | None) -> dict[str, Any]:

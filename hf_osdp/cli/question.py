@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import json
 import logging
@@ -10,7 +11,7 @@ import re
 import shlex
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -29,6 +30,7 @@ from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
 from ..report.tables import Answer
 from .cases import Case
+from .launch_commands import launch_file
 from .options import Request, with_flags
 
 _log = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ class Question:
     memory_limit: str = ""
     sequence_length: int | None = 4096
     global_batch_size: int | None = 64
-    precision: str = "bf16"
+    precision: str = ""
     compile: bool = False
 
     @classmethod
@@ -111,19 +113,33 @@ class Planned:
         return self.case.compared(self.problem)
 
     @property
+    def options(self) -> dict[str, object]:
+        """What a run states in OSDPConfig, or beside `osdp: true`, to be planned as this question is."""
+        stated = {"memory_limit": self.question.memory_limit, "compile": self.question.compile}
+        return {name: value for name, value in stated.items() if value}
+
+    @property
     def script(self) -> str:
         """The lines that change in a script of the Trainer, with what its arguments have to say."""
-        plan, question = self.found.plan, self.question
-        stated = [f"memory_limit={question.memory_limit!r}"] * bool(question.memory_limit) + ["compile=True"] * question.compile
-        names, osdp = ("OSDPConfig, Trainer", f"OSDPConfig({', '.join(stated)})") if stated else ("Trainer", "True")
-        precision = "" if question.precision == "no" else f", {question.precision}=True"
+        plan, precision = self.found.plan, self.case.precision
         sizes = f"per_device_train_batch_size={plan.micro_batch_size}, gradient_accumulation_steps={plan.accumulation_steps}"
+        osdp = f"OSDPConfig({', '.join(f'{name}={value!r}' for name, value in self.options.items())})" if self.options else "True"
         return (
-            f"from hf_osdp import {names}\n\n"
-            f"# args: {sizes}{precision}\n"
+            f"from hf_osdp import {'OSDPConfig, ' if self.options else ''}Trainer\n\n"
+            f"# args: {sizes}{'' if precision == 'no' else f', {precision}=True'}\n"
             f"osdp = {osdp}\n"
             "trainer = Trainer(model=model, args=args, train_dataset=dataset, osdp=osdp)\n"
         )
+
+    @property
+    def launch_file(self) -> str:
+        """The accelerate configuration for a script that does not change."""
+        hardware = self.problem.hardware
+        return launch_file(
+            device=self.case.device_type, devices_per_node=hardware.devices_per_node, num_nodes=hardware.nodes,
+            main_address="FIRST_MACHINE" if hardware.nodes > 1 else None, precision=self.case.precision, options=self.options,
+            path=Path("osdp.yaml"),
+        )[0]  # fmt: skip
 
 
 class Planner:
@@ -140,12 +156,14 @@ class Planner:
     def _plan(self, question: Question) -> Planned:
         """Return the plan of a question."""
         case = Case(self._request(question), trace=self._trace)
+        with redirect_stderr(io.StringIO()) as said:  # that a built-in shape stands in for the hub's
+            _ = case.model_config
         with _warnings() as warnings:
             problem = case.problem()
             found = search(problem)
         inputs = PlanInputs(description=problem.description, job=problem.job, hardware=problem.hardware)
         estimate = estimate_plan(found.plan, problem.description, problem.job, problem.hardware)
-        warned = tuple(dict.fromkeys(warnings))
+        warned = tuple(dict.fromkeys([line.removeprefix("hf-osdp: ") for line in said.getvalue().splitlines()] + warnings))
         return Planned(question=question, case=case, problem=problem, found=found, inputs=inputs, estimate=estimate, warnings=warned)
 
     def what_if(self, question: Question, memory_limit: str, devices_per_node: int) -> list[Answer]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from urllib.parse import parse_qsl
 
 import pytest
+from accelerate.commands.config.config_args import load_config_from_file
 from typer.testing import CliRunner
 
 from hf_osdp import OSDPConfig
@@ -65,7 +66,7 @@ def test_compared_has_the_rows_of_compare(planner, folder):
 
 
 def test_warnings_are_kept_with_what_was_traced(planner):
-    turing = replace(QUESTION, device="titan-rtx", memory_limit="")
+    turing = replace(QUESTION, device="titan-rtx", precision="bf16", memory_limit="")
     first, again = planner.plan(turing), planner.plan(replace(turing, memory_limit="20GiB"))
     assert first.warnings == again.warnings and "bfloat16 has no other on compute capability 7.5" in first.warnings[0]
     assert planner.plan(QUESTION).warnings == ()
@@ -178,6 +179,24 @@ def test_script_asks_for_the_plan_that_is_shown(planner):
     plan = planner.plan(QUESTION).found.plan
     sizes = f"per_device_train_batch_size={plan.micro_batch_size}, gradient_accumulation_steps={plan.accumulation_steps}, bf16=True"
     assert sizes in planner.plan(QUESTION).script and 4 * plan.micro_batch_size * plan.accumulation_steps == 32
+
+
+@pytest.mark.parametrize(("nodes", "device"), [(1, "a100-40"), (2, "a100-40"), (1, "cpu")])
+def test_launch_file_is_read_by_accelerate_and_asks_for_the_plan(planner, tmp_path, nodes, device):
+    limit = "" if device == "cpu" else "30GiB"
+    text = planner.plan(replace(QUESTION, num_nodes=nodes, device=device, memory_limit=limit)).launch_file
+    (tmp_path / "osdp.yaml").write_text(text)
+    config = load_config_from_file(str(tmp_path / "osdp.yaml"))
+    options = config.fsdp_config["fsdp_sharding_strategy"]
+    assert (config.num_machines, config.num_processes, config.use_cpu) == (nodes, 4 * nodes, device == "cpu")
+    assert config.mixed_precision == ("no" if device == "cpu" else "bf16")
+    assert options == {"osdp": True} | ({"use_cpu": True} if device == "cpu" else {"memory_limit": "30GiB"})
+
+
+def test_built_in_shape_is_announced(planner, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    small = planner.plan(Question(model="openai-community/gpt2", **SIZES))
+    assert "taking the built-in shape of openai-community/gpt2" in small.warnings[0] and not small.warnings[0].startswith("hf-osdp")
 
 
 def test_app_without_its_extra_says_what_to_install(monkeypatch):
