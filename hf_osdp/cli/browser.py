@@ -33,7 +33,7 @@ _STYLE = """<style>
 .osdp { overflow-x: auto; font-size: 13px; line-height: 1.5 }
 .osdp table { border-collapse: collapse; margin: 4px 0 8px; width: 100% }
 .osdp caption { text-align: left; font-weight: 600; padding: 4px 0 }
-.osdp th, .osdp td { text-align: left; vertical-align: top; padding: 3px 12px 3px 0; border-bottom: 1px solid #8884; min-width: 120px }
+.osdp th, .osdp td { text-align: left; vertical-align: top; padding: 3px 10px 3px 0; border-bottom: 1px solid #8884; min-width: 120px }
 .osdp .right { text-align: right; min-width: 70px; white-space: nowrap }
 .osdp p { margin: 4px 0 }
 .osdp img { width: 100%; min-width: 600px; background: white }
@@ -52,11 +52,11 @@ def build() -> gr.Blocks:
         gr.HTML(_STYLE)
         gr.Markdown(_TITLE)
         with gr.Row():
-            with gr.Column(scale=2, min_width=300):
+            with gr.Column(scale=1, min_width=300):
                 form = _form()
                 ask = gr.Button("Plan", variant="primary", elem_id="ask")
                 link = gr.HTML(elem_id="link", apply_default_css=False)
-            with gr.Column(scale=5, min_width=320):
+            with gr.Column(scale=3, min_width=320):
                 refusal = gr.HTML(elem_id="error", apply_default_css=False)
                 with gr.Column(visible=False) as answers:
                     shown = _answers()
@@ -74,7 +74,7 @@ def _form() -> list[Any]:
         file = gr.File(show_label=False, file_types=[".json"], height=130, elem_id="file")
         device = _choice("device", list(preset_names()), "Devices")
         with gr.Row():
-            devices, nodes = _number("devices_per_node", "Devices a machine"), _number("num_nodes", "Machines")
+            nodes, devices = _number("num_nodes", "Machines"), _number("devices_per_node", "Devices in each")
         limit = gr.Textbox(start.memory_limit, label="Memory limit of each device", placeholder="all, or 40GiB", elem_id="memory_limit")
         with gr.Row():
             length, batch = _number("sequence_length", "Tokens a sample"), _number("global_batch_size", "Samples a step")
@@ -109,7 +109,7 @@ def _answers() -> list[Any]:
     comparison = gr.HTML(elem_id="comparison", apply_default_css=False, min_height=60)
     with gr.Row():
         limit = gr.Slider(1, 80, step=1, label="What if: GiB of each device", elem_id="limit")
-        devices = gr.Slider(1, 16, step=1, label="What if: devices a machine", elem_id="devices")
+        devices = gr.Slider(1, 16, step=1, label="What if: devices in each machine", elem_id="devices")
     changed = gr.HTML(elem_id="what-if", apply_default_css=False)
     script = gr.Code(label="In the script", language="python", interactive=False, elem_id="script")
     launch = gr.Code(label="Or osdp.yaml, for a script that does not change", language="yaml", interactive=False, elem_id="launch")
