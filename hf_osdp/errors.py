@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class OSDPError(Exception):
     """Base of every error that hf_osdp raises about planning and running."""
@@ -61,3 +64,10 @@ class PlanMismatchError(PlanError):
 
 class UnreducedGradientError(OSDPError):
     """A unit got a gradient that was not reduced over the ranks, so that they would train different weights."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the known names that look most like one that is not known, as an addition to a message; empty where none does."""
+    text, names = name.lower(), tuple(known)
+    found = dict.fromkeys([*(one for one in names if text in one), *difflib.get_close_matches(text, names, n=3)])
+    return f" (nearest: {', '.join([*found][:3])})" if text and found else ""

@@ -10,6 +10,7 @@ _UNIT_BYTES = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
+_LEAST_LIMIT = 1024
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -35,6 +36,15 @@ def parse_bytes(value: int | float | str, *, name: str = "memory_limit") -> int:
     if not 1 <= amount < 2**60:
         raise ValueError(f"{name}={value!r} must be between 1 byte and 2**60 bytes; {remedy}.")
     return int(amount)
+
+
+def parse_limit(value: int | float | str, *, name: str = "memory_limit") -> int:
+    """Read a device's memory limit as `parse_bytes` does; ValueError also for so few bytes that a unit must have been meant."""
+    limit = parse_bytes(value, name=name)
+    if limit < _LEAST_LIMIT and str(value).strip().isdecimal():
+        number = str(value).strip()
+        raise ValueError(f"{name}={value!r} has no unit, and {number} bytes hold no model; write {number}GiB, or the unit that was meant.")
+    return limit
 
 
 def whole_bytes(value: int | float, *, name: str = "memory_limit_bytes") -> int:

@@ -1,19 +1,20 @@
-"""The command line: `hf-osdp plan | explain | compare | what-if | profile | convert | doctor`."""
+"""The command line: `hf-osdp plan | explain | compare | what-if | profile | convert | doctor | config | run | app`."""
 
 from __future__ import annotations
 
-import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from ..errors import InfeasibleError, OSDPError
+from ..errors import InfeasibleError
 from .commands import compare, convert, doctor, explain, plan
+from .launch_commands import config, run
 from .options import Request, with_flags
+from .output import error_line
 from .profile_command import profile
 from .what_if import what_if
 
@@ -42,48 +43,50 @@ class OneLineErrors(TyperGroup):
 def _one_line(words: Sequence[str]) -> Iterator[None]:
     try:
         yield
-    except InfeasibleError as error:
-        _end(str(error), INFEASIBLE)
-    except (OSDPError, ValueError, OSError) as error:
-        _end(str(error), WRONG)
-    except Exception as error:  # newer versions of typer have a click of their own, so that usage errors have two bases
-        if not hasattr(error, "format_message"):
-            raise
+    except Exception as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()  # type: ignore[attr-defined]
             sys.exit(error.exit_code)  # type: ignore[attr-defined]
-        _end(_usage_line(error, words), error.exit_code)  # type: ignore[attr-defined]
+        if (line := error_line(error, words)) is None:
+            raise
+        typer.echo(f"hf-osdp: {line}", err=True)
+        sys.exit(INFEASIBLE if isinstance(error, InfeasibleError) else getattr(error, "exit_code", WRONG))
 
 
-def _end(text: str, code: int) -> None:
-    typer.echo(f"hf-osdp: {' '.join(text.split())}", err=True)
-    sys.exit(code)
-
-
-def _usage_line(error: Any, words: Sequence[str]) -> str:  # noqa: ANN401  (click's UsageError, of one of two packages)
-    """Return an error of usage with the value that is wrong, where it is about one."""
-    text = " ".join(error.format_message().replace("Value error, ", "").split()).rstrip(".")
-    for option in getattr(getattr(error, "param", None), "opts", ()):
-        for name, value in itertools.pairwise(words):
-            if name == option:
-                rule = text.removeprefix(f"Invalid value for {option!r}: ").removeprefix(f"{value} ").removeprefix(f"{value!r} ")
-                text = f"{option} {value}{' ' if rule.startswith('is not') else ': '}{rule}"
-    return f"{text}{'' if text.endswith('?') else ';'} hf-osdp --help says what there is."
+def browser(
+    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Where to listen; 0.0.0.0 for the whole network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, metavar="N", help="Port to listen at.")] = 7860,
+) -> None:
+    """Serve the planner as a page for the browser: plan, memory over the step, comparison, what-if, and what to copy."""
+    try:
+        from .browser import build
+    except ImportError as error:
+        raise ValueError(f"The page needs {error.name}, which is not installed; run: pip install 'hf_osdp[app]'.") from None
+    build().launch(server_name=host, server_port=port, share=False, footer_links=[])
 
 
 app = typer.Typer(cls=OneLineErrors, name="hf-osdp", help=_HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command("plan")(with_flags(plan, make=Request))
-app.command("explain")(
-    with_flags(
-        explain,
-        "device", "profile", "num_nodes", "margin", "precision", "optimizer", "activation_checkpointing", "block_classes", "auto_class",
-    )
-)  # fmt: skip
-app.command("compare")(with_flags(compare, make=Request, leave_out="strategy"))
-app.command("what-if")(with_flags(what_if, make=Request))
-app.command("profile")(with_flags(profile, "precision", "activation_checkpointing", "compile", "block_classes", "auto_class"))
-app.command("convert")(convert)
-app.command("doctor")(with_flags(doctor, make=Request, leave_out="optimizer"))
+_TO_PLAN = "gpt2-xl --device a100-80 --devices-per-node 8 --memory-limit 16GiB --sequence-length 1024 --global-batch-size 64"
+_BARE = ("device", "profile", "num_nodes", "margin", "precision", "optimizer", "activation_checkpointing", "block_classes", "auto_class")
+_COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+    "plan": (with_flags(plan, make=Request), f"{_TO_PLAN} --output plan.json"),
+    "explain": (with_flags(explain, *_BARE), "plan.json"),
+    "compare": (with_flags(compare, make=Request, leave_out="strategy"), _TO_PLAN),
+    "what-if": (with_flags(what_if, make=Request), _TO_PLAN),
+    "profile": (
+        with_flags(profile, "precision", "activation_checkpointing", "compile", "block_classes", "auto_class"),
+        "gpt2-xl --sequence-length 1024 --output profile.json",
+    ),
+    "convert": (convert, "out/checkpoint-1000 weights --to weights"),
+    "doctor": (with_flags(doctor, make=Request, leave_out="optimizer"), f"{_TO_PLAN} --output-dir out"),
+    "config": (with_flags(config, "memory_limit", "precision"), "--memory-limit 16GiB"),
+    "run": (run, "--config osdp.yaml train.py --num_train_epochs 1"),
+    "app": (browser, "--port 7860"),
+}
+"""Each command with the arguments of an example, which ends its help page."""
+for _name, (_command, _example) in _COMMANDS.items():
+    _others = {"allow_extra_args": True, "allow_interspersed_args": False, "ignore_unknown_options": True} if _name == "run" else {}
+    app.command(_name, epilog=f"Example: hf-osdp {_name} {_example}", context_settings=_others)(_command)
 
 
 def main() -> None:

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import logging
-import socket
-import urllib.parse
+import urllib.error
 import urllib.request
 import warnings
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from ..errors import InfeasibleError
+import typer
+
+from ..errors import InfeasibleError, nearest
+from ..modeling.catalogue import find_shape, shape_names
 from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware, check_margin
 from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.presets import preset, preset_names
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.profile import Profile, with_block_times
+from ..planner.search.compare import StrategyResult, compare_strategies
 from ..planner.search.search import search
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
-from ..quantities import parse_bytes
+from ..quantities import parse_limit
 from .options import Request
 
 if TYPE_CHECKING:
@@ -30,10 +33,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from ..planning.config import OSDPConfig
-    from ..planning.problem import ProblemBuilder, RunFacts
+    from ..planning.problem import ProblemBuilder, RunFacts, Trace
 
 OPTIMIZERS = {"adamw": OptimizerSpec(), "momentum": OptimizerSpec(name="momentum", states=1), "sgd": OptimizerSpec(name="sgd", states=0)}
 """Optimizers by the names of `--optimizer`."""
+_HUB_ANSWERS_S = 5
+"""Seconds that the hub has for its first answer."""
 
 
 class Case:
@@ -42,14 +47,16 @@ class Case:
     Args:
         request: what the command line states.
         optimizer: in place of the request's.
+        trace: in place of `describe`, to keep what it returns.
 
     Raises (its parts):
         OSDPError: devices or model are not known, a profile holds other blocks, or the model cannot be described.
         ValueError: an option cannot be used.
     """
 
-    def __init__(self, request: Request, optimizer: OptimizerSpec | None = None) -> None:
+    def __init__(self, request: Request, optimizer: OptimizerSpec | None = None, *, trace: Trace | None = None) -> None:
         self.request = request
+        self._tracing = {} if trace is None else {"trace": trace}
         self._optimizer = optimizer or OPTIMIZERS[request.optimizer]
 
     @cached_property
@@ -78,6 +85,19 @@ class Case:
     def device_type(self) -> str:
         """Whose kernels and allocation granularity count."""
         return "cuda" if self.hardware.backend is Backend.NCCL else "cpu"
+
+    @property
+    def precision(self) -> str:
+        """Mixed precision, as asked for or as the device is good at."""
+        return self.request.precision or default_precision(self.hardware)
+
+    @property
+    def precision_line(self) -> str:
+        """The precision, and who chose it."""
+        if self.request.precision is not None:
+            return f"Precision {self.precision}, as --precision says."
+        why = "has hardware for it" if self.precision == "bf16" else "is no GPU with hardware for bf16"
+        return f"Precision {self.precision}, as {self.hardware.device.name} {why}; --precision says otherwise."
 
     @cached_property
     def model_config(self) -> PreTrainedConfig:
@@ -108,7 +128,7 @@ class Case:
         facts = RunFacts(
             world_size=world_size,
             device_type=self.device_type,
-            precision=Precision.named(request.precision, autocast=world_size == 1),
+            precision=Precision.named(self.precision, autocast=world_size == 1),
             optimizer=self._optimizer,
             sequence_length=request.sequence_length,
             global_batch_size=request.global_batch_size,
@@ -142,7 +162,7 @@ class Case:
         from ..planning.problem import check_limit
 
         device, asked = self.hardware.device, self.request.memory_limit
-        limit = device.memory_bytes if asked is None else parse_bytes(asked, name="--memory-limit")
+        limit = device.memory_bytes if asked is None else parse_limit(asked, name="--memory-limit")
         return check_limit(limit, device, given=f"--memory-limit {asked}")
 
     def model(self, model_config: object = None) -> nn.Module:
@@ -156,7 +176,7 @@ class Case:
         model = build_on_meta(model_config or self.model_config, request.auto_class)
         if request.lora_rank is not None:
             model = with_lora(model, request.lora_rank, names_in(request.lora_targets))
-        hold_master_weights(model, Precision.named(request.precision))
+        hold_master_weights(model, Precision.named(self.precision))
         return model
 
     def describe(
@@ -175,7 +195,7 @@ class Case:
 
         config, facts = self.run
         facts = replace(facts, sequence_length=sequence_length or facts.sequence_length)
-        return Describer(self.model(model_config), config, facts).describe(split, micro_batch_size=micro_batch_size)
+        return Describer(self.model(model_config), config, facts, **self._tracing).describe(split, micro_batch_size=micro_batch_size)
 
     def timed(self, description: ModelDescription) -> ModelDescription:
         """Return the description with the profile's times of its blocks, where there is a profile that holds blocks."""
@@ -186,7 +206,8 @@ class Case:
         from ..planning.problem import ProblemBuilder
 
         config, facts = self.run
-        return ProblemBuilder(self.model(), replace(config, memory_limit=self.limit_bytes), facts, hardware=self.hardware)
+        limited = replace(config, memory_limit=self.limit_bytes)
+        return ProblemBuilder(self.model(), limited, facts, hardware=self.hardware, **self._tracing)
 
     def problem(self) -> PlanningProblem:
         """Return the problem of the model as it trains fastest, whole or split, and settle the run.
@@ -207,6 +228,12 @@ class Case:
         self.run = last
         return self._with_best_split()
 
+    def compared(self, problem: PlanningProblem) -> tuple[StrategyResult, ...]:
+        """Return every strategy at its own best batch for the run's problem, OSDP first."""
+        description = problem.description
+        plain = description if description.split.is_none else self.timed(self.describe())
+        return compare_strategies(replace(problem, description=plain), split=description, eager=self.builder().eager(problem))
+
     def _with_best_split(self) -> PlanningProblem:
         builder = self.builder()
         whole = builder.build()
@@ -216,13 +243,22 @@ class Case:
         return builder.with_best_split(whole)
 
 
+def default_precision(hardware: Hardware) -> Literal["no", "bf16"]:
+    """Return bf16 for GPUs whose hardware has it."""
+    from ..planning.preflight.run import bf16_on
+
+    return "bf16" if hardware.backend is Backend.NCCL and bf16_on(hardware.device, "cuda") else "no"
+
+
 def names_in(text: str | None) -> list[str]:
     """Return the names between commas."""
     return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 def load_config(model: str) -> PreTrainedConfig:
-    """Load a transformers configuration from a hub id, a folder or a file; the hub's cache goes before the hub.
+    """Load a transformers configuration from a hub id, a folder or a file.
+
+    The hub's cache goes before the hub, and a built-in shape, announced on stderr, stands in where neither has the configuration.
 
     Raises:
         ValueError: there is none, or the hub cannot be reached.
@@ -240,11 +276,16 @@ def load_config(model: str) -> PreTrainedConfig:
         config = _read(str(path), model)
         config._name_or_path = path.resolve().parent.name if path.name == "config.json" else path.stem  # tables have no room for a path
         return config
-    try:
+    with suppress(OSError, ValueError):
         return _from_pretrained(model, local_files_only=True)
-    except (OSError, ValueError):
-        _check_hub(model)
-    return _read(model, model)
+    reason = _why_not_from_the_hub(model)
+    if reason is None:
+        return _read(model, model)
+    shape = find_shape(model)
+    if shape is None:
+        raise ValueError(f"MODEL {model!r} {reason}; give a config.json, or a folder that has one{nearest(model, shape_names())}.")
+    typer.echo(f"hf-osdp: MODEL {model!r} {reason}; taking the built-in shape of {shape.name}, from {shape.source}.", err=True)
+    return shape.config
 
 
 def _from_pretrained(source: str, **options: bool) -> PreTrainedConfig:
@@ -262,19 +303,26 @@ def _read(source: str, model: str) -> PreTrainedConfig:
         raise ValueError(f"MODEL {model!r} has no configuration that transformers can read: {reason}.") from None
 
 
-def _check_hub(model: str) -> None:
-    """Raise at once where there is no network, before five retries do; behind a proxy names need not resolve here."""
-    from huggingface_hub import constants
+def _why_not_from_the_hub(model: str) -> str | None:
+    """Fetch a configuration into the hub's cache, or return why there is none.
 
-    unreachable = (
-        f"MODEL {model!r} is no file or folder here and is not in the hub's cache, and the hub ({constants.ENDPOINT}) cannot be reached;"
-        " give a config.json, a folder that has one, or connect."
-    )
-    if constants.HF_HUB_OFFLINE:
-        raise ValueError(unreachable)
-    if urllib.request.getproxies():
-        return
+    One request with a short time limit goes ahead, as `huggingface_hub` tries for half a minute where nothing answers.
+    """
+    from huggingface_hub import constants, errors, hf_hub_download
+
     try:
-        socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, 443)
+        if not constants.HF_HUB_OFFLINE:
+            with suppress(urllib.error.HTTPError), urllib.request.urlopen(constants.ENDPOINT, timeout=_HUB_ANSWERS_S):
+                pass
+        hf_hub_download(model, "config.json")
+    except errors.HFValidationError:
+        return "is no file or folder here, and no hub id"
+    except errors.GatedRepoError:
+        return "is open only to those who asked for access on its page and logged in (hf auth login)"
+    except errors.RepositoryNotFoundError:
+        return "is not known to the hub, or private (hf auth login); it is no file or folder here"
+    except errors.RemoteEntryNotFoundError:
+        return "has no config.json on the hub"
     except OSError:
-        raise ValueError(unreachable) from None
+        return f"is no file or folder here and not in the hub's cache, and the hub ({constants.ENDPOINT}) cannot be reached"
+    return None

@@ -13,7 +13,7 @@ from ..planner.cost.evaluate import PlanEstimate, estimate_plan
 from ..planner.files import plain
 from ..planner.plan import Plan
 from ..planner.problem import Strategy
-from ..planner.search.compare import POINTS, compare_strategies, frontier
+from ..planner.search.compare import POINTS, frontier
 from ..planner.search.search import search
 from ..quantities import format_bytes, format_seconds
 from ..report.content import comparison_content, explanation_content, report_content
@@ -29,6 +29,7 @@ from .output import Output
 
 if TYPE_CHECKING:
     from ..planning.simulate import SimulatedRound
+    from ..report.plots import AnyChart
 
 _RANKS = "missing ones, and those with other versions, models, plans or devices than rank 0: looked at when a run starts"
 
@@ -45,11 +46,7 @@ def plan(
     json_file: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
-    """Find the fastest plan that fits: a layout for each unit, and the batch with it. Needs no device and no weights.
-
-    hf-osdp plan gpt2-xl --memory-limit 16GiB --device a100-80 --devices-per-node 8 --sequence-length 1024
-    --global-batch-size 64 --precision bf16 --output plan.json
-    """
+    """Find the fastest plan that fits: a layout for each unit, and the batch with it. Needs no device and no weights."""
     screen = Output(json_file, plot=plot, output=output)
     started = time.perf_counter()
     rounds: tuple[SimulatedRound, ...] = ()
@@ -68,6 +65,7 @@ def plan(
     estimate = estimate_plan(found, problem.description, problem.job, problem.hardware)
     screen.print(plan_table(found, problem.description, estimate), *plan_caption(found, estimate, problem.hardware))
     screen.print(f"Planned for {problem.hardware.summary} in {format_seconds(planning_s)}; activations: {problem.description.trace}.")
+    screen.print(case.precision_line)
     content = report_content(found, inputs, estimate, planning_s=planning_s)
     del content["inputs"]  # they are in the file of --output
     if rounds:
@@ -86,17 +84,24 @@ def plan(
 
 
 def _draw(screen: Output, path: Path | None, plan: Plan, inputs: PlanInputs, estimate: PlanEstimate) -> None:
-    """Draw memory over the step, and time by stream where the hardware is known."""
+    """Draw a plan, where that was asked for."""
     if path is None:
         return
-    from ..report.plots import plan_chart, save_chart
+    from ..report.plots import save_chart
+
+    save_chart(chart_of(plan, inputs, estimate), path)
+    screen.print(f"Plot: {path}")
+
+
+def chart_of(plan: Plan, inputs: PlanInputs, estimate: PlanEstimate) -> AnyChart:
+    """Return memory over the step, and time by stream where the hardware is known. Needs the extra `plot`."""
+    from ..report.plots import plan_chart
 
     hardware, memory = inputs.hardware, estimate.memory
     reserved = 0 if hardware is None else hardware.outside_bytes(memory.communicators)
     streams = () if hardware is None else stream_times(plan, inputs.description, inputs.job, hardware)
     title = f"{plan.model_name}, {plan.strategy} on {plan.hardware or f'{plan.world_size} devices'}"
-    save_chart(plan_chart(title, memory, reserved, plan.memory_limit_bytes, streams), path)
-    screen.print(f"Plot: {path}")
+    return plan_chart(title, memory, reserved, plan.memory_limit_bytes, streams)
 
 
 def explain(
@@ -164,18 +169,18 @@ def compare(
 ) -> None:
     """Set every strategy at its own best batch beside OSDP, and show what more or less memory would buy."""
     screen = Output(json_file, plot=plot)
-    with screen.working("Describing the model"):
+    with screen.working("Describing the model", steps=3) as next_step:
         case = Case(request)
         problem = case.problem()
         description, hardware = problem.description, problem.hardware
-        plain = description if description.split.is_none else case.timed(case.describe())
-    with screen.working("Searching"):
-        rows = compare_strategies(replace(problem, description=plain), split=description, eager=case.builder().eager(problem))
+        next_step("Searching: strategies")
+        rows = case.compared(problem)
         peaks = [row.result.plan.peak_bytes for row in rows if row.result is not None]
+        next_step("Searching: the front")
         whole = replace(problem, memory_limit_bytes=hardware.room_bytes(hardware.device.memory_bytes), strategy=Strategy.OSDP)
         front = frontier(whole, points=points, at=[problem.room_bytes, *filter(None, peaks)])
     screen.print(comparison_table(rows, problem.memory_limit_bytes), frontier_table(front, problem.room_bytes))
-    screen.print(f"Estimated for {hardware.summary}; activations: {description.trace}.")
+    screen.print(f"Estimated for {hardware.summary}; activations: {description.trace}.", case.precision_line)
     if plot is not None:
         from ..report.plots import frontier_chart, save_chart
 
@@ -195,11 +200,7 @@ def doctor(
     save_total_limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Checkpoints that are kept in it; else all are.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Look for what would go wrong in a run, with the remedy. Exit code 1 where a run would be stopped.
-
-    hf-osdp doctor gpt2-xl --memory-limit 16GiB --device a100-80 --devices-per-node 8 --sequence-length 1024
-    --global-batch-size 64 --output-dir out
-    """
+    """Look for what would go wrong in a run, with the remedy. Exit code 1 where a run would be stopped."""
     screen = Output(json_file)
     if save_total_limit is not None and output_dir is None:
         raise ValueError(f"--save-total-limit {save_total_limit} has no effect without --output-dir; give both, or neither.")

@@ -68,7 +68,7 @@ class Examination:
         """For each check that was made, what was found in order."""
         case = Case(request)
         hardware = self._tried(Check.DEVICES, lambda: case.hardware, lambda h: f"{h.summary}, {format_bytes(h.device.memory_bytes)} each")
-        self._tried(Check.MODEL, lambda: case.model_config)
+        model_config = self._tried(Check.MODEL, lambda: case.model_config)
         self._spec = (
             self._tried(
                 Check.OPTIMIZER,
@@ -79,6 +79,8 @@ class Examination:
         )
         if hardware is not None:
             self._case = Case(request, self._spec)
+            if model_config is not None:
+                self._case.model_config = model_config  # read once, and announced once
             self._examine(hardware)
 
     def rows(self) -> list[tuple[str, str, str]]:
@@ -159,7 +161,7 @@ class Examination:
                 best = (StrategyResult(strategy=Strategy.OSDP, result=search(replace(problem, strategy=Strategy.OSDP))),)
         return KnownRun(
             units=description.units,
-            precision=Precision.named(request.precision),
+            precision=Precision.named(self._case.precision),
             optimizer=self._spec,
             asked_classes=names_in(request.block_classes) or None,
             found_classes=description.block_classes,

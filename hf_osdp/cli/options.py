@@ -48,9 +48,13 @@ class Request:
         int | None, typer.Option(min=1, metavar="N", help="Devices in each machine; 1, or as the profile has it.")
     ] = None
     precision: Annotated[
-        Literal["no", "bf16", "fp16"],
-        typer.Option("--precision", metavar="NAME", help="no, bf16 or fp16: mixed precision, as Accelerate names it."),
-    ] = "no"
+        Literal["no", "bf16", "fp16"] | None,
+        typer.Option(
+            "--precision",
+            metavar="NAME",
+            help="no, bf16 or fp16: mixed precision, as Accelerate names it; bf16 on GPUs whose hardware has it, else no, unless given.",
+        ),
+    ] = None
     optimizer: Annotated[
         Literal["adamw", "momentum", "sgd"],
         typer.Option(

@@ -1,14 +1,16 @@
-"""Where text and JSON go."""
+"""Where text and JSON go, and what an error is told in."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..errors import OSDPError
 from ..report.plan_file import write_json
 
 _WIDTH = 100
@@ -54,10 +56,37 @@ class Output:
             self.print(f"JSON: {self._json_file}")
 
     @contextmanager
-    def working(self, text: str) -> Iterator[None]:
-        """Show a line on a terminal's stderr while something takes time."""
-        if not self.progress.is_terminal:
-            yield
-            return
-        with self.progress.status(text):
-            yield
+    def working(self, text: str, steps: int | None = None) -> Iterator[Callable[[str], None]]:
+        """Show a bar and the time on a terminal's stderr; what it yields is called where the next of the steps begins, with its name."""
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.progress, transient=True, disable=not self.progress.is_terminal) as bar:
+            task = bar.add_task(text, total=steps)
+            yield lambda text: bar.update(task, advance=1, description=text)
+
+
+def error_line(error: Exception, words: Sequence[str]) -> str | None:
+    """Return an error as one line, where the user, the model or a file is at fault; None for other errors.
+
+    Args:
+        error: what a command raised.
+        words: of its command line, for the value that is wrong.
+    """
+    text = str(error)
+    if hasattr(error, "format_message"):  # a usage error: newer versions of typer have a click of their own, so that these have two bases
+        text = _usage_line(error, words)
+    elif not isinstance(error, (OSDPError, ValueError, OSError)):
+        return None
+    return " ".join(text.split())
+
+
+def _usage_line(error: Any, words: Sequence[str]) -> str:  # noqa: ANN401  (click's UsageError, of one of two packages)
+    """Return an error of usage with the value that is wrong, where it is about one."""
+    text = " ".join(error.format_message().replace("Value error, ", "").split()).rstrip(".")
+    for option in getattr(getattr(error, "param", None), "opts", ()):
+        for name, value in itertools.pairwise(words):
+            if name == option:
+                rule = text.removeprefix(f"Invalid value for {option!r}: ").removeprefix(f"{value} ").removeprefix(f"{value!r} ")
+                text = f"{option} {value}{' ' if rule.startswith('is not') else ': '}{rule}"
+    return f"{text}{'' if text.endswith('?') else ';'} hf-osdp --help says what there is."

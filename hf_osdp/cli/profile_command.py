@@ -49,23 +49,26 @@ def profile(
     from ..measurement.block_times import TimedModel
     from ..measurement.machine import measure_profile
     from ..planner.job import Precision
+    from ..planning.preflight.run import bf16_on
     from ..report.run_tables import profile_tables
 
     timed = None
+    device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    precision = flags["precision"] or ("bf16" if bf16_on(None, device_type) else "no")
     if model is not None and sequence_length is not None:
         timed = TimedModel(
             model_or_config=load_config(model), sequence_length=sequence_length, micro_batch_sizes=sizes,
-            compute_dtype=Precision.named(flags["precision"]).compute, activation_checkpointing=flags["activation_checkpointing"],
+            compute_dtype=Precision.named(precision).compute, activation_checkpointing=flags["activation_checkpointing"],
             compile=flags["compile"], auto_class=flags["auto_class"], block_classes=names_in(flags["block_classes"]) or None,
         )  # fmt: skip
-    device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
     started = time.perf_counter()
     with _process_group(device_type), screen.working("Measuring"):
         found = measure_profile(device_type=device_type, seconds=seconds, model=timed)
     if os.environ.get("RANK", "0") != "0":
         return
     found.save(output)
-    screen.print(*profile_tables(found), f"Measured in {time.perf_counter() - started:.0f} s. Profile: {output}")
+    blocks = f", blocks with precision {precision}" if timed else ""
+    screen.print(*profile_tables(found), f"Measured in {time.perf_counter() - started:.0f} s{blocks}. Profile: {output}")
 
 
 @contextmanager

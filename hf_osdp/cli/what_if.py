@@ -37,24 +37,25 @@ _WIDTHS = (
 def what_if(request: Request, json_file: JsonFile = None) -> None:
     """Answer what-if questions: one more device, twice the memory, half the sequence, the longest sequence, the widest model."""
     screen = Output(json_file)
-    with screen.working("Describing the model"):
+    with screen.working("Describing the model", steps=7) as next_step:
         case = Case(request)
         problem = case.problem()
-    models = ChangedModels(case, problem)
-    questions: dict[str, Callable[[str], Answer]] = {
-        "now": lambda name: answer(name, problem, f"limit {format_bytes(problem.memory_limit_bytes)}"),
-        "one more device": lambda name: answer(name, *one_more_device(problem)),
-        "twice the memory": lambda name: answer(name, *twice_the_memory(problem)),
-        "half the sequence": models.half_the_sequence,
-        "longest sequence": models.longest_sequence,
-        "largest width": models.widest,
-    }
-    answers = []
-    for name, question in questions.items():
-        with screen.working(f"Searching: {name}"):
+        models = ChangedModels(case, problem)
+        questions: dict[str, Callable[[str], Answer]] = {
+            "now": lambda name: answer(name, problem, f"limit {format_bytes(problem.memory_limit_bytes)}"),
+            "one more device": lambda name: answer(name, *one_more_device(problem)),
+            "twice the memory": lambda name: answer(name, *twice_the_memory(problem)),
+            "half the sequence": models.half_the_sequence,
+            "longest sequence": models.longest_sequence,
+            "largest width": models.widest,
+        }
+        answers = []
+        for name, question in questions.items():
+            next_step(f"Searching: {name}")
             answers.append(question(name))
     screen.print(what_if_table(answers))
     screen.print(f"Estimated for {problem.hardware.summary} with strategy {problem.strategy.value}; the gain is in tokens/s over now.")
+    screen.print(case.precision_line)
     screen.write(answers_content(answers))
 
 

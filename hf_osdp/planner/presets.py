@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..errors import HardwareError
+from ..errors import HardwareError, nearest
 from .description import DType
 from .hardware import GB, GIB, Backend, DeviceSpec, Hardware, HostSpec, Link
 
@@ -46,6 +46,8 @@ _FABRIC_3200G = _link(14e-6, 400, "8 x 400 Gb/s line rate (DGX H100 data sheet)"
 _V100_NVLINK = _nvlink(150, "V100 data sheet: NVLink 300 GB/s")
 _A100_NVLINK = _nvlink(300, "A100 data sheet: NVLink 600 GB/s")
 _HOPPER_NVLINK = {name: _nvlink(450, f"{name} data sheet: NVLink 900 GB/s") for name in ("H100", "H200")}
+_B200_NVLINK = _nvlink(900, "DGX B200 data sheet: NVLink 14.4 TB/s for 8 devices, 1800 GB/s each")
+_MI300X_FABRIC = _nvlink(448, "MI300X platform data sheet: Infinity Fabric, 7 links to peers, 896 GB/s")
 _LOOPBACK = Link(
     latency_s=0.5e-3,
     bytes_per_s=0.306 * GB,
@@ -80,6 +82,9 @@ _A100 = "NVIDIA A100 SXM data sheet (2021), dense; float32 without TF32, as torc
 _TURING = "NVIDIA TITAN RTX data sheet (2018) and Turing whitepaper; bfloat16 has no tensor cores and runs at the float32 rate"
 _GA102 = "NVIDIA GA102 whitepaper (2020), dense, tensor cores that sum in float32; float32 without TF32"
 _ADA = "NVIDIA Ada GPU architecture whitepaper (2022), dense, tensor cores that sum in float32; float32 without TF32"
+_BLACKWELL = "NVIDIA RTX Blackwell GPU architecture whitepaper (2025), dense, tensor cores that sum in float32; float32 without TF32"
+_A10 = "NVIDIA A10 data sheet (2021), dense; float32 without TF32"
+_ADA_SERVER = "data sheet (2023), dense, which is half of the rates with sparsity; float32 without TF32"
 _H100 = _gpu("H100", 80, 79.14, (989.4, 989.4, 66.9, 66.9), 3350, (9, 0),
              "NVIDIA H100 SXM5 data sheet and Hopper whitepaper (2022), dense; float32 without TF32")  # fmt: skip
 _H200 = replace(
@@ -90,6 +95,19 @@ _H200 = replace(
     memory_bytes_per_s=4800 * GB,
     source="NVIDIA H200 SXM data sheet (2024), dense; float32 without TF32",
 )
+_B200 = replace(
+    _H200,
+    name="B200",
+    memory_bytes=180 * GB,  # likewise: torch sees 178.35 GiB
+    flops_per_s={DType.FLOAT16: 2250 * TERA, DType.BFLOAT16: 2250 * TERA, DType.FLOAT32: 75 * TERA, DType.FLOAT64: 37 * TERA},
+    memory_bytes_per_s=8000 * GB,
+    capability=(10, 0),
+    source="NVIDIA HGX B200 and DGX B200 data sheets (2024), an eighth, dense; float32 without TF32; workspaces as on Hopper",
+)
+_MI300X = _gpu(  # usable: the least in logs; capability: as torch has it under ROCm, gfx942
+    "MI300X", 192, 191.69, (1307.4, 1307.4, 163.4, 163.4), 5300, (9, 4),
+    "AMD Instinct MI300X data sheet (2023), dense matrix rates; what no tensor can have is taken to be H100's, as nothing was run on it",
+)  # fmt: skip
 _CPU = DeviceSpec(
     name="CPU",
     memory_bytes=8 * GIB,
@@ -121,6 +139,9 @@ _DGX_H100 = _server(
     "DGX H100", 2000, 614.4, _PCIE5_X16,
     "NVIDIA DGX H100 and H200 data sheets, docs.nvidia.com/dgx-basepod, 2 Xeon 8480C of 8 channels with DDR5-4800",
 )  # fmt: skip
+_DGX_B200 = _server(
+    "DGX B200", 2000, 716.8, _PCIE5_X16, "NVIDIA DGX B200 data sheet (2024), 2 Xeon 8570 of 8 channels with DDR5-5600, 2 TB as delivered"
+)
 
 _PRESETS: dict[str, tuple[DeviceSpec, Link, Link, HostSpec | None]] = {
     # device, link inside a node, link of a node to others, and the host where most such devices are built into one kind of server
@@ -138,6 +159,16 @@ _PRESETS: dict[str, tuple[DeviceSpec, Link, Link, HostSpec | None]] = {
         _gpu("RTX 3090", 24, 23.69, (71, 71, 35.6), 936, (8, 6), _GA102), _PCIE4_X16, _ETHERNET_10G, None),
     "rtx-4090": (  # usable: pytorch/torchchat#1341
         _gpu("RTX 4090", 24, 23.52, (165.2, 165.2, 82.6), 1008, (8, 9), _ADA), _PCIE4_X16, _ETHERNET_10G, None),
+    "rtx-5090": (  # usable: the least that torch states in logs of it
+        _gpu("RTX 5090", 32, 31.34, (209.5, 209.5, 104.8), 1792, (12, 0), _BLACKWELL), _PCIE5_X16, _ETHERNET_10G, None),
+    "a6000": (  # without the NVLink bridge; usable: the least in logs of cards with 48 GB and ECC off, as it is delivered
+        _gpu("RTX A6000", 48, 47.40, (154.8, 154.8, 38.7), 768, (8, 6), _GA102), _PCIE4_X16, _ETHERNET_10G, None),
+    "a10": (  # usable with ECC on, here and in L4: the least in logs of cards with 24 GB
+        _gpu("A10", 24, 21.95, (125, 125, 31.2), 600, (8, 6), _A10), _PCIE4_X16, _ETHERNET_25G, None),
+    "l4": (
+        _gpu("L4", 24, 21.95, (121, 121, 30.3), 300, (8, 9), f"NVIDIA L4 {_ADA_SERVER}"), _PCIE4_X16, _ETHERNET_25G, None),
+    "l40s": (  # usable: stepfun-ai/Step-Video-T2V#8
+        _gpu("L40S", 48, 44.42, (362, 362, 91.6), 864, (8, 9), f"NVIDIA L40S {_ADA_SERVER}"), _PCIE4_X16, _FABRIC_400G, None),
     "a100-40": (  # 8; with 4 x 100 Gb/s: AWS p4d.24xlarge
         _gpu("A100-40", 40, 39.50, (312, 312, 19.5, 19.5), 1555, (8, 0), _A100), _A100_NVLINK, _FABRIC_400G, _DGX_A100),
     "a100-80": (
@@ -145,6 +176,8 @@ _PRESETS: dict[str, tuple[DeviceSpec, Link, Link, HostSpec | None]] = {
         replace(_DGX_A100, memory_bytes=2000 * GB)),
     "h100": (_H100, _HOPPER_NVLINK["H100"], _FABRIC_3200G, _DGX_H100),  # 8
     "h200": (_H200, _HOPPER_NVLINK["H200"], _FABRIC_3200G, _DGX_H100),
+    "b200": (_B200, _B200_NVLINK, _FABRIC_3200G, _DGX_B200),
+    "mi300x": (_MI300X, _MI300X_FABRIC, _FABRIC_3200G, None),
     "cpu": (_CPU, _LOOPBACK, _ETHERNET_10G_GLOO, None),
 }  # fmt: skip
 
@@ -178,7 +211,9 @@ def preset(name: str, *, nodes: int = 1, devices_per_node: int = 1) -> Hardware:
     """
     key = name.lower().replace("_", "-")
     if key not in _PRESETS:
-        raise HardwareError(f"Hardware {name!r} is not known; use one of {', '.join(_PRESETS)}, or measure this machine.")
+        raise HardwareError(
+            f"Hardware {name!r} is not known{nearest(key, _PRESETS)}; use one of {', '.join(_PRESETS)}, or measure this machine."
+        )
     device, intra_node, inter_node, host = _PRESETS[key]
     backend = Backend.GLOO if key == "cpu" else Backend.NCCL
     if backend is Backend.NCCL:

@@ -11,7 +11,7 @@ from ..planner.hardware import Hardware, check_margin
 from ..planner.plan import Plan
 from ..planner.problem import Strategy
 from ..planner.profile import Profile
-from ..quantities import parse_bytes
+from ..quantities import parse_limit
 
 STRATEGIES = tuple(strategy.value for strategy in Strategy)
 _KNOWN = {"strategy": STRATEGIES, "on_oom": ("raise", "replan")}
@@ -101,7 +101,7 @@ class OSDPConfig:
     def _check_values(self) -> None:
         """Refuse values that are not of their field's kind."""
         if self.memory_limit is not None:
-            parse_bytes(self.memory_limit)
+            parse_limit(self.memory_limit)
         if self.memory_margin is not None:
             check_margin(self.memory_margin)
         for field in fields(self):
@@ -147,7 +147,7 @@ class OSDPConfig:
     @property
     def memory_limit_bytes(self) -> int | None:
         """The memory limit in bytes, or None where the device decides."""
-        return None if self.memory_limit is None else parse_bytes(self.memory_limit)
+        return None if self.memory_limit is None else parse_limit(self.memory_limit)
 
     @classmethod
     def from_options(cls, options: Mapping[str, object]) -> OSDPConfig:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeAlias
 
 from torch import nn
 
@@ -29,6 +30,8 @@ from ..tracing.describe import TRACED_MICRO_BATCH, describe, is_by_formula
 from .config import OSDPConfig
 from .preflight import RunFolder
 
+Trace: TypeAlias = Callable[..., ModelDescription]
+"""`describe`, or what is called as it is."""
 _log = logging.getLogger(__name__)
 _MOST_DESCRIPTIONS = 3
 """Of a model with compiled blocks, each at another micro-batch size."""
@@ -137,16 +140,20 @@ def check_limit(limit_bytes: int, device: DeviceSpec, *, given: str) -> int:
 class ProblemBuilder:
     """Build planning problems of one model: hardware, job and limit once, a description for each way to split the model."""
 
-    def __init__(self, model: nn.Module, config: OSDPConfig, facts: RunFacts, *, hardware: Hardware | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, config: OSDPConfig, facts: RunFacts, *, hardware: Hardware | None = None, trace: Trace = describe
+    ) -> None:
         """Resolve job, limit and, for None, the configuration's hardware or this machine's, measured. Collective where that is None.
+
+        `trace` is `describe`, or keeps what that returns.
 
         Raises:
             HardwareError: nothing is known of a host that is asked for.
             ProfileError: the profile cannot be read.
             ValueError: sizes, limit and hardware do not fit together.
         """
-        self._model, self._config, self._facts = model, config, facts
-        self._describer = Describer(model, config, facts)
+        self._model, self._config, self._facts, self._trace = model, config, facts, trace
+        self._describer = Describer(model, config, facts, trace)
         self.job = training_job(config, facts)
         self._profile = _profile(config)
         if hardware is None:
@@ -193,7 +200,7 @@ class ProblemBuilder:
         """Return the description of the model without compilation; None where the problem's has none, or its times were measured."""
         if not problem.description.compiled_classes or (self._profile is not None and self._profile.segments):
             return None
-        return Describer(self._model, replace(self._config, compile=False), self._facts).describe(WHOLE_BLOCKS)
+        return Describer(self._model, replace(self._config, compile=False), self._facts, self._trace).describe(WHOLE_BLOCKS)
 
     def with_best_split(self, whole: PlanningProblem) -> PlanningProblem:
         """Return the problem of the model as it trains fastest, whole or split.
@@ -213,8 +220,8 @@ class ProblemBuilder:
 class Describer:
     """Describes the model with the loop's own batches and loss where these can be traced, else with the model's usual batch."""
 
-    def __init__(self, model: nn.Module, config: OSDPConfig, facts: RunFacts) -> None:
-        self._model, self._config, self._facts = model, config, facts
+    def __init__(self, model: nn.Module, config: OSDPConfig, facts: RunFacts, trace: Trace = describe) -> None:
+        self._model, self._config, self._facts, self._trace = model, config, facts, trace
         self._inputs, self._loss = (config.inputs, None) if config.inputs else (facts.inputs, facts.loss)
         self._may_fall_back = config.inputs is None and facts.inputs is not None and _has_usual_batch(model)
 
@@ -245,7 +252,7 @@ class Describer:
     def _describe(self, split: ModelSplit, **sizes: int) -> ModelDescription:
         facts = self._facts
         assert facts.sequence_length is not None
-        description = describe(
+        description = self._trace(
             self._model,
             sequence_length=facts.sequence_length,
             block_classes=self._config.block_classes,

@@ -46,6 +46,8 @@ def read_plan_file(path: str | Path) -> tuple[Plan, PlanInputs | None]:
         PlanError: the file cannot be read, its plan is not valid, or its inputs are of another version or another model.
     """
     data = plan_content(read_bytes(path, "plan", PlanError), str(path))
+    if isinstance(data, dict) and "model_type" in data:
+        raise PlanError(f"{path} is a model's configuration, not a plan; make a plan of it with: hf-osdp plan {path} --output plan.json.")
     plan = Plan.from_content(data, source=str(path))
     if "inputs" not in data:
         return plan, None

@@ -13,7 +13,7 @@ from rich.table import Column, Table
 
 from ..planner.allocator.replay import Reserved
 from ..planner.cost.evaluate import PlanEstimate
-from ..planner.cost.memory import MemoryBreakdown, Moment
+from ..planner.cost.memory import MemoryBreakdown, Moment, activation_host_bytes
 from ..planner.description import ModelDescription, UnitDescription
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
@@ -96,26 +96,39 @@ def _range_label(units: Sequence[UnitDescription]) -> str:
 def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate) -> Table:
     """Return what each unit does, the memory it holds on each device, and its seconds of a step.
 
-    `held` is parameters, gradients and optimizer states; `exposed` is communication that compute waits for.
+    `held` is parameters, gradients and optimizer states; `host` is what the host holds for each device, with activations, where it holds
+    anything; `exposed` is communication that compute waits for.
     """
+    on_host = host_bytes_of_units(plan, description, estimate)
 
     def cells(row: PlanRow) -> list[str]:
         held = sum(estimate.units[i].held + estimate.units[i].gradients_after for i in row.units)
+        memory = [format_bytes(held), *([format_bytes(sum(on_host[i] for i in row.units))] if any(on_host) else [])]
         seconds = ["-", "-"]
         if (time := estimate.time) is not None:
             seconds = [format_seconds(sum(getattr(time.units[i], term) for i in row.units)) for term in ("compute_s", "exposed_s")]
         numel = sum(description.units[i].numel for i in row.units)
-        return [row.label, row.class_name, row.layout, format_count(numel), format_bytes(held), *seconds]
+        return [row.label, row.class_name, row.layout, format_count(numel), *memory, *seconds]
 
     rows = plan_rows(plan, description)
-    short = max(len(row.label) for row in rows) + max(len(row.class_name) for row in rows) <= _NAMES_WIDTH
+    short = max(len(row.label) for row in rows) + max(len(row.class_name) for row in rows) <= _NAMES_WIDTH - 10 * any(on_host)
     title = (
         f"OSDP plan {plan.fingerprint}: {plan.world_size} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps"
         f" = {plan.global_batch_size} a step"
     )
     names = [Column(name, no_wrap=short, overflow="fold") for name in ("units", "class")]
     layout = Column("layout", min_width=len("replicate,"))
-    return make_table(title, map(cells, rows), text=[*names, layout], figures=["params", "held", "compute", "exposed"])
+    figures = ["params", "held", *(["host"] if any(on_host) else []), "compute", "exposed"]
+    return make_table(title, map(cells, rows), text=[*names, layout], figures=figures)
+
+
+def host_bytes_of_units(plan: Plan, description: ModelDescription, estimate: PlanEstimate) -> list[int]:
+    """Return what the host holds of each unit for one device: states, and activations that wait for backward."""
+    held = [unit.host for unit in estimate.units]
+    layouts = plan.layouts(description)
+    for segment in description.segments:
+        held[segment.unit] += activation_host_bytes(segment, plan.micro_batch_size, layouts[segment.unit].activations)
+    return held
 
 
 def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None = None) -> tuple[str, ...]:
@@ -124,7 +137,7 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None =
     if estimate.reserved is not None:
         lines.append(reserved_text(estimate.reserved))
     if estimate.memory.host_bytes:
-        lines.append(f"On the host: {format_bytes(estimate.memory.host_bytes)} of each rank.")
+        lines.append(_host_line(estimate.memory.host_bytes, hardware))
     if (time := estimate.time) is not None:
         terms = {"compute": "compute_s", "exposed communication": "exposed_s", "copies": "copy_s", "optimizer": "optimizer_s"}
         parts = ", ".join(f"{name} {format_seconds(time.total(term))}" for name, term in terms.items())
@@ -152,6 +165,14 @@ def _peak_line(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None) ->
     if limit and hardware is not None and hardware.free_share:
         of += f" (margin {format_bytes(limit - hardware.room_bytes(limit))})"
     return f"Peak {format_bytes(plan.peak_bytes or peak.total_bytes)}{of} in {peak.phase} of {peak.unit}: {describe_moment(peak)}{kept}."
+
+
+def _host_line(host_bytes: int, hardware: Hardware | None) -> str:
+    line = f"On the host: {format_bytes(host_bytes)} of each rank"
+    if hardware is None or hardware.host is None:
+        return f"{line}."
+    ranks = hardware.devices_per_node
+    return f"{line}, {format_bytes(ranks * host_bytes)} of the {format_bytes(ranks * hardware.host.memory_bytes)} of a machine."
 
 
 def reserved_text(reserved: Reserved) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_osdp.quantities import format_bytes, format_count, format_seconds, parse_bytes, whole_number
+from hf_osdp.quantities import format_bytes, format_count, format_seconds, parse_bytes, parse_limit, whole_number
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,13 @@ def test_parse_bytes_reads_numbers_with_and_without_units(text, nbytes):
 def test_parse_bytes_refuses_what_is_no_amount(message, value):
     with pytest.raises(ValueError, match=f"limit=.* {message}"):
         parse_bytes(value, name="limit")
+
+
+def test_parse_limit_asks_for_a_unit_where_bytes_cannot_be_meant():
+    assert parse_limit("16b") == 16 and parse_limit("16 GiB") == 2**34 and parse_limit(4096) == parse_limit("4096") == 4096
+    for value in ("16", 80, " 192 "):
+        with pytest.raises(ValueError, match=f"limit=.* has no unit, .*; write {str(value).strip()}GiB, or"):
+            parse_limit(value, name="limit")
 
 
 @pytest.mark.parametrize(

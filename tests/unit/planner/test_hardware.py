@@ -24,13 +24,22 @@ def test_presets_have_sources_and_reserve_context_and_communicators(name):
         assert name == "cpu" and (alone.unavoidable_bytes, node.outside_bytes(3)) == (0, 0)
         return
     assert node.inter_node.latency_s > node.intra_node.latency_s and node.inter_node.bytes_per_s < node.intra_node.bytes_per_s
-    assert CONTEXT_BYTES < alone.unavoidable_bytes == node.device.reserved_bytes < 2 * 2**30
+    assert CONTEXT_BYTES < alone.unavoidable_bytes == node.device.reserved_bytes
+    assert node.device.reserved_bytes < node.device.memory_bytes / 9  # of which ECC takes a sixteenth on cards with GDDR6
     assert node.outside_bytes(3) - 2 * COMMUNICATOR_BYTES == node.unavoidable_bytes == alone.unavoidable_bytes + COMMUNICATOR_BYTES
 
 
+@pytest.mark.parametrize(
+    ("name", "near"), [("a100", "a100-40, a100-80, a10"), ("H100_SXM", "h100"), ("4090", "rtx-4090"), ("mi300", "mi300x")]
+)
+def test_preset_names_the_nearest_where_it_is_not_known(name, near):
+    with pytest.raises(HardwareError, match=rf"'{name}' is not known \(nearest: {near}.*\); use one of "):
+        preset(name)
+
+
 def test_presets_are_those_that_were_promised():
-    names = "v100-16 v100-32 v100-pcie-16 v100-pcie-32 titan-rtx rtx-3090 rtx-4090 a100-40 a100-80 h100 h200 cpu"
-    assert preset_names() == tuple(names.split())
+    names = "v100-16 v100-32 v100-pcie-16 v100-pcie-32 titan-rtx rtx-3090 rtx-4090 rtx-5090 a6000 a10 l4 l40s a100-40 a100-80 h100"
+    assert preset_names() == (*names.split(), "h200", "b200", "mi300x", "cpu")
     assert preset("A100_80").device.memory_bytes == 80 * 2**30
     texts = [preset("a100-40", nodes=2, devices_per_node=8).summary, preset("cpu", devices_per_node=2).summary]
     assert texts == ["2 nodes x 8 x A100-40 (nccl)", "2 x CPU (gloo)"]

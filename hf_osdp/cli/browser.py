@@ -1,0 +1,239 @@
+"""The planner as a page in the browser, for `hf-osdp app` and for a Space. Needs the extra `app`."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import gradio as gr
+import vl_convert
+from rich.table import Table
+
+from ..modeling.catalogue import catalogue
+from ..planner.hardware import GIB
+from ..planner.presets import preset_names
+from ..quantities import format_bytes
+from ..report.tables import batch_cells, comparison_table, plan_caption, plan_table, what_if_table
+from .commands import chart_of
+from .output import error_line
+from .question import Planned, Planner, Question
+
+_NAMES = [field.name for field in fields(Question)]
+_CONFIG_BYTES = 2**18
+"""The longest config.json."""
+_KEEP_LINK = "() => { const link = document.querySelector('#link a'); if (link) history.replaceState(null, '', link.href) }"
+"""Puts the question into the browser's address."""
+_STYLE = """<style>
+.gradio-container { --font: system-ui, sans-serif }
+.osdp { overflow-x: auto; font-size: 13px; line-height: 1.5 }
+.osdp table { border-collapse: collapse; margin: 4px 0 8px; width: 100% }
+.osdp caption { text-align: left; font-weight: 600; padding: 4px 0 }
+.osdp th, .osdp td { text-align: left; vertical-align: top; padding: 3px 10px 3px 0; border-bottom: 1px solid #8884; min-width: 120px }
+.osdp .right { text-align: right; min-width: 70px; white-space: nowrap }
+.osdp p { margin: 4px 0 }
+.osdp img { width: 100%; min-width: 600px; background: white }
+.osdp a { text-decoration: underline }
+.osdp .figures { display: flex; flex-wrap: wrap; gap: 8px 32px; margin-bottom: 8px }
+.osdp .figures b { display: block; font-size: 22px }
+.osdp .error { border-left: 4px solid #d62728; padding: 8px 12px; background: #d6272818; font-size: 14px; overflow-wrap: anywhere }
+</style>"""
+_TITLE = """# The fastest way to train a model on these devices
+For each part of a model hf_osdp decides how it lies on the devices, within the memory limit. Planning needs no GPU and no weights."""
+
+
+def build() -> gr.Blocks:
+    """Return the page."""
+    with gr.Blocks(title="hf_osdp", analytics_enabled=False) as page:
+        gr.HTML(_STYLE)
+        gr.Markdown(_TITLE)
+        with gr.Row():
+            with gr.Column(scale=1, min_width=300):
+                form = _form()
+                ask = gr.Button("Plan", variant="primary", elem_id="ask")
+                link = gr.HTML(elem_id="link", apply_default_css=False)
+            with gr.Column(scale=3, min_width=320):
+                refusal = gr.HTML(elem_id="error", apply_default_css=False)
+                with gr.Column(visible=False) as answers:
+                    shown = _answers()
+        asked = gr.State()
+        _Page(form, [asked, link, refusal, answers, *shown]).connect(page, ask)
+    return page
+
+
+def _form() -> list[Any]:
+    """Return one input for each field of a question, in their order."""
+    start = Question()
+    with gr.Group():
+        model = _choice("model", list(catalogue()), "Model: a hub id")
+        config = gr.Textbox(label="or the text of its config.json", lines=2, max_lines=4, elem_id="config")
+        file = gr.File(show_label=False, file_types=[".json"], height=130, elem_id="file")
+        device = _choice("device", list(preset_names()), "Devices")
+        with gr.Row():
+            nodes, devices = _number("num_nodes", "Machines"), _number("devices_per_node", "Devices in each")
+        limit = gr.Textbox(start.memory_limit, label="Memory limit of each device", placeholder="all, or 40GiB", elem_id="memory_limit")
+        with gr.Row():
+            length, batch = _number("sequence_length", "Tokens a sample"), _number("global_batch_size", "Samples a step")
+        precision = _choice("precision", [("what the device is good at", ""), "bf16", "fp16", "no"], "Mixed precision")
+        compiles = gr.Checkbox(start.compile, label="compile blocks with torch.compile", elem_id="compile")
+    file.upload(_read, file, [model, config])
+    model.input(lambda: "", None, config)
+    return [model, config, device, devices, nodes, limit, length, batch, precision, compiles]
+
+
+def _choice(name: str, choices: Sequence[str | tuple[str, str]], label: str) -> gr.Dropdown:
+    """Return a list that takes other words, too, so that the planner says what is wrong with those of a link."""
+    return gr.Dropdown(choices, value=getattr(Question(), name), label=label, allow_custom_value=True, elem_id=name)
+
+
+def _number(name: str, label: str) -> gr.Number:
+    return gr.Number(getattr(Question(), name), label=label, precision=0, min_width=100, elem_id=name)
+
+
+def _read(path: str) -> tuple[str, str]:
+    """Return no model and the text of a config.json."""
+    file = Path(path)
+    if file.stat().st_size > _CONFIG_BYTES:
+        raise gr.Error(f"The file has {format_bytes(file.stat().st_size)}, which is no config.json; at most {format_bytes(_CONFIG_BYTES)}.")
+    return "", file.read_text(encoding="utf-8", errors="replace")
+
+
+def _answers() -> list[Any]:
+    """Return where the answers are shown: those of `_shown`, then what-if and comparison."""
+    plan = gr.HTML(elem_id="plan", apply_default_css=False)
+    chart = gr.HTML(elem_id="chart", apply_default_css=False)
+    comparison = gr.HTML(elem_id="comparison", apply_default_css=False, min_height=60)
+    with gr.Row():
+        limit = gr.Slider(1, 80, step=1, label="What if: GiB of each device", elem_id="limit")
+        devices = gr.Slider(1, 16, step=1, label="What if: devices in each machine", elem_id="devices")
+    changed = gr.HTML(elem_id="what-if", apply_default_css=False)
+    script = gr.Code(label="In the script", language="python", interactive=False, elem_id="script")
+    launch = gr.Code(label="Or osdp.yaml, for a script that does not change", language="yaml", interactive=False, elem_id="launch")
+    command = gr.Textbox(label="The same plan on the command line", lines=2, interactive=False, buttons=["copy"], elem_id="command")
+    return [plan, chart, limit, devices, script, launch, command, changed, comparison]
+
+
+def _shown(planned: Planned) -> list[Any]:
+    """Return what `_answers` shows of a plan, what-if and comparison empty."""
+    plan, hardware = planned.found.plan, planned.problem.hardware
+    batch, peak, step, rate = batch_cells(plan)
+    tiles = {"a step": step, "samples/s": rate, "peak": peak, "samples x micro-steps": batch}
+    figures = "".join(f"<div><b>{escape(text)}</b>{name}</div>" for name, text in tiles.items())
+    lines = (*plan_caption(plan, planned.estimate, hardware), planned.case.precision_line, *planned.warnings)
+    caption = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    table = _table(plan_table(plan, planned.problem.description, planned.estimate))
+    most = hardware.device.memory_bytes // GIB
+    return [
+        _html(f'<div class="figures">{figures}</div>{table}{caption}'),
+        _picture(chart_of(plan, planned.inputs, planned.estimate)),
+        gr.update(maximum=most, value=min(most, round(planned.problem.memory_limit_bytes / GIB))),
+        gr.update(maximum=max(16, 2 * hardware.devices_per_node), value=hardware.devices_per_node),
+        planned.script,
+        planned.launch_file,
+        planned.question.command,
+        "",
+        "",
+    ]
+
+
+class _Page:
+    """What the page does when it is opened, a plan is asked for, or a slider is moved.
+
+    Args:
+        form: inputs in the order of a question's fields.
+        outputs: the question that is answered, its link, an error, the answers as a whole, and each of `_answers`.
+    """
+
+    def __init__(self, form: list[Any], outputs: list[Any]) -> None:
+        self._planner, self._form, self._outputs = Planner(), form, outputs
+
+    def connect(self, blocks: gr.Blocks, ask: gr.Button) -> None:
+        """Register all events; one runs at a time, as each takes a processor."""
+        asked, *_, limit, devices, _, _, _, changed, comparison = self._outputs
+        alone: dict[str, Any] = {"concurrency_id": "planner", "concurrency_limit": 1, "show_progress": "minimal"}
+        for event in (
+            ask.click(self.ask, self._form, self._outputs, **alone),
+            blocks.load(self.open, None, [*self._form, *self._outputs], **alone),
+        ):
+            event.then(None, js=_KEEP_LINK)
+            event.then(self.compare, asked, comparison, **alone)
+        gr.on([limit.release, devices.release], self.change, [asked, limit, devices], changed, **alone)
+
+    def open(self, request: gr.Request) -> list[Any]:
+        """Fill the form with the link's question, and answer it."""
+        if not request.query_params:
+            return [gr.skip()] * (len(self._form) + len(self._outputs))
+        try:
+            question = Question.of_link(request.query_params)
+        except ValueError as error:
+            return [*[gr.skip()] * len(self._form), *self._refused(error, Question())]
+        values = [getattr(question, name) for name in _NAMES]
+        return [*values, *self.ask(*values)]
+
+    def ask(self, *values: Any) -> list[Any]:
+        """Answer what the form holds."""
+        question = Question(**dict(zip(_NAMES, values, strict=True)))
+        try:
+            planned = self._planner.plan(question)
+        except Exception as error:
+            return self._refused(error, question)
+        return [question, _link(question), "", gr.update(visible=True), *_shown(planned)]
+
+    def compare(self, question: Question | None) -> str:
+        """Compare strategies for the question that was answered, if one was."""
+        if question is None:
+            return ""
+        planned = self._planner.plan(question)
+        return _html(_table(comparison_table(planned.compared, planned.problem.memory_limit_bytes)))
+
+    def change(self, question: Question, gib: float, devices: int) -> str:
+        """Plan again as the sliders are."""
+        try:
+            return _html(_table(what_if_table(self._planner.what_if(question, f"{gib:g}GiB", devices))))
+        except Exception as error:
+            return _error(error, question)
+
+    def _refused(self, error: Exception, question: Question) -> list[Any]:
+        """Return what is shown in place of answers."""
+        return [None, _link(question), _error(error, question), gr.update(visible=False), *[gr.skip()] * (len(self._outputs) - 4)]
+
+
+def _error(error: Exception, question: Question) -> str:
+    """Return the line that the command line would end with; raise what nobody but us is to blame for."""
+    if (line := error_line(error, question.options)) is None:
+        raise error
+    return _html(f'<div class="error">{escape(line)}</div>')
+
+
+def _link(question: Question) -> str:
+    """Return a link that asks the question again."""
+    if not question.link:
+        return _html("<p>The config.json is too long for a link that keeps the question.</p>")
+    return _html(f'<p><a href="{escape(question.link)}">Link to this question</a></p>')
+
+
+def _picture(chart: alt.TopLevelMixin) -> str:
+    """Return a chart as it is drawn for files, as wide as the page lets it be."""
+    svg = vl_convert.vegalite_to_svg(chart.to_dict())
+    source = base64.b64encode(svg.encode()).decode()
+    return _html(f'<img src="data:image/svg+xml;base64,{source}" alt="Memory of one device over a step, and time by stream">')
+
+
+def _table(table: Table) -> str:
+    """Return a table of the terminal as HTML."""
+
+    def row(tag: str, cells: Iterable[object]) -> str:
+        aligned = zip(cells, (column.justify for column in table.columns), strict=True)
+        return "<tr>" + "".join(f'<{tag} class="{justify}">{escape(str(cell))}</{tag}>' for cell, justify in aligned) + "</tr>"
+
+    head = row("th", (column.header for column in table.columns))
+    body = "".join(row("td", cells) for cells in zip(*(column.cells for column in table.columns), strict=True))
+    return f"<table><caption>{escape(str(table.title))}</caption>{head}{body}</table>"
+
+
+def _html(content: str) -> str:
+    return f'<div class="osdp">{content}</div>'

@@ -1,0 +1,239 @@
+"""What the planner in the browser is asked, and its answers: no part of the page."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import json
+import logging
+import re
+import shlex
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import typer
+
+from ..errors import InfeasibleError
+from ..planner.cost.evaluate import PlanEstimate, estimate_plan
+from ..planner.description import ModelDescription
+from ..planner.problem import PlanningProblem
+from ..planner.search.compare import StrategyResult
+from ..planner.search.search import SearchResult, search
+from ..quantities import format_bytes
+from ..report.plan_file import PlanInputs
+from ..report.tables import Answer
+from .cases import Case
+from .launch_commands import launch_file
+from .options import Request, with_flags
+
+_log = logging.getLogger(__name__)
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_LONGEST_LINK = 30_000
+"""Characters that browsers and servers take."""
+_KEPT = 64
+"""Plans and descriptions that a planner keeps of each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What the page's form holds. Each field but `config` is an argument of `hf-osdp plan`; what is empty is left out."""
+
+    model: str = "meta-llama/Meta-Llama-3-8B"
+    config: str = ""
+    """Text of a config.json, in place of the model."""
+    device: str = "a100-80"
+    devices_per_node: int | None = 8
+    num_nodes: int | None = 1
+    memory_limit: str = ""
+    sequence_length: int | None = 4096
+    global_batch_size: int | None = 64
+    precision: str = ""
+    compile: bool = False
+
+    @classmethod
+    def of_link(cls, parameters: Mapping[str, str]) -> Question:
+        """Read a link's query; names with two underscores in front are the host's.
+
+        Raises:
+            ValueError: the link has a name that is no field, or a number that is none.
+        """
+        asked: dict[str, Any] = {name: text for name, text in parameters.items() if not name.startswith("__")}
+        known = {field.name: field.default for field in fields(cls)}
+        for name, text in asked.items():
+            if name not in known:
+                raise ValueError(f"The link asks for {name!r}, which is no part of a question; use {', '.join(known)}.")
+            if isinstance(known[name], int):
+                if not re.fullmatch("[0-9]{0,9}", text):
+                    raise ValueError(f"The link has {name}={text!r}, which is no whole number; compile is 0 or 1.")
+                asked[name] = int(text) if text else None
+        return cls(**{**asked, "compile": bool(asked.get("compile"))})
+
+    @property
+    def link(self) -> str:
+        """The query that asks this question again; empty where a config.json makes it longer than links can be."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.default or getattr(self, field.name)}
+        query = "?" + urlencode({name: int(value) if value is True else value or "" for name, value in values.items()})
+        return query if len(query) <= _LONGEST_LINK else ""
+
+    @property
+    def options(self) -> list[str]:
+        """The flags of the command line."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)[2:-1]}
+        words = [[f"--{name.replace('_', '-')}", str(value)] for name, value in values.items() if value not in (None, "")]
+        return [*itertools.chain(*words), *["--compile"] * self.compile]
+
+    @property
+    def command(self) -> str:
+        """The command that finds the same plan."""
+        return shlex.join(["hf-osdp", "plan", "config.json" if self.config else self.model, *self.options])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A question's plan, and what it was made from."""
+
+    question: Question
+    case: Case
+    problem: PlanningProblem
+    found: SearchResult
+    inputs: PlanInputs
+    estimate: PlanEstimate
+    warnings: tuple[str, ...]
+
+    @cached_property
+    def compared(self) -> tuple[StrategyResult, ...]:
+        """Every strategy at its own best batch."""
+        return self.case.compared(self.problem)
+
+    @property
+    def options(self) -> dict[str, object]:
+        """What a run states in OSDPConfig, or beside `osdp: true`, to be planned as this question is."""
+        stated = {"memory_limit": self.question.memory_limit, "compile": self.question.compile}
+        return {name: value for name, value in stated.items() if value}
+
+    @property
+    def script(self) -> str:
+        """The lines that change in a script of the Trainer, with what its arguments have to say."""
+        plan, precision = self.found.plan, self.case.precision
+        sizes = f"per_device_train_batch_size={plan.micro_batch_size}, gradient_accumulation_steps={plan.accumulation_steps}"
+        osdp = f"OSDPConfig({', '.join(f'{name}={value!r}' for name, value in self.options.items())})" if self.options else "True"
+        return (
+            f"from hf_osdp import {'OSDPConfig, ' if self.options else ''}Trainer\n\n"
+            f"# args: {sizes}{'' if precision == 'no' else f', {precision}=True'}\n"
+            f"osdp = {osdp}\n"
+            "trainer = Trainer(model=model, args=args, train_dataset=dataset, osdp=osdp)\n"
+        )
+
+    @property
+    def launch_file(self) -> str:
+        """The accelerate configuration for a script that does not change."""
+        hardware = self.problem.hardware
+        return launch_file(
+            device=self.case.device_type, devices_per_node=hardware.devices_per_node, num_nodes=hardware.nodes,
+            main_address="FIRST_MACHINE" if hardware.nodes > 1 else None, precision=self.case.precision, options=self.options,
+            path=Path("osdp.yaml"),
+        )[0]  # fmt: skip
+
+
+class Planner:
+    """Answers questions. Plans, and what was traced of models, are kept as long as the process runs.
+
+    Errors are those of `hf-osdp plan`.
+    """
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="hf_osdp")
+        self._traced: dict[str, tuple[ModelDescription, list[str]]] = {}
+        self.plan = lru_cache(maxsize=_KEPT)(self._plan)
+
+    def _plan(self, question: Question) -> Planned:
+        """Return the plan of a question."""
+        case = Case(self._request(question), trace=self._trace)
+        with redirect_stderr(io.StringIO()) as said:  # that a built-in shape stands in for the hub's
+            _ = case.model_config
+        with _warnings() as warnings:
+            problem = case.problem()
+            found = search(problem)
+        inputs = PlanInputs(description=problem.description, job=problem.job, hardware=problem.hardware)
+        estimate = estimate_plan(found.plan, problem.description, problem.job, problem.hardware)
+        warned = tuple(dict.fromkeys([line.removeprefix("hf-osdp: ") for line in said.getvalue().splitlines()] + warnings))
+        return Planned(question=question, case=case, problem=problem, found=found, inputs=inputs, estimate=estimate, warnings=warned)
+
+    def what_if(self, question: Question, memory_limit: str, devices_per_node: int) -> list[Answer]:
+        """Return the answer as it is, and as it would be under another limit and on other devices.
+
+        The global batch is raised to where it fills the devices.
+        """
+        now = self.plan(question)
+        nodes, batch = now.problem.hardware.nodes, now.problem.job.global_batch_size
+        raised = -(-batch // (nodes * devices_per_node)) * nodes * devices_per_node
+        change = f"{f'{nodes} x ' if nodes > 1 else ''}{devices_per_node} devices, {memory_limit} each"
+        change += f", global batch raised from {batch} to {raised}" if raised != batch else ""
+        changed = replace(question, memory_limit=memory_limit, devices_per_node=devices_per_node, global_batch_size=raised)
+        try:
+            then = self.plan(changed)
+            answer = Answer(question="what if", change=change, problem=then.problem, result=then.found)
+        except InfeasibleError as error:
+            answer = Answer(question="what if", change=change, reason=f"needs {format_bytes(error.least_peak_bytes)}")
+        return [Answer(question="as asked", change="", problem=now.problem, result=now.found), answer]
+
+    def _request(self, question: Question) -> Request:
+        """Read a question as the command line reads its words."""
+        if question.config and question.model:
+            raise ValueError(f"MODEL {question.model!r} and a config.json were given; clear one of the two.")
+        if question.model and not _HUB_ID.fullmatch(question.model):
+            raise ValueError(f"MODEL {question.model!r} is no hub id; drop its config.json into the page instead.")
+        model = self._saved(question.config) if question.config else question.model
+        requests: list[Request] = []
+        command = typer.Typer(add_completion=False)
+        command.command()(with_flags(requests.append, make=Request))
+        typer.main.get_command(command).main([*question.options, *(["--", model] if model else [])], standalone_mode=False)
+        return requests[0]
+
+    def _saved(self, text: str) -> str:
+        """Write a configuration where transformers can read it, under the name that tables call the model."""
+        try:
+            name = re.sub(r"[^\w.-]", "_", str(json.loads(text)["model_type"]))[:40]
+        except (ValueError, TypeError, KeyError):
+            raise ValueError("The config.json is not a transformers configuration: it is no JSON object with a model_type.") from None
+        path = Path(self._folder.name) / hashlib.sha256(text.encode()).hexdigest() / f"{name}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    def _trace(self, model: Any, **options: Any) -> ModelDescription:  # noqa: ANN401  (a transformers model)
+        """Describe a model, each with the same options once."""
+        from ..tracing.describe import describe
+
+        key = f"{model.config.to_json_string()} {options}"
+        if key in self._traced:
+            description, warnings = self._traced[key]
+            for text in warnings:
+                _log.warning("%s", text)
+            return description
+        with _warnings() as warnings:
+            description = describe(model, **options)
+        self._traced[key] = description, warnings
+        if len(self._traced) > _KEPT:
+            del self._traced[next(iter(self._traced))]
+        return description
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Collect what the package warns of, which the command line has on stderr."""
+    texts: list[str] = []
+    handler, logger = logging.Handler(logging.WARNING), logging.getLogger("hf_osdp")
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)

@@ -1,0 +1,69 @@
+"""Built-in model shapes, to plan for a model whose configuration can be read neither from the hub nor from its cache.
+
+`catalogue.json` holds what bears on tensors and their sizes. Other fields, such as the base of rotary positions, have transformers'
+defaults.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_FILE = Path(__file__).with_name("catalogue.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A model's configuration, as far as planning needs it."""
+
+    name: str
+    """Its id on the hub."""
+    same: tuple[str, ...]
+    """Ids of models of the same shape, fine-tuned ones for example."""
+    parameters: int
+    """Elements of all parameters; tied ones count once."""
+    published: str
+    """The count as it was published, rounded: `8.03B`."""
+    published_by: str
+    source: str
+    """Where the configuration is from."""
+    model_type: str
+    fields: dict[str, Any]
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """A new transformers configuration."""
+        from transformers import AutoConfig
+
+        config: PreTrainedConfig = AutoConfig.for_model(self.model_type, **copy.deepcopy(self.fields))
+        config._name_or_path = self.name
+        return config
+
+
+@cache
+def catalogue() -> Mapping[str, Shape]:
+    """Return all shapes by their hub ids."""
+    rows = json.loads(_FILE.read_text(encoding="utf-8"))
+    shapes = (Shape(fields=row.pop("config"), same=tuple(row.pop("same", ())), **row) for row in rows)
+    return MappingProxyType({shape.name: shape for shape in shapes})
+
+
+@cache
+def shape_names() -> Mapping[str, Shape]:
+    """Return the shapes by each id that stands for them, in lower case, with the organisation and without."""
+    ids = {name.lower(): shape for shape in catalogue().values() for name in (shape.name, *shape.same)}
+    return MappingProxyType({name.rpartition("/")[2]: shape for name, shape in ids.items()} | ids)
+
+
+def find_shape(model_id: str) -> Shape | None:
+    """Return the shape of a hub id, whatever its case, with or without the organisation; None where there is none."""
+    return shape_names().get(model_id.lower())

@@ -1,0 +1,104 @@
+"""`hf-osdp config` writes what accelerate and hf_osdp read; `run` hands a script to accelerate's launcher."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+
+import pytest
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from typer.testing import CliRunner
+
+from hf_osdp.cli.app import app
+
+
+def call(*arguments: object):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def written(folder, *arguments: object):
+    """What accelerate reads from the file, and what was shown."""
+    done = call("config", "--output", folder / "osdp.yaml", *arguments)
+    assert done.exit_code == 0, done.output
+    return load_config_from_file(str(folder / "osdp.yaml")), done.stdout
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+def test_config_takes_the_devices_that_are_there(gpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr("hf_osdp.planning.preflight.run.bf16_on", lambda device, kind: "H100" if kind == "cuda" else None)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    config, shown = written(tmp_path)
+    options = config.fsdp_config["fsdp_sharding_strategy"]
+    assert (config.num_processes, config.use_cpu, config.mixed_precision) == ((gpus, False, "bf16") if gpus else (2, True, "no"))
+    assert options == ({"osdp": True} if gpus else {"osdp": True, "use_cpu": True})
+    assert f"accelerate launch --config_file {tmp_path / 'osdp.yaml'} -m hf_osdp.run train.py" in shown
+
+
+def test_config_of_several_machines_names_the_first_and_takes_flags(tmp_path):
+    flags = ("--num-nodes", 2, "--devices-per-node", 8, "--device", "cuda", "--precision", "fp16", "--memory-limit", "16GiB")
+    config, shown = written(tmp_path, *flags, "--main-address", "10.0.0.1:1234")
+    assert (config.num_machines, config.num_processes, config.main_process_ip, config.main_process_port) == (2, 16, "10.0.0.1", 1234)
+    assert config.mixed_precision == "fp16" and config.fsdp_config["fsdp_sharding_strategy"]["memory_limit"] == "16GiB"
+    assert "--machine_rank 0 -m hf_osdp.run" in shown and "--machine_rank 1 on the others" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "osdp.yaml is there already; give --force"),
+        (("--force", "--memory-limit", "16"), "--memory-limit='16' has no unit, and 16 bytes hold no model; write 16GiB"),
+        (("--force", "--num-nodes", "2"), "--num-nodes 2 needs --main-address HOST or HOST:PORT"),
+        (("--force", "--num-nodes", "2", "--main-address", "a:b"), "--num-nodes 2 needs --main-address HOST or HOST:PORT"),
+        (("--force", "--main-address", "a"), "--main-address a has no effect on one machine"),
+        (("--force", "--device", "cuda"), "torch sees no GPU here; give --devices-per-node"),
+    ],
+)
+def test_config_refuses_in_one_line_and_leaves_the_file(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    (tmp_path / "osdp.yaml").write_text("mine")
+    done = call("config", "--output", tmp_path / "osdp.yaml", *arguments)
+    assert done.exit_code == 2 and message in done.stderr and done.stderr.count("\n") == 1
+    assert (tmp_path / "osdp.yaml").read_text() == "mine"
+
+
+def test_config_with_force_overwrites(tmp_path):
+    (tmp_path / "osdp.yaml").write_text("mine")
+    assert written(tmp_path, "--force", "--device", "cpu", "--devices-per-node", 3)[0].num_processes == 3
+
+
+def test_run_starts_the_launcher_with_the_script_and_its_arguments(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(os, "execv", lambda program, words: started.append((program, words)))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    assert "There is no file osdp.yaml; write it with hf-osdp config" in call("run", "train.py").stderr
+    written(tmp_path)
+    assert "There is no file other.py" in call("run", "other.py").stderr and not started
+    assert call("run", "train.py", "--config", "mine", "--lr", "1").exit_code == 0
+    words = [
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        "osdp.yaml",
+        "-m",
+        "hf_osdp.run",
+        "train.py",
+        "--config",
+        "mine",
+        "--lr",
+        "1",
+    ]
+    assert started == [(sys.executable, [sys.executable, *words])]
+
+
+def test_files_of_the_repository_and_of_config_have_the_same_fields(tmp_path):
+    """What works in `accelerate_configs` works where it was written anew."""
+    for name, flags in (("osdp", ("--device", "cuda", "--devices-per-node", 2, "--precision", "bf16")), ("osdp_cpu", ("--device", "cpu"))):
+        expected = load_config_from_file(f"accelerate_configs/{name}.yaml")
+        found, _ = written(tmp_path, "--force", *flags)
+        assert {**vars(found), "num_processes": 2} == vars(expected)
+    assert ast.literal_eval(str(found.fsdp_config["fsdp_sharding_strategy"])) == {"osdp": True, "use_cpu": True}

@@ -1,0 +1,214 @@
+"""What the planner's page is asked and answers, without the page: the same as the command line."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from dataclasses import replace
+from urllib.parse import parse_qsl
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from typer.testing import CliRunner
+
+from hf_osdp import OSDPConfig
+from hf_osdp.cli.app import app
+from hf_osdp.cli.output import error_line
+from hf_osdp.cli.question import Planner, Question
+from hf_osdp.tracing import describe
+
+SHAPE = {"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 4, "vocab_size": 500, "n_positions": 64}
+SIZES = {"devices_per_node": 4, "sequence_length": 32, "global_batch_size": 32}
+QUESTION = Question(model="", config=json.dumps(SHAPE), device="a100-40", memory_limit="30GiB", **SIZES)
+
+
+@pytest.fixture(scope="module")
+def planner() -> Planner:
+    return Planner()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the command of a question finds its config.json."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    (folder / "config.json").write_text(QUESTION.config)
+    return folder
+
+
+def command_line(question: Question, folder, command: str = "plan", *more: str):
+    path = [str(folder / "config.json")] if question.config else [question.model] * bool(question.model)
+    return CliRunner().invoke(app, [command, *path, *question.options, *more])
+
+
+def line(planner: Planner, question: Question) -> str:
+    """What the page says of a question that cannot be answered."""
+    with pytest.raises(Exception) as refused:
+        planner.plan(question)
+    text = error_line(refused.value, question.options)
+    assert text is not None
+    return text
+
+
+def test_plan_is_that_of_the_command_which_is_shown(planner, folder):
+    content = json.loads(command_line(QUESTION, folder, "plan", "--json", "-").stdout)
+    planned = planner.plan(QUESTION)
+    assert content["plan"]["fingerprint"] == planned.found.plan.fingerprint
+    assert content["estimated"]["step_s"] == planned.estimate.time.step_s == planned.found.plan.step_s
+    assert QUESTION.command == f"hf-osdp plan config.json {' '.join(QUESTION.options)}" and "--compile" not in QUESTION.options
+    assert replace(QUESTION, compile=True, memory_limit="").options[-1] == "--compile"
+
+
+def test_compared_has_the_rows_of_compare(planner, folder):
+    content = json.loads(command_line(QUESTION, folder, "compare", "--points", "2", "--json", "-").stdout)
+    rows = [(row.label, row.result.plan.step_s) for row in planner.plan(QUESTION).compared]
+    assert rows == [(row["strategy"], row["step_s"]) for row in content["strategies"]] and len(rows) >= 6
+
+
+def test_warnings_are_kept_with_what_was_traced(planner):
+    turing = replace(QUESTION, device="titan-rtx", precision="bf16", memory_limit="")
+    first, again = planner.plan(turing), planner.plan(replace(turing, memory_limit="20GiB"))
+    assert first.warnings == again.warnings and "bfloat16 has no other on compute capability 7.5" in first.warnings[0]
+    assert planner.plan(QUESTION).warnings == ()
+
+
+def test_model_is_described_once_for_other_limits_and_devices(monkeypatch):
+    planner, described = Planner(), []
+    stock = describe.describe
+    monkeypatch.setattr(describe, "describe", lambda *given, **options: described.append(options) or stock(*given, **options))
+    first = planner.plan(QUESTION)
+    assert planner.plan(replace(QUESTION)) is first and len(described) == 1
+    planner.plan(replace(QUESTION, memory_limit="20GiB", devices_per_node=8))
+    assert len(described) == 1
+    planner.plan(replace(QUESTION, sequence_length=16))
+    assert [options["sequence_length"] for options in described] == [32, 16]
+
+
+def test_what_if_plans_for_other_devices_and_raises_the_batch(planner):
+    before, after = planner.what_if(QUESTION, "20GiB", 5)
+    assert before.result is planner.plan(QUESTION).found and after.change == "5 devices, 20GiB each, global batch raised from 32 to 35"
+    asked = replace(QUESTION, memory_limit="20GiB", devices_per_node=5, global_batch_size=35)
+    assert after.result is planner.plan(asked).found and after.result.plan.world_size == 5
+    two = replace(QUESTION, num_nodes=2)
+    assert planner.what_if(two, "30GiB", 2)[1].change == "2 x 2 devices, 30GiB each"
+
+
+def test_what_if_says_what_it_would_need(planner):
+    _, after = planner.what_if(QUESTION, "1GiB", 4)
+    assert after.result is None and after.reason.startswith("needs 1.") and after.reason.endswith("GiB")
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        QUESTION,
+        Question(),
+        Question(model="a/b", compile=True, memory_limit="40GiB", num_nodes=3, precision="no"),
+        Question(sequence_length=None, device=""),
+        replace(QUESTION, config='{"model_type": "gpt2", "name": "ä & b=c?#%"}'),
+    ],
+)
+def test_link_keeps_the_question(question):
+    assert Question.of_link(dict(parse_qsl(question.link[1:], keep_blank_values=True))) == question
+
+
+def test_link_of_a_huge_configuration_is_left_out():
+    assert replace(QUESTION, config=json.dumps(SHAPE | {"id2label": {i: "label" for i in range(2000)}})).link == ""
+
+
+def test_link_takes_what_a_host_adds_and_refuses_what_it_does_not_know():
+    assert Question.of_link({"__theme": "dark", "device": "h100", "compile": "1"}) == Question(device="h100", compile=True)
+    with pytest.raises(ValueError, match="'devise', which is no part of a question; use model, config, device"):
+        Question.of_link({"devise": "h100"})
+    for wrong in ({"num_nodes": "two"}, {"compile": "yes"}, {"sequence_length": "-1"}, {"global_batch_size": "9" * 10}):
+        with pytest.raises(ValueError, match="which is no whole number"):
+            Question.of_link(wrong)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"memory_limit": "100MiB"}, "the least that osdp needs on 4 devices is"),
+        ({"memory_limit": "lots"}, "memory-limit='lots' is not a number of bytes"),
+        ({"memory_limit": "41GiB"}, "is more than the 40.0 GiB of A100-40"),
+        ({"device": "h300"}, "'h300'"),
+        ({"precision": "fp8"}, "fp8"),
+        ({"sequence_length": None}, "--sequence-length"),
+        ({"sequence_length": 128}, "64"),
+        ({"num_nodes": 0}, "--num-nodes"),
+        ({"global_batch_size": 30}, "global_batch_size=30 does not divide by 4 processes"),
+        ({"config": "", "model": ""}, "MODEL"),
+        ({"config": "", "model": "nowhere/nothing"}, "'nowhere/nothing'"),
+    ],
+)
+def test_errors_are_the_lines_of_the_command_line(planner, folder, monkeypatch, change, said):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    question = replace(QUESTION, **change)
+    text = line(planner, question)
+    assert said in text and f"hf-osdp: {text}\n" == command_line(question, folder).stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model": "gpt2"}, "MODEL 'gpt2' and a config.json were given; clear one of the two."),
+        ({"config": "", "model": "/etc/hosts"}, "MODEL '/etc/hosts' is no hub id; drop its config.json into the page instead."),
+        ({"config": "", "model": "--json=x"}, "MODEL '--json=x' is no hub id"),
+        ({"config": "{}"}, "it is no JSON object with a model_type"),
+        ({"config": "[1]"}, "it is no JSON object with a model_type"),
+        ({"config": "{"}, "it is no JSON object with a model_type"),
+        ({"config": '{"model_type": "../../x"}'}, "has no configuration that transformers can read"),
+    ],
+)
+def test_what_only_the_page_takes_is_refused_in_one_line(planner, change, said):
+    assert said in line(planner, replace(QUESTION, **change))
+
+
+def test_errors_of_ours_are_no_line():
+    assert error_line(KeyError("x"), []) is None
+
+
+def test_script_asks_for_the_plan_that_is_shown(planner):
+    def calls(question: Question) -> dict[str, str]:
+        tree = ast.parse(planner.plan(question).script)
+        return {node.targets[0].id: ast.unparse(node.value) for node in ast.walk(tree) if isinstance(node, ast.Assign)}
+
+    config = eval(calls(QUESTION)["osdp"], {"OSDPConfig": OSDPConfig})
+    assert config == OSDPConfig(memory_limit="30GiB") and calls(QUESTION)["trainer"].startswith("Trainer(model=model, args=args")
+    assert calls(replace(QUESTION, memory_limit=""))["osdp"] == "True"
+    plan = planner.plan(QUESTION).found.plan
+    sizes = f"per_device_train_batch_size={plan.micro_batch_size}, gradient_accumulation_steps={plan.accumulation_steps}, bf16=True"
+    assert sizes in planner.plan(QUESTION).script and 4 * plan.micro_batch_size * plan.accumulation_steps == 32
+
+
+@pytest.mark.parametrize(("nodes", "device"), [(1, "a100-40"), (2, "a100-40"), (1, "cpu")])
+def test_launch_file_is_read_by_accelerate_and_asks_for_the_plan(planner, tmp_path, nodes, device):
+    limit = "" if device == "cpu" else "30GiB"
+    text = planner.plan(replace(QUESTION, num_nodes=nodes, device=device, memory_limit=limit)).launch_file
+    (tmp_path / "osdp.yaml").write_text(text)
+    config = load_config_from_file(str(tmp_path / "osdp.yaml"))
+    options = config.fsdp_config["fsdp_sharding_strategy"]
+    assert (config.num_machines, config.num_processes, config.use_cpu) == (nodes, 4 * nodes, device == "cpu")
+    assert config.mixed_precision == ("no" if device == "cpu" else "bf16")
+    assert options == {"osdp": True} | ({"use_cpu": True} if device == "cpu" else {"memory_limit": "30GiB"})
+
+
+def test_built_in_shape_is_announced(planner, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    small = planner.plan(Question(model="openai-community/gpt2", **SIZES))
+    assert "taking the built-in shape of openai-community/gpt2" in small.warnings[0] and not small.warnings[0].startswith("hf-osdp")
+
+
+def test_app_without_its_extra_says_what_to_install(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("hf_osdp.cli.browser")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    done = CliRunner().invoke(app, ["app"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == "hf-osdp: The page needs gradio, which is not installed; run: pip install 'hf_osdp[app]'.\n"
+
+
+def test_other_commands_load_no_gradio():
+    from tests.unit.test_imports import loaded_by
+
+    assert not loaded_by("import hf_osdp.cli.app, hf_osdp.cli.question") & {"gradio", "altair", "torch", "transformers"}

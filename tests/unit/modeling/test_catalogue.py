@@ -1,0 +1,58 @@
+"""Built-in shapes are the models they say: built on the meta device, they have the published numbers of parameters."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hf_osdp.modeling.build import build_on_meta
+from hf_osdp.modeling.catalogue import catalogue, find_shape
+
+
+def rounding(published: str) -> tuple[float, float]:
+    """A published count and half a unit of its last digit; the zero of BERT's 110M and 340M is none."""
+    digits, scale = float(published[:-1]), {"M": 1e6, "B": 1e9}[published[-1]]
+    decimals = -1 if re.fullmatch(r"\d+0M", published) else len(published[:-1].partition(".")[2])
+    return digits * scale, 0.5 * scale * 10**-decimals
+
+
+@pytest.mark.parametrize("name", catalogue())
+def test_shape_has_the_published_number_of_parameters(name):
+    shape = catalogue()[name]
+    model = build_on_meta(shape.config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters
+    assert [type(model).__name__] == shape.fields["architectures"]
+    published, half = rounding(shape.published)
+    assert abs(shape.parameters - published) <= half
+    assert name in shape.source and shape.published_by
+
+
+@pytest.mark.parametrize(
+    ("model_id", "name"),
+    [
+        ("gpt2-xl", "openai-community/gpt2-xl"),
+        ("OpenAI-Community/GPT2-XL", "openai-community/gpt2-xl"),
+        ("meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-8B"),
+        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B"),
+    ],
+)
+def test_find_shape_takes_ids_in_any_case_without_organisation(model_id, name):
+    assert find_shape(model_id) is catalogue()[name]
+
+
+@pytest.mark.parametrize("model_id", ["somebody/gpt2-xl", "gpt2-xxl", "", "meta-llama/"])
+def test_find_shape_refuses_what_it_does_not_know(model_id):
+    assert find_shape(model_id) is None
+
+
+def test_no_id_stands_for_two_shapes():
+    ids = [name.lower() for shape in catalogue().values() for name in (shape.name, *shape.same)]
+    assert len(set(ids)) == len(ids) == len({name.rpartition("/")[2] for name in ids})
+
+
+def test_configurations_are_not_shared():
+    shape = catalogue()["google/gemma-3-4b-pt"]
+    shape.config.text_config.num_hidden_layers = 1
+    assert shape.config.text_config.num_hidden_layers == 34
