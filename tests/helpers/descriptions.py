@@ -95,7 +95,9 @@ def at_random(
     if dice.random() < 0.8:
         segments.append(_random_segment(dice, 0))
     segments = _with_gradients(random.Random(seed), units, segments)
-    if recomputable and segments[-1].unit == 0 and dice.random() < 0.5:  # blocks that are recomputed hold something that the model lets go of in the end
+    if (
+        recomputable and segments[-1].unit == 0 and dice.random() < 0.5
+    ):  # blocks that are recomputed hold something that the model lets go of in the end
         segments[-1] = replace(segments[-1], held_bytes=Affine(constant=dice.randint(0, 5000), per_sample=dice.randint(0, 2000)))
     return ModelDescription(
         model_name=f"random {seed}",
