@@ -14,7 +14,9 @@ from sphinx.errors import ExtensionError
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
-sys.path.insert(0, str(ROOT))  # so that it is this checkout which is described
+sys.path[:0] = [str(ROOT), str(DOCS)]  # so that it is this checkout which is described
+
+import generated  # noqa: E402
 
 import hf_osdp  # noqa: E402
 
@@ -44,10 +46,13 @@ html_math_renderer = "mathml"
 
 PAGES = {
     "README.md": "index.md",
-    "README.md#several-machines": "several_machines.md",
     "recipes/README.md": "recipes.md",
     "recipes/bert_large/README.md": "recipes_bert_large.md",
     "benchmarks/two_machines/results.md": "two_machines_results.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "CITATION.cff": "citation.md",
 }
 """Files of the repository, and sections of them, that are pages of the site though they do not lie here."""
 _COLON = "\ue000"
@@ -58,8 +63,10 @@ _LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?!\w+:|#)(?P<path>[^)#]+)(?P<section
 
 
 def include_files(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Put in files of the repository that lie elsewhere, and lead the links of a page to the site's pages."""
+    """Put in files of the repository that lie elsewhere and what the program says, and lead links to the site's pages."""
     source[0] = _with_links(source[0], DOCS)
+    if docname in generated.PAGES:
+        source[0] = source[0].replace(generated.MARK, generated.PAGES[docname]())
 
     def content(include: re.Match) -> str:
         path = DOCS / include["path"]
