@@ -40,19 +40,20 @@ def _cell(text: str) -> str:
 
 
 def preset_table() -> str:
-    """Every preset, with the links of a machine of 8 in a group of 2, and where its figures are from."""
-    lines = ["| `--device` | memory | inside a machine | between machines | fp16, bf16, TFLOP/s dense | figures from |"]
-    lines.append("| --- | ---: | ---: | ---: | ---: | --- |")
+    """Every preset, with its links; below the table where the figures are from."""
+    lines = ["| `--device` | memory | inside a machine | between machines | fp16, bf16, dense |", "| --- | ---: | ---: | ---: | ---: |"]
+    sources = []
     for name in preset_names():
         hardware = preset(name, nodes=2, devices_per_node=8)
         device = hardware.device
         rates = {dtype.value: f"{rate / 1e12:.3g}" for dtype, rate in device.flops_per_s.items()}
-        links = (f"{link.bytes_per_s / 1e9:g} GB/s" if link else "-" for link in (hardware.intra_node, hardware.inter_node))
-        lines.append(
-            f"| `{name}` | {format_bytes(device.memory_bytes)} | {' | '.join(links)} |"
-            f" {rates.get('float16', '-')}, {rates['bfloat16']} | {_cell(device.source)} |"
+        links = " | ".join(f"{link.bytes_per_s / 1e9:g} GB/s" for link in (hardware.intra_node, hardware.inter_node))
+        products = f"{rates.get('float16', '-')}, {rates['bfloat16']} TFLOP/s"
+        lines.append(f"| {name} | {format_bytes(device.memory_bytes)} | {links} | {products} |")
+        sources.append(
+            f"- {name}: {_cell(device.source)}. Links: {_cell(hardware.intra_node.source)}; {_cell(hardware.inter_node.source)}."
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", "## Where the figures are from", "", *sources])
 
 
 PAGES: dict[str, Callable[[], str]] = {"cli": cli_reference, "presets": preset_table}
