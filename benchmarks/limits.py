@@ -119,13 +119,13 @@ def chart(rows: list[dict[str, str | int | float]]) -> alt.HConcatChart:
     return both.configure_axis(labelFontSize=12, titleFontSize=12).configure_legend(labelFontSize=12).configure_view(stroke=None)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Search every case, then write the picture and its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .png, .svg or .html")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--read", type=Path, metavar="FILE", help="draw the figures of an earlier --csv, and search nothing")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.plot:
         check_plot_path(options.plot)
     if options.read:
