@@ -1,7 +1,7 @@
 """Estimated peak memory against the real FSDP2 step, simulated on fake tensors.
 
     python benchmarks/memory_error.py [--quick] [--only layouts|ways] [--models NAME ...] [--sample N] [--jobs N] [--json FILE]
-        [--markdown FILE]
+        [--markdown FILE] [--csv FILE]
 
 Thirteen models, worlds of 2, 8 and 64 devices, seven layouts, float32 and bfloat16, with and without activation checkpointing;
 kernels and allocation granularity as on CUDA, dropout as the configurations have it, 4 samples of up to 512 tokens.
@@ -14,6 +14,7 @@ The aim: mean error at most 0.5 %, worst at most 3 %, never more than 1 % under.
 from __future__ import annotations
 
 import argparse
+import csv
 import itertools
 import json
 import multiprocessing
@@ -165,6 +166,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes that simulate side by side")
     parser.add_argument("--json", type=Path, help="also write every case here")
     parser.add_argument("--markdown", type=Path, help="also write the tables here")
+    parser.add_argument("--csv", type=Path, help="also write every case here, one a line")
     options = parser.parse_args()
     started = time.perf_counter()
     work = cases(options.quick, options.models, options.only)
@@ -181,6 +183,8 @@ def main() -> int:
         options.json.write_text(json.dumps([asdict(row) | {"error": row.error} for row in rows], indent=1) + "\n", encoding="utf-8")
     if options.markdown:
         options.markdown.write_text(as_markdown(tables, rows, seconds), encoding="utf-8")
+    if options.csv:
+        write_cases(options.csv, rows)
     line, met = headline(rows)
     print(line)
     return 0 if met else 1
@@ -419,7 +423,7 @@ def show(title: str, lines: Sequence[tuple[str, ...]]) -> None:
 
 
 def as_markdown(tables: Sequence[Cells], rows: Sequence[Row], seconds: float) -> str:
-    """The tables and every case, with how they were made."""
+    """The tables, with how they were made."""
     versions = ", ".join(f"{name} {version}" for name, version in package_versions().items())
     lines = [
         "# Estimated against simulated peak memory", "",
@@ -430,14 +434,19 @@ def as_markdown(tables: Sequence[Cells], rows: Sequence[Row], seconds: float) ->
     ]  # fmt: skip
     for title, cells in tables:
         lines += [f"## {title}", "", *_markdown_table(_HEADER, cells), ""]
-    header = ("model", "devices", "layout", "precision", "checkpointing", "estimated", "simulated", "error", "peak in")
+    return "\n".join(lines)
+
+
+def write_cases(path: Path, rows: Sequence[Row]) -> None:
+    """Every case, one a line."""
+    header = ("model", "devices", "layout", "precision", "checkpointing", "estimated_bytes", "simulated_bytes", "error", "peak in")
     cells = [
-        (r.model, str(r.world), f"{r.layout}, {r.split}" if r.split else r.layout, "bf16" if r.precision == "bf16" else "fp32",
-         "yes" if r.checkpointing else "no",
-         f"{r.estimated_bytes:,}", f"{r.simulated_bytes:,}", f"{r.error:+.2%}", r.moment)
+        (r.model, r.world, f"{r.layout}, {r.split}" if r.split else r.layout, "bf16" if r.precision == "bf16" else "fp32",
+         "yes" if r.checkpointing else "no", r.estimated_bytes, r.simulated_bytes, f"{r.error:+.2%}", r.moment)
         for r in rows
     ]  # fmt: skip
-    return "\n".join([*lines, "## Every case, in bytes", "", *_markdown_table(header, cells), ""])
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([header, *cells])
 
 
 def _markdown_table(header: Sequence[str], cells: Iterable[Sequence[str]]) -> list[str]:

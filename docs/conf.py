@@ -14,7 +14,9 @@ from sphinx.errors import ExtensionError
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
-sys.path.insert(0, str(ROOT))  # so that it is this checkout which is described
+sys.path[:0] = [str(ROOT), str(DOCS)]  # so that it is this checkout which is described
+
+import generated  # noqa: E402
 
 import hf_osdp  # noqa: E402
 
@@ -27,6 +29,8 @@ exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]
 myst_heading_anchors = 4
 default_role = "code"  # docstrings write names in single backticks
+smartquotes = False  # options begin with two dashes
+pygments_style, pygments_dark_style = "friendly", "monokai"  # which tell the lines of a diff apart
 add_module_names = False
 nitpicky = True
 nitpick_ignore_regex = [(r"py:(class|exc)", r"(?!hf_osdp\.\w+$).*")]  # types of other packages, and of ours that are not public
@@ -44,10 +48,13 @@ html_math_renderer = "mathml"
 
 PAGES = {
     "README.md": "index.md",
-    "README.md#several-machines": "several_machines.md",
     "recipes/README.md": "recipes.md",
     "recipes/bert_large/README.md": "recipes_bert_large.md",
     "benchmarks/two_machines/results.md": "two_machines_results.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "CITATION.cff": "citation.md",
 }
 """Files of the repository, and sections of them, that are pages of the site though they do not lie here."""
 _COLON = "\ue000"
@@ -58,8 +65,10 @@ _LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?!\w+:|#)(?P<path>[^)#]+)(?P<section
 
 
 def include_files(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Put in files of the repository that lie elsewhere, and lead the links of a page to the site's pages."""
+    """Put in files of the repository that lie elsewhere and what the program says, and lead links to the site's pages."""
     source[0] = _with_links(source[0], DOCS)
+    if docname in generated.PAGES:
+        source[0] = source[0].replace(generated.MARK, generated.PAGES[docname]())
 
     def content(include: re.Match) -> str:
         path = DOCS / include["path"]

@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from .page import page
+from .page import page, table
 from .row import ROWS, Result
 from .run import PRELOAD, one_line, run
 
@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", metavar="PATTERN", help="rows whose `group: name` has this in it; with * and ? as a shell has them")
     parser.add_argument("--daily", action="store_true", help="the rows that the tests run")
     parser.add_argument("--list", action="store_true", help="print the rows and run none")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page there; needs all rows")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page there, and its rows to data/ beside it; needs all rows")
     options = parser.parse_args(arguments)
     if options.write is not None and (options.only or options.daily):
         parser.error("--write makes the page of all rows; leave --only and --daily out")
@@ -47,6 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
     bad = [result for result in results if not result.is_good]
     if options.write is not None:
         options.write.write_text(page(results), encoding="utf-8")
+        rows = options.write.parent / "data" / f"{options.write.stem}.csv"
+        rows.parent.mkdir(exist_ok=True)
+        rows.write_text(table(results), encoding="utf-8")
     print(f"{len(results) - len(bad)} rows of {len(results)} are as expected, in {sum(result.seconds for result in results):.0f} s.")
     for result in bad:
         print(f"{result.row.label}: {result.verdict.value}, expected {result.row.expected.value}. {result.detail}", file=sys.stderr)

@@ -1,10 +1,13 @@
-"""The page of the documentation."""
+"""The page of the documentation: a summary, what is refused, and every row in a table of its own."""
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 import textwrap
 from collections import Counter
+from collections.abc import Mapping
 from importlib.metadata import version
 from itertools import groupby
 
@@ -24,8 +27,8 @@ compared.
 - **equal to stock**: no figure differs by more than float32 rounding (1e-4 of a loss, 1e-3 of a gradient norm, unless the row says
   otherwise). Stock is DDP on two processes, or what the row names.
 - **refused**: an error of one line, on every process, before the first step (or when it is asked for, after training). The line stands
-  below the table.
-- **not applicable**: the stock stack does not run it either; its reason stands below the table.
+  below.
+- **not applicable**: the stock stack does not run it either; its reason stands below.
 
 Where stock DDP itself is off, one process is the measure: it multiplies the loss of models that ignore the number of items by the
 number of processes (`average_tokens_across_devices`; rows of such models switch that off), and does not reduce gradients where an
@@ -40,31 +43,61 @@ A row that is silently different, crashes or hangs makes the command fail, and h
 {counts}; {versions}.
 """
 
+_EVERY_ROW = """\
+## Every row
+
+As a file: [compatibility.csv](data/compatibility.csv).
+
+```{csv-table}
+:file: data/compatibility.csv
+:header-rows: 1
+:widths: 20 40 15 25
+```
+"""
+
 
 def page(results: list[Result]) -> str:
-    """All groups, each with its table and the lines of what is refused."""
+    """A summary by group, the lines of what is refused, and a table that is read from `table`."""
     counts = Counter(result.verdict for result in results)
     text = f"{len(results)} rows: " + ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict])
     head = _HEAD.format(command="python -m benchmarks.compatibility --write docs/compatibility.md", counts=text, versions=_versions())
-    groups = [_group(name, list(members)) for name, members in groupby(results, key=lambda result: result.row.group)]
-    return "\n".join([_wrapped(head), *groups])
+    groups = {name: list(members) for name, members in groupby(results, key=lambda result: result.row.group)}
+    return "\n".join([_wrapped(head), *_summary(groups), *_reasons(groups), _EVERY_ROW])
+
+
+def table(results: list[Result]) -> str:
+    """Every row, as lines of CSV."""
+    lines = io.StringIO()
+    rows = [(result.row.group, result.row.name, result.verdict.value, _oracle(result)) for result in results]
+    csv.writer(lines, lineterminator="\n").writerows([("group", "training", "result", "compared with"), *rows])
+    return lines.getvalue()
+
+
+def _summary(groups: Mapping[str, list[Result]]) -> list[str]:
+    """Rows of each group by verdict."""
+    verdicts = [verdict for verdict in Verdict if verdict.may_stand]
+    lines = [f"| trainings | rows | {' | '.join(verdict.value for verdict in verdicts)} |", "| --- |" + " ---: |" * (1 + len(verdicts))]
+    for name, members in groups.items():
+        counts = Counter(result.verdict for result in members)
+        lines.append(f"| {name} | {len(members)} | {' | '.join(str(counts[verdict]) for verdict in verdicts)} |")
+    return [*lines, ""]
+
+
+def _reasons(groups: Mapping[str, list[Result]]) -> list[str]:
+    """What is not equal, with the line that says why."""
+    lines = ["## What is refused", ""]
+    for name, members in groups.items():
+        others = [result for result in members if result.verdict is not Verdict.EQUAL]
+        lines += [f"### {name}", ""] if others else []
+        for result in others:
+            text = f"- {result.row.name}, {result.verdict.value}: {_plain(result.detail)}"
+            lines += [*textwrap.wrap(text, _WIDTH, subsequent_indent="  "), ""]
+    return lines
 
 
 def _versions() -> str:
     found = {**package_versions(), **{name: version(name) for name in ("trl", "sentence-transformers", "peft")}}
     return ", ".join(f"{name} {text}" for name, text in found.items())
-
-
-def _group(name: str, results: list[Result]) -> str:
-    lines = [f"## {name}", "", "| training | result | compared with |", "| --- | --- | --- |"]
-    lines += [f"| {result.row.name} | {result.verdict.value} | {_oracle(result)} |" for result in results]
-    for result in results:
-        if result.verdict is not Verdict.EQUAL:
-            lines += [
-                "",
-                *textwrap.wrap(f"- {result.row.name}, {result.verdict.value}: {_plain(result.detail)}", _WIDTH, subsequent_indent="  "),
-            ]
-    return "\n".join([*lines, ""])
 
 
 def _oracle(result: Result) -> str:

@@ -14,6 +14,7 @@ from rich.table import Column, Table
 from ..planner.allocator.replay import Reserved
 from ..planner.cost.evaluate import PlanEstimate
 from ..planner.cost.memory import MemoryBreakdown, Moment, activation_host_bytes
+from ..planner.decision import ShardMode
 from ..planner.description import ModelDescription, UnitDescription
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
@@ -97,7 +98,7 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
     """Return what each unit does, the memory it holds on each device, and its seconds of a step.
 
     `held` is parameters, gradients and optimizer states; `host` is what the host holds for each device, with activations, where it holds
-    anything; `exposed` is communication that compute waits for.
+    anything; `exposed` is communication that compute waits for. What recomputed units save stands below the rows.
     """
     on_host = host_bytes_of_units(plan, description, estimate)
 
@@ -108,7 +109,9 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
         if (time := estimate.time) is not None:
             seconds = [format_seconds(sum(getattr(time.units[i], term) for i in row.units)) for term in ("compute_s", "exposed_s")]
         numel = sum(description.units[i].numel for i in row.units)
-        return [row.label, row.class_name, row.layout, format_count(numel), *memory, *seconds]
+        way = plan.decision(description.units[row.units[0]].fqn).activations.recomputation
+        layout = row.layout if way is None else row.layout.replace(way.describe(), _short(way.describe()))
+        return [row.label, row.class_name, layout, format_count(numel), *memory, *seconds]
 
     rows = plan_rows(plan, description)
     short = max(len(row.label) for row in rows) + max(len(row.class_name) for row in rows) <= _NAMES_WIDTH - 10 * any(on_host)
@@ -119,7 +122,11 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
     names = [Column(name, no_wrap=short, overflow="fold") for name in ("units", "class")]
     layout = Column("layout", min_width=len("replicate,"))
     figures = ["params", "held", *(["host"] if any(on_host) else []), "compute", "exposed"]
-    return make_table(title, map(cells, rows), text=[*names, layout], figures=figures)
+    table = make_table(title, map(cells, rows), text=[*names, layout], figures=figures)
+    ways = dict.fromkeys(way.describe() for unit in plan.units if (way := unit.activations.recomputation) is not None)
+    table.caption = "\n".join(f"{way}." for way in ways if way != _short(way)) or None
+    table.caption_justify = "left"
+    return table
 
 
 def host_bytes_of_units(plan: Plan, description: ModelDescription, estimate: PlanEstimate) -> list[int]:
@@ -129,6 +136,11 @@ def host_bytes_of_units(plan: Plan, description: ModelDescription, estimate: Pla
     for segment in description.segments:
         held[segment.unit] += activation_host_bytes(segment, plan.micro_batch_size, layouts[segment.unit].activations)
     return held
+
+
+def _short(recomputation: str) -> str:
+    """Return `recompute 0.4` of `recompute 0.4: saves c_attn, attention`."""
+    return recomputation.partition(":")[0]
 
 
 def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None = None) -> tuple[str, ...]:
@@ -227,11 +239,18 @@ def frontier_table(front: Sequence[SearchResult], memory_limit_bytes: int) -> Ta
     best = max((peak for peak in peaks if peak <= memory_limit_bytes), default=None)
 
     def cells(result: SearchResult) -> list[str]:
-        batch, peak, *rates = batch_cells(result.plan, peak_mark="* " if result.plan.peak_bytes == best else "")
-        return [peak, batch, *rates, layouts_text(result.plan)]
+        plan = result.plan
+        batch, peak, *rates = batch_cells(plan, peak_mark="* " if plan.peak_bytes == best else "")
+        sharded = [unit for unit in plan.units if unit.mode(plan.world_size) is not ShardMode.REPLICATE]
+        kept = sum(not unit.reshard_after_forward for unit in sharded)
+        recomputed = sum(unit.activations.recomputes for unit in plan.units)
+        offloaded = sum(unit.on_host or unit.activations.offloads for unit in plan.units)
+        counts = (len(plan.units) - len(sharded), kept, len(sharded) - kept, recomputed, offloaded)
+        return [peak, batch, *rates, *(str(count) if count else "-" for count in counts)]
 
-    title = f"Pareto front of memory and throughput (* the fastest within {format_bytes(memory_limit_bytes)})"
-    return make_table(title, map(cells, front), figures=["peak", "batch", "step", "samples/s"], notes=["layouts (units)"])
+    title = f"Pareto front of memory and throughput (* the fastest within {format_bytes(memory_limit_bytes)}), with units by layout"
+    units = ["replicated", "kept", "freed", "recomputed", "offloaded"]
+    return make_table(title, map(cells, front), figures=["peak", "batch", "step", "samples/s", *units])
 
 
 def layouts_text(plan: Plan) -> str:

@@ -57,9 +57,9 @@ wait $other && exit $code
 """
 
 
-def readme_commands() -> list[str]:
-    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Several machines\n")[1].split("\n## ")[0]
-    return re.findall(r"```bash\n(.*?)```", section, flags=re.DOTALL)
+def commands_of_page() -> list[str]:
+    page = (ROOT / "docs" / "several_machines.md").read_text(encoding="utf-8")
+    return re.findall(r"```bash\n(.*?)```", page, flags=re.DOTALL)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def check_trained(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_batch_file_trains(folder):
-    batch = readme_commands()[2]
+    batch = commands_of_page()[2]
     assert "IFNAME=ib0" in batch
     batch = batch.replace("=ib0", "=lo").replace("% 10000", "% 50000")
     slurm = {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": str(int(free_port()) - 20000)}
@@ -97,7 +97,7 @@ def test_the_batch_file_trains(folder):
 
 @pytest.mark.slow
 def test_torchrun_trains(folder):
-    commands = readme_commands()[1].strip().splitlines()
+    commands = commands_of_page()[1].strip().splitlines()
     assert len(commands) == 2 and "--node-rank 0" in commands[0] and "--node-rank 1" in commands[1]
     port, env, machines = free_port(), environment(PATH=path_of(folder)), []
     for command in commands:
@@ -117,7 +117,7 @@ def test_the_configuration_is_what_the_command_line_reads(line):
     """Keys that accelerate does not know would end the launch."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
-    command = shlex.split(readme_commands()[0].strip().splitlines()[line])
+    command = shlex.split(commands_of_page()[0].strip().splitlines()[line])
     assert command[:2] == ["accelerate", "launch"]
     command[command.index("--config_file") + 1] = str(ROOT / "accelerate_configs" / "osdp_two_machines.yaml")
     args, _, _ = _validate_launch_command(launch_command_parser().parse_args(command[2:]))

@@ -8,6 +8,7 @@ import functools
 import importlib
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 import typer
@@ -17,16 +18,27 @@ from hf_osdp.cli.app import app
 
 from .pages import DOCS, ROOT, page
 
-PAGES = sorted(path.name for path in DOCS.glob("*.md") if path.name != "memory_error.md")
+PAGES = sorted(path.name for path in DOCS.glob("*.md"))
+ELSEWHERE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "recipes/README.md", "recipes/bert_large/README.md")
+"""Files in Markdown that lie outside of docs/; most are pages of the site."""
+TEXTS = (*(f"docs/{name}" for name in PAGES), *ELSEWHERE)
+EQUATION_PAGES = ("planner.md", "planner_search.md")
+MOST_WORDS, README_LINES = 3000, 150
 EQUATION = re.compile(r"^### (?P<title>.+)\n(?P<body>(?:(?!^#).*\n)*)", re.MULTILINE)
 FIELD = re.compile(r"^:(?P<name>Computed|Checked) by: (?P<value>.*(?:\n  .*)*)", re.MULTILINE)
 FENCE = re.compile(r"^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!\w+:)(?P<path>[^)#\s]*)(?P<section>#[^)\s]*)?\)")
 FILE = re.compile(r"`((?:hf_osdp|tests|docs|recipes|benchmarks|accelerate_configs)/[\w./-]*)`")
 
 
+def text(name: str) -> str:
+    """A page by its path in the repository."""
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
 def equations() -> dict[str, dict[str, list[str]]]:
-    """Each section of the page about the planner, with the names that its fields have."""
-    sections = EQUATION.finditer(page("planner.md"))
+    """Each section of the pages about the planner, with the names that its fields have."""
+    sections = [section for name in EQUATION_PAGES for section in EQUATION.finditer(page(name))]
     return {s["title"]: {f["name"]: re.findall(r"`([^`]+)`", f["value"]) for f in FIELD.finditer(s["body"])} for s in sections}
 
 
@@ -63,15 +75,15 @@ def test_functions_and_tests_of_an_equation_are_there(title):
         assert test.startswith("test_") and test in names_in(path), name
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", TEXTS)
 def test_files_that_are_named_are_there(name):
-    missing = [path for path in FILE.findall(page(name)) if not (ROOT / path).exists()]
+    missing = [path for path in FILE.findall(text(name)) if not (ROOT / path).exists()]
     assert not missing
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", TEXTS)
 def test_python_on_a_page_imports_what_there_is(name):
-    for block in FENCE.finditer(page(name)):
+    for block in FENCE.finditer(text(name)):
         if block["language"] != "python":
             continue
         for node in ast.walk(ast.parse(block["code"])):
@@ -81,7 +93,7 @@ def test_python_on_a_page_imports_what_there_is(name):
 
 
 def commands() -> list[str]:
-    blocks = (block["code"] for name in PAGES for block in FENCE.finditer(page(name)) if block["language"] == "bash")
+    blocks = (block["code"] for name in TEXTS for block in FENCE.finditer(text(name)) if block["language"] == "bash")
     return [line for block in blocks for line in block.splitlines() if "hf-osdp " in line or "-m hf_osdp " in line]
 
 
@@ -94,11 +106,44 @@ def test_commands_on_the_pages_are_understood():
 
 
 def test_the_reference_has_every_public_name():
-    listed = re.findall(r"^\.\. auto\w+:: (\w+)$", page("api.md"), re.MULTILINE)
+    listed = re.findall(r"^\.\. auto\w+:: (\w+)$", page("api.md") + page("options.md"), re.MULTILINE)
     assert sorted(listed) == sorted(name for name in hf_osdp.__all__ if name != "__version__")
 
 
 def test_every_page_is_in_the_contents():
     listed = {line for block in re.findall(r"```\{toctree\}\n(.*?)```", page("index.md"), re.DOTALL) for line in block.splitlines()}
-    names = [name.removesuffix(".md") for name in PAGES if name != "index.md"] + ["memory_error"]
+    names = [name.removesuffix(".md") for name in PAGES if name != "index.md"]
     assert not [name for name in names if not any(fnmatch.fnmatchcase(name, line) for line in listed)]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_no_page_is_too_long_to_read(name):
+    assert len(text(name).split()) <= MOST_WORDS
+
+
+def test_the_readme_is_short():
+    assert len(text("README.md").splitlines()) <= README_LINES
+
+
+def prose(path: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^(`{3,})[^\n]*\n.*?^\1$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(path: Path) -> set[str]:
+    """What a link into a page may name: its headings as GitHub and MyST write them."""
+    titles = re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).lower() for title in titles)
+    return {re.sub(r"[^\w\- ]", "", title).strip().replace(" ", "-") for title in plain}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_links_inside_the_repository_lead_somewhere(name):
+    path = ROOT / name
+    dead = []
+    for link in LINK.finditer(prose(path)):
+        target = (path.parent / link["path"]).resolve() if link["path"] else path
+        section = link["section"]
+        if not target.exists() or (section and target.suffix == ".md" and section[1:] not in anchors(target)):
+            dead.append(link[0])
+    assert not dead

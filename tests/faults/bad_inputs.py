@@ -1,4 +1,4 @@
-"""The rows of docs/bad_inputs.md. `python -m tests.faults.bad_inputs` writes lines anew that are no longer what is said."""
+"""The rows of docs/bad_inputs.md and bad_inputs_files.md. `python -m tests.faults.bad_inputs` writes lines that differ anew."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hf_osdp.errors import OSDPError
 
-PAGE = Path(__file__).parents[2] / "docs" / "bad_inputs.md"
+PAGES = tuple(Path(__file__).parents[2] / "docs" / name for name in ("bad_inputs.md", "bad_inputs_files.md"))
 FOLDER = "FOLDER"
 """Stands in a line for the folder in which the case runs."""
 BLANK = re.compile(r"‹[^›]*›")
@@ -26,7 +26,7 @@ class NotRefused(AssertionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One input of the page."""
+    """One input of the pages."""
 
     section: str
     given: str
@@ -66,14 +66,15 @@ def refusal(give: Give) -> str:
 
 
 def main() -> None:
-    """Write lines of the page that differ from what is said; blanks in them are to be put in again."""
-    text = PAGE.read_text(encoding="utf-8")
-    for row in rows(text):
-        with tempfile.TemporaryDirectory() as name:
-            said = refusal(give(row, Path(name)))
-            if not row.matches(said, Path(name)):
-                text = text.replace(row.line.replace("|", "\\|"), said.replace(name, FOLDER).replace("|", "\\|"))
-    PAGE.write_text(text, encoding="utf-8")
+    """Write lines of the pages that differ from what is said; blanks in them are to be put in again."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for row in rows(text):
+            with tempfile.TemporaryDirectory() as name:
+                said = refusal(give(row, Path(name)))
+                if not row.matches(said, Path(name)):
+                    text = text.replace(row.line.replace("|", "\\|"), said.replace(name, FOLDER).replace("|", "\\|"))
+        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

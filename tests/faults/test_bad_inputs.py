@@ -1,4 +1,4 @@
-"""Every wrong input of docs/bad_inputs.md is told in the one line that the page says, and nothing is written or lost."""
+"""Every wrong input of docs/bad_inputs*.md is told in the one line that the page says, and nothing is written or lost."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from .bad_inputs import PAGE, NotRefused, Row, give, refusal, rows
+from .bad_inputs import PAGES, NotRefused, Row, give, refusal, rows
 
-ROWS = tuple(rows(PAGE.read_text(encoding="utf-8")))
+TEXT = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+ROWS = tuple(rows(TEXT))
 
 
 def content_of(folder: Path) -> dict[str, str]:
@@ -21,8 +22,8 @@ def content_of(folder: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def test_page_has_many_rows_of_every_kind_and_none_twice():
-    assert len(ROWS) == PAGE.read_text(encoding="utf-8").count("\n| `") >= 150 and len({row.section for row in ROWS}) == 13
+def test_pages_have_many_rows_of_every_kind_and_none_twice():
+    assert len(ROWS) == TEXT.count("\n| `") >= 150 and len({row.section for row in ROWS}) == 13
     assert len({(row.section, row.given) for row in ROWS}) == len(ROWS)
 
 

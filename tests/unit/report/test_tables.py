@@ -11,7 +11,7 @@ from rich.table import Table
 
 from hf_osdp.planner.allocator.replay import Reserved
 from hf_osdp.planner.cost.evaluate import PlanEstimate, estimate_plan
-from hf_osdp.planner.description import Activations, ModelDescription
+from hf_osdp.planner.description import Activations, ModelDescription, Recomputation
 from hf_osdp.planner.hardware import HostSpec
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
@@ -108,6 +108,19 @@ def test_plan_table_fits_100_columns_with_every_figure(prefix, class_name):
         exposed = format_seconds(sum(estimate.time.units[i].exposed_s for i in row.units))
         assert any(line.endswith(f" {exposed}") for line in lines), row
         assert len(class_name) > 10 or (row.label in text and row.class_name in text)
+
+
+def test_plan_table_names_what_recomputed_units_save_once_below_its_rows():
+    description = model("h.0", "h.1", "h.2")
+    saves = Recomputation(saved_calls=("addmm#0",), names=("qkv", "attention"), share=0.4)
+    plain = plan_for(description, 1, 1, 64, 64, 64)
+    ways = (Activations(recomputation=saves), Activations.RECOMPUTE, Activations(recomputation=saves, offloads=True))
+    units = (replace(unit, activations=way) for unit, way in zip(plain.units[2:], ways, strict=True))
+    plan = replace(plain, units=(*plain.units[:2], *units))
+    lines = rendered(plan_table(plan, description, estimated(description, plain)), width=200)
+    assert [line for line in lines if "saves" in line] == ["recompute 0.4: saves qkv, attention."]
+    assert [line.count("recompute 0.4") for line in lines if line.startswith(("h.0", "h.2"))] == [1, 1]
+    assert "offload activations" in next(line for line in lines if line.startswith("h.2"))
 
 
 def test_plan_table_without_hardware_has_dashes_for_seconds():
@@ -210,6 +223,11 @@ def test_frontier_table_marks_the_fastest_within_the_limit():
     front = frontier(asked, points=4, at=[limit])
     lines = rendered(frontier_table(front, limit))
     assert_whole(lines)
+    rows = [line for line in lines if " x " in line]
+    assert len(rows) == len(front) and len(lines) == len(rows) + 5, "a row is one line"
+    for row, result in zip(rows, front, strict=True):
+        replicated, kept, freed, *_ = (0 if count == "-" else int(count) for count in row.split()[-5:])
+        assert replicated + kept + freed == len(result.plan.units)
     (marked,) = [line for line in lines if line.startswith("*")]
     best = max((r.plan for r in front if r.plan.peak_bytes <= limit), key=lambda plan: plan.samples_per_s)
     assert format_bytes(best.peak_bytes) in marked
