@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from ..errors import DescriptionError, InfeasibleError, ProfileError
-from ..planner.cost.evaluate import is_replayed
 from ..planner.problem import PlanningProblem
-from ..planner.search.remedies import fits_by_estimate
 from ..planner.search.search import least_memory, search
 from ..quantities import format_bytes, format_count
 from ..report.content import answers_content
@@ -70,11 +69,12 @@ def answer(question: str, problem: PlanningProblem, change: str) -> Answer:
         return replace(unanswered, reason=str(error))
 
 
-def fits(problem: PlanningProblem) -> bool:
-    """Return whether any plan fits, as torch's caching allocator serves it where that can be replayed."""
-    if not fits_by_estimate(problem):
-        return False
-    return not is_replayed(problem.description, problem.hardware) or least_memory(problem) <= problem.memory_limit_bytes
+def needed_bytes(problem: PlanningProblem) -> float:
+    """Return the tightest limit that some plan meets, as torch's allocator serves it where that can be replayed; inf if none does."""
+    try:
+        return least_memory(problem)
+    except (InfeasibleError, ValueError):
+        return math.inf
 
 
 def one_more_device(problem: PlanningProblem) -> tuple[PlanningProblem, str]:
@@ -101,25 +101,42 @@ def twice_the_memory(problem: PlanningProblem) -> tuple[PlanningProblem, str]:
     return replace(problem, memory_limit_bytes=limit), f"limit {format_bytes(limit)}"
 
 
-def largest(fit: Callable[[int], bool], start: int, *, step: int, most: int) -> int | None:
+def largest(needed: Callable[[int], float], limit: float, start: int, *, step: int, most: int) -> int | None:
     """Return the largest size that fits, to within one step or one part in 16, whichever is more; None where not one step fits.
 
-    Doubles or halves from `start` until one size fits and another does not, then bisects. Every size below one that fits is taken to
-    fit too; sizes are multiples of `step`, as `start` is, and none is above `most`.
+    Every question may take seconds, so the next size is where a line through the two sizes nearest the limit meets it, less half of that
+    precision; the last line says that no more is to be gained. Where it leads nowhere, sizes are doubled, halved or bisected.
+
+    Args:
+        needed: bytes that a size needs, which grow with it.
+        limit: bytes that there are.
+        start: the first size; sizes are multiples of `step`, as it is, and none is above `most`.
+        step: between sizes.
+        most: the largest.
     """
     most = most // step * step
+    known: dict[int, float] = {}
     low, high, size = 0, most + step, min(start, most)
-    while size and low < size < high:
-        if fit(size):
-            low, size = size, min(2 * size, most)
-        else:
-            high, size = size, (size // 2) // step * step
-        if low and high <= most:
+    while low < size < high:
+        known[size] = needed(size)
+        low, high = (size, high) if known[size] <= limit else (low, size)
+        end = _meeting(known, limit)
+        if low and min(high, end or high) - low <= max(step, low // _PRECISION):
             break
-    while low and high - low > max(step, low // _PRECISION):
-        middle = (low + high) // 2 // step * step
-        low, high = (middle, high) if fit(middle) else (low, middle)
+        size = int(end - max(step, end // _PRECISION) / 2) // step * step if end else 0
+        if not low < size < high:
+            size = (low + high if high <= most else 4 * low) // 2 // step * step
+            size = min(max(size, low + step), most)
     return low or None
+
+
+def _meeting(known: Mapping[int, float], limit: float) -> float | None:
+    """Return the size at which a line through the two sizes nearest the limit meets it; None where there is no such line."""
+    points = sorted((abs(nbytes - limit), size, nbytes) for size, nbytes in known.items() if nbytes < math.inf)[:2]
+    if len(points) < 2:
+        return None
+    (_, one, its), (_, other, others) = points
+    return one + (limit - its) * (other - one) / (others - its) if (others - its) * (other - one) > 0 else None
 
 
 class ChangedModels:
@@ -147,7 +164,8 @@ class ChangedModels:
         if self._at_length(max(1, now // 2)).description.input_bytes == self._problem.description.input_bytes:
             return Answer(question=question, change="", reason="the model's inputs do not depend on it")
         start = max(_LENGTH_STEP, now // _LENGTH_STEP * _LENGTH_STEP)
-        length = largest(lambda size: fits(self._at_length(size)), start, step=_LENGTH_STEP, most=_LONGEST)
+        limit = self._problem.memory_limit_bytes
+        length = largest(lambda size: needed_bytes(self._at_length(size)), limit, start, step=_LENGTH_STEP, most=_LONGEST)
         if length is None:
             return Answer(question=question, change="", reason=f"not even {_LENGTH_STEP} tokens fit")
         raised = self._too_few_positions(length)
@@ -160,7 +178,8 @@ class ChangedModels:
         config = self._config
         try:
             step, heads = head_step(config), config.num_attention_heads
-            width = largest(lambda size: fits(self._with_heads(size)), heads, step=step, most=int(_WIDEST * heads))
+            limit = self._problem.memory_limit_bytes
+            width = largest(lambda size: needed_bytes(self._with_heads(size)), limit, heads, step=step, most=int(_WIDEST * heads))
         except (DescriptionError, ValueError) as error:
             return Answer(question=question, change="", reason=str(error))
         if width is None:

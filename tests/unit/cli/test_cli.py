@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from hf_osdp.cli import what_if
 from hf_osdp.cli.app import app
-from hf_osdp.cli.cases import load_config
+from hf_osdp.cli.cases import Case, load_config
+from hf_osdp.cli.options import Request
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
@@ -86,8 +89,20 @@ def assert_refused(done, message: str, *, code: int = 2) -> None:
     assert message in done.stderr
 
 
+COMMANDS = ("plan", "explain", "compare", "what-if", "profile", "doctor", "convert", "config", "run")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_a_command_ends_with_an_example_that_is_understood(name):
+    page = " ".join(call(name, "--help").output.split())
+    example = page.rpartition(f"Example: hf-osdp {name} ")[2]
+    assert example and len(example) < 200
+    command = typer.main.get_command(app).commands[name]
+    assert command.make_context(name, shlex.split(example)).params
+
+
 def test_help_lists_the_commands_and_the_options_of_plan():
-    assert all(name in call("--help").output for name in ("plan", "explain", "compare", "what-if", "profile", "doctor", "convert"))
+    assert all(name in call("--help").output for name in COMMANDS)
     shown = call("plan", "--help").output
     assert all(option in shown for option in ("--memory-limit", "--device", "--profile", "--simulate", "--json", "--plot"))
 
@@ -133,6 +148,29 @@ def test_plan_counts_adapters(model, config, description):
     adapters = config.n_layer * 2 * (config.n_embd + 3 * config.n_embd)
     assert content["model"]["parameters"] == description.numel + adapters
     assert content["estimated"]["peak_breakdown"]["optimizer"] <= 2 * 4 * adapters
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "precision", "said"),
+    [
+        ("a100-80", (), "bf16", "Precision bf16, as A100-80 has hardware for it; --precision says otherwise."),
+        ("mi300x", (), "bf16", "Precision bf16, as MI300X has hardware for it"),
+        ("v100-16", (), "no", "Precision no, as V100-16 is no GPU with hardware for bf16"),
+        ("cpu", (), "no", "Precision no, as CPU is no GPU with hardware for bf16"),
+        ("a100-80", ("--precision", "no"), "no", "Precision no, as --precision says."),
+    ],
+)
+def test_precision_is_what_the_device_is_good_at_and_is_said(device, asked, precision, said):
+    case = Case(Request(model="none", sequence_length=8, global_batch_size=8, device=device, precision=asked[1] if asked else None))
+    assert case.precision == precision and case.precision_line.startswith(said)
+    assert case.run[1].precision == Precision.named(precision)
+
+
+def test_plan_on_a_gpu_with_bf16_is_the_plan_with_precision_bf16(model):
+    options = (*SIZES, "--device", "a100-40", "--devices-per-node", 4, "--no-operator-splitting")
+    fingerprints = {asked: as_json("plan", model, *options, *asked)["plan"]["fingerprint"] for asked in ((), ("--precision", "bf16"))}
+    assert len(set(fingerprints.values())) == 1
+    assert "Precision bf16, as --precision says." in call("plan", model, *options, "--precision", "bf16").stdout
 
 
 def test_load_config_takes_a_folder_or_its_file(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,15 +15,16 @@ from hf_osdp.cli.options import Request
 from hf_osdp.cli.what_if import (
     ChangedModels,
     answer,
-    fits,
     head_step,
     largest,
+    needed_bytes,
     one_more_device,
     position_names,
     twice_the_memory,
     with_heads,
     with_positions,
 )
+from hf_osdp.errors import InfeasibleError
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.hardware import Collective, CollectiveTiming
 from hf_osdp.planner.job import TrainingJob
@@ -54,15 +56,38 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def test_largest_is_within_its_precision_and_asks_each_size_once():
+GROWTHS = {
+    "in proportion": lambda size: size,
+    "slowly above much": lambda size: 10_000 + size,
+    "by its square": lambda size: size**2 + 5 * size,
+    "by its root": lambda size: size**0.5,
+    "in pages": lambda size: size // 100 * 100,
+    "as all or nothing": lambda size: 0,
+}
+
+
+@pytest.mark.parametrize("growth", GROWTHS)
+def test_largest_is_within_its_precision_and_asks_few_sizes_once(growth):
     for target, start, step, most in itertools.product([0, 3, 64, 65, 1000, 5000], [1, 64, 1000], [1, 8], [40, 4000]):
-        asked = []
-        found = largest(lambda size: asked.append(size) or size <= target, max(step, start // step * step), step=step, most=most)  # noqa: B023
+        asked, bytes_of = [], GROWTHS[growth]
+
+        def needed(size):
+            asked.append(size)  # noqa: B023
+            return bytes_of(size) if size <= target or growth == "in proportion" else math.inf  # noqa: B023
+
+        found = largest(needed, bytes_of(target), max(step, start // step * step), step=step, most=most)
         best = min(target, most) // step * step
         assert (found or 0) <= best and best - (found or 0) <= max(step, (found or 0) // 16)
         assert (found is None) == (best == 0)
         assert all(size % step == 0 and 0 < size <= most for size in asked)
         assert len(set(asked)) == len(asked) <= 24
+
+
+@pytest.mark.parametrize(("growth", "most"), [("in proportion", 3), ("slowly above much", 3), ("by its square", 7)])
+def test_largest_asks_few_sizes_where_bytes_grow_smoothly(growth, most):
+    asked, bytes_of = [], GROWTHS[growth]
+    found = largest(lambda size: asked.append(size) or bytes_of(size), bytes_of(11800), 1024, step=64, most=2**20)
+    assert 11800 * 15 / 16 <= found <= 11800 and len(asked) <= most
 
 
 @pytest.mark.parametrize(
@@ -95,9 +120,12 @@ def test_answer_is_what_a_search_gives_or_why_there_is_none():
     assert "group size" in answer("one more device", *one_more_device(replace(PROBLEM, strategy=Strategy.HSDP))).reason
 
 
-def test_fits_agrees_with_the_search():
-    assert fits(PROBLEM) and search(PROBLEM).peak_bytes <= PROBLEM.memory_limit_bytes
-    assert not fits(replace(PROBLEM, memory_limit_bytes=1000))
+def test_needed_bytes_are_what_the_search_can_do_with():
+    least = int(needed_bytes(PROBLEM))
+    assert search(replace(PROBLEM, memory_limit_bytes=least)).peak_bytes <= least
+    with pytest.raises(InfeasibleError):
+        search(replace(PROBLEM, memory_limit_bytes=least - 2**10))
+    assert needed_bytes(replace(PROBLEM, strategy=Strategy.HSDP, hardware=bare_preset("titan-rtx", devices_per_node=5))) == math.inf
 
 
 @pytest.mark.parametrize("name", CONFIGS)

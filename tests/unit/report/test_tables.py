@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.allocator.replay import Reserved
 from hf_osdp.planner.cost.evaluate import PlanEstimate, estimate_plan
 from hf_osdp.planner.description import Activations, ModelDescription, Recomputation
@@ -25,6 +26,7 @@ from hf_osdp.report.tables import (
     comparison_table,
     describe_moment,
     frontier_table,
+    host_bytes_of_units,
     plan_caption,
     plan_rows,
     plan_table,
@@ -155,6 +157,24 @@ def test_plan_rows_part_units_of_other_decisions(change):
     first, second = plan_rows(plan, description)[2:]
     assert (first.name, second.name) == ("h.0-1", "h.2-3") and first.layout != second.layout
     assert_whole(rendered(plan_table(plan, description, estimated(description, plan, replace(HARDWARE, host=HOST)))))
+
+
+def test_plan_table_and_caption_show_what_the_host_holds_of_each_unit_and_of_a_machine():
+    description, hardware = model("h.0", "h.1"), replace(HARDWARE, host=HOST)
+    plan = plan_for(description, 1, 1, 64, 64)
+    assert "host" not in rendered(plan_table(plan, description, estimated(description, plan, hardware)))
+    sent = tuple(replace(segment, sent_bytes=Affine(per_sample=1000)) for segment in description.segments)
+    description = replace(description, segments=sent)
+    changed = replace(plan.units[2], on_host=True), replace(plan.units[3], activations=Activations.OFFLOAD)
+    plan = replace(plan, units=(*plan.units[:2], *changed))
+    estimate = estimated(description, plan, hardware)
+    by_unit = host_bytes_of_units(plan, description, estimate)
+    assert by_unit[2] == estimate.units[2].host > 0 and by_unit[3] == 2 * 4 * 1000 and by_unit[:2] == [0, 0]
+    assert sum(by_unit) + estimate.units[2].host_moment == estimate.memory.host_bytes
+    text = "\n".join(rendered(plan_table(plan, description, estimate)))
+    assert "held      host" in text and all(format_bytes(nbytes) in text for nbytes in by_unit[2:])
+    of_all = f"{format_bytes(8 * estimate.memory.host_bytes)} of the 8.00 TiB of a machine."
+    assert f"On the host: {format_bytes(estimate.memory.host_bytes)} of each rank, {of_all}" in plan_caption(plan, estimate, hardware)
 
 
 def test_plan_caption_says_where_the_peak_is_and_what_a_step_takes():
