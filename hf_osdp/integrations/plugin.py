@@ -57,6 +57,11 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
         layout = "SHARDED_STATE_DICT" if self.osdp.async_save else "FULL_STATE_DICT"
         self.state_dict_type = self.state_dict_type or os.environ.get("FSDP_STATE_DICT_TYPE", layout)
         super().__post_init__()
+        if getattr(self, "activation_checkpointing_offload", False):
+            raise ValueError(
+                "activation_checkpointing_offload=True is not counted in a plan; leave it out, or use OSDPConfig(offload_activations=True),"
+                " which is."
+            )
         if self.osdp.async_save and not writes_shards(self):
             raise ValueError(
                 "async_save=True writes shards while training goes on, but state_dict_type is FULL_STATE_DICT; use SHARDED_STATE_DICT, or"

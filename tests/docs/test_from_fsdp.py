@@ -50,7 +50,8 @@ def test_every_option_of_the_file_and_of_the_plugin_has_a_row():
 
 
 def test_the_plugin_refuses_what_the_page_says_it_refuses():
-    refused = {OF_PLUGIN.get(name, name) for name, row in NAMED.items() if "refused" in row[2]} - {"fsdp_version"}
+    refused = {OF_PLUGIN.get(name, name) for name, row in NAMED.items() if "refused" in row[2]}
+    refused -= {"fsdp_version", "activation_checkpointing_offload"}
     assert refused == set(DECIDED)
     for name in refused:
         with pytest.raises(ValueError, match="is for the plan to decide"):
@@ -72,6 +73,15 @@ def test_what_is_taken_from_the_file_changes_the_plugin(name, monkeypatch):
     monkeypatch.setenv(VARIABLES.get(name, f"FSDP_{name.upper()}"), IN_FILE.get(name, "true"))
     taken = OSDPPlugin()
     assert (fields_of(taken), taken.osdp) != (fields_of(plain), plain.osdp)
+
+
+def test_checkpointing_with_offload_is_refused_from_file_and_plugin(monkeypatch):
+    with pytest.raises(ValueError, match="not counted in a plan"):
+        OSDPPlugin(activation_checkpointing=True, activation_checkpointing_offload=True)
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "true")
+    with pytest.raises(ValueError, match="not counted in a plan"):
+        OSDPPlugin()
 
 
 def test_reshard_after_forward_in_the_file_is_refused(monkeypatch):

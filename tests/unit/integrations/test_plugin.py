@@ -64,6 +64,7 @@ def test_plugin_is_fsdp2_with_float32_reduction():
     ("options", "remedy"),
     [
         ({"fsdp_version": 1}, "use 2"),
+        ({"activation_checkpointing": True, "activation_checkpointing_offload": True}, "OSDPConfig(offload_activations=True"),
         ({"reshard_after_forward": True}, "OSDPConfig(strategy"),
         ({"reshard_after_forward": False}, "OSDPConfig(strategy"),
         ({"sharding_strategy": "FULL_SHARD"}, "OSDPConfig(strategy"),
