@@ -18,8 +18,6 @@ from .candidates import Candidate, possible_candidates
 from .remedies import infeasible_error
 from .solver import Solution, any_within, fastest
 
-_NEAR = 1.02
-"""Times the first plan's step: closer to it, single strategies are not asked."""
 _ROUNDS = 6
 """Searches for a plan that the allocator serves."""
 
@@ -87,18 +85,21 @@ def _found(problem: PlanningProblem) -> SearchResult | None:
     candidates = _runnable(problem)
     first = _fastest(candidates, problem)
     found = _served(first, candidates, problem)
-    if problem.strategy is not Strategy.OSDP or first is None or (found is not None and found.time.step_s <= _NEAR * first.time.step_s):
+    if problem.strategy is not Strategy.OSDP or first is None or (found is not None and found.time.step_s <= first.time.step_s):
         return found  # no other plan is quicker than the first
-    served = [] if found is None else [found]
+    best = found
     parts = [replace(problem, strategy=one) for one in Strategy if one is not Strategy.OSDP]
     if problem.job.recompute is None and problem.description.recomputable:
         parts += [replace(problem, job=replace(problem.job, recompute=again)) for again in (True, False)]
     for alone in parts:
         with suppress(ValueError):  # no group size between 1 and all
             candidates = _runnable(alone)
-            if (other := _served(_fastest(candidates, alone), candidates, alone)) is not None:
-                served.append(replace(other, plan=replace(other.plan, strategy=problem.strategy.value, proven_optimal=False)))
-    return min(served, key=lambda result: result.time.step_s, default=None)
+            if (first := _fastest(candidates, alone)) is None or (best is not None and first.time.step_s >= best.time.step_s):
+                continue  # the allocator makes no plan quicker
+            other = _served(first, candidates, alone)
+            if other is not None and (best is None or other.time.step_s < best.time.step_s):
+                best = replace(other, plan=replace(other.plan, strategy=problem.strategy.value, proven_optimal=False))
+    return best
 
 
 def _served(first: SearchResult | None, candidates: Sequence[Candidate], problem: PlanningProblem) -> SearchResult | None:
