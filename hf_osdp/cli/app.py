@@ -62,7 +62,15 @@ def browser(
         from .browser import build
     except ImportError as error:
         raise ValueError(f"The page needs {error.name}, which is not installed; run: pip install 'hf_osdp[app]'.") from None
-    build().launch(server_name=host, server_port=port, share=False, footer_links=[])
+    page = build()
+    try:
+        page.launch(server_name=host, server_port=port, share=False, footer_links=[], quiet=True, prevent_thread_lock=True)
+    except OSError:
+        raise ValueError(
+            f"--host {host} --port {port}: nothing can be served there; give another, or an address of this machine."
+        ) from None
+    typer.echo(f"The planner is at http://{host}:{port}/ until Ctrl-C ends it.")
+    page.block_thread()
 
 
 app = typer.Typer(cls=OneLineErrors, name="hf-osdp", help=_HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

@@ -57,7 +57,7 @@ def build() -> gr.Blocks:
                 ask = gr.Button("Plan", variant="primary", elem_id="ask")
                 link = gr.HTML(elem_id="link", apply_default_css=False)
             with gr.Column(scale=3, min_width=320):
-                refusal = gr.HTML(elem_id="error", apply_default_css=False)
+                refusal = gr.HTML(elem_id="error", apply_default_css=False, min_height=60)
                 with gr.Column(visible=False) as answers:
                     shown = _answers()
         asked = gr.State()
@@ -110,7 +110,7 @@ def _answers() -> list[Any]:
     with gr.Row():
         limit = gr.Slider(1, 80, step=1, label="What if: GiB of each device", elem_id="limit")
         devices = gr.Slider(1, 16, step=1, label="What if: devices in each machine", elem_id="devices")
-    changed = gr.HTML(elem_id="what-if", apply_default_css=False)
+    changed = gr.HTML(elem_id="what-if", apply_default_css=False, min_height=60)
     script = gr.Code(label="In the script", language="python", interactive=False, elem_id="script")
     launch = gr.Code(label="Or osdp.yaml, for a script that does not change", language="yaml", interactive=False, elem_id="launch")
     command = gr.Textbox(label="The same plan on the command line", lines=2, interactive=False, buttons=["copy"], elem_id="command")
@@ -145,7 +145,7 @@ class _Page:
 
     Args:
         form: inputs in the order of a question's fields.
-        outputs: the question that is answered, its link, an error, the answers as a whole, and each of `_answers`.
+        outputs: the question, its link, an error, the answers as a whole, and each of `_answers`.
     """
 
     def __init__(self, form: list[Any], outputs: list[Any]) -> None:
@@ -153,34 +153,38 @@ class _Page:
 
     def connect(self, blocks: gr.Blocks, ask: gr.Button) -> None:
         """Register all events; one runs at a time, as each takes a processor."""
-        asked, *_, limit, devices, _, _, _, changed, comparison = self._outputs
-        alone: dict[str, Any] = {"concurrency_id": "planner", "concurrency_limit": 1, "show_progress": "minimal"}
-        for event in (
-            ask.click(self.ask, self._form, self._outputs, **alone),
-            blocks.load(self.open, None, [*self._form, *self._outputs], **alone),
-        ):
-            event.then(None, js=_KEEP_LINK)
-            event.then(self.compare, asked, comparison, **alone)
+        asked, link, error, answers, *_, limit, devices, _, _, _, changed, comparison = self._outputs
+        alone: dict[str, Any] = {"concurrency_id": "planner", "concurrency_limit": 1}
+        taken = [asked, error, answers]
+        for event in (ask.click(self.take, self._form, taken), blocks.load(self.open, None, [*self._form, *taken])):
+            answered = event.then(self.answer, asked, self._outputs, show_progress_on=[error, link], **alone)
+            answered.then(None, js=_KEEP_LINK)
+            answered.then(self.compare, asked, comparison, **alone)
         gr.on([limit.release, devices.release], self.change, [asked, limit, devices], changed, **alone)
 
     def open(self, request: gr.Request) -> list[Any]:
-        """Fill the form with the link's question, and answer it."""
+        """Fill the form with a link's question."""
         if not request.query_params:
-            return [gr.skip()] * (len(self._form) + len(self._outputs))
+            return [gr.skip()] * (len(self._form) + 3)
         try:
             question = Question.of_link(request.query_params)
         except ValueError as error:
-            return [*[gr.skip()] * len(self._form), *self._refused(error, Question())]
+            return [*[gr.skip()] * len(self._form), None, _error(error, Question()), gr.skip()]
         values = [getattr(question, name) for name in _NAMES]
-        return [*values, *self.ask(*values)]
+        return [*values, *self.take(*values)]
 
-    def ask(self, *values: Any) -> list[Any]:
-        """Answer what the form holds."""
-        question = Question(**dict(zip(_NAMES, values, strict=True)))
+    def take(self, *values: Any) -> list[Any]:
+        """Take a question from the form, and earlier answers away."""
+        return [Question(**dict(zip(_NAMES, values, strict=True))), "", gr.update(visible=False)]
+
+    def answer(self, question: Question | None) -> list[Any]:
+        """Plan, where a question was taken."""
+        if question is None:
+            return [gr.skip()] * len(self._outputs)
         try:
             planned = self._planner.plan(question)
         except Exception as error:
-            return self._refused(error, question)
+            return [None, _link(question), _error(error, question), *[gr.skip()] * (len(self._outputs) - 3)]
         return [question, _link(question), "", gr.update(visible=True), *_shown(planned)]
 
     def compare(self, question: Question | None) -> str:
@@ -196,10 +200,6 @@ class _Page:
             return _html(_table(what_if_table(self._planner.what_if(question, f"{gib:g}GiB", devices))))
         except Exception as error:
             return _error(error, question)
-
-    def _refused(self, error: Exception, question: Question) -> list[Any]:
-        """Return what is shown in place of answers."""
-        return [None, _link(question), _error(error, question), gr.update(visible=False), *[gr.skip()] * (len(self._outputs) - 4)]
 
 
 def _error(error: Exception, question: Question) -> str:

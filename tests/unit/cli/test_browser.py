@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -12,10 +13,12 @@ from dataclasses import replace
 from urllib.error import URLError
 
 import pytest
+from typer.testing import CliRunner
 
+from hf_osdp.cli.app import app
 from hf_osdp.cli.question import Planner, Question
 from hf_osdp.quantities import format_seconds
-from hf_osdp.report.tables import batch_cells
+from hf_osdp.report.tables import batch_cells, make_table
 from tests.helpers.distributed import environment, free_port
 
 gradio = pytest.importorskip("gradio", reason="the page needs the extra app")
@@ -95,15 +98,17 @@ def test_page_answers_three_questions(address, browser, tmp_path):
     expect(text("script")).to_contain_text("osdp = OSDPConfig(memory_limit='30GiB')")
     assert held(page, "command") == QUESTION.command and page.url == address + QUESTION.link
 
-    # a limit that nothing fits: one line, and the form is as it was
-    fill(page, replace(QUESTION, memory_limit="100MiB"))
+    # a limit that the device does not have: one line, and the form is as it was
+    fill(page, replace(QUESTION, memory_limit="41GiB"))
     page.click("#ask")
-    expect(text("error")).to_contain_text("No plan fits 100.0 MiB per device")
-    expect(text("error")).to_contain_text("the least that osdp needs on 4 devices is")
+    expect(text("error")).to_contain_text("--memory-limit 41GiB is more than the 40.0 GiB of A100-40")
     expect(text("plan")).to_be_hidden()
-    assert held(page, "config") == QUESTION.config and held(page, "memory_limit") == "100MiB"
+    assert held(page, "config") == QUESTION.config and held(page, "memory_limit") == "41GiB"
 
-    # a link that somebody sent, and the sliders
+    # a link with a word that is no part of a question, then one that somebody sent, and the sliders
+    page.goto(address + "?devise=h100")
+    expect(text("error")).to_contain_text("The link asks for 'devise', which is no part of a question")
+    expect(text("plan")).to_be_hidden()
     page.goto(address + replace(QUESTION, memory_limit="20GiB", compile=False).link)
     sent = planner.plan(replace(QUESTION, memory_limit="20GiB"))
     expect(text("plan")).to_contain_text(f"OSDP plan {sent.found.plan.fingerprint}")
@@ -115,3 +120,27 @@ def test_page_answers_three_questions(address, browser, tmp_path):
     expect(text("what-if")).to_contain_text("5 devices, 20GiB each, global batch raised from 32 to 35")
     expect(text("what-if")).to_contain_text(batch_cells(changed.result.plan)[2])
     assert asked_of == {address.split("/")[2]}, "the page needs no network"
+
+
+def test_tables_show_names_and_run_none_of_them():
+    from hf_osdp.cli.browser import _table
+
+    shown = _table(make_table("<b>", [["<script>alert(1)</script>", "${x} {{y}}"]], text=["units"], figures=["held"]))
+    assert "<script" not in shown and "<b>" not in shown and "&lt;script&gt;alert(1)&lt;/script&gt;" in shown
+    assert '<td class="left">' in shown and '<td class="right">${x} {{y}}</td>' in shown
+
+
+def test_file_that_is_too_long_is_no_configuration(tmp_path):
+    from hf_osdp.cli.browser import _read
+
+    (tmp_path / "model.json").write_bytes(b" " * (2**18 + 1))
+    with pytest.raises(gradio.Error, match=r"256\.0 KiB, which is no config\.json; at most 256\.0 KiB"):
+        _read(str(tmp_path / "model.json"))
+
+
+def test_port_that_is_taken_is_one_line():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = CliRunner().invoke(app, ["app", "--port", str(taken.getsockname()[1])])
+    assert done.exit_code == 2 and "nothing can be served there; give another" in done.stderr and done.stderr.count("\n") == 1
