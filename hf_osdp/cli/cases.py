@@ -245,7 +245,7 @@ class Case:
 
 def default_precision(hardware: Hardware) -> Literal["no", "bf16"]:
     """Return bf16 for GPUs whose hardware has it."""
-    from ..planning.preflight.run import bf16_on
+    from ..planning.preflight import bf16_on
 
     return "bf16" if hardware.backend is Backend.NCCL and bf16_on(hardware.device, "cuda") else "no"
 

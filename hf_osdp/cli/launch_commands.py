@@ -40,7 +40,7 @@ def config(
     """Write the accelerate configuration for a machine, and show the line that launches a script with it."""
     import torch
 
-    from ..planning.preflight.run import bf16_on
+    from ..planning.preflight import bf16_on
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     here = torch.cuda.device_count() if device == "cuda" else min(2, os.cpu_count() or 1)

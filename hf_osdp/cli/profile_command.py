@@ -49,7 +49,7 @@ def profile(
     from ..measurement.block_times import TimedModel
     from ..measurement.machine import measure_profile
     from ..planner.job import Precision
-    from ..planning.preflight.run import bf16_on
+    from ..planning.preflight import bf16_on
     from ..report.run_tables import profile_tables
 
     timed = None
