@@ -168,7 +168,7 @@ _PRESETS: dict[str, tuple[DeviceSpec, Link, Link, HostSpec | None]] = {
     "l4": (
         _gpu("L4", 24, 21.95, (121, 121, 30.3), 300, (8, 9), f"NVIDIA L4 {_ADA_SERVER}"), _PCIE4_X16, _ETHERNET_25G, None),
     "l40s": (  # usable: stepfun-ai/Step-Video-T2V#8
-        _gpu("L40S", 48, 44.42, (362, 362, 91.6), 864, (8, 9), f"NVIDIA L40S {_ADA_SERVER}"), _PCIE4_X16, _FABRIC_400G, None),
+        _gpu("L40S", 48, 44.42, (362, 362, 91.6), 864, (8, 9), f"NVIDIA L40S {_ADA_SERVER}"), _PCIE4_X16, _ETHERNET_25G, None),
     "a100-40": (  # 8; with 4 x 100 Gb/s: AWS p4d.24xlarge
         _gpu("A100-40", 40, 39.50, (312, 312, 19.5, 19.5), 1555, (8, 0), _A100), _A100_NVLINK, _FABRIC_400G, _DGX_A100),
     "a100-80": (

@@ -27,6 +27,8 @@ _NUMBER = re.compile(r"\d+")
 _WIDTH = 100
 _NAMES_WIDTH = 46
 """Columns that units and classes may take on one line: what layout and figures leave of 100."""
+_HOST_WIDTH, _LEAST_CLASS = 10, 12
+"""Columns of what the host holds; those that a class keeps where its name has to be folded."""
 
 
 def make_table(
@@ -104,7 +106,8 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
 
     def cells(row: PlanRow) -> list[str]:
         held = sum(estimate.units[i].held + estimate.units[i].gradients_after for i in row.units)
-        memory = [format_bytes(held), *([format_bytes(sum(on_host[i] for i in row.units))] if any(on_host) else [])]
+        waiting = sum(on_host[i] for i in row.units)
+        memory = [format_bytes(held), *([format_bytes(waiting) if waiting else "-"] if any(on_host) else [])]
         seconds = ["-", "-"]
         if (time := estimate.time) is not None:
             seconds = [format_seconds(sum(getattr(time.units[i], term) for i in row.units)) for term in ("compute_s", "exposed_s")]
@@ -114,12 +117,14 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
         return [row.label, row.class_name, layout, format_count(numel), *memory, *seconds]
 
     rows = plan_rows(plan, description)
-    short = max(len(row.label) for row in rows) + max(len(row.class_name) for row in rows) <= _NAMES_WIDTH - 10 * any(on_host)
+    label, name = (max(len(getattr(row, part)) for row in rows) for part in ("label", "class_name"))
+    room = _NAMES_WIDTH - _HOST_WIDTH * any(on_host)
+    wide = {"units": label <= room - _LEAST_CLASS, "class": label + name <= room}
     title = (
         f"OSDP plan {plan.fingerprint}: {plan.world_size} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps"
         f" = {plan.global_batch_size} a step"
     )
-    names = [Column(name, no_wrap=short, overflow="fold") for name in ("units", "class")]
+    names = [Column(head, no_wrap=fits, overflow="fold") for head, fits in wide.items()]
     layout = Column("layout", min_width=len("replicate,"))
     figures = ["params", "held", *(["host"] if any(on_host) else []), "compute", "exposed"]
     table = make_table(title, map(cells, rows), text=[*names, layout], figures=figures)

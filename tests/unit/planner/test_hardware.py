@@ -19,7 +19,9 @@ def test_presets_have_sources_and_reserve_context_and_communicators(name):
     alone, node = preset(name), preset(name, nodes=2, devices_per_node=8)
     assert all(len(part.source) > 20 for part in (node.device, node.intra_node, node.inter_node))
     assert DType.FLOAT32 in node.device.flops_per_s and node.world_size == 16
-    assert (node.host is not None) is (name in ("v100-16", "v100-32", "a100-40", "a100-80", "h100", "h200")), "others come without a server"
+    assert (node.host is not None) is (name in ("v100-16", "v100-32", "a100-40", "a100-80", "h100", "h200", "b200")), (
+        "others come without a server"
+    )
     if alone.backend is Backend.GLOO:
         assert name == "cpu" and (alone.unavoidable_bytes, node.outside_bytes(3)) == (0, 0)
         return
