@@ -122,7 +122,7 @@ def main() -> None:
     model_args, data_args, args, osdp = parse_arguments((ModelArguments, DataArguments, LoopArguments), sys.argv[1:])
     config = load_config(model_args)
     accelerator = OSDPAccelerator(
-        osdp=osdp, mixed_precision=args.mixed_precision, project_dir=args.output_dir,
+        osdp=osdp or None, mixed_precision=args.mixed_precision, project_dir=args.output_dir,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed),
     )  # fmt: skip
     # GPT-2's class name does not say which loss it has, and transformers' note on that sounds like a fault.

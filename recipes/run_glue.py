@@ -283,8 +283,9 @@ def matthews_correlation(predicted: np.ndarray, true: np.ndarray) -> float:
 
 def mean_over_samples(outputs, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None) -> torch.Tensor:
     """Cross-entropy in which each sample of an optimizer step has the same weight, however the step is cut into micro-batches."""
-    losses = cross_entropy(outputs.logits, labels, reduction="none").float()
-    return losses.sum() / (len(labels) if num_items_in_batch is None else num_items_in_batch)
+    losses = cross_entropy(outputs.logits, labels, reduction="none")
+    total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))  # in bf16 a sum of thousands has three digits
+    return total / (len(labels) if num_items_in_batch is None else num_items_in_batch)
 
 
 def load_config(model_args: ModelArguments):

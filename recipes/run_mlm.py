@@ -287,8 +287,9 @@ def masked(rows: Dataset, tokenizer, probability: float, seed: int) -> Dataset:
 
 def mean_over_labels(outputs, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None) -> torch.Tensor:
     """Cross-entropy in which each hidden token of an optimizer step has the same weight, however the step is cut into micro-batches."""
-    losses = cross_entropy(outputs.logits.flatten(0, -2), labels.flatten(), reduction="none").float()
-    return losses.sum() / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+    losses = cross_entropy(outputs.logits.flatten(0, -2), labels.flatten(), reduction="none")
+    total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))  # in bf16 a sum of thousands has three digits
+    return total / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
 def load_config(model_args: ModelArguments):
