@@ -35,8 +35,7 @@ from transformers.hf_argparser import string_to_bool
 from transformers.integrations import get_available_reporting_integrations
 
 from hf_osdp import OSDPConfig, Trainer, checkpoint_to_resume
-from hf_osdp.integrations.exits import run_script
-from hf_osdp.integrations.launch import launch_request
+from hf_osdp.integrations.launch import launch_request, run_script
 
 Rows = Dataset | IterableDataset
 KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv"}

@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, default_data_collator
 
 from hf_osdp import OSDPAccelerator, OSDPConfig, StopSignal, checkpoint_to_resume
-from hf_osdp.integrations.exits import run_script
+from hf_osdp.integrations.launch import run_script
 
 KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 

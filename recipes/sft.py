@@ -13,7 +13,7 @@ from datasets import load_dataset
 from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 
 from hf_osdp import OSDPConfig, with_osdp
-from hf_osdp.integrations.exits import run_script
+from hf_osdp.integrations.launch import run_script
 
 
 @dataclass

@@ -31,7 +31,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Tokeniz
 from transformers import get_scheduler, set_seed  # isort: skip
 
 from hf_osdp import OptimalShardedDataParallel, OSDPConfig, StopSignal, checkpoint_to_resume
-from hf_osdp.integrations.exits import run_script
+from hf_osdp.integrations.launch import run_script
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 Batch = dict[str, torch.Tensor]

@@ -87,13 +87,13 @@ def options_of(*argv: str) -> dict[str, object]:
 
 
 def test_grouping_goes_before_the_strategy_of_the_launcher(monkeypatch):
-    from hf_osdp.integrations.trainer_options import asked_config
+    from hf_osdp.integrations.trainer_facts import requested_config
 
     for name, value in {
         "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": "{'osdp': True, 'strategy': 'ddp', 'compare': False}",
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
-    config = asked_config(options_of("--grouping", "group_sharding"), None)
+    config = requested_config(options_of("--grouping", "group_sharding"), None)
     assert (config.strategy, config.compare) == ("hsdp", False)
 
 

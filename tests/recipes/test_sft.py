@@ -8,7 +8,7 @@ import sys
 import pytest
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
-from hf_osdp.integrations.exits import run_script
+from hf_osdp.integrations.launch import run_script
 from tests.recipes.ranks import run_together
 
 pytest.importorskip("trl", reason="needs the extra `trainers`")
