@@ -2,205 +2,264 @@
 
     accelerate launch --config_file accelerate_configs/osdp_cpu.yaml recipes/run_clm_no_trainer.py recipes/gpt2/no_trainer.yaml
 
-The YAML file holds any of the arguments below; flags win over it.
+A YAML or JSON file of arguments may come first; flags win over it. Arguments are those below, and every option of `hf_osdp.OSDPConfig`,
+such as `--memory_limit 8GiB`.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import math
+import re
 import sys
+import time
+from argparse import ArgumentError
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from itertools import chain
 from pathlib import Path
+from pydoc_data import topics
+from typing import Literal
 
+import datasets
+import numpy as np
+import psutil
 import torch
-from accelerate.utils import DataLoaderConfiguration
-from datasets import Dataset
-from loop_arguments import LoopArguments
-from model_loading import choose_block_size, fit_config, load_config, load_model, load_tokenizer
-from recipe_arguments import ModelArguments, OSDPArguments, parse_arguments
-from run_clm import TASK, next_tokens
-from step_log import LogFile, StepLog, perplexity
-from streamed_text import Passes, StreamArguments, blocks_of, lines_of, text_of
+import transformers
+import yaml
+from accelerate.utils import DataLoaderConfiguration, tqdm
+from datasets import Dataset, DatasetDict, load_dataset
+from datasets.exceptions import DatasetGenerationError
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
-from trained_tokenizers import train_causal_tokenizer
-from training import find_checkpoint, quiet_other_ranks
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, default_data_collator
 
-from hf_osdp import OSDPAccelerator, StopSignal
+from hf_osdp import OSDPAccelerator, OSDPConfig, StopSignal, checkpoint_to_resume
 from hf_osdp.integrations.launch import run_script
 
-PROGRESS_FILE = "custom_checkpoint_0.pkl"
-"""What Accelerate calls the first registered object in a checkpoint."""
+KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+
+
+@dataclass
+class ModelArguments:
+    """Which model: a pretrained one, or one from scratch."""
+
+    model_name_or_path: str | None = field(default=None, metadata={"help": "Weights to start from: a folder, or a name on the hub."})
+    model_type: str = field(default="gpt2", metadata={"help": "Architecture to train from scratch."})
+    config_name: str | None = field(default=None, metadata={"help": "Configuration to train from scratch: a folder, or a name on the hub."})
+    config_overrides: str | None = field(default=None, metadata={"help": "Changes to the configuration, such as n_layer=4,n_embd=128."})
+    tokenizer_name: str | None = field(default=None, metadata={"help": "A tokenizer; by default the model's, or one trained on the text."})
+    vocab_size: int = field(default=2048, metadata={"help": "Entries of a tokenizer that is trained on the text."})
+
+    def __post_init__(self) -> None:
+        if self.model_name_or_path and (self.config_name or self.config_overrides):
+            raise ValueError("model_name_or_path brings its own configuration; leave out config_name and config_overrides.")
+        if self.vocab_size < 257:
+            raise ValueError(f"vocab_size={self.vocab_size} is too small for byte-level text; use at least 257.")
+
+
+@dataclass
+class DataArguments:
+    """Which text; by default the English language reference that every Python carries."""
+
+    dataset_name: str | None = field(default=None, metadata={"help": "Data set on the hub, such as Salesforce/wikitext."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration, such as wikitext-2-raw-v1."})
+    train_file: str | None = field(default=None, metadata={"help": "Local text: .txt, or .json/.jsonl/.csv with a column `text`."})
+    validation_file: str | None = field(default=None, metadata={"help": "Local text of the same kind for evaluation."})
+    block_size: int | None = field(default=None, metadata={"help": "Tokens of a sample; by default what the model takes, at most 1024."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many samples."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first so many samples."})
+
+    def __post_init__(self) -> None:
+        if self.dataset_name and self.train_file:
+            raise ValueError("Both dataset_name and train_file were given; choose one.")
+        if self.validation_file and not self.train_file:
+            raise ValueError("validation_file needs train_file beside it.")
+        for name in ("block_size", "max_train_samples", "max_eval_samples"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1.")
+
+
+@dataclass
+class LoopArguments:
+    """How to train; names are those of `TrainingArguments`."""
+
+    output_dir: str = field(default="runs/clm-no-trainer", metadata={"help": "Folder of the model, the log and the checkpoints."})
+    per_device_train_batch_size: int = field(
+        default=8, metadata={"help": "Samples of a process; the planner cuts them into micro-batches."}
+    )
+    gradient_accumulation_steps: int = field(default=1, metadata={"help": "So many times these samples make one optimizer step."})
+    per_device_eval_batch_size: int = field(default=8, metadata={"help": "Samples that a process evaluates at once."})
+    num_train_epochs: int = field(default=3, metadata={"help": "Times through the training text."})
+    max_steps: int | None = field(default=None, metadata={"help": "Optimizer steps, in place of epochs."})
+    learning_rate: float = field(default=5e-5, metadata={"help": "The greatest of the schedule."})
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = field(default="linear")
+    warmup_steps: int = field(default=0, metadata={"help": "Optimizer steps in which the learning rate rises."})
+    weight_decay: float = field(default=0.0, metadata={"help": "AdamW's, of matrices."})
+    max_grad_norm: float = field(default=1.0, metadata={"help": "Gradients are clipped to this norm."})
+    mixed_precision: Literal["no", "bf16", "fp16"] | None = field(default=None, metadata={"help": "By default as in the accelerate file."})
+    logging_steps: int = field(default=10, metadata={"help": "Write a line to log.jsonl every so many optimizer steps."})
+    eval_steps: int | None = field(default=None, metadata={"help": "Evaluate every so many optimizer steps, beside before and after."})
+    save_steps: int | None = field(default=None, metadata={"help": "Write a checkpoint every so many optimizer steps."})
+    resume_from_checkpoint: str | None = field(default=None, metadata={"help": "A checkpoint's folder, or true for the last one."})
+    seed: int = field(default=42, metadata={"help": "Of the weights, the order of samples and dropout."})
+    disable_tqdm: bool = field(default=False, metadata={"help": "No progress bar."})
+
+    def __post_init__(self) -> None:
+        counts = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "num_train_epochs")
+        for name in (*counts, "max_steps", "logging_steps", "eval_steps", "save_steps"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1.")
+        for name in ("learning_rate", "max_grad_norm"):
+            if not (value := getattr(self, name)) > 0:
+                raise ValueError(f"{name}={value} must be greater than 0.")
 
 
 def main() -> None:
     """Text, tokenizer, model, plan, training, evaluation, saved model."""
-    types = (ModelArguments, StreamArguments, OSDPArguments, LoopArguments)
-    model_args, data_args, osdp_args, args = parse_arguments(types, sys.argv[1:])
-    data_args.check_steps(args.max_steps)
-    checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir, marker=PROGRESS_FILE)
-    config = load_config(model_args, TASK)
-    accelerator = make_accelerator(osdp_args, args)
+    model_args, data_args, args, osdp = parse_arguments((ModelArguments, DataArguments, LoopArguments), sys.argv[1:])
+    config = load_config(model_args)
+    accelerator = OSDPAccelerator(
+        osdp=osdp or None, mixed_precision=args.mixed_precision, project_dir=args.output_dir,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed),
+    )  # fmt: skip
+    # GPT-2's class name does not say which loss it has, and transformers' note on that sounds like a fault.
+    logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "`loss_type=None`" not in record.getMessage())
+    if not accelerator.is_main_process:
+        datasets.disable_progress_bars()
+    transformers.set_seed(args.seed)
+    resume = {"true": True, "false": False}.get(str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint)
+    checkpoint = checkpoint_to_resume(args.output_dir, resume)
 
     with accelerator.main_process_first():
-        text = text_of(data_args)
-    tokenizer = load_tokenizer(model_args, checkpoint, lambda: train_causal_tokenizer(lines_of(text), model_args.vocab_size))
-    fit_config(config, model_args, tokenizer)
-    block_size = choose_block_size(data_args.block_size, config)
+        text = load_text(data_args)
+        tokenizer = load_tokenizer(model_args, config, text["train"])
+    positions = getattr(config, "max_position_embeddings", None) or 2**30
+    block_size = data_args.block_size or min(positions, 1024)
+    if block_size > positions:
+        raise ValueError(f"block_size={block_size} is longer than the model's {positions} positions; use at most {positions}.")
     with accelerator.main_process_first():
-        blocks = blocks_of(text, tokenizer, block_size, data_args, seed=args.seed, evaluates=True)
+        train, validation = make_blocks(text, tokenizer, block_size, data_args)
+    samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
+    steps_per_epoch = len(train) // samples
+    if steps_per_epoch == 0:
+        what = f"The training text has {len(train)} blocks of {block_size} tokens, less than the {samples} samples of one optimizer step"
+        raise ValueError(f"{what}; give more text, or a smaller block_size or per_device_train_batch_size.")
+    train = train.take(steps_per_epoch * samples)  # whole optimizer steps
+    steps = args.max_steps or steps_per_epoch * args.num_train_epochs
 
-    model = load_model(model_args, TASK, config, tokenizer)
-    log_file = LogFile(args.output_dir, is_rank_zero=accelerator.is_main_process, goes_on=checkpoint is not None)
-    loop = Loop.prepare(accelerator, model, tokenizer, blocks, args, log_file, block_size=block_size)
+    model = load_model(model_args, config, tokenizer)
+    optimizer = torch.optim.AdamW(decayed(model, args.weight_decay), lr=args.learning_rate)
+    # Not prepared: Accelerate would step it once for each process.
+    scheduler = transformers.get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, steps)
+    plan = accelerator.plan(model, sequence_length=block_size, global_batch_size=samples, optimizer=optimizer)
+    train_loader = DataLoader(train, plan.micro_batch_size, shuffle=True, collate_fn=default_data_collator)
+    eval_loader = DataLoader(validation, args.per_device_eval_batch_size, collate_fn=default_data_collator)
+    model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, train_loader, eval_loader)
+    accelerator.register_for_checkpointing(scheduler)
+
+    loop = Loop(accelerator, model, optimizer, scheduler, train_loader, eval_loader, args, samples * block_size, steps_per_epoch, steps)
     if checkpoint is not None:
-        accelerator.load_state(checkpoint)
-    accelerator.print(f"perplexity before training: {loop.evaluate():.2f}")
+        accelerator.load_state(str(checkpoint))
+        loop.step = int(checkpoint.name.rpartition("-")[2])
+    elif accelerator.is_main_process:
+        (Path(args.output_dir) / "log.jsonl").unlink(missing_ok=True)  # of an earlier run
+    accelerator.print(f"perplexity before training: {loop.evaluate():.2f}", flush=True)
     loop.train()
-    accelerator.print(f"perplexity after training: {loop.evaluate():.2f}")
-    loop.save_model()
+    accelerator.print(f"perplexity after training: {loop.evaluate():.2f}", flush=True)
+    state = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        accelerator.unwrap_model(model).save_pretrained(args.output_dir, state_dict=state)
+        tokenizer.save_pretrained(args.output_dir)
     accelerator.print(f"model saved in {args.output_dir}")
     accelerator.end_training()
 
 
-def make_accelerator(osdp_args: OSDPArguments, args: LoopArguments) -> OSDPAccelerator:
-    """The accelerator that plans, with its report in the output folder.
-
-    Raises:
-        ValueError: OSDP was switched off, without which this loop has no batch size.
-    """
-    options = osdp_args.stated()
-    if options is False:
-        raise ValueError("osdp false was given, but this loop runs by a plan; use strategy ddp or fsdp, or run_clm.py with osdp false.")
-    accelerator = OSDPAccelerator(
-        osdp=options,
-        mixed_precision=args.mixed_precision,
-        project_dir=args.output_dir,
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed),
-    )
-    quiet_other_ranks(accelerator.process_index)
-    set_seed(args.seed)
-    return accelerator
-
-
-class Progress:
-    """Optimizer steps that are done; part of every checkpoint."""
-
-    step = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self.step}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.step = state["step"]
-
-
-@dataclass(slots=True, kw_only=True)
+@dataclass
 class Loop:
-    """All that a training has, prepared."""
+    """A training, prepared."""
 
     accelerator: OSDPAccelerator
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     train_loader: DataLoader
     eval_loader: DataLoader
     args: LoopArguments
-    log_file: LogFile
-    progress: Progress
     tokens_per_step: int
     steps_per_epoch: int
-    total_steps: int
-    saved_step: int = 0
-
-    @classmethod
-    def prepare(
-        cls, accelerator: OSDPAccelerator, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, blocks: dict[str, Dataset | Passes],
-        args: LoopArguments, log_file: LogFile, *, block_size: int,
-    ) -> Loop:  # fmt: skip
-        """Plan, shard, and make loaders of the planner's micro-batches.
-
-        Raises:
-            ValueError: the training text is too short for one optimizer step.
-            InfeasibleError: no plan meets the memory limit.
-        """
-        samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
-        train, steps_per_epoch = whole_steps(blocks["train"], samples, block_size, args.max_steps)
-        total_steps = args.max_steps or steps_per_epoch * args.num_train_epochs
-        optimizer = torch.optim.AdamW(decayed(model, args.weight_decay), lr=args.learning_rate)
-        # Not prepared: Accelerate would step it once for each process.
-        scheduler = get_scheduler(args.lr_scheduler_type, optimizer, num_warmup_steps=args.warmup_steps, num_training_steps=total_steps)
-        plan = accelerator.plan(model, sequence_length=block_size, global_batch_size=samples, optimizer=optimizer)
-        train_loader = DataLoader(train, batch_size=plan.micro_batch_size, shuffle=isinstance(train, Dataset), collate_fn=next_tokens)
-        eval_loader = DataLoader(blocks["validation"], batch_size=args.per_device_eval_batch_size, collate_fn=next_tokens)
-        model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, train_loader, eval_loader)
-        progress = Progress()
-        accelerator.register_for_checkpointing(progress, scheduler)
-        if accelerator.is_main_process:
-            accelerator.register_save_state_pre_hook(lambda models, weights, folder: tokenizer.save_pretrained(folder))
-        return cls(
-            accelerator=accelerator, model=model, tokenizer=tokenizer, optimizer=optimizer, scheduler=scheduler, train_loader=train_loader,
-            eval_loader=eval_loader, args=args, log_file=log_file, progress=progress, tokens_per_step=samples * block_size,
-            steps_per_epoch=steps_per_epoch, total_steps=total_steps,
-        )  # fmt: skip
+    steps: int
+    step: int = 0
+    """Optimizer steps that are done."""
 
     def train(self) -> None:
-        """Go on from `progress` to the last step."""
-        log = StepLog(
-            self.accelerator, self.log_file, total=self.total_steps, done=self.progress.step, every=self.args.logging_steps,
-            tokens_per_step=self.tokens_per_step, silent=self.args.disable_tqdm,
-        )  # fmt: skip
+        """Go on from `step` to the last one; SIGTERM on any rank saves a checkpoint and ends all."""
         micro_steps = self.accelerator.gradient_accumulation_steps
+        self.losses, self.since, self.logged = [], time.perf_counter(), self.step
+        self.bar = tqdm(total=self.steps, initial=self.step, desc="Training", unit="step", disable=self.args.disable_tqdm)
         with StopSignal() as stop:
-            while self.progress.step < self.total_steps and not stop.stopped:
-                epoch, done = divmod(self.progress.step, self.steps_per_epoch)
+            while self.step < self.steps and not stop.stopped:
+                epoch, done = divmod(self.step, self.steps_per_epoch)
                 self.train_loader.set_epoch(epoch)
                 left = self.accelerator.skip_first_batches(self.train_loader, done * micro_steps) if done else self.train_loader
-                self._train_on(left, log, stop)
-        log.close()
+                for batch in undisturbed(left):
+                    if self.micro_step(batch) and (stop.agreed() or self.step == self.steps):
+                        break
+        self.bar.close()
         if stop.stopped:
             self.save_checkpoint()
-            self.accelerator.print(f"SIGTERM: checkpoint-{self.progress.step} saved")
+            self.accelerator.print(f"SIGTERM: checkpoint-{self.step} saved")
             self.accelerator.end_training()
         stop.exit()
 
-    def _train_on(self, batches: DataLoader, log: StepLog, stop: StopSignal) -> None:
-        """One epoch, or what is left of it; SIGTERM on any rank ends it on all."""
-        for batch in undisturbed(batches):
-            with self.accelerator.accumulate(self.model):
-                loss = self.model(**batch).loss
-                self.accelerator.backward(loss)
-                if self.accelerator.sync_gradients:
-                    norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-            log.micro_step(loss)
-            if self.accelerator.sync_gradients:
-                self._after_step(norm, log)
-                if stop.agreed() or self.progress.step == self.total_steps:
-                    return
+    def micro_step(self, batch: dict[str, torch.Tensor]) -> bool:
+        """Forward and backward; whether it was the last of an optimizer step, after which the weights change."""
+        with self.accelerator.accumulate(self.model):
+            loss = self.model(**batch).loss
+            self.accelerator.backward(loss)
+            self.losses.append(loss.detach())
+            if ends := self.accelerator.sync_gradients:
+                norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        if ends:
+            self.after_step(norm)
+        return ends
 
-    def _after_step(self, norm: torch.Tensor, log: StepLog) -> None:
+    def after_step(self, norm: torch.Tensor) -> None:
         """Schedule, log, evaluate and save, as their turn comes."""
-        rate = self.scheduler.get_last_lr()[0]
+        rate, args = self.scheduler.get_last_lr()[0], self.args
         if not self.accelerator.optimizer_step_was_skipped:  # by the loss scaler
             self.scheduler.step()
-        self.progress.step += 1
-        step, args = self.progress.step, self.args
-        log.step(step, epoch=step / self.steps_per_epoch, learning_rate=rate, gradient_norm=norm)
-        with log.outside():
-            if args.eval_steps and step % args.eval_steps == 0:
-                self._log_evaluation(step)
-            if args.save_steps and step % args.save_steps == 0:
-                self.save_checkpoint()
+        self.step += 1
+        self.bar.update(1)
+        if self.step % args.logging_steps == 0:
+            loss = self.accelerator.reduce(torch.stack(self.losses).mean(), reduction="mean").item()
+            scaler, cuda = self.accelerator.scaler, self.accelerator.device.type == "cuda"
+            self.log(
+                loss=loss, perplexity=np.exp(loss), learning_rate=rate, grad_norm=float(norm),
+                tokens_per_s=self.tokens_per_step * (self.step - self.logged) / (time.perf_counter() - self.since),
+                loss_scale=scaler.get_scale() if scaler and scaler.is_enabled() else 1.0,
+                free_device_memory_bytes=torch.cuda.mem_get_info()[0] if cuda else psutil.virtual_memory().available,
+            )  # fmt: skip
+            self.losses, self.since, self.logged = [], time.perf_counter(), self.step
+        began = time.perf_counter()
+        if args.eval_steps and self.step % args.eval_steps == 0:
+            score = self.evaluate()
+            self.log(eval_loss=np.log(score), eval_perplexity=score)
+        if args.save_steps and self.step % args.save_steps == 0:
+            self.save_checkpoint()
+        self.since += time.perf_counter() - began  # no training time
 
-    def _log_evaluation(self, step: int) -> None:
-        """Evaluate amid training."""
-        score = self.evaluate()
-        self.log_file.write(step=step, epoch=step / self.steps_per_epoch, eval_loss=math.log(score), eval_perplexity=score)
+    def log(self, **figures: float) -> None:
+        """A line of `log.jsonl`; what is not finite is null."""
+        if self.accelerator.is_main_process:
+            line = {"step": self.step, "epoch": self.step / self.steps_per_epoch, **figures}
+            Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+            with (Path(self.args.output_dir) / "log.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({name: value if math.isfinite(value) else None for name, value in line.items()}) + "\n")
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -213,61 +272,141 @@ class Loop:
             each = cross_entropy(logits.transpose(1, 2), labels, reduction="none").mean(dim=1)
             losses.append(self.accelerator.gather_for_metrics(each))
         self.model.train()
-        return perplexity(torch.cat(losses).mean().item())
+        return float(np.exp(torch.cat(losses).mean().item()))
 
     def save_checkpoint(self) -> None:
-        """All that a run needs to go on, with the tokenizer; once after a step."""
-        if self.saved_step != self.progress.step:
-            self.saved_step = self.progress.step
-            self.accelerator.save_state(str(Path(self.args.output_dir) / f"checkpoint-{self.progress.step}"))
-
-    def save_model(self) -> None:
-        """The whole model and its tokenizer, as `from_pretrained` reads them."""
-        state = self.accelerator.get_state_dict(self.model)
-        if self.accelerator.is_main_process:
-            self.accelerator.unwrap_model(self.model).save_pretrained(self.args.output_dir, state_dict=state)
-            self.tokenizer.save_pretrained(self.args.output_dir)
-
-
-def whole_steps(train: Dataset | Passes, samples: int, block_size: int, max_steps: int | None) -> tuple[Dataset | Passes, int]:
-    """The training text without what is left over of the last optimizer step, and the steps of an epoch; of a stream, all there are.
-
-    Args:
-        train: blocks of text.
-        samples: those of one optimizer step, over all processes.
-        block_size: tokens of a block.
-        max_steps: of the training.
-
-    Raises:
-        ValueError: the text is too short for one step.
-    """
-    if isinstance(train, Passes):
-        return train, max_steps
-    if steps := len(train) // samples:
-        return train.select(range(steps * samples)), steps
-    raise ValueError(
-        f"The training text has {len(train)} blocks of {block_size} tokens, less than the {samples} samples of one optimizer step;"
-        " give more text, a smaller block_size or a smaller per_device_train_batch_size."
-    )
+        """All that a run needs to go on."""
+        self.accelerator.save_state(str(Path(self.args.output_dir) / f"checkpoint-{self.step}"))
 
 
 def undisturbed(loader: DataLoader) -> Iterator[dict[str, torch.Tensor]]:
     """Its batches. The start of a loader takes a number from the generator that dropout uses, which would show after resuming."""
     batches = iter(loader)
     with torch.random.fork_rng(devices=[]):
-        first = next(batches, None)
-    if first is not None:
-        yield first
+        first_batch = next(batches, None)
+    if first_batch is not None:
+        yield first_batch
         yield from batches
 
 
-def decayed(model: PreTrainedModel, weight_decay: float) -> list[dict[str, object]]:
+def decayed(model: torch.nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """Matrices decay; biases and the weights of norms do not."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
+
+
+def parse_arguments(types: tuple[type, ...], argv: list[str]) -> tuple:
+    """Read flags, after a file of them where the first argument is one.
+
+    Returns:
+        One instance of each type; then the options of OSDP.
+    """
+    with said_in_one_line():
+        parser = HfArgumentParser(types, allow_abbrev=False, exit_on_error=False)
+        for option in fields(OSDPConfig):
+            parser.add_argument(f"--{option.name}", type=yaml.safe_load, help="An option of hf_osdp.OSDPConfig.")
+        if argv and argv[0].endswith((".yaml", ".yml", ".json")):
+            with open(argv[0], encoding="utf-8") as file:
+                content = yaml.safe_load(file)
+            if not isinstance(content, dict):
+                raise ValueError(f"{argv[0]} holds a {type(content).__name__}; it must map argument names to values.")
+            values = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in content.items()}
+            argv = [*(f"--{name}={value}" for name, value in values.items() if value is not None), *argv[1:]]
+        *arguments, options = parser.parse_args_into_dataclasses(argv)
+    return *arguments, {name: value for name, value in vars(options).items() if value is not None}
+
+
+@contextmanager
+def said_in_one_line(what: str = "") -> Iterator[None]:
+    """What a library refuses in here is the user's input: `run_script` prints it in one line, without a traceback."""
+    try:
+        yield
+    except (ArgumentError, DatasetGenerationError, KeyError, OSError, TypeError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(what + " ".join(str(error.__cause__ or error).split())) from error
+
+
+def load_text(data: DataArguments) -> DatasetDict:
+    """Splits `train` and `validation` with a column `text`; where there is no split `validation`, every twentieth row is in it."""
+    source = data.dataset_name or data.train_file
+    with said_in_one_line(f"Cannot read {source}: "):
+        if data.dataset_name:
+            text = load_dataset(data.dataset_name, data.dataset_config_name)
+        elif data.train_file:
+            files = {"train": data.train_file, **({"validation": data.validation_file} if data.validation_file else {})}
+            kinds = {KINDS.get(Path(file).suffix.lower()) for file in files.values()}
+            if None in kinds or len(kinds) > 1:
+                raise ValueError(f"use files of one kind: {', '.join(KINDS)}.")
+            options = {"keep_linebreaks": True} if kinds == {"text"} else {}
+            text = load_dataset(kinds.pop(), data_files=files, **options)
+        else:  # the paragraphs of Python's language reference, each once
+            paragraphs = (part for _, text in sorted(topics.topics.items()) for part in re.split(r"\n\s*\n", text) if part.strip())
+            text = DatasetDict(train=Dataset.from_dict({"text": [f"{part}\n\n" for part in dict.fromkeys(paragraphs)]}))
+        rows = text["train"]
+        if rows.num_rows < 20 or not isinstance(rows[0].get("text"), str):
+            raise ValueError(f"it needs a column `text` of text, of 20 rows or more; it has {rows.num_rows}, first {str(rows[:1])[:200]}.")
+    if "validation" not in text:
+        kept = [row for row in range(len(rows)) if row % 20 != 19]
+        text = DatasetDict(train=rows.select(kept), validation=rows.select(range(19, len(rows), 20)))
+    return DatasetDict({split: text[split].select_columns("text") for split in ("train", "validation")})
+
+
+def make_blocks(text: DatasetDict, tokenizer, size: int, data: DataArguments) -> tuple[Dataset, Dataset]:
+    """Samples of `size` tokens, for training and for evaluation."""
+
+    def cut(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        """All tokens of a thousand rows joined, then cut; what is left at the end is dropped."""
+        tokens = list(chain.from_iterable(tokenizer(rows["text"], verbose=False)["input_ids"]))
+        blocks = [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)]
+        return {"input_ids": blocks, "labels": blocks}
+
+    blocks, limits = (
+        text.map(cut, batched=True, remove_columns="text"),
+        {"train": data.max_train_samples, "validation": data.max_eval_samples},
+    )
+    for split, rows in blocks.items():
+        if not rows.num_rows:
+            raise ValueError(f"{data.train_file or 'The data set'}: the {split} text has less than one block of {size} tokens; give more.")
+    return tuple(rows.take(min(limits[split] or len(rows), len(rows))) for split, rows in blocks.items())
+
+
+def load_config(model_args: ModelArguments):
+    """The configuration that is named, or transformers' own of the model type."""
+    name = model_args.model_name_or_path or model_args.config_name
+    with said_in_one_line(f"Cannot use {name or f'model_type={model_args.model_type!r}'}: "):
+        config = AutoConfig.from_pretrained(name) if name else transformers.CONFIG_MAPPING[model_args.model_type]()
+        if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ValueError(f"{config.model_type} is no causal language model; use one such as gpt2 or llama.")
+    return config
+
+
+def load_tokenizer(model_args: ModelArguments, config, text: Dataset):
+    """The tokenizer that is named, or a byte-level BPE as GPT-2 has it, trained on the text. A new model gets its vocabulary."""
+    if name := model_args.tokenizer_name or model_args.model_name_or_path:
+        with said_in_one_line(f"Cannot load the tokenizer {name}: "):
+            tokenizer = AutoTokenizer.from_pretrained(name)
+    else:
+        tokenizer = transformers.GPT2Tokenizer().train_new_from_iterator(text["text"], model_args.vocab_size, show_progress=False)
+    if not model_args.model_name_or_path:
+        config.vocab_size, config.bos_token_id, config.eos_token_id = len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id
+    if model_args.config_overrides:
+        with said_in_one_line(f"Cannot use config_overrides={model_args.config_overrides}: "):
+            config.update_from_string(model_args.config_overrides)
+            if config.vocab_size < len(tokenizer):
+                raise ValueError(f"vocab_size={config.vocab_size} is less than the {len(tokenizer)} entries of the tokenizer.")
+    return tokenizer
+
+
+def load_model(model_args: ModelArguments, config, tokenizer):
+    """Weights in float32, pretrained or new."""
+    if not model_args.model_name_or_path:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, config=config, dtype=torch.float32)
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(len(tokenizer))
+    return model
 
 
 if __name__ == "__main__":

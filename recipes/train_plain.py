@@ -2,35 +2,35 @@
 
     torchrun --nproc-per-node 2 recipes/train_plain.py recipes/gpt2/plain.yaml
 
-The YAML file holds any of the arguments below; flags win over it.
+A YAML or JSON file of arguments may come first; flags win over it. They are those of `PlainArguments`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import time
+from argparse import ArgumentError
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import chain, count, islice
 from math import exp
+from pydoc_data import topics
+from typing import Literal
 
+import datasets
 import torch
 import torch.distributed as dist
-from datasets import Dataset
-from model_loading import choose_block_size, fit_config, load_config, load_model, load_tokenizer
-from recipe_arguments import DataArguments, ModelArguments, check_counts, parse_arguments
-from run_clm import TASK, next_tokens
-from run_clm_no_trainer import undisturbed
-from text_data import load_text, to_blocks
+import yaml
+from datasets import Dataset, DatasetDict, load_dataset
 from torch.utils.data import DataLoader, DistributedSampler
-from trained_tokenizers import train_causal_tokenizer
-from training import find_checkpoint, quiet_other_ranks
-from transformers import get_scheduler, set_seed
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Tokenizer, HfArgumentParser, default_data_collator
 
-from hf_osdp import OptimalShardedDataParallel, OSDPConfig, StopSignal
-from hf_osdp.checkpoint.states import PROGRESS_NAME
+from transformers import get_scheduler, set_seed  # isort: skip
+
+from hf_osdp import OptimalShardedDataParallel, OSDPConfig, StopSignal, checkpoint_to_resume
 from hf_osdp.integrations.launch import run_script
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -39,13 +39,20 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass
 class PlainArguments:
-    """How to train."""
+    """What to train, on which text, and how."""
 
+    config_overrides: str | None = field(default=None, metadata={"help": "Changes to GPT-2's configuration, such as n_layer=4,n_embd=128."})
+    tokenizer_name: str | None = field(default=None, metadata={"help": "A tokenizer's folder or name; by default one is trained."})
+    vocab_size: int = field(default=2048, metadata={"help": "Entries of a tokenizer that is trained on the text."})
+    train_file: str | None = field(default=None, metadata={"help": "Local text; by default Python's own language reference."})
+    block_size: int = field(default=128, metadata={"help": "Tokens of one sample."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many samples."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first so many samples."})
     output_dir: str = field(default="runs/plain", metadata={"help": "Folder of the model."})
     memory_limit: str | None = field(default=None, metadata={"help": "Memory of each device, such as 8GiB; by default all of it."})
     strategy: str = field(default="osdp", metadata={"help": "osdp (default), fsdp, ddp, zero2, hsdp or two_stage."})
     hardware: str | None = field(default=None, metadata={"help": "Preset to plan for; by default this machine is measured."})
-    mixed_precision: str = field(default="no", metadata={"help": "no, bf16 or fp16."})
+    mixed_precision: Literal["no", "bf16", "fp16"] = field(default="no", metadata={"help": "no, bf16 or fp16."})
     global_batch_size: int = field(default=8, metadata={"help": "Samples of an optimizer step, over all processes."})
     micro_batch_size: int | None = field(default=None, metadata={"help": "Those that run at once; by default the planner chooses."})
     steps: int = field(default=300, metadata={"help": "Optimizer steps."})
@@ -56,32 +63,36 @@ class PlainArguments:
     seed: int = field(default=1, metadata={"help": "Of the weights and the order of samples."})
 
     def __post_init__(self) -> None:
-        check_counts(self, "global_batch_size", "micro_batch_size", "steps", "logging_steps", "save_steps")
+        for name in ("block_size", "max_train_samples", "max_eval_samples", "global_batch_size", "steps", "logging_steps", "save_steps"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1.")
 
 
 def main() -> None:
     """Data, model, plan, training, evaluation, saved model."""
-    model_args, data_args, args = parse_arguments((ModelArguments, DataArguments, PlainArguments), sys.argv[1:])
-    quiet_other_ranks(RANK)
+    args = parse_arguments(sys.argv[1:])
+    # GPT-2's class name does not say which loss it has, and transformers' note on that sounds like a fault.
+    logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "`loss_type=None`" not in record.getMessage())
+    if RANK:
+        datasets.disable_progress_bars()
     set_seed(args.seed)
-    config, text = load_config(model_args, TASK), load_text(data_args)
-    tokenizer = load_tokenizer(model_args, None, lambda: train_causal_tokenizer(text["train"]["text"], model_args.vocab_size))
-    fit_config(config, model_args, tokenizer)
-    block_size = choose_block_size(data_args.block_size, config)
-    blocks = to_blocks(text, tokenizer, block_size, data_args)
-    for split, needed in (("train", args.global_batch_size), ("validation", WORLD_SIZE)):
-        if len(blocks[split]) < needed:
-            raise ValueError(f"The {split} text has {len(blocks[split])} blocks of {block_size} tokens; give text for {needed} or more.")
+    text = load_text(args.train_file)
+    if args.tokenizer_name:
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name)
+    else:  # a byte-level BPE, as GPT-2 has it
+        tokenizer = GPT2Tokenizer().train_new_from_iterator(text["train"]["text"], args.vocab_size, show_progress=False)
+    blocks = make_blocks(text, tokenizer, args)
+    config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
+    if args.config_overrides:
+        config.update_from_string(args.config_overrides)
+    if args.block_size > config.n_positions:
+        raise ValueError(f"block_size={args.block_size} is longer than the model's {config.n_positions} positions.")
 
     osdp = OSDPConfig(
-        memory_limit=args.memory_limit,
-        strategy=args.strategy,
-        hardware=args.hardware,
-        sequence_length=block_size,
-        global_batch_size=args.global_batch_size,
-        micro_batch_size=args.micro_batch_size,
-    )
-    model = OptimalShardedDataParallel(load_model(model_args, TASK, config, tokenizer), osdp, mixed_precision=args.mixed_precision)
+        memory_limit=args.memory_limit, strategy=args.strategy, hardware=args.hardware, sequence_length=args.block_size,
+        global_batch_size=args.global_batch_size, micro_batch_size=args.micro_batch_size,
+    )  # fmt: skip
+    model = OptimalShardedDataParallel(GPT2LMHeadModel(config), osdp, mixed_precision=args.mixed_precision)
     plan = model.plan
     say(f"plan {plan.fingerprint}: {WORLD_SIZE} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps")
     say(f"perplexity before training: {exp(evaluate(model, blocks['validation'])):.2f}")
@@ -101,7 +112,8 @@ def train(model: OptimalShardedDataParallel, blocks: Dataset, args: PlainArgumen
     schedule = get_scheduler("cosine", optimizer, num_warmup_steps=args.steps // 20, num_training_steps=args.steps)
     scaler = model.grad_scaler()  # does something in fp16 only
     states = {"optimizer": optimizer, "scheduler": schedule, "scaler": scaler}
-    checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir, marker=PROGRESS_NAME)
+    resume = {"true": True, "false": False}.get(str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint)
+    checkpoint = checkpoint_to_resume(args.output_dir, resume)
     done = 0 if checkpoint is None else model.load_checkpoint(checkpoint, **states)["step"]
     losses, since = [], time.perf_counter()
     stop = StopSignal()
@@ -120,7 +132,7 @@ def train(model: OptimalShardedDataParallel, blocks: Dataset, args: PlainArgumen
         schedule.step()
         if step % args.logging_steps == 0:
             mean, seconds = average(torch.stack(losses).mean()), time.perf_counter() - since
-            tokens = args.global_batch_size * len(blocks[0]["input_ids"]) * args.logging_steps
+            tokens = args.global_batch_size * args.block_size * args.logging_steps
             say(f"step {step}: loss {mean:.3f}, gradient norm {float(norm):.3f}, {tokens / seconds:.0f} tokens/s")
             losses, since = [], time.perf_counter()
         if stop.agreed() or (args.save_steps and step % args.save_steps == 0):
@@ -152,9 +164,9 @@ def evaluate(model: OptimalShardedDataParallel, blocks: Dataset) -> float:
 
 
 def batches_of(blocks: Dataset, sampler: DistributedSampler, size: int, *, drop_last: bool = True) -> Iterator[Batch]:
-    """Batches on this rank's device."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    for batch in undisturbed(DataLoader(blocks, batch_size=size, sampler=sampler, collate_fn=next_tokens, drop_last=drop_last)):
+    """Batches on this rank's device. The loader draws from a generator of its own, not from that of dropout: a run resumes to the bit."""
+    device, own = "cuda" if torch.cuda.is_available() else "cpu", torch.Generator()
+    for batch in DataLoader(blocks, size, sampler=sampler, collate_fn=default_data_collator, drop_last=drop_last, generator=own):
         yield {name: value.to(device) for name, value in batch.items()}
 
 
@@ -169,6 +181,51 @@ def say(text: str) -> None:
     """Print on rank 0."""
     if RANK == 0:
         print(text, flush=True)
+
+
+def parse_arguments(argv: list[str]) -> PlainArguments:
+    """Flags, after a file of them where the first argument is one."""
+    parser = HfArgumentParser(PlainArguments, allow_abbrev=False, exit_on_error=False)
+    try:
+        if argv and argv[0].endswith((".yaml", ".yml", ".json")):
+            with open(argv[0], encoding="utf-8") as file:
+                content = yaml.safe_load(file)
+            if not isinstance(content, dict):
+                raise ValueError(f"{argv[0]} holds a {type(content).__name__}; it must map argument names to values.")
+            argv = [*(f"--{name}={value}" for name, value in content.items()), *argv[1:]]
+        (args,) = parser.parse_args_into_dataclasses(argv)
+    except (ArgumentError, OSError, ValueError, yaml.YAMLError) as error:  # told in one line, without a traceback
+        raise ValueError(str(error)) from error
+    return args
+
+
+def load_text(train_file: str | None) -> DatasetDict:
+    """Splits `train` and `validation` with a column `text`: a file's lines, or the paragraphs of Python's language reference."""
+    if train_file:
+        rows = load_dataset("text", data_files=train_file, split="train", keep_linebreaks=True)
+    else:
+        paragraphs = (part for _, text in sorted(topics.topics.items()) for part in re.split(r"\n\s*\n", text) if part.strip())
+        rows = Dataset.from_dict({"text": [f"{paragraph}\n\n" for paragraph in dict.fromkeys(paragraphs)]})
+    held_out = range(19, len(rows), 20)
+    return DatasetDict(train=rows.select([row for row in range(len(rows)) if row % 20 != 19]), validation=rows.select(held_out))
+
+
+def make_blocks(text: DatasetDict, tokenizer, args: PlainArguments) -> DatasetDict:
+    """Samples of `block_size` tokens, as many of them as were asked for."""
+
+    def cut(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        tokens = list(chain.from_iterable(tokenizer(rows["text"], verbose=False)["input_ids"]))
+        blocks = [tokens[start : start + args.block_size] for start in range(0, len(tokens) - args.block_size + 1, args.block_size)]
+        return {"input_ids": blocks, "labels": blocks}
+
+    blocks = text.map(cut, batched=True, remove_columns="text")
+    limits = {"train": args.max_train_samples, "validation": args.max_eval_samples}
+    blocks = DatasetDict({split: rows.take(min(limits[split] or len(rows), len(rows))) for split, rows in blocks.items()})
+    for split, needed in (("train", args.global_batch_size), ("validation", WORLD_SIZE)):
+        if len(blocks[split]) < needed:
+            what = f"The {split} text has {len(blocks[split])} blocks of {args.block_size} tokens"
+            raise ValueError(f"{what}; give text for {needed} or more.")
+    return blocks
 
 
 if __name__ == "__main__":

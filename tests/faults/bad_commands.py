@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Iterator
@@ -63,11 +64,9 @@ def recipe(given: str, folder: Path) -> Give:
 
     def parse() -> object:
         with _inside(folder):
-            from recipe_arguments import DataArguments, MaskedModelArguments, OSDPArguments, parse_arguments
-            from transformers import TrainingArguments
-
+            module = importlib.import_module("run_mlm" if "--grouping" in words or "--mlm" in words else "run_clm")
             argv = [str(folder / word) if (folder / word).exists() else word for word in words.split()]
-            return parse_arguments((MaskedModelArguments, DataArguments, OSDPArguments, TrainingArguments), argv)
+            return module.parse_arguments((module.ModelArguments, module.DataArguments, module.TrainingArguments), argv)
 
     return parse
 

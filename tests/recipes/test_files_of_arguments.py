@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -33,35 +34,18 @@ def script_of(file: Path) -> str:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}-{file.stem}")
 def test_script_parses_its_file(file):
-    import run_glue
-    from loop_arguments import LoopArguments
-    from recipe_arguments import (
-        GLUE_TASKS,
-        ClassificationArguments,
-        ClassifierArguments,
-        DataArguments,
-        MaskedModelArguments,
-        ModelArguments,
-        OSDPArguments,
-        parse_arguments,
-    )  # fmt: skip
-    from streamed_text import StreamArguments
-    from train_plain import PlainArguments
-    from transformers import TrainingArguments
-
-    types = {
-        "run_clm": (ModelArguments, StreamArguments, OSDPArguments, TrainingArguments),
-        "run_mlm": (MaskedModelArguments, StreamArguments, OSDPArguments, TrainingArguments),
-        "run_glue": (ClassifierArguments, ClassificationArguments, OSDPArguments, TrainingArguments),
-        "run_clm_no_trainer": (ModelArguments, StreamArguments, OSDPArguments, LoopArguments),
-        "train_plain": (ModelArguments, DataArguments, PlainArguments),
-    }
     script, content = script_of(file), yaml.safe_load(file.read_text())
-    _, data_args, *_, args = parse_arguments(types[script], [str(file)])
+    module = importlib.import_module(script)
+    if script == "train_plain":
+        args = module.parse_arguments([str(file)])
+    else:
+        arguments = module.LoopArguments if script == "run_clm_no_trainer" else module.TrainingArguments
+        _, data_args, args, osdp = module.parse_arguments((module.ModelArguments, module.DataArguments, arguments), [str(file)])
+        assert osdp.get("memory_limit") == content.get("memory_limit")
     assert args.output_dir.startswith("runs/")
     if script == "run_glue":
-        run_glue.check_best_model(data_args, args)
-        assert data_args.task_name is None or content["metric_for_best_model"] == GLUE_TASKS[data_args.task_name][1]
+        module.check(data_args, args)
+        assert data_args.task_name is None or content["metric_for_best_model"] == module.TASKS[data_args.task_name][1]
     if script != "train_plain":
         assert script == "run_clm_no_trainer" or (args.do_train and args.do_eval)
         assert not content.get("streaming") or content["max_steps"]

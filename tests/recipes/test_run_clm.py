@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import math
 import re
@@ -11,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from hf_osdp import OSDPConfig
 from tests.helpers.shared_data import SHARED_DATA, needs_shared_data
 from tests.recipes.conftest import Recipe, load_saved, log_of, perplexities
 from tests.recipes.ranks import run_together
@@ -18,7 +21,7 @@ from tests.recipes.ranks import run_together
 ROOT = Path(__file__).parents[2]
 SCRIPT = "run_clm"
 FIGURES = {
-    "step", "epoch", "loss", "perplexity", "learning_rate", "gradient_norm", "loss_scale", "tokens_per_s", "free_device_memory_bytes",
+    "step", "epoch", "loss", "perplexity", "learning_rate", "grad_norm", "loss_scale", "tokens_per_s", "free_device_memory_bytes",
 }  # fmt: skip
 
 
@@ -51,10 +54,10 @@ def test_stream_trains_as_its_text_does_and_resumes(recipe):
     steps, streamed = ([line for line in log if "loss" in line] for log in (text, stream))
     assert [line["step"] for line in streamed] == [1, 2, 3, 4, 5, 6, 4, 5, 6]
     for line in streamed:
-        assert (line["loss"], line["gradient_norm"]) == (steps[line["step"] - 1]["loss"], steps[line["step"] - 1]["gradient_norm"])
+        assert (line["loss"], line["grad_norm"]) == (steps[line["step"] - 1]["loss"], steps[line["step"] - 1]["grad_norm"])
     assert all(line.keys() == FIGURES and line["perplexity"] == pytest.approx(math.exp(line["loss"])) for line in steps)
     assert steps[0]["learning_rate"] == 0.02 and steps[0]["loss_scale"] == 1.0
-    assert min(line[name] for line in steps for name in ("gradient_norm", "tokens_per_s", "free_device_memory_bytes")) > 0
+    assert min(line[name] for line in steps for name in ("grad_norm", "tokens_per_s", "free_device_memory_bytes")) > 0
     assert [line["step"] for line in text if "eval_loss" in line] == [0, 6]
     assert text[-1]["eval_perplexity"] == pytest.approx(printed[0]["after"], abs=0.01)
 
@@ -119,21 +122,46 @@ def test_infeasible_limit_ends_two_processes_with_one_line(recipe):
     assert not recipe.output.exists()
 
 
+@pytest.mark.parametrize("script", ["run_clm", "run_mlm", "run_glue"])
 @pytest.mark.parametrize(
     ("launched", "flag", "want"),
     [
-        (None, None, {"sequence_length": 32}),
-        (None, False, False),
-        ("{'osdp': True}", None, {"sequence_length": 32}),
-        ("{'osdp': True}", False, False),
+        (None, None, {"memory_limit": "1GiB"}),
+        (None, "false", False),
+        ("{'osdp': True}", None, {"memory_limit": "1GiB"}),
+        ("{'osdp': True}", "false", False),
         ("{'osdp': False}", None, False),
-        ("{'osdp': False}", True, {"sequence_length": 32}),
+        ("{'osdp': False}", "true", {"memory_limit": "1GiB"}),
     ],
 )
-def test_launcher_decides_unless_a_flag_does(monkeypatch, launched, flag, want):
-    from recipe_arguments import OSDPArguments
-
+def test_launcher_decides_unless_a_flag_does(monkeypatch, tmp_path, script, launched, flag, want):
+    module = importlib.import_module(script)
     if launched is not None:
         for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": launched}.items():
             monkeypatch.setenv(name, value)
-    assert OSDPArguments(osdp=flag).options(32) == want
+    argv = ["--memory_limit", "1GiB", "--output_dir", str(tmp_path), *(["--osdp", flag] if flag else [])]
+    assert module.parse_arguments((module.ModelArguments, module.TrainingArguments), argv)[-1] == want
+
+
+def test_every_option_of_osdp_is_a_flag_with_its_type(tmp_path):
+    import run_clm
+
+    flags = {
+        "memory_limit": "6.3MiB", "micro_batch_size": "2", "recompute": "true", "block_classes": "A,B", "nodes": "2",
+        "memory_margin": "0.1",
+    }  # fmt: skip
+    argv = ["--output_dir", str(tmp_path), *(part for name, value in flags.items() for part in (f"--{name}", value))]
+    *_, osdp = run_clm.parse_arguments((run_clm.TrainingArguments,), argv)
+    config = OSDPConfig.from_options(osdp)
+    assert (config.memory_limit, config.micro_batch_size, config.recompute, config.nodes) == ("6.3MiB", 2, True, 2)
+    assert config.block_classes == ("A", "B") and config.memory_margin == 0.1
+
+
+@pytest.mark.parametrize("script", ["run_clm", "run_clm_no_trainer", "run_glue", "run_mlm", "sft", "train_plain"])
+def test_recipe_is_a_single_file(script):
+    """It imports libraries alone; run_glue.py takes its made sentences, and only those, from beside it."""
+    tree = ast.parse((ROOT / "recipes" / f"{script}.py").read_text())
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    beside = {path.stem for path in (ROOT / "recipes").glob("*.py")}
+    assert imported & beside == ({"made_reviews"} if script == "run_glue" else set())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.recipes.conftest import Recipe, load_saved, log_of, perplexities
 from tests.recipes.ranks import run_together
@@ -25,29 +25,27 @@ OPTIONS = {
 
 def plain_perplexity(folder: Path, samples: int) -> float:
     """What transformers alone says of a saved model on the recipe's validation text."""
-    from model_loading import load_tokenizer
-    from recipe_arguments import DataArguments, ModelArguments
-    from text_data import load_text, to_blocks
+    from run_clm_no_trainer import DataArguments, load_text, make_blocks
 
     data = DataArguments(max_eval_samples=samples)
-    tokenizer = load_tokenizer(ModelArguments(tokenizer_name=str(folder)), None, lambda: None)
-    blocks = torch.tensor(to_blocks(load_text(data), tokenizer, 32, data)["validation"]["input_ids"][:])
+    _, validation = make_blocks(load_text(data), AutoTokenizer.from_pretrained(folder), 32, data)
+    blocks = torch.tensor(validation["input_ids"][:])
     with torch.no_grad():
         return math.exp(AutoModelForCausalLM.from_pretrained(folder)(input_ids=blocks, labels=blocks).loss)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> tuple[Path, list[str]]:
-    """Four on two ranks, all with dropout and two micro-batches a step: two epochs; from a checkpoint amid the first; a stream,
-    with the file of arguments; on from there, into the same folder."""
+    """Four on two ranks, all with dropout and two micro-batches a step: two epochs; from a checkpoint amid the first; with the file of
+    arguments, and on from there, into the same folder."""
     loop = Recipe(SCRIPT, tmp_path_factory.mktemp("loop"))
     file = str(ROOT / "recipes" / "gpt2" / "no_trainer.yaml")
-    stream = {**OPTIONS, "streaming": True, "max_train_samples": None, "max_steps": 4, "warmup_steps": 0}
+    short = {**OPTIONS, "max_steps": 4, "warmup_steps": 0}
     jobs = [
         loop.job("text", eval_steps=5, save_steps=5, **OPTIONS),
         loop.job("again", resume_from_checkpoint=loop.folder / "text" / "checkpoint-5", **OPTIONS),
-        loop.job("stream", file, save_steps=2, **stream),
-        loop.job("stream", file, resume_from_checkpoint=loop.folder / "stream" / "checkpoint-2", **stream),
+        loop.job("short", file, save_steps=2, **short),
+        loop.job("short", file, resume_from_checkpoint=loop.folder / "short" / "checkpoint-2", **short),
     ]
     return loop.folder, run_together(loop.folder, jobs)
 
@@ -61,7 +59,7 @@ def test_two_processes_train_log_and_save(runs):
     steps = [line for line in log if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 11)) and steps[-1]["loss"] < 0.9 * steps[0]["loss"]
     for line in steps:
-        assert min(line[name] for name in ("perplexity", "gradient_norm", "tokens_per_s", "free_device_memory_bytes")) > 0
+        assert min(line[name] for name in ("perplexity", "grad_norm", "tokens_per_s", "free_device_memory_bytes")) > 0
         assert line["loss_scale"] == 1.0 and line["epoch"] == line["step"] / 8
     assert steps[0]["learning_rate"] == 0.02 and steps[-1]["learning_rate"] == pytest.approx(0.002)
     evaluated = {line["step"]: line["eval_perplexity"] for line in log if "eval_perplexity" in line}
@@ -79,11 +77,11 @@ def test_run_resumes_to_the_bit(runs):
     assert [line["step"] for line in log_of(folder / "again")] == list(range(6, 11))
 
 
-def test_stream_resumes_to_the_bit(runs):
-    """Shuffled in its buffer; the second run writes below the first one's lines."""
+def test_log_of_a_resumed_run_keeps_its_lines(runs):
+    """The second run writes below the first one's lines."""
     folder, printed = runs
     assert perplexities(printed[2])["after"] == perplexities(printed[3])["after"]
-    log = log_of(folder / "stream")
+    log = log_of(folder / "short")
     assert [line["step"] for line in log] == [1, 2, 3, 4, 3, 4]
     assert [line["loss"] for line in log[4:]] == [line["loss"] for line in log[2:4]] and log[3]["loss"] < log[0]["loss"]
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, DistilBertConfig, RobertaConfig
+from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertTokenizer, DistilBertConfig, RobertaConfig, TrainingArguments
 from transformers.modeling_outputs import MaskedLMOutput
 
+from hf_osdp import OSDPConfig
 from tests.recipes.conftest import load_saved, log_of, perplexities
 from tests.recipes.ranks import run_together
 
@@ -74,43 +75,39 @@ def test_every_grouping_trains_the_same_on_two_nodes(recipe):
     ("grouping", "strategy"), [("group_sharding", "hsdp"), ("communication_with_groups", "two_stage"), ("none", "fsdp"), (None, None)]
 )
 def test_grouping_is_a_strategy(grouping, strategy):
-    from recipe_arguments import OSDPArguments
-
-    from hf_osdp import OSDPConfig
-
-    options = OSDPArguments(grouping=grouping).options(32)
+    options = options_of(*([] if grouping is None else ["--grouping", grouping]))
     assert options.get("strategy") == strategy and "grouping" not in options
     assert OSDPConfig(**options).strategy == (strategy or "osdp")
 
 
-def test_grouping_goes_before_the_strategy_of_the_launcher(monkeypatch):
-    from recipe_arguments import OSDPArguments
+def options_of(*argv: str) -> dict[str, object]:
+    import run_mlm
 
+    return run_mlm.parse_arguments((run_mlm.ModelArguments, TrainingArguments), ["--output_dir", "out", *argv])[-1]
+
+
+def test_grouping_goes_before_the_strategy_of_the_launcher(monkeypatch):
     from hf_osdp.integrations.trainer_facts import requested_config
 
     for name, value in {
         "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": "{'osdp': True, 'strategy': 'ddp', 'compare': False}",
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
-    config = requested_config(OSDPArguments(grouping="group_sharding").options(32), None)
+    config = requested_config(options_of("--grouping", "group_sharding"), None)
     assert (config.strategy, config.compare) == ("hsdp", False)
 
 
 def test_the_recipe_for_two_machines_is_bert_large():
     """What bert-large-uncased's configuration on the hub says; the vocabulary that is trained on the text may be smaller."""
-    from model_loading import fit_config, load_config
-    from recipe_arguments import DataArguments, MaskedModelArguments, OSDPArguments, parse_arguments
-    from run_mlm import TASK
-    from trained_tokenizers import train_masked_tokenizer
-    from transformers import TrainingArguments
+    from run_mlm import DataArguments, ModelArguments, load_config, load_tokenizer, parse_arguments
 
-    types = (MaskedModelArguments, DataArguments, OSDPArguments, TrainingArguments)
+    text = Dataset.from_dict({"text": TEXTS})
     for name in ("two_machines", "demo"):
-        argv = [str(ROOT / "recipes" / "bert_large" / f"{name}.yaml"), "--grouping", "group_sharding"]
-        model_args, data_args, osdp_args, args = parse_arguments(types, argv)
-        config = load_config(model_args, TASK)
-        fit_config(config, model_args, train_masked_tokenizer(TEXTS, 290, config))
-        assert (osdp_args.grouping, args.do_train, args.do_eval) == ("group_sharding", True, True)
+        argv = [str(ROOT / "recipes" / "bert_large" / f"{name}.yaml"), "--grouping", "group_sharding", "--vocab_size", "290"]
+        model_args, data_args, args, osdp = parse_arguments((ModelArguments, DataArguments, TrainingArguments), argv)
+        config = load_config(model_args)
+        load_tokenizer(model_args, config, text)
+        assert (osdp, args.do_train, args.do_eval) == ({"strategy": "hsdp"}, True, True)
         assert data_args.block_size == config.max_position_embeddings
         if name == "two_machines":
             shape = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.intermediate_size, config.vocab_size)
@@ -124,9 +121,11 @@ TEXTS = ["The class statement defines a class object.", "A name — bound to a t
 
 @pytest.mark.parametrize("config", [BertConfig, DistilBertConfig, RobertaConfig])
 def test_trained_tokenizer_fits_the_model_and_is_reproducible(config):
-    from trained_tokenizers import train_masked_tokenizer
+    import run_mlm
 
-    tokenizers = [train_masked_tokenizer(TEXTS, 330, config()) for _ in range(4)]
+    text, made = Dataset.from_dict({"text": TEXTS}), config()
+    tokenizers = [run_mlm.load_tokenizer(run_mlm.ModelArguments(vocab_size=330), made, text) for _ in range(4)]
+    assert made.vocab_size == len(tokenizers[0]) and made.pad_token_id == tokenizers[0].pad_token_id
     tokenizer = tokenizers[0]
     assert all(other.get_vocab() == tokenizer.get_vocab() for other in tokenizers)
     words = config is not RobertaConfig
@@ -136,11 +135,10 @@ def test_trained_tokenizer_fits_the_model_and_is_reproducible(config):
 
 
 @pytest.fixture
-def masking():
-    from masking import Masking
-    from trained_tokenizers import train_masked_tokenizer
+def tokenizer():
+    from run_mlm import word_pieces
 
-    return Masking(tokenizer=train_masked_tokenizer(TEXTS, 290, BertConfig()), probability=0.3, seed=1)
+    return BertTokenizer(vocab=word_pieces(TEXTS, 290))
 
 
 def blocks_of(tokenizer, rows: int = 16, length: int = 32) -> Dataset:
@@ -149,15 +147,20 @@ def blocks_of(tokenizer, rows: int = 16, length: int = 32) -> Dataset:
     return Dataset.from_dict({"input_ids": words.tolist()})
 
 
-def test_masks_for_evaluation_stay_and_those_for_training_change(masking):
-    blocks = blocks_of(masking.tokenizer)
-    once = masking.once(blocks)
-    assert once[:] == masking.once(blocks)[:]
+def test_masks_for_evaluation_stay_and_those_for_training_change(tokenizer):
+    from run_mlm import MaskingCollator, masked
+
+    blocks = blocks_of(tokenizer)
+    once = masked(blocks, tokenizer, 0.3, 1)
+    assert once[:] == masked(blocks, tokenizer, 0.3, 1)[:]
     hidden = torch.tensor(once["labels"][:]) != -100
     assert 0.2 < hidden.float().mean() < 0.4 and not hidden[:, [0, -1]].any()
     assert torch.equal(torch.tensor(once["labels"][:])[hidden], torch.tensor(blocks["input_ids"][:])[hidden])
 
-    samples, collators = [blocks[i] for i in range(16)], [masking.collator(rank) for rank in (0, 1, 0)]
+    samples, collators = (
+        [blocks[i] for i in range(16)],
+        [MaskingCollator(tokenizer, mlm_probability=0.3, seed=seed) for seed in (1, 1001, 1)],
+    )
     first, other_rank, again = (collator(samples)["labels"] for collator in collators)
     assert torch.equal(first, again) and not torch.equal(first, other_rank)
     assert not torch.equal(first, collators[0](samples)["labels"])
@@ -166,7 +169,7 @@ def test_masks_for_evaluation_stay_and_those_for_training_change(masking):
 
 
 def test_mean_over_labels_weighs_masked_tokens_equally_over_micro_batches():
-    from losses import mean_over_labels
+    from run_mlm import mean_over_labels
 
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4, 8, 10, generator=generator, dtype=torch.float64)
