@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+os.environ["OSDP_CACHE"] = "0"  # what one test described is nothing to another, nor to the user
 
 
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:

@@ -56,8 +56,15 @@ class Case:
 
     def __init__(self, request: Request, optimizer: OptimizerSpec | None = None, *, trace: Trace | None = None) -> None:
         self.request = request
-        self._tracing = {} if trace is None else {"trace": trace}
+        self._trace = trace
         self._optimizer = optimizer or OPTIMIZERS[request.optimizer]
+
+    @property
+    def _tracing(self) -> dict[str, Trace]:
+        """What describes models, as `Describer` and `ProblemBuilder` take it."""
+        from ..planning.description_cache import describe_once
+
+        return {"trace": self._trace or describe_once}
 
     @cached_property
     def profile(self) -> Profile | None:

@@ -10,8 +10,8 @@ import logging
 import re
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Mapping
+from contextlib import redirect_stderr
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -155,10 +155,12 @@ class Planner:
 
     def _plan(self, question: Question) -> Planned:
         """Return the plan of a question."""
+        from ..planning.description_cache import warnings_of_package
+
         case = Case(self._request(question), trace=self._trace)
         with redirect_stderr(io.StringIO()) as said:  # that a built-in shape stands in for the hub's
             _ = case.model_config
-        with _warnings() as warnings:
+        with warnings_of_package() as warnings:
             problem = case.problem()
             found = search(problem)
         inputs = PlanInputs(description=problem.description, job=problem.job, hardware=problem.hardware)
@@ -210,7 +212,7 @@ class Planner:
 
     def _trace(self, model: Any, **options: Any) -> ModelDescription:  # noqa: ANN401  (a transformers model)
         """Describe a model, each with the same options once."""
-        from ..tracing.describe import describe
+        from ..planning.description_cache import describe_once, warnings_of_package
 
         key = f"{model.config.to_json_string()} {options}"
         if key in self._traced:
@@ -218,22 +220,9 @@ class Planner:
             for text in warnings:
                 _log.warning("%s", text)
             return description
-        with _warnings() as warnings:
-            description = describe(model, **options)
+        with warnings_of_package() as warnings:
+            description = describe_once(model, **options)
         self._traced[key] = description, warnings
         if len(self._traced) > _KEPT:
             del self._traced[next(iter(self._traced))]
         return description
-
-
-@contextmanager
-def _warnings() -> Iterator[list[str]]:
-    """Collect what the package warns of, which the command line has on stderr."""
-    texts: list[str] = []
-    handler, logger = logging.Handler(logging.WARNING), logging.getLogger("hf_osdp")
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    try:
-        yield texts
-    finally:
-        logger.removeHandler(handler)

@@ -1,0 +1,91 @@
+"""A model is described once on a machine, and again where anything that counts has changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import GPT2Config
+
+from hf_osdp.modeling.build import build_on_meta
+from hf_osdp.planner.description import DType
+from hf_osdp.planning import description_cache
+from hf_osdp.planning.description_cache import describe_once
+
+CONFIG = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32, "vocab_size": 100}
+
+
+@pytest.fixture
+def described(monkeypatch, tmp_path):
+    """Names of what was traced, with a cache of its own."""
+    monkeypatch.setenv("OSDP_CACHE", str(tmp_path / "kept"))
+    calls: list[int] = []
+    stock = description_cache.describe
+    monkeypatch.setattr(description_cache, "describe", lambda model, **options: (calls.append(1), stock(model, **options))[1])
+    return calls
+
+
+def model(**changes):
+    return build_on_meta(GPT2Config(**{**CONFIG, **changes}))
+
+
+def test_same_model_is_traced_once_and_found_equal_with_its_allocations(described):
+    first, again = (describe_once(model(), sequence_length=16, device_type="cuda", compute_dtype=DType.BFLOAT16) for _ in range(2))
+    assert again == first and again.allocations == first.allocations and len(described) == 1
+    assert [segment.allocations for segment in again.segments] == [segment.allocations for segment in first.segments]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda: describe_once(model(), sequence_length=24),
+        lambda: describe_once(model(), sequence_length=16, device_type="cuda"),
+        lambda: describe_once(model(n_embd=64), sequence_length=16),
+        lambda: describe_once(model(resid_pdrop=0.0), sequence_length=16),
+        lambda: describe_once(model().to(torch.bfloat16), sequence_length=16),
+        lambda: describe_once(frozen(), sequence_length=16),
+    ],
+)
+def test_what_differs_is_traced_anew(described, changed):
+    describe_once(model(), sequence_length=16)
+    changed()
+    assert len(described) == 2
+
+
+def frozen():
+    partly = model()
+    partly.transformer.wpe.requires_grad_(False)
+    return partly
+
+
+def test_other_code_is_another_description(described, monkeypatch):
+    describe_once(model(), sequence_length=16)
+    monkeypatch.setattr(description_cache, "_code", lambda: "another")
+    describe_once(model(), sequence_length=16)
+    assert len(described) == 2
+
+
+def test_damaged_file_is_made_again_and_old_ones_make_room(described, tmp_path, monkeypatch):
+    found = describe_once(model(), sequence_length=16)
+    (file,) = (tmp_path / "kept").iterdir()
+    file.write_text(file.read_text()[:-9])
+    assert describe_once(model(), sequence_length=16) == found == describe_once(model(), sequence_length=16)
+    assert len(described) == 2
+    monkeypatch.setattr(description_cache, "_MOST_FILES", 1)
+    describe_once(model(), sequence_length=24)
+    assert len(list((tmp_path / "kept").iterdir())) == 1
+
+
+@pytest.mark.parametrize("kept", ["0", "/dev/null/nowhere"])
+def test_without_a_folder_nothing_is_kept(described, monkeypatch, kept):
+    monkeypatch.setenv("OSDP_CACHE", kept)
+    for _ in range(2):
+        describe_once(model(), sequence_length=16)
+    assert len(described) == 2
+
+
+def test_what_was_warned_of_is_said_again(described, caplog):
+    for _ in range(2):
+        caplog.clear()
+        describe_once(model(), sequence_length=16, device_type="cuda", capability=(7, 5), compute_dtype=DType.BFLOAT16)
+        assert "math kernel" in caplog.text
+    assert len(described) == 1
