@@ -224,7 +224,7 @@ def _picture(chart: alt.TopLevelMixin) -> str:
 
 
 def _table(table: Table) -> str:
-    """Return a table of the terminal as HTML."""
+    """Return a table of the terminal as HTML, what stands below it included."""
 
     def row(tag: str, cells: Iterable[object]) -> str:
         aligned = zip(cells, (column.justify for column in table.columns), strict=True)
@@ -232,7 +232,8 @@ def _table(table: Table) -> str:
 
     head = row("th", (column.header for column in table.columns))
     body = "".join(row("td", cells) for cells in zip(*(column.cells for column in table.columns), strict=True))
-    return f"<table><caption>{escape(str(table.title))}</caption>{head}{body}</table>"
+    below = "".join(f"<p>{escape(line)}</p>" for line in str(table.caption or "").splitlines())
+    return f"<table><caption>{escape(str(table.title))}</caption>{head}{body}</table>{below}"
 
 
 def _html(content: str) -> str:

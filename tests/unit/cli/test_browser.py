@@ -125,8 +125,11 @@ def test_page_answers_three_questions(address, browser, tmp_path):
 def test_tables_show_names_and_run_none_of_them():
     from hf_osdp.cli.browser import _table
 
-    shown = _table(make_table("<b>", [["<script>alert(1)</script>", "${x} {{y}}"]], text=["units"], figures=["held"]))
+    table = make_table("<b>", [["<script>alert(1)</script>", "${x} {{y}}"]], text=["units"], figures=["held"])
+    table.caption = "recompute: a & b.\nrecompute: c."
+    shown = _table(table)
     assert "<script" not in shown and "<b>" not in shown and "&lt;script&gt;alert(1)&lt;/script&gt;" in shown
+    assert shown.endswith("</table><p>recompute: a &amp; b.</p><p>recompute: c.</p>")
     assert '<td class="left">' in shown and '<td class="right">${x} {{y}}</td>' in shown
 
 
