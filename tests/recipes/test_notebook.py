@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import json
 import os
@@ -16,6 +17,7 @@ import pytest
 from nbclient import NotebookClient
 from transformers import AutoModelForCausalLM
 
+import hf_osdp
 from hf_osdp import Plan
 
 NOTEBOOK = Path(__file__).parents[2] / "recipes" / "notebooks" / "plan_and_train.ipynb"
@@ -91,8 +93,8 @@ def test_notebook_runs_in_a_kernel_and_leaves_no_process(tmp_path: Path, environ
 
     text = text_of(notebook)
     assert not problems(notebook)
-    assert text.count("OSDP plan") == 4 and text.count("Estimated beside measured") == 2  # on paper, here, and by each training
-    assert len(charts(notebook)) == 3
+    assert text.count("OSDP plan") == 2 and text.count("Estimated beside measured") == 2  # by each training
+    assert len(charts(notebook)) == 2
     perplexity = {when: float(value) for when, value in PERPLEXITY.findall(text)}
     assert perplexity["after epoch 2"] < 0.9 * perplexity["before training"]
     assert perplexity["of the saved model"] == pytest.approx(perplexity["after epoch 2"], rel=1e-4)
@@ -117,7 +119,7 @@ def test_committed_outputs_are_of_one_complete_run():
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     assert not problems(notebook)
-    assert len(charts(notebook)) == 3 and all(image.startswith(b"\x89PNG") for image in charts(notebook))
+    assert len(charts(notebook)) == 2 and all(image.startswith(b"\x89PNG") for image in charts(notebook))
     assert "after one epoch more" in text_of(notebook)
     assert len(content) < MAX_BYTES
     assert set(notebook.metadata) == {"kernelspec", "language_info"}
@@ -126,3 +128,13 @@ def test_committed_outputs_are_of_one_complete_run():
 def test_committed_outputs_name_no_path_of_a_machine():
     said = re.sub(r'"image/png": "[^"]*"', "", NOTEBOOK.read_text(encoding="utf-8"))
     assert not re.findall(r"(?<![\w.])/(?:home|root|tmp|work|usr|opt|Users|var)\b[^\"]{0,60}|site-packages|file://", said)
+
+
+def test_notebook_is_short_and_uses_public_names_alone():
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    assert len(notebook.cells) <= 20
+    code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    imported = {node.module: node.names for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)}
+    assert not [module for module in imported if module.startswith("hf_osdp.")]
+    assert {name.name for name in imported["hf_osdp"]} <= set(hf_osdp.__all__)
+    assert not {path.stem for path in NOTEBOOK.parents[1].glob("*.py")} & imported.keys()
