@@ -89,7 +89,7 @@ def assert_refused(done, message: str, *, code: int = 2) -> None:
     assert message in done.stderr
 
 
-COMMANDS = ("plan", "explain", "compare", "what-if", "profile", "doctor", "convert", "config", "run")
+COMMANDS = ("plan", "explain", "compare", "what-if", "profile", "doctor", "convert", "config", "run", "app")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -234,7 +234,7 @@ def test_compare_holds_all_strategies_and_the_front(model, description, tmp_path
 @pytest.mark.slow
 def test_what_if_answers_by_searching(model, description, monkeypatch):
     monkeypatch.setattr(what_if, "_LONGEST", 64)  # every size that is tried is another trace
-    monkeypatch.setattr(what_if, "_WIDEST", 1.5)
+    monkeypatch.setattr(what_if, "_WIDEST", 1.25)
     answers = {row["question"]: row for row in as_json("what-if", model, *WHOLE)["answers"]}
     now = search(problem(description, HARDWARE, JOB, LIMIT)).plan
     assert answers["now"]["result"]["samples_per_s"] == now.samples_per_s
