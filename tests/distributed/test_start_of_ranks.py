@@ -119,7 +119,7 @@ def test_ranks_about_to_run_different_things_stop_with_one_line():
         f"plan is {first} on ranks 0, 2, {other} on rank 1.": line_of(plan=PLANS[odd]),
         f"plan is {first} on ranks 0, 2, left out on rank 1.": line_of(plan=None if odd else PLANS[0]),
         "strategy is 'osdp' on ranks 0, 2, 'ddp' on rank 1.": line_of(
-            asked=OSDPConfig(strategy="ddp" if odd else "osdp", memory_limit=1000 + rank, sequence_length=8 + rank)
+            asked=OSDPConfig(strategy="ddp" if odd else "osdp", memory_limit=2000 + rank, sequence_length=8 + rank)
         ),
     }
     for part, line in lines.items():

@@ -193,7 +193,7 @@ def test_inputs_that_make_no_batch_are_refused(inputs, line):
         planned(Scores(), inputs=inputs)
 
 
-def test_compiled_blocks_are_described_where_the_plan_runs(model, monkeypatch):
+def test_compiled_blocks_are_described_where_the_plan_runs(model):
     sizes = []
 
     def described(model: nn.Module, **options: object) -> ModelDescription:
@@ -201,8 +201,7 @@ def test_compiled_blocks_are_described_where_the_plan_runs(model, monkeypatch):
         classes = ("Block",) if options["compile"] else ()
         return replace(transformer(), compiled_classes=classes, sequence_length=options["sequence_length"])
 
-    monkeypatch.setattr("hf_osdp.planning.problem.describe", described)
-    builder = ProblemBuilder(model, OSDPConfig(hardware=HARDWARE, compile=True), facts())
+    builder = ProblemBuilder(model, OSDPConfig(hardware=HARDWARE, compile=True), facts(), trace=described)
 
     def find(problem: PlanningProblem) -> Plan:
         return search(replace(problem, job=replace(problem.job, micro_batch_size=8))).plan
