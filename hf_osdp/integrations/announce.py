@@ -28,6 +28,8 @@ _WORTH_SAYING = 1.02
 """How many times as fast a plan must be by its estimate."""
 _WIDTH = 100
 """Columns where the output is no terminal."""
+_FIGURES = ("steps", "median_step_s", "first_step_s", "peak_bytes", "reserved_bytes", "out_of_memory")
+"""Fields of an observation that a report holds as they are."""
 
 
 def plan_and_announce(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
@@ -113,9 +115,6 @@ def _steps_until_compilation_pays(run: PlannedRun, measured: Observation) -> int
     if run.eager_step_s is None or usual is None or first is None or saved <= 0:
         return None
     return max(1, math.ceil((first - usual) / saved))
-
-
-_FIGURES = ("steps", "median_step_s", "first_step_s", "peak_bytes", "reserved_bytes", "out_of_memory")
 
 
 def _observation_content(observed: Observation) -> dict[str, object]:

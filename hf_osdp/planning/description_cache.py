@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from ..tracing.attention import capability_here
 from ..tracing.describe import describe
 
 _MOST_FILES = 256
+_KNOWN_CODE = {"torch", "transformers", "peft", "hf_osdp"}
+"""Packages whose code is told by a version or a hash; the code of other modules may change under the same names."""
 _log = logging.getLogger(__name__)
 
 
@@ -45,13 +49,14 @@ def describe_once(model: nn.Module, **options: Any) -> ModelDescription:
 
     Args:
         model: real or on the meta device.
-        options: as `describe` takes them; with `inputs` or `loss`, which are code, nothing is kept.
+        options: as `describe` takes them; with `inputs`, `loss` or modules that are code of others, nothing is kept.
 
     Raises:
         Exception: as `describe`.
     """
     folder = _folder()
-    if folder is None or not hasattr(model, "config") or options.get("inputs") is not None or options.get("loss") is not None:
+    of_code = options.get("inputs") is not None or options.get("loss") is not None or not hasattr(model, "config")
+    if folder is None or of_code or any(type(module).__module__.partition(".")[0] not in _KNOWN_CODE for module in model.modules()):
         return describe(model, **options)
     path = folder / f"{_key(model, options)}.json"
     with suppress(OSError, ValueError):  # a file that is missing or damaged is made again
@@ -94,7 +99,7 @@ def _key(model: Any, options: Mapping[str, Any]) -> str:  # noqa: ANN401  (a mod
     content = (
         _code(), sorted((name, repr(value)) for name, value in options.items()), model.config.to_json_string(use_diff=False),
         getattr(model.config, "_attn_implementation", None), getattr(model.config, "_experts_implementation", None), model.training,
-        capability_here(),
+        capability_here(), os.environ.get("TORCHDYNAMO_DISABLE"),
         [(name, type(module).__qualname__) for name, module in model.named_modules()],
         [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)],
     )  # fmt: skip
@@ -104,7 +109,8 @@ def _key(model: Any, options: Mapping[str, Any]) -> str:  # noqa: ANN401  (a mod
 @cache
 def _code() -> str:
     """Return a hash of what makes descriptions."""
-    found = hashlib.sha256(f"{platform.python_version()} {torch.__version__} {transformers.__version__}".encode())
+    adapters = version("peft") if find_spec("peft") else ""
+    found = hashlib.sha256(f"{platform.python_version()} {torch.__version__} {transformers.__version__} {adapters}".encode())
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         found.update(file.read_bytes())
     return found.hexdigest()

@@ -57,12 +57,14 @@ def unit_bytes_table(explanation: Explanation) -> Table:
     gathers and copies.
     """
     plan, description = explanation.plan, explanation.description
+    recomputes = any(unit.activations.recomputes for unit in plan.units)
 
     def saved(row: PlanRow) -> int:
         total = 0
         for segment in (s for s in description.segments if s.unit in row.units):
             unit = description.units[segment.unit]
-            form = SegmentBytes.of(segment, unit.span, plan.micro_batch_size, plan.decision(unit.fqn).activations)
+            choice = plan.decision(unit.fqn).activations
+            form = SegmentBytes.of(segment, unit.span, plan.micro_batch_size, choice, recomputes=recomputes)
             total += max(0, form.saved)
         return total
 

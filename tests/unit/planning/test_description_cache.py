@@ -57,6 +57,17 @@ def frozen():
     return partly
 
 
+def test_modules_of_others_are_traced_each_time(described):
+    class Block(torch.nn.Dropout):
+        """Code that no version tells."""
+
+    for _ in range(2):
+        own = model()
+        own.transformer.drop = Block(0.1)
+        describe_once(own, sequence_length=16)
+    assert len(described) == 2
+
+
 def test_other_code_is_another_description(described, monkeypatch):
     describe_once(model(), sequence_length=16)
     monkeypatch.setattr(description_cache, "_code", lambda: "another")
